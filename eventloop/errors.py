@@ -1,0 +1,63 @@
+"""Every exception that trainbus raises on purpose.
+
+All of them derive from :class:`TrainbusError`, and also from the builtin that describes them best, so that
+``except ValueError`` keeps its meaning for a caller who has never heard of trainbus.
+"""
+
+from __future__ import annotations
+
+
+class TrainbusError(Exception):
+    """Base of every exception raised by trainbus itself (never of those raised by a handler)."""
+
+
+class SubscribeError(TrainbusError, ValueError):
+    """A subscription that cannot work: wrong filter, priority, mode, handler or hook."""
+
+
+class UnknownEventError(SubscribeError, LookupError):
+    """A mount-point name that no event declares; the message lists the nearest ones."""
+
+
+class EventDefinitionError(TrainbusError, TypeError):
+    """An ``Event`` subclass whose mount-point name is taken by another module's event."""
+
+
+class LiveFieldError(TrainbusError, RuntimeError):
+    """An offloaded handler touched live training state (``event.model`` …); ``capture=`` is the way out."""
+
+
+class BusStateError(TrainbusError, RuntimeError):
+    """The bus is not in a state in which this can be done (closed, already open, inside a handler)."""
+
+
+class LaneFullError(TrainbusError, RuntimeError):
+    """A full lane refused an event: ``full="raise"``, or waiting would have been a deadlock."""
+
+
+class LaneClosedError(TrainbusError, RuntimeError):
+    """The lane closed while a publisher waited for a place in it."""
+
+
+class OffloadError(TrainbusError, RuntimeError):
+    """Several offloaded handlers failed, or what they left could not be delivered in time."""
+
+
+class ConfigurationError(TrainbusError, ValueError):
+    """An option of a run, loop or hook that cannot work; raised when the object is made or the run starts."""
+
+
+class TrainingError(TrainbusError, RuntimeError):
+    """A training step broke its contract: no loss, a loss that is not a scalar, a missing metric input."""
+
+
+class CheckpointError(TrainbusError, RuntimeError):
+    """A checkpoint could not be written or read."""
+
+
+class CheckpointValueError(CheckpointError, TypeError):
+    """A value that a checkpoint cannot hold; the message gives its path in the tree."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A checkpoint file whose bytes are not those that were written (truncated, flipped bits, not ours)."""
