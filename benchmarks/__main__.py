@@ -1,0 +1,35 @@
+"""``python -m benchmarks [dispatch] [ema] [training] [--quick] [--out DIR]``."""
+
+import argparse
+import importlib
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.harness import Settings, environment
+
+BENCHMARKS = ("dispatch", "ema", "training")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="trainbus side by side with its peers.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which to run (default all): {', '.join(BENCHMARKS)}")
+    parser.add_argument("--quick", action="store_true", help="a few rounds only, to see that everything runs")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results", help="default: benchmarks/results"
+    )
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(BENCHMARKS):
+        parser.error(f"no benchmark named {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+
+    where = environment()
+    report.heading(where)
+    for name in arguments.names or BENCHMARKS:
+        with report.progress(name) as tick:
+            comparisons = importlib.import_module(f"benchmarks.{name}").run(Settings(arguments.quick, tick))
+        report.tables(comparisons)
+        for path in report.save(name, comparisons, where, arguments.quick, arguments.out):
+            report.console.print(f"wrote {path}", style="dim")
+
+
+if __name__ == "__main__":
+    main()

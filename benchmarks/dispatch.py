@@ -1,0 +1,72 @@
+"""What it costs to tell 10, 1 or no hooks that an iteration is over.
+
+With hooks, the event is ready-made and the same for all. Without any, the announcement includes making what is
+announced: an event for trainbus, the arguments for the others; the floor is then the event alone, made and thrown away.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from timeit import Timer
+
+from benchmarks.harness import SUBJECT, Budget, Comparison, Sample, Settings, measure
+from benchmarks.peers import Statement, direct, load
+from eventloop.events import AfterTrainIter, Progress
+
+PEERS = (SUBJECT, "pyee", "mmengine", "psygnal", "pluggy", "ignite", "blinker", "lightning")
+EMPTY_LOOP = "empty loop"
+SECONDS_PER_SAMPLE = 0.002
+"""Short, so that a round is over before the machine's mood changes; long enough for a clock of 50 ns."""
+
+Dispatch = Callable[[Mapping[str, object], int], Statement]
+
+
+def run(settings: Settings) -> list[Comparison]:
+    return [
+        compare(settings, 10, "ten no-op hooks", floor="direct calls", budget=Budget(1, 1.25)),
+        compare(settings, 1, "one no-op hook", floor="direct calls"),
+        compare(
+            settings, 0, "no subscriber: make an event, publish it", floor="event alone", budget=Budget(2, 90 / 34)
+        ),
+    ]
+
+
+def compare(settings: Settings, handlers: int, title: str, floor: str, budget: Budget | None = None) -> Comparison:
+    modules, left_out = load(PEERS)
+    dispatchers: dict[str, Dispatch] = {floor: direct.calls}
+    if subject := modules.pop(SUBJECT, None):
+        # Next to the floor, so that their ratio is taken over the shortest time.
+        dispatchers[SUBJECT] = subject.dispatch
+    dispatchers["for-loop"] = direct.for_loop
+    dispatchers |= {peer: module.dispatch for peer, module in modules.items()}
+
+    names = announcement()
+    samples = {EMPTY_LOOP: timed(Statement("pass", {}))}
+    samples |= {name: timed(dispatch(names, handlers)) for name, dispatch in dispatchers.items()}
+    seconds = without_loop(measure(samples, settings.rounds(quick=5, full=200), settings.tick))
+    return Comparison(title, "ns", floor, seconds, budget=budget, left_out=left_out)
+
+
+def announcement() -> dict[str, object]:
+    """The globals of a script that has a run, where it stands, and an event to tell of it."""
+    run = object()
+    progress = Progress(epoch=0, iter=0, max_iters=300)
+    event = AfterTrainIter(run=run, progress=progress, batch_idx=0, batch=None, outputs=None)
+    return {"AfterTrainIter": AfterTrainIter, "run": run, "progress": progress, "event": event}
+
+
+def timed(statement: Statement) -> Sample:
+    """Time a statement in a loop inside a function, its names looked up as globals, as in a training script."""
+    timer = Timer(statement.code, globals=dict(statement.names), timer=time.perf_counter)
+    trial = 50
+    number = max(1, round(trial * SECONDS_PER_SAMPLE / min(timer.repeat(5, trial))))
+
+    def sample() -> float:
+        return timer.timeit(number) / number
+
+    return sample
+
+
+def without_loop(samples: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Take off what the timing loop itself cost in the same round."""
+    loop = samples.pop(EMPTY_LOOP)
+    return {name: [time - empty for time, empty in zip(times, loop, strict=True)] for name, times in samples.items()}

@@ -1,0 +1,194 @@
+"""The method: everything alternates in many short rounds, and ratios are taken within a round.
+
+On a shared machine the speed drifts by tens of percent within seconds. Two contenders that run one after the other in
+the same round see the same drift, so their ratio holds still while both figures move; the median over rounds then drops
+the rounds in which a neighbour woke up in between.
+"""
+
+import gc
+import importlib.metadata
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SUBJECT = "trainbus"
+TIMES = "\N{MULTIPLICATION SIGN}"
+
+LIBRARIES = (
+    "trainbus",
+    "torch",
+    "msgspec",
+    "mmengine",
+    "lightning",
+    "pytorch-ignite",
+    "pluggy",
+    "pyee",
+    "psygnal",
+    "blinker",
+)
+
+Sample = Callable[[], float]
+"""Does the work a few times and returns seconds per operation."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long to measure."""
+
+    quick: bool = False
+    tick: Callable[[int, int], None] = lambda done, rounds: None
+    """Told after every round how many of how many are done."""
+
+    def rounds(self, quick: int, full: int) -> int:
+        return quick if self.quick else full
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A promise of the design: the subject's figure over the floor's figure is at most ``limit``."""
+
+    row: int
+    limit: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender's figures; seconds per operation."""
+
+    name: str
+    median: float
+    minimum: float
+    ratio: float
+    """To the floor."""
+    quartiles: tuple[float, float]
+    """Of the ratio over the rounds; of the figure over the floor's median where a baseline was taken off."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one benchmark measured under one condition: seconds per operation, one entry a round and contender."""
+
+    title: str
+    unit: str
+    floor: str
+    samples: Mapping[str, list[float]]
+    baseline: str | None = None
+    """A contender whose time is taken off everybody else's in the same round; the rows are then *added* time."""
+    budget: Budget | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Peers that could not take part, with the reason."""
+
+    def rows(self) -> list[Row]:
+        """The figures of all contenders, in the order they ran."""
+        return [self._row(name) for name in self.samples if name != self.baseline]
+
+    def raw(self) -> dict[str, tuple[float, float]]:
+        """Median and minimum of every contender as measured, the baseline included and not taken off."""
+        return {name: (statistics.median(times), min(times)) for name, times in self.samples.items()}
+
+    def verdict(self) -> bool | None:
+        """Whether the budget is met; None without a budget or a subject."""
+        if self.budget is None or SUBJECT not in self.samples:
+            return None
+        return self._row(SUBJECT).ratio <= self.budget.limit
+
+    def _row(self, name: str) -> Row:
+        times, floor = self._cost(name), self._cost(self.floor)
+        if self.baseline is None:
+            ratios = [time / ground for time, ground in zip(times, floor, strict=True)]
+            ratio = statistics.median(ratios)
+        else:
+            # A difference of two noisy times can pass through zero, so its ratio within a round means nothing: take
+            # the differences within the round, and the ratio of their medians.
+            ratios = [time / statistics.median(floor) for time in times]
+            ratio = statistics.median(times) / statistics.median(floor)
+        return Row(name, statistics.median(times), self._minimum(name), ratio, _quartiles(ratios))
+
+    def _cost(self, name: str) -> list[float]:
+        if self.baseline is None:
+            return self.samples[name]
+        return [time - bare for time, bare in zip(self.samples[name], self.samples[self.baseline], strict=True)]
+
+    def _minimum(self, name: str) -> float:
+        return min(self.samples[name]) - (min(self.samples[self.baseline]) if self.baseline else 0.0)
+
+
+def measure(contenders: Mapping[str, Sample], rounds: int, tick: Callable[[int, int], None]) -> dict[str, list[float]]:
+    """Run every contender once per round, in turn, after one round that does not count."""
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    # What is alive now stays alive: without it each collection between the rounds would walk all of torch.
+    gc.collect()
+    gc.freeze()
+    try:
+        for number in range(rounds + 1):
+            for name, sample in contenders.items():
+                with paused_gc():
+                    seconds = sample()
+                if number > 0:
+                    samples[name].append(seconds)
+            tick(number, rounds)
+    finally:
+        gc.unfreeze()
+    return samples
+
+
+@contextmanager
+def paused_gc() -> Iterator[None]:
+    """Collect before, not during: a collection is not the fault of whoever happens to trigger it."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Limit torch to one thread: on few shared cores a second one measures the neighbours."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def environment() -> dict[str, object]:
+    """The machine and the versions that a figure is worth nothing without."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "system": platform.platform(),
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "libraries": {name: version for name in LIBRARIES if (version := _version(name)) is not None},
+    }
+
+
+def _quartiles(values: list[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4)
+    return low, high
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

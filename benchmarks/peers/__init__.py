@@ -1,0 +1,59 @@
+"""One module per contender: what a user of that library would write for the jobs of the benchmarks.
+
+A module may define any of
+
+- ``dispatch(names, handlers) -> Statement``: announce "after train iter" to that many no-op handlers;
+- ``ema(model) -> {name: update}``: functions that update an average of the model once;
+- ``train(job, work_dir)`` with ``CHECKPOINTS`` and ``SCALARS`` (patterns of the files it writes): the digits job.
+
+Modules import their library at the top; a peer that is not installed is left out with its name.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+TITLES = {
+    "mmengine": "MMEngine",
+    "ignite": "Ignite",
+    "lightning": "Lightning",
+    "pluggy": "pluggy",
+    "pyee": "pyee",
+    "psygnal": "psygnal",
+    "blinker": "blinker",
+    "averaged_model": "torch AveragedModel",
+    "handwritten": "hand-written loop",
+    "trainbus": "trainbus",
+}
+
+
+@dataclass(frozen=True)
+class Statement:
+    """Source to be timed, and the globals it runs with, as in a training script."""
+
+    code: str
+    names: Mapping[str, object]
+
+
+def load(names: tuple[str, ...]) -> tuple[dict[str, ModuleType], dict[str, str]]:
+    """Import the named peers: the modules by title, and the reasons of those that are left out."""
+    modules, left_out = {}, {}
+    for name in names:
+        try:
+            modules[TITLES[name]] = importlib.import_module(f"{__name__}.{name}")
+        except ImportError as error:
+            left_out[TITLES[name]] = f"not installed ({error})"
+    return modules, left_out
+
+
+def no_op_handlers(count: int) -> list[Callable[[object], None]]:
+    """Distinct functions of one argument that do nothing."""
+
+    def make() -> Callable[[object], None]:
+        def handler(event: object) -> None:
+            pass
+
+        return handler
+
+    return [make() for _ in range(count)]

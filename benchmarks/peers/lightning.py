@@ -1,0 +1,81 @@
+"""Lightning: the Trainer's callback hooks, and the Trainer with EMA, LR monitor, CSV logger and checkpoint callback."""
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.trainer import call
+
+from benchmarks.digits import CHECKPOINT_INTERVAL, LEARNING_RATE, MOMENTUM, Batch, Job
+from benchmarks.peers import Statement
+
+CHECKPOINTS = "checkpoints/*.ckpt"
+SCALARS = "**/metrics.csv"
+
+QUIET = {"enable_progress_bar": False, "enable_model_summary": False}
+
+
+class NoOp(Callback):
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        pass
+
+
+def dispatch(names: Mapping[str, object], handlers: int) -> Statement:
+    with hushed():
+        trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **QUIET)
+    trainer.callbacks = [NoOp() for _ in range(handlers)]
+    trainer.strategy.connect(LightningModule())
+    code = 'call._call_callback_hooks(trainer, "on_train_batch_end", None, None, 0)'
+    return Statement(code, {**names, "call": call, "trainer": trainer})
+
+
+class Classifier(LightningModule):
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.net = job.model
+        self.iterations = job.iterations
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        loss = Job.loss(self.net, batch)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> dict[str, object]:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.iterations)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def train(job: Job, work_dir: Path) -> None:
+    with hushed():
+        trainer = Trainer(
+            max_steps=job.iterations,
+            accelerator="cpu",
+            log_every_n_steps=1,
+            logger=CSVLogger(work_dir),
+            callbacks=[
+                EMAWeightAveraging(decay=1 - MOMENTUM),
+                LearningRateMonitor(logging_interval="step"),
+                ModelCheckpoint(work_dir / "checkpoints", every_n_train_steps=CHECKPOINT_INTERVAL, save_top_k=-1),
+            ],
+            **QUIET,
+        )
+        trainer.fit(Classifier(job), job.loader())
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """Without the hints on workers and accelerators, which would end up between the tables."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,113 @@
+"""The table on the terminal, the JSON file and the chart."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness import SUBJECT, TIMES, Comparison, Row
+
+UNITS = {"ns": 1e9, "µs": 1e6, "ms": 1e3}
+
+console = Console()
+
+
+def heading(environment: Mapping[str, object]) -> None:
+    console.print("{cpu}, {cores} cores, {system}, {python}".format_map(environment))
+    libraries = environment["libraries"]
+    console.print(" · ".join(f"{name} {version}" for name, version in libraries.items()), style="dim")
+
+
+@contextmanager
+def progress(name: str) -> Iterator[Callable[[int, int], None]]:
+    """A status line; redrawn between rounds only, so that no refresh thread runs beside the measurement."""
+
+    def tick(done: int, rounds: int) -> None:
+        if console.is_terminal:
+            console.print(f"{name}: round {done} of {rounds}", end="\r", style="dim")
+
+    yield tick
+    if console.is_terminal:
+        console.print(" " * 60, end="\r")
+
+
+def tables(comparisons: Sequence[Comparison]) -> None:
+    for comparison in comparisons:
+        console.print(table(comparison))
+        for peer, reason in comparison.left_out.items():
+            console.print(f"{peer} is left out: {reason}", style="yellow")
+
+
+def table(comparison: Comparison) -> Table:
+    grid = Table(title=comparison.title, title_justify="left", title_style="bold", caption_justify="left")
+    grid.add_column("")
+    for heading_text in (f"median {comparison.unit}", f"minimum {comparison.unit}", f"{TIMES} floor", "budget"):
+        grid.add_column(heading_text, justify="right")
+    for row in sorted(comparison.rows(), key=lambda row: row.ratio):
+        subject = row.name == SUBJECT
+        name = f"{row.name} (floor)" if row.name == comparison.floor else row.name
+        cells = (name, amount(row.median, comparison.unit), amount(row.minimum, comparison.unit), f"{row.ratio:.2f}")
+        grid.add_row(*cells, verdict(comparison) if subject else "", style="bold" if subject else "")
+    if comparison.baseline is not None:
+        bare = min(comparison.samples[comparison.baseline])
+        grid.caption = f"{comparison.baseline}: {amount(bare, comparison.unit)} {comparison.unit} at best, taken off"
+    return grid
+
+
+def verdict(comparison: Comparison) -> str:
+    met = comparison.verdict()
+    if met is None:
+        return ""
+    word = "[green]pass[/]" if met else "[red]FAIL[/]"
+    return f"{word}: row {comparison.budget.row}, ≤ {comparison.budget.limit:.2f}"
+
+
+def amount(seconds: float, unit: str) -> str:
+    value = seconds * UNITS[unit]
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.1f}" if abs(value) >= 10 else f"{value:,.2f}"
+
+
+def save(
+    name: str, comparisons: Sequence[Comparison], environment: Mapping[str, object], quick: bool, out: Path
+) -> list[Path]:
+    """Write ``name.json`` and, where matplotlib is installed, ``name.png``; returns what was written."""
+    out.mkdir(parents=True, exist_ok=True)
+    document = {"benchmark": name, "quick": quick, **environment, "comparisons": [as_dict(c) for c in comparisons]}
+    data = out / f"{name}.json"
+    data.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
+    try:
+        from benchmarks import chart
+    except ImportError as error:
+        console.print(f"no chart: {error}", style="yellow")
+        return [data]
+    picture = out / f"{name}.png"
+    chart.draw(comparisons, environment, picture)
+    return [data, picture]
+
+
+def as_dict(comparison: Comparison) -> dict[str, object]:
+    """Everything in seconds per operation, unrounded."""
+    budget = comparison.budget
+    return {
+        "title": comparison.title,
+        "floor": comparison.floor,
+        "taken_off": comparison.baseline,
+        "rounds": len(next(iter(comparison.samples.values()))),
+        "budget": None if budget is None else {"row": budget.row, "limit": budget.limit, "met": comparison.verdict()},
+        "contenders": [row_as_dict(row) for row in comparison.rows()],
+        "seconds": {name: {"median": median, "minimum": low} for name, (median, low) in comparison.raw().items()},
+        "left_out": dict(comparison.left_out),
+    }
+
+
+def row_as_dict(row: Row) -> dict[str, object]:
+    return {
+        "name": row.name,
+        "median_seconds": row.median,
+        "minimum_seconds": row.minimum,
+        "ratio_to_floor": row.ratio,
+        "ratio_quartiles": row.quartiles,
+    }
