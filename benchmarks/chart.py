@@ -1,5 +1,6 @@
 """One picture a benchmark: how many times the floor, on a log scale, with the figures beside the bars."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,73 +11,72 @@ from matplotlib.figure import Figure
 from benchmarks.harness import SUBJECT, TIMES, Comparison, Row
 from benchmarks.report import amount
 
-INK, MUTED, RULE = "#1f2328", "#656d76", "#d8dee4"
-SUBJECT_BAR, FLOOR_BAR, PEER_BAR = "#0969da", "#57606a", "#c2c9d1"
-PANEL_WIDTH, BAR_HEIGHT, MARGIN = 6.2, 0.30, 1.25
+INK, MUTED = "#1f2328", "#656d76"
+SUBJECT_BAR, FLOOR_BAR, PEER_BAR = "#0969da", "#57606a", "#c9d1d9"
+
+# Inches; at the 8 inches that a README shows without scaling down, 9 points stay readable.
+WIDTH, BAR_PITCH, TITLE_HEIGHT, FOOTNOTE_HEIGHT = 8.0, 0.25, 0.55, 0.5
+FOOTNOTE_COLUMNS = 150
 
 
 def draw(comparisons: Sequence[Comparison], environment: Mapping[str, object], path: Path) -> None:
-    bars = max(len(comparison.rows()) for comparison in comparisons)
-    size = (PANEL_WIDTH * len(comparisons), BAR_HEIGHT * bars + MARGIN)
-    with mpl.rc_context({"font.family": "sans-serif", "font.size": 10, "text.color": INK}):
-        figure = Figure(figsize=size, dpi=160, facecolor="white", layout="constrained")
-        for axes, comparison in zip(figure.subplots(1, len(comparisons), squeeze=False)[0], comparisons, strict=True):
+    heights = [BAR_PITCH * len(comparison.rows()) + TITLE_HEIGHT for comparison in comparisons]
+    with mpl.rc_context({"font.family": "sans-serif", "font.size": 9, "text.color": INK}):
+        figure = Figure(figsize=(WIDTH, sum(heights) + FOOTNOTE_HEIGHT), dpi=200, facecolor="white")
+        figure.set_layout_engine("constrained")
+        panels = figure.subplots(len(comparisons), 1, squeeze=False, height_ratios=heights, sharex=True)[:, 0]
+        for axes, comparison in zip(panels, comparisons, strict=True):
             panel(axes, comparison)
-        figure.text(0.005, 0.005, footnote(environment), fontsize=7.5, color=MUTED, va="bottom")
-        figure.get_layout_engine().set(rect=(0, 0.05, 1, 0.95), wspace=0.04)
+        panels[0].set_xscale("log")
+        panels[0].set_xlim(*limits(comparisons))
+        share = FOOTNOTE_HEIGHT / figure.get_figheight()
+        figure.get_layout_engine().set(rect=(0, share, 1, 0.99 - share), hspace=0.06)
+        figure.text(0.01, share * 0.2, footnote(environment), fontsize=6.5, color=MUTED, va="bottom", linespacing=1.4)
         figure.savefig(path)
+
+
+def limits(comparisons: Sequence[Comparison]) -> tuple[float, float]:
+    """A log axis has no zero to grow from: bars start a little below the floor, so that the floor can be seen too."""
+    ratios = [row.ratio for comparison in comparisons for row in comparison.rows()]
+    low = 0.8 * min(ratios)
+    # The longest bar leaves two fifths of the width to its label.
+    return low, max(ratios) * (max(ratios) / low) ** 0.4
 
 
 def panel(axes: Axes, comparison: Comparison) -> None:
     rows = sorted(comparison.rows(), key=lambda row: row.ratio)
-    places = range(len(rows))
-    # A log axis has no zero to grow from: the bars start a little below the floor, so that the floor is visible too.
-    start = 0.8
-    lengths = [row.ratio - start for row in rows]
-    axes.barh(places, lengths, left=start, height=0.68, color=[colour(row, comparison) for row in rows])
-    for place, row in zip(places, rows, strict=True):
-        label(axes, place, row, comparison)
-    axes.axvline(1, color=FLOOR_BAR, linewidth=0.8, zorder=0)
-    if comparison.budget is not None:
-        budget_line(axes, comparison.budget.limit)
-    decorate(axes, rows, comparison)
-    axes.set_xscale("log")
-    axes.set_xlim(start, max(row.ratio for row in rows) ** 1.35 * 1.5)
-
-
-def colour(row: Row, comparison: Comparison) -> str:
-    return {SUBJECT: SUBJECT_BAR, comparison.floor: FLOOR_BAR}.get(row.name, PEER_BAR)
-
-
-def label(axes: Axes, place: int, row: Row, comparison: Comparison) -> None:
-    sign = "+" if comparison.baseline else ""
-    digits = 2 if row.ratio < 10 else 1 if row.ratio < 100 else 0
-    text = f"{row.ratio:.{digits}f} {TIMES}   {sign}{amount(row.median, comparison.unit)} {comparison.unit}"
-    weight = "bold" if row.name == SUBJECT else "normal"
-    axes.annotate(text, (row.ratio, place), (5, 0), textcoords="offset points", va="center", fontsize=9, weight=weight)
-
-
-def budget_line(axes: Axes, limit: float) -> None:
-    axes.axvline(limit, color=SUBJECT_BAR, linewidth=0.9, linestyle=(0, (3, 2)), zorder=0)
-    transform = axes.get_xaxis_transform()
-    style = {"va": "top", "fontsize": 8, "color": SUBJECT_BAR}
-    goal = f"goal ≤ {limit:.2f} {TIMES}"
-    axes.annotate(goal, (limit, 0), (3, -4), xycoords=transform, textcoords="offset points", **style)
-
-
-def decorate(axes: Axes, rows: Sequence[Row], comparison: Comparison) -> None:
-    axes.set_title(comparison.title, loc="left", fontsize=10.5, weight="bold", color=INK)
-    names = [f"{row.name} (floor)" if row.name == comparison.floor else row.name for row in rows]
-    axes.set_yticks(range(len(rows)), names, fontsize=9.5)
-    for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
-        tick.set_weight("bold" if row.name == SUBJECT else "normal")
-        tick.set_color(INK)
+    colours = [{SUBJECT: SUBJECT_BAR, comparison.floor: FLOOR_BAR}.get(row.name, PEER_BAR) for row in rows]
+    axes.barh(range(len(rows)), [row.ratio for row in rows], height=0.7, color=colours)
+    axes.axvline(1, color=FLOOR_BAR, linewidth=0.7, zorder=0)
+    for place, row in enumerate(rows):
+        weight = "bold" if row.name == SUBJECT else "normal"
+        text = label(row, comparison)
+        axes.annotate(text, (row.ratio, place), (5, 0), textcoords="offset points", va="center", weight=weight)
+    axes.set_title(comparison.title, loc="left", fontsize=10, weight="bold")
+    name_rows(axes, rows, comparison.floor)
     axes.invert_yaxis()
-    axes.tick_params(left=False, bottom=False, labelbottom=False)
+    axes.margins(y=0.02)
     axes.spines[:].set_visible(False)
 
 
+def label(row: Row, comparison: Comparison) -> str:
+    decimals = 2 if row.ratio < 10 else 1 if row.ratio < 100 else 0
+    sign = "+" if comparison.baseline else ""
+    text = f"{row.ratio:.{decimals}f} {TIMES}   {sign}{amount(row.median, comparison.unit)} {comparison.unit}"
+    if row.name == SUBJECT and comparison.budget is not None:
+        text += f"   (goal ≤ {comparison.budget.limit:.2f} {TIMES})"
+    return text
+
+
+def name_rows(axes: Axes, rows: Sequence[Row], floor: str) -> None:
+    names = [f"{row.name} (floor)" if row.name == floor else row.name for row in rows]
+    axes.set_yticks(range(len(rows)), names)
+    for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
+        tick.set(weight="bold" if row.name == SUBJECT else "normal", color=INK)
+    axes.tick_params(which="both", left=False, bottom=False, labelbottom=False)
+
+
 def footnote(environment: Mapping[str, object]) -> str:
-    versions = " · ".join(f"{name} {version}" for name, version in environment["libraries"].items())
     machine = f"{environment['cpu']}, {environment['cores']} cores, {environment['python']}"
-    return f"times the floor, log scale; {machine} · {versions}"
+    versions = " · ".join(f"{name} {version}" for name, version in environment["libraries"].items())
+    return textwrap.fill(f"Bars: times the floor, log scale, median. {machine} · {versions}", FOOTNOTE_COLUMNS)

@@ -22,10 +22,10 @@ Dispatch = Callable[[Mapping[str, object], int], Statement]
 
 def run(settings: Settings) -> list[Comparison]:
     return [
-        compare(settings, 10, "ten no-op hooks", floor="direct calls", budget=Budget(1, 1.25)),
-        compare(settings, 1, "one no-op hook", floor="direct calls"),
+        compare(settings, 10, "Ten no-op hooks", floor="direct calls", budget=Budget(1, 1.25)),
+        compare(settings, 1, "One no-op hook", floor="direct calls"),
         compare(
-            settings, 0, "no subscriber: make an event, publish it", floor="event alone", budget=Budget(2, 90 / 34)
+            settings, 0, "No subscriber: make an event, publish it", floor="event alone", budget=Budget(2, 90 / 34)
         ),
     ]
 

@@ -28,7 +28,7 @@ def run(settings: Settings) -> list[Comparison]:
         contenders = {name: timed(update) for name, update in updates.items()}
         samples = measure(contenders, settings.rounds(quick=5, full=150), settings.tick)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    title = f"one update, {parameters / 1e6:.0f} M parameters in {2 * LAYERS} tensors"
+    title = f"One update, {parameters / 1e6:.0f} M parameters in {2 * LAYERS} tensors"
     return [Comparison(title, "ms", FLOOR, samples, budget=Budget(7, 1.05), left_out=left_out)]
 
 

@@ -32,7 +32,7 @@ def run(settings: Settings) -> list[Comparison]:
     }
     with one_thread():
         samples = measure(contenders, settings.rounds(quick=2, full=25), settings.tick)
-    title = "everything on: added per iteration over the bare loop"
+    title = "Everything on: added per iteration over the bare loop"
     return [Comparison(title, "µs", FLOOR, samples, BARE, Budget(4, 50 / 17), left_out)]
 
 
