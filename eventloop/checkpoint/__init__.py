@@ -1,0 +1,27 @@
+"""Checkpoints: copy the state of a run at once, write it durably, read it back verified.
+
+Knows nothing of the bus. A checkpoint is a tree (dicts, lists, tuples … of numbers, text, arrays and tensors) in one
+file that the safetensors package opens.
+"""
+
+from eventloop.checkpoint.commit import TEMPORARY_PREFIX, commit_bytes, link, remove
+from eventloop.checkpoint.container import CommitInfo, save, write
+from eventloop.checkpoint.load import Description, inspect, load, verify
+from eventloop.checkpoint.stage import StageBuffer, Staged, stage
+
+__all__ = [
+    "TEMPORARY_PREFIX",
+    "CommitInfo",
+    "Description",
+    "StageBuffer",
+    "Staged",
+    "commit_bytes",
+    "inspect",
+    "link",
+    "load",
+    "remove",
+    "save",
+    "stage",
+    "verify",
+    "write",
+]

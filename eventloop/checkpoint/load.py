@@ -1,0 +1,185 @@
+"""Reading checkpoints. Everything is verified; whatever is wrong with a file is a `CheckpointDamagedError`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import msgspec
+import numpy as np
+import torch
+
+from eventloop.checkpoint.digest import CHUNK, Digest, readable
+from eventloop.checkpoint.header import (
+    DIGEST,
+    DIGEST_BYTES,
+    FOREIGN_DTYPES,
+    LENGTH_BYTES,
+    SAFE_DTYPES,
+    TREE,
+    Entry,
+    Foreign,
+    Header,
+    header_bytes,
+    parse,
+)
+from eventloop.checkpoint.tree import unflatten
+from eventloop.errors import CheckpointDamagedError
+
+_Path = str | os.PathLike[str]
+_Data = np.ndarray[tuple[int], np.dtype[np.uint8]]
+_OWN: Final = (TREE, DIGEST)
+
+
+class Description(msgspec.Struct, frozen=True):
+    """What a checkpoint file says about itself. Sizes and offsets are in bytes."""
+
+    path: Path
+    bytes: int
+    version: int
+    digest: str
+    tensors: dict[str, Entry]
+    """By dotted path; a dtype that safetensors lacks is described as the U8 it is stored as."""
+
+
+class _Body(msgspec.Struct, array_like=True):
+    slots: list[int]
+    foreign: dict[int, Foreign]
+    tree: msgspec.Raw
+
+
+def load(path: _Path, map_location: str | torch.device = "cpu") -> Any:
+    """Read and verify a checkpoint, and rebuild the tree.
+
+    The file is read once into one buffer, of which the tensors are parts (each with a storage of its own): the buffer
+    lives as long as one of them does.
+
+    Args:
+        path: the file.
+        map_location: the device for all tensors.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointDamagedError: the bytes are not those that were written, or not those of a checkpoint.
+    """
+    device = torch.device(map_location)
+    with _opened(Path(path)) as (file, size):
+        header, digest = _read_header(file, size)
+        data = np.empty(size - header.bytes, np.uint8)
+        _read_into(file, data.data, digest)
+        _check_digest(digest, data[-DIGEST_BYTES:].tobytes())
+        with _rebuilding():
+            body = _body(header, data)
+            parts = _tensors(header, data, body.foreign)
+        tensors = [part.to(device) for part in parts]
+        with _rebuilding():
+            return unflatten(body.tree, (tensors[slot] for slot in body.slots))
+
+
+def verify(path: _Path) -> None:
+    """Read a checkpoint through a small buffer and check its header and every byte.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointDamagedError: the bytes are not those that were written, or not those of a checkpoint.
+    """
+    with _opened(Path(path)) as (file, size):
+        header, digest = _read_header(file, size)
+        left = size - header.bytes - DIGEST_BYTES
+        buffer = memoryview(bytearray(min(left, CHUNK)))
+        while left:
+            part = buffer[: min(left, CHUNK)]
+            _fill(file, part)
+            digest.update(part)
+            left -= len(part)
+        _check_digest(digest, file.read(DIGEST_BYTES))
+
+
+def inspect(path: _Path) -> Description:
+    """Describe a checkpoint from its header alone. The data are not read, so damage to them is not seen.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointDamagedError: the header is damaged, or not that of a checkpoint.
+    """
+    path = Path(path)
+    with _opened(path) as (file, size):
+        header, _ = _read_header(file, size)
+        file.seek(size - DIGEST_BYTES)
+        digest = readable(file.read(DIGEST_BYTES))
+    tensors = {name: entry for name, entry in header.entries.items() if name not in _OWN}
+    return Description(path, size, header.version, digest, tensors)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    with path.open("rb", buffering=0) as file:
+        try:
+            yield file, os.fstat(file.fileno()).st_size
+        except CheckpointDamagedError as error:
+            raise CheckpointDamagedError(f"{path} is damaged: {error}") from error.__cause__
+
+
+def _read_header(file: BinaryIO, size: int) -> tuple[Header, Digest]:
+    prefix = file.read(LENGTH_BYTES)
+    text = bytearray(header_bytes(prefix, size))
+    _fill(file, memoryview(text))
+    digest = Digest()
+    digest.update(prefix)
+    digest.update(bytes(text))
+    return parse(bytes(text), size - LENGTH_BYTES - len(text)), digest
+
+
+def _read_into(file: BinaryIO, data: memoryview, digest: Digest) -> None:
+    end = len(data) - DIGEST_BYTES
+    for start in range(0, end, CHUNK):
+        part = data[start : min(start + CHUNK, end)]
+        _fill(file, part)
+        digest.update(part)  # while the chunk is still in the processor's cache
+    _fill(file, data[end:])
+
+
+def _fill(file: BinaryIO, buffer: memoryview) -> None:
+    while buffer:
+        count = file.readinto(buffer)  # type: ignore[attr-defined]  # typeshed leaves it out of BinaryIO
+        if not count:
+            raise CheckpointDamagedError("the file ended while it was being read")
+        buffer = buffer[count:]
+
+
+def _check_digest(digest: Digest, stored: bytes) -> None:
+    if digest.stored() != stored:
+        raise CheckpointDamagedError(f"its bytes give {readable(digest.stored())}, written was {readable(stored)}")
+
+
+@contextmanager
+def _rebuilding() -> Iterator[None]:
+    # The digest was right, so this is no damage to the disk but a file that something else wrote in our name.
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, OverflowError, RuntimeError, msgspec.MsgspecError) as error:
+        raise CheckpointDamagedError(f"the tree cannot be rebuilt ({error!r})") from error
+
+
+def _body(header: Header, data: _Data) -> _Body:
+    start, end = header.entries[TREE].data_offsets
+    return msgspec.msgpack.decode(data[start:end].data, type=_Body)
+
+
+def _tensors(header: Header, data: _Data, foreign: dict[int, Foreign]) -> list[torch.Tensor]:
+    entries = [entry for name, entry in header.entries.items() if name not in _OWN]
+    return [_tensor(data, entry, foreign.get(rank)) for rank, entry in enumerate(entries)]
+
+
+def _tensor(data: _Data, entry: Entry, foreign: Foreign | None) -> torch.Tensor:
+    dtype = SAFE_DTYPES[entry.dtype] if foreign is None else FOREIGN_DTYPES[foreign.dtype]
+    shape = entry.shape if foreign is None else foreign.shape
+    begin, end = entry.data_offsets
+    if begin == end:
+        return torch.empty(shape, dtype=dtype)
+    # Not slices of one tensor: those would share a version counter, and an in-place change of one would make autograd
+    # refuse the backward of all others.
+    return torch.frombuffer(data, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=begin).view(shape)

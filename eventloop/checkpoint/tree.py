@@ -1,0 +1,288 @@
+"""The tree of a checkpoint: everything that is no tensor, as MessagePack bytes with extension types.
+
+What MessagePack holds exactly is stored natively (None, bool, 64-bit integers, float, ASCII text, bytes, list, dict
+with ASCII keys). Every other type is an extension whose payload is again MessagePack. A tensor is an extension without
+payload: the n-th tensor met while reading is the n-th met while writing, so the structure needs no numbering.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from msgspec.msgpack import Ext
+
+from eventloop.errors import CheckpointValueError
+
+MAX_DEPTH: Final = 100
+
+# The numbers are part of the file format: never reuse one, only add.
+(_TENSOR, _INT, _STR, _COMPLEX, _TUPLE, _SIZE, _SET, _FROZENSET, _DICT, _ORDERED) = range(1, 11)
+(_COUNTER, _DEFAULT, _ARRAY, _SCALAR, _DTYPE, _DEVICE) = range(11, 17)
+
+_TENSOR_MARK: Final = Ext(_TENSOR, b"")
+_TENSOR_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+_ATOMS: Final = frozenset({type(None), bool, float, bytes})
+_ONLY_STR: Final = frozenset({str})
+_NUMERIC_KINDS: Final = frozenset("biufc")
+_FACTORIES: Final[dict[str, Callable[[], object]]] = {
+    factory.__name__: factory for factory in (bool, bytes, dict, float, int, list, set, str, tuple)
+}
+_pack = msgspec.msgpack.Encoder().encode
+
+
+class Flat(NamedTuple):
+    """A tree taken apart.
+
+    Its tensors in the order they were met, the place of each (path of the container, key in it), and the rest.
+    """
+
+    tensors: list[torch.Tensor]
+    places: list[tuple[str, object]]
+    rest: object
+
+
+def flatten(tree: object) -> Flat:
+    """Take a tree apart.
+
+    The rest shares nothing mutable with `tree`, so the caller may go on changing it.
+
+    Raises:
+        CheckpointValueError: for a value that a checkpoint cannot hold, with its path.
+    """
+    encoder = _Encoder()
+    (rest,) = encoder.children("", ("",), (tree,))
+    return Flat(encoder.tensors, encoder.places, rest)
+
+
+def unflatten(packed: bytes | msgspec.Raw, tensors: Iterator[torch.Tensor]) -> Any:
+    """Rebuild the tree from its packed rest and its tensors in the order they were met."""
+    return _Decoder(tensors).decode(packed)
+
+
+def join(parent: str, key: object) -> str:
+    """The dotted path of `key` in `parent`."""
+    name = key if isinstance(key, str) else repr(key)
+    return f"{parent}.{name}" if parent else name
+
+
+class _Encoder:
+    """Turns values into what MessagePack holds, and collects the tensors on its way."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.places: list[tuple[str, object]] = []
+        self.open: list[object] = []
+
+    def children(self, parent: str, keys: Iterable[object], values: Iterable[object]) -> list[object]:
+        """Encode the values of a container; the hot loop, since every tensor passes here."""
+        out: list[object] = []
+        for key, value in zip(keys, values, strict=True):
+            kind = type(value)
+            if kind in _TENSOR_TYPES:
+                self.tensors.append(value)  # type: ignore[arg-type]  # mypy does not narrow by set membership
+                self.places.append((parent, key))
+                out.append(_TENSOR_MARK)
+            elif kind in _ATOMS:
+                out.append(value)
+            else:
+                out.append(self.value(join(parent, key), value))
+        return out
+
+    def value(self, path: str, value: object) -> object:
+        encode = _ENCODE.get(type(value))
+        if encode is not None:
+            return encode(value)
+        encode_container = _ENCODE_CONTAINER.get(type(value))
+        if encode_container is not None:
+            self._enter(path, value)
+            encoded = encode_container(self, path, value)
+            self.open.pop()
+            return encoded
+        if isinstance(value, np.generic) and value.dtype.kind in _NUMERIC_KINDS:
+            return Ext(_SCALAR, _pack((value.dtype.str, value.tobytes())))
+        if type(value) is np.ndarray and value.dtype.kind in _NUMERIC_KINDS:
+            return Ext(_ARRAY, _pack((value.dtype.str, value.shape, value.tobytes())))
+        raise _refusal(path, value)
+
+    def _enter(self, path: str, value: object) -> None:
+        self.open.append(value)
+        if len(self.open) <= MAX_DEPTH:
+            return
+        if len({id(each) for each in self.open}) < len(self.open):
+            raise CheckpointValueError(f"{_short(path)}: the tree contains itself; break the reference cycle")
+        raise CheckpointValueError(f"{_short(path)}: nested deeper than {MAX_DEPTH} levels; flatten the state")
+
+    def list_(self, path: str, values: list[object]) -> list[object]:
+        return self.children(path, range(len(values)), values)
+
+    def dict_(self, path: str, values: Mapping[Any, object]) -> object:
+        if set(map(type, values)) <= _ONLY_STR and all(map(str.isascii, values)):
+            return dict(zip(values, self.children(path, values, values.values()), strict=True))
+        keys = self.children(f"{path}(key)", range(len(values)), values)
+        return Ext(_DICT, _pack((keys, self.children(path, values, values.values()))))
+
+    def ordered(self, path: str, values: OrderedDict[object, object]) -> object:
+        # nn.Module.state_dict() keeps the version of each module in an attribute, `_metadata`.
+        return Ext(_ORDERED, _pack((self.dict_(path, values), self.dict_(f"{path}(attributes)", vars(values)))))
+
+    def counter(self, path: str, values: Counter[object]) -> object:
+        return Ext(_COUNTER, _pack(self.dict_(path, values)))
+
+    def default(self, path: str, values: defaultdict[object, object]) -> object:
+        factory = values.default_factory
+        name = None if factory is None else getattr(factory, "__name__", "")
+        if name is not None and _FACTORIES.get(name) is not factory:
+            raise CheckpointValueError(
+                f"{path}: cannot store a defaultdict with the factory {factory!r}; "
+                f"the way out: one of {', '.join(_FACTORIES)}, or dict(...)"
+            )
+        return Ext(_DEFAULT, _pack((name, self.dict_(path, values))))
+
+    def sequence(self, code: int) -> Callable[[str, Iterable[object]], object]:
+        def encode(path: str, values: Iterable[object]) -> object:
+            items = list(values)
+            return Ext(code, _pack(self.list_(path, items)))
+
+        return encode
+
+
+def _encode_int(value: int) -> object:
+    if -(2**63) <= value < 2**64:
+        return value
+    return Ext(_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+
+
+def _encode_str(value: str) -> object:
+    # Text from file names may hold lone surrogates, which are no UTF-8.
+    return value if value.isascii() else Ext(_STR, value.encode("utf-8", "surrogatepass"))
+
+
+def _encode_complex(value: complex) -> object:
+    return Ext(_COMPLEX, struct.pack("<dd", value.real, value.imag))
+
+
+_ENCODE: Final[dict[type, Callable[[Any], object]]] = {
+    int: _encode_int,
+    str: _encode_str,
+    complex: _encode_complex,
+    torch.dtype: lambda value: Ext(_DTYPE, str(value).removeprefix("torch.").encode()),
+    torch.device: lambda value: Ext(_DEVICE, str(value).encode()),
+}
+_ENCODE_CONTAINER: Final[dict[type, Callable[[_Encoder, str, Any], object]]] = {
+    list: _Encoder.list_,
+    dict: _Encoder.dict_,
+    OrderedDict: _Encoder.ordered,
+    Counter: _Encoder.counter,
+    defaultdict: _Encoder.default,
+    tuple: lambda encoder, path, values: encoder.sequence(_TUPLE)(path, values),
+    torch.Size: lambda encoder, path, values: encoder.sequence(_SIZE)(path, values),
+    set: lambda encoder, path, values: encoder.sequence(_SET)(path, values),
+    frozenset: lambda encoder, path, values: encoder.sequence(_FROZENSET)(path, values),
+}
+
+
+def _short(path: str) -> str:
+    return path if len(path) <= 200 else f"{path[:200]}…"
+
+
+def _refusal(path: str, value: object) -> CheckpointValueError:
+    kind = type(value)
+    return CheckpointValueError(
+        f"{path or 'the tree'}: cannot store an object of type {kind.__module__}.{kind.__qualname__}; {_way_out(value)}"
+    )
+
+
+def _way_out(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return "the way out: a plain tensor (x.full_tensor() for a DTensor, x.as_subclass(torch.Tensor) for others)"
+    if isinstance(value, np.ndarray | np.generic):
+        return "the way out: a plain numpy array of numbers"
+    for base in (dict, list, tuple, set, str, int, float):
+        if isinstance(value, base):
+            return f"the way out: {base.__name__}(...) of it"
+    if hasattr(value, "state_dict"):
+        return "the way out: store its state_dict()"
+    return "the way out: store its numbers, texts, tensors and containers of them, and rebuild it when loading"
+
+
+class _Decoder:
+    """The way back. It trusts its input no further than the digest does: what is malformed raises a builtin error."""
+
+    def __init__(self, tensors: Iterator[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.decode = msgspec.msgpack.Decoder(ext_hook=self._extension).decode
+
+    def _extension(self, code: int, payload: memoryview) -> object:
+        if code == _TENSOR:
+            return self._tensor()
+        decode = _DECODE.get(code)
+        if decode is not None:
+            return decode(bytes(payload))
+        decode_container = _DECODE_CONTAINER.get(code)
+        if decode_container is None:
+            raise ValueError(f"unknown extension type {code}")
+        return decode_container(self.decode(payload))
+
+    def _tensor(self) -> torch.Tensor:
+        for tensor in self._tensors:
+            return tensor
+        raise ValueError("more tensors in the tree than in its list")
+
+
+def _decode_ordered(parts: list[Any]) -> object:
+    mapping, attributes = parts
+    ordered = OrderedDict(mapping)
+    vars(ordered).update(attributes)
+    return ordered
+
+
+def _decode_default(parts: list[Any]) -> object:
+    name, mapping = parts
+    return defaultdict(None if name is None else _FACTORIES[name], mapping)
+
+
+def _decode_array(parts: list[Any]) -> Any:
+    text, shape, data = parts
+    dtype = np.dtype(text)
+    if dtype.kind not in _NUMERIC_KINDS:
+        raise ValueError(f"an array of dtype {text}")
+    return np.ndarray(shape, dtype, bytearray(data))
+
+
+def _decode_dtype(payload: bytes) -> torch.dtype:
+    dtype = getattr(torch, payload.decode(), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown dtype {payload!r}")  # noqa: TRY004  # a damaged file, not a caller's mistake
+    return dtype
+
+
+def _decode_dict(parts: list[Any]) -> object:
+    keys, values = parts
+    return dict(zip(keys, values, strict=True))
+
+
+_DECODE: Final[dict[int, Callable[[bytes], object]]] = {
+    _INT: lambda payload: int.from_bytes(payload, "little", signed=True),
+    _STR: lambda payload: payload.decode("utf-8", "surrogatepass"),
+    _COMPLEX: lambda payload: complex(*struct.unpack("<dd", payload)),
+    _DTYPE: _decode_dtype,
+    _DEVICE: lambda payload: torch.device(payload.decode()),
+}
+_DECODE_CONTAINER: Final[dict[int, Callable[[Any], object]]] = {
+    _TUPLE: tuple,
+    _SIZE: torch.Size,
+    _SET: set,
+    _FROZENSET: frozenset,
+    _DICT: _decode_dict,
+    _ORDERED: _decode_ordered,
+    _COUNTER: Counter,
+    _DEFAULT: _decode_default,
+    _ARRAY: _decode_array,
+    _SCALAR: lambda parts: _decode_array([parts[0], (), parts[1]])[()],
+}
