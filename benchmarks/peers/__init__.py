@@ -22,7 +22,7 @@ TITLES = {
     "pyee": "pyee",
     "psygnal": "psygnal",
     "blinker": "blinker",
-    "averaged_model": "torch AveragedModel",
+    "averaged_model": "AveragedModel",
     "handwritten": "hand-written loop",
     "trainbus": "trainbus",
 }
