@@ -10,7 +10,7 @@ from timeit import Timer
 
 from benchmarks.harness import SUBJECT, Budget, Comparison, Sample, Settings, measure
 from benchmarks.peers import Statement, direct, load
-from eventloop.events import AfterTrainIter, Progress
+from eventloop import AfterTrainIter, Progress
 
 PEERS = (SUBJECT, "pyee", "mmengine", "psygnal", "pluggy", "ignite", "blinker", "lightning")
 EMPTY_LOOP = "empty loop"

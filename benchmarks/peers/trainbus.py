@@ -8,8 +8,7 @@ from torch import nn
 from benchmarks.digits import CHECKPOINT_INTERVAL, MOMENTUM, Job
 from benchmarks.harness import SUBJECT
 from benchmarks.peers import Statement, direct, no_op_handlers
-from eventloop import Bus, TrainLoop
-from hooks import CheckpointHook, EMAHook, ExponentialMovingAverage, LoggerHook, ParamSchedulerHook
+from eventloop import Bus
 
 CHECKPOINTS = "*.safetensors"
 SCALARS = "**/scalars.jsonl"
@@ -24,11 +23,16 @@ def dispatch(names: Mapping[str, object], handlers: int) -> Statement:
 
 
 def ema(model: nn.Module, momentum: float) -> dict[str, Callable[[], None]]:
+    from hooks import ExponentialMovingAverage
+
     average = ExponentialMovingAverage(model, momentum=momentum)
     return {SUBJECT: lambda: average.update_parameters(model)}
 
 
 def train(job: Job, work_dir: Path) -> None:
+    from eventloop import TrainLoop
+    from hooks import CheckpointHook, EMAHook, LoggerHook, ParamSchedulerHook
+
     optimizer = job.optimizer()
     bus = Bus()
     bus.add(
