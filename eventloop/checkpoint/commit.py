@@ -1,7 +1,7 @@
 """Durability: a file appears under its name complete and on disk, or not at all.
 
 The dance is always the same: write under a temporary name in the same directory → fsync the file → rename over the name
-→ fsync the directory. Whatever fails up to the rename, the temporary file is removed and what had the name still has it;
+→ fsync the directory. Whatever fails up to the rename, the temporary file is removed and the name keeps what it had;
 if only the last step fails, the new file is in place but a power cut may undo that. Failures of the file system arrive
 as `CheckpointError` chained from the original `OSError` (``error.__cause__``).
 

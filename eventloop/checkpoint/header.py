@@ -17,7 +17,7 @@ import msgspec
 import orjson
 import torch
 
-from eventloop.errors import CheckpointDamagedError
+from eventloop.errors import CheckpointDamagedError, CheckpointValueError
 
 FORMAT: Final = "trainbus.checkpoint"
 VERSION: Final = 1
@@ -91,10 +91,19 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def render_start(entries: dict[str, Entry]) -> bytes:
-    """The JSON of the user's tensors: the part of a header that stays the same while the set of tensors does."""
+    """The JSON of the user's tensors: the part of a header that stays the same while the set of tensors does.
+
+    Raises:
+        CheckpointValueError: there are too many tensors for safetensors.
+    """
     metadata = {"format": FORMAT, "version": str(VERSION), "digest": "crc32"}
     plain = {name: msgspec.structs.asdict(entry) for name, entry in entries.items()}
-    return orjson.dumps({METADATA: metadata, **plain})[:-1]
+    start = orjson.dumps({METADATA: metadata, **plain})[:-1]
+    if len(start) > MAX_HEADER_BYTES - 1000:
+        raise CheckpointValueError(
+            f"{len(entries):,} tensors need a header of {len(start):,} bytes; 100 MB is the limit"
+        )
+    return start
 
 
 def render(start: bytes, data_bytes: int, tree_bytes: int) -> bytes:

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from eventloop.checkpoint.header import DIGEST_BYTES, render
-from eventloop.checkpoint.layout import Layout, check, sign
+from eventloop.checkpoint.layout import Layout, check
 from eventloop.checkpoint.tree import Flat, flatten
 from eventloop.errors import CheckpointError
 
@@ -48,12 +48,15 @@ class StageBuffer:
         """The memory held, in bytes."""
         return sum(memory.flat.numel() for memory in self._memories)
 
+    def clear(self) -> None:
+        """Forget memory and layout; a `Staged` keeps its own memory alive."""
+        self._layout = None
+        self._memories = []
+
     def _layout_for(self, flat: Flat) -> Layout:
-        signature = sign(flat.tensors, flat.places)
-        if self._layout is None or self._layout.signature != signature:
-            check(flat.tensors, flat.places)
-            self._memories = []  # before the new ones are allocated; a Staged keeps its own alive
-            self._layout = Layout(signature)
+        if self._layout is None or not self._layout.fits(flat):
+            self.clear()
+            self._layout = Layout(flat)
         return self._layout
 
     def _memory_for(self, layout: Layout) -> _Memory:
@@ -117,7 +120,9 @@ def stage(tree: object, buffer: StageBuffer | None = None) -> Staged:
         memory = buffer._memory_for(layout)
         events = _copy(flat, layout, memory)
     except RuntimeError:
-        check(flat.tensors, flat.places)  # a tensor turned sparse since the layout was made: say which
+        # The tensors are not those of the layout in a way that only the copy found out.
+        buffer.clear()
+        check(flat)
         raise
     staged = Staged(layout, memory, _pack((layout.packed_slots, layout.packed_foreign, flat.rest)), events)
     memory.lease = weakref.ref(staged)

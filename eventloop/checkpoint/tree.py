@@ -39,11 +39,12 @@ _pack = msgspec.msgpack.Encoder().encode
 class Flat(NamedTuple):
     """A tree taken apart.
 
-    Its tensors in the order they were met, the place of each (path of the container, key in it), and the rest.
+    Its tensors in the order they were met; for each the dotted path of its container and the key there; and the rest.
     """
 
     tensors: list[torch.Tensor]
-    places: list[tuple[str, object]]
+    parents: list[str]
+    keys: list[object]
     rest: object
 
 
@@ -57,7 +58,7 @@ def flatten(tree: object) -> Flat:
     """
     encoder = _Encoder()
     (rest,) = encoder.children("", ("",), (tree,))
-    return Flat(encoder.tensors, encoder.places, rest)
+    return Flat(encoder.tensors, encoder.parents, encoder.keys, rest)
 
 
 def unflatten(packed: bytes | msgspec.Raw, tensors: Iterator[torch.Tensor]) -> Any:
@@ -76,7 +77,8 @@ class _Encoder:
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.places: list[tuple[str, object]] = []
+        self.parents: list[str] = []
+        self.keys: list[object] = []
         self.open: list[object] = []
 
     def children(self, parent: str, keys: Iterable[object], values: Iterable[object]) -> list[object]:
@@ -86,7 +88,8 @@ class _Encoder:
             kind = type(value)
             if kind in _TENSOR_TYPES:
                 self.tensors.append(value)  # type: ignore[arg-type]  # mypy does not narrow by set membership
-                self.places.append((parent, key))
+                self.parents.append(parent)
+                self.keys.append(key)
                 out.append(_TENSOR_MARK)
             elif kind in _ATOMS:
                 out.append(value)
