@@ -1,0 +1,121 @@
+"""Write eventloop/_on.py, the overloads of ``Bus.on`` per mount-point name, from the events.
+
+python .ci/write_overloads.py            # write
+python .ci/write_overloads.py --check    # exit 1 if the file is not what would be written
+"""
+
+import sys
+from pathlib import Path
+
+from eventloop import events
+
+TARGET = Path(__file__).parent.parent / "eventloop" / "_on.py"
+
+HEAD = '''"""``Bus.on``, one overload per mount-point name. Generated from the events by .ci/write_overloads.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, TypeVar, Unpack, overload
+
+from eventloop import events as ev
+from eventloop.subscription import Options, Subscription
+
+E = TypeVar("E", bound=ev.Event)
+T = TypeVar("T")
+R = TypeVar("R")
+Heard = TypeVar("Heard")
+
+
+class Listens(Protocol[Heard]):
+    """The decorator that ``bus.on(...)`` returns; it returns the function unchanged."""
+
+    def __call__(self, handler: Callable[[Heard], R], /) -> Callable[[Heard], R]:
+        """Subscribe ``handler``."""
+
+
+class TypedOn:
+    """Carries the signature of ``Bus.on``, so that a handler with the wrong annotation fails the type checker."""
+
+    def _on(self, event: type[ev.Event] | str, handler: Callable[..., Any] | None, options: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    # What capture= returns, or a list of events, is what the handler takes.
+    @overload
+    def on(self, event: type[E], /, *, capture: Callable[[E], T], **options: Unpack[Options]) -> Listens[T]: ...
+    @overload
+    def on(
+        self, event: type[E], handler: Callable[[T], object], /, *, capture: Callable[[E], T], **options: Unpack[Options]
+    ) -> Subscription: ...
+    @overload
+    def on(self, event: str, /, *, capture: Callable[[Any], T], **options: Unpack[Options]) -> Listens[T]: ...
+    @overload
+    def on(
+        self, event: str, handler: Callable[[T], object], /, *, capture: Callable[[Any], T], **options: Unpack[Options]
+    ) -> Subscription: ...
+    @overload
+    def on(self, event: type[E], /, *, batch: int, **options: Unpack[Options]) -> Listens[list[E]]: ...
+    @overload
+    def on(
+        self, event: type[E], handler: Callable[[list[E]], object], /, *, batch: int, **options: Unpack[Options]
+    ) -> Subscription: ...
+    @overload
+    def on(self, event: str, /, *, batch: int, **options: Unpack[Options]) -> Listens[list[Any]]: ...
+    @overload
+    def on(
+        self, event: str, handler: Callable[[list[Any]], object], /, *, batch: int, **options: Unpack[Options]
+    ) -> Subscription: ...
+    @overload
+    def on(self, event: type[E], /, **options: Unpack[Options]) -> Listens[E]: ...
+    @overload
+    def on(self, event: type[E], handler: Callable[[E], object], /, **options: Unpack[Options]) -> Subscription: ...
+'''
+
+NAME = """    @overload
+    def on(self, event: Literal["{name}"], /, **options: Unpack[Options]) -> Listens[ev.{event}]: ...
+    @overload
+    def on(
+        self, event: Literal["{name}"], handler: Callable[[ev.{event}], object], /, **options: Unpack[Options]
+    ) -> Subscription: ...
+"""
+
+TAIL = '''    # A mount point of the user's own, by name: the checker cannot know its class, so the decorator takes any handler.
+    # As a call it takes one of plain Event (or Any): were any allowed, a wrong handler for a name above would fit here.
+    @overload
+    def on(self, event: str, /, **options: Unpack[Options]) -> Listens[Any]: ...
+    @overload
+    def on(self, event: str, handler: Callable[[ev.Event], object], /, **options: Unpack[Options]) -> Subscription: ...
+    def on(
+        self, event: type[ev.Event] | str, handler: Callable[..., Any] | None = None, /, **options: Any
+    ) -> Any:
+        """Subscribe a handler to an event class or mount-point name.
+
+        As a decorator (``@bus.on("after_train_iter", priority=50)``) it returns the function unchanged; called with a
+        function it returns a :class:`Subscription`. Plain functions run inline, on the publisher's thread; async ones on
+        the bus's event loop; ``offload="thread"`` gives blocking work a thread of its own.
+
+        Args:
+            event: the class or the name; ``Event`` hears everything, a group (``"after_iter"``) all its events.
+            handler: takes one argument: the event, what ``capture`` returned, or with ``batch`` a list of either.
+            **options: ``priority`` and filters, ``offload``, ``queue``, ``full``, ``linger``, ``on_error`` and
+                ``disable_after`` (:class:`eventloop.Options`), and for offloaded handlers ``capture``, which picks on the
+                publisher's thread what the handler gets a copy of, and ``batch``, the most events per call.
+
+        Raises:
+            UnknownEventError: no event declares the name.
+            SubscribeError: an option that cannot work.
+        """
+        return self._on(event, handler, options)
+'''
+
+
+def overloads() -> str:
+    """Return the whole module."""
+    names = {name: event.__name__ for name, event in events.registry.items()} | {"event": "Event"}
+    return HEAD + "".join(NAME.format(name=name, event=event) for name, event in names.items()) + "\n" + TAIL
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv:
+        sys.exit(TARGET.read_text() != overloads())
+    TARGET.write_text(overloads())

@@ -1,0 +1,416 @@
+"""The bus: subscribe, publish, look inside, open and close."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, Self
+
+import structlog
+
+from eventloop._on import TypedOn
+from eventloop.describe import Description, describe
+from eventloop.errors import BusStateError, OffloadError, SubscribeError
+from eventloop.events import Event, lineage, name_of, resolve
+from eventloop.hook import Hook, subscriptions_of
+from eventloop.offload import DrainReport, Runtime
+from eventloop.offload.runtime import Backend
+from eventloop.priority import PriorityLike
+from eventloop.routes import Entry, Route, Source, compile_route, ignore, route_source
+from eventloop.subscription import Stats, Subscription
+
+State = Literal["idle", "open", "draining"]
+
+log = structlog.get_logger("trainbus")
+
+
+class Bus(TypedOn):
+    """An in-process event bus. Plain handlers run inline, in order of priority; async and blocking ones are offloaded.
+
+    Inline handlers work at any time. Offloaded ones need the bus to be open: ``with bus:``, which a ``Run`` or
+    ``TrainLoop`` does by itself. A clean exit waits until everything is delivered.
+
+    Args:
+        backend: of the event loop thread for async handlers, ``"asyncio"`` or ``"trio"``.
+        timing: measure every call (``stats.seconds``); costs two clock reads per handler, nothing when off.
+        drain_timeout: seconds that a clean exit waits for offloaded handlers before it raises OffloadError.
+        abort_timeout: the same for an exit by exception, which then reports what is left instead of raising.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: Backend = "asyncio",
+        timing: bool = False,
+        drain_timeout: float = 60.0,
+        abort_timeout: float = 5.0,
+    ) -> None:
+        if backend not in ("asyncio", "trio"):
+            raise SubscribeError(f'backend={backend!r}: the event loop is "asyncio" or "trio"')
+        self._routes: dict[type, Route] = {}
+        self._lock = threading.RLock()
+        self._subscriptions: tuple[Subscription, ...] = ()
+        self._hooks: tuple[Hook, ...] = ()
+        self._counts: dict[str, _Count] = {}
+        self._failures: list[BaseException] = []
+        self._timing = timing
+        self._backend: Backend = backend
+        self._runtime: Runtime | None = None
+        self._state: State = "idle"
+        self._inert = False
+        self.drain_timeout = drain_timeout
+        self.abort_timeout = abort_timeout
+        _buses.add(self)
+
+    # ----------------------------------------------------------------------------------------------- subscribing
+
+    def _on(self, event: type[Event] | str, handler: Callable[..., Any] | None, options: dict[str, Any]) -> Any:
+        event_type = resolve(event)
+        if handler is not None:
+            return self._insert([Subscription(self, event_type, handler, **options)])[0]
+
+        def subscribe(function: Callable[..., Any]) -> Callable[..., Any]:
+            self._insert([Subscription(self, event_type, function, **options)])
+            return function
+
+        return subscribe
+
+    def off(self, what: Callable[..., Any] | Hook | Subscription) -> None:
+        """Cancel every subscription of a function, all those of a hook, or one :class:`Subscription`.
+
+        Raises:
+            SubscribeError: nothing of that kind is subscribed.
+        """
+        with self._lock:
+            gone = [one for one in self._subscriptions if what is one or what == one.handler or what is one.hook]
+            if not gone:
+                raise SubscribeError(f"{what!r} is not subscribed to this bus")
+            self._hooks = tuple(hook for hook in self._hooks if hook is not what)
+            self._replace([one for one in self._subscriptions if one not in gone], changed=gone)
+        for subscription in gone:
+            subscription.ended()
+
+    def add(self, *hooks: Hook, priority: PriorityLike | None = None) -> None:
+        """Subscribe the mount-point methods of hooks; all of them, or none if one is wrong.
+
+        Args:
+            *hooks: objects of :class:`Hook` classes.
+            priority: for all their methods, before what class or ``@mount`` say.
+
+        Raises:
+            SubscribeError: a misspelt mount point, wrong options, a hook that is there already, or two hooks with state
+                under one name.
+        """
+        subscriptions = [made for hook in hooks for made in self._subscriptions_of(hook, priority)]
+        with self._lock:
+            self._check_names([*self._hooks, *hooks])
+            self._hooks += hooks
+            self._insert(subscriptions)
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """The hooks that were added, in order."""
+        return self._hooks
+
+    @property
+    def subscriptions(self) -> tuple[Subscription, ...]:
+        """All subscriptions in dispatch order: by priority, then by registration."""
+        return self._subscriptions
+
+    # ------------------------------------------------------------------------------------------------ publishing
+
+    def publish(self, event: Event) -> None:
+        """Call or hand over to everyone who hears ``event``, in order of priority. Safe from any thread; never awaits.
+
+        Raises:
+            Exception: whatever an inline handler raised, as it was, with a note that names handler, mount point and
+                iteration; or what an offloaded handler with ``on_error="raise"`` raised since the last publish.
+            LaneClosedError: somebody offloaded listens and the bus is not open.
+        """
+        try:
+            return self._routes[type(event)](event)
+        except KeyError as error:
+            # The look-up's own KeyError has no frame below this one. A handler's has, and is none of our business.
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise
+        return self._route(type(event))(event)
+
+    def wants(self, event: type[Event] | str) -> bool:
+        """Return True if somebody hears ``event``; False lets a caller skip building it."""
+        event_type = event if isinstance(event, type) else resolve(event)
+        route = self._routes.get(event_type)
+        return (route or self._find_route(resolve(event_type))) is not ignore
+
+    # ------------------------------------------------------------------------------------------------ looking in
+
+    def describe(self, *, stats: bool = False) -> Description:
+        """Return who hears what, in the order of a run: a table to print (rich or plain), its data in ``rows``."""
+        return describe(self._subscriptions, stats=stats or self._timing)
+
+    def explain(self, event: type[Event] | str) -> Source:
+        """Return the source of the function compiled for ``event``; shows as it is at a prompt or when printed."""
+        event_type = resolve(event)
+        return route_source(event_type, self._heard_by(event_type), timing=self._timing)
+
+    def stats(self) -> dict[Subscription, Stats]:
+        """Return the counts of every subscription."""
+        return {subscription: subscription.stats for subscription in self._subscriptions}
+
+    @property
+    def timing(self) -> bool:
+        """Whether calls are measured; may be switched at any time, from the next publish on."""
+        return self._timing
+
+    @timing.setter
+    def timing(self, on: bool) -> None:
+        with self._lock:
+            self._timing = on
+            self._routes = {}
+
+    # -------------------------------------------------------------------------------------------------- lifecycle
+
+    @property
+    def state(self) -> State:
+        """``"idle"``, ``"open"`` or ``"draining"``."""
+        return self._state
+
+    def open(self) -> None:
+        """Start the consumers of offloaded handlers; ``with bus:`` does it and closes.
+
+        Raises:
+            BusStateError: it is open already (whoever opened it closes it).
+        """
+        with self._lock:
+            if self._state != "idle":
+                raise BusStateError(f"this bus is {self._state} already; whoever opened it closes it")
+            self._runtime = Runtime(self._backend)
+            self._state = "open"
+            for subscription in self._subscriptions:
+                subscription.serve(self._runtime)
+        _open_buses.add(self)
+
+    def close(self, *, abort: bool = False) -> None:
+        """Deliver what is pending, end the consumers. Idempotent.
+
+        Args:
+            abort: wait for ``abort_timeout`` only, and report what is left or failed instead of raising it.
+
+        Raises:
+            OffloadError: not everything could be delivered within ``drain_timeout``.
+            Exception: what offloaded handlers with ``on_error="raise"`` raised (an ExceptionGroup if several did).
+        """
+        with self._lock:
+            if self._state != "open" or self._runtime is None:
+                return
+            runtime = self._runtime
+            if runtime.owns_thread():
+                raise BusStateError(
+                    "bus.close() was called from an offloaded handler of the same bus: it would wait for itself"
+                )
+            self._state = "draining"
+        report = DrainReport()
+        try:
+            report = runtime.settle(self.abort_timeout if abort else self.drain_timeout)
+        finally:
+            self._shut(runtime, 1.0 if report.pending else 5.0)
+        self._after_close(report, abort=abort)
+
+    def drain(self, timeout: float | None = None) -> DrainReport:
+        """Wait until everything published before this call is delivered, dropped or failed.
+
+        Args:
+            timeout: seconds; None waits for as long as it takes. What is ``pending`` afterwards is in the report.
+
+        Raises:
+            BusStateError: the bus is not open, or this is an offloaded handler of the same bus.
+            Exception: what offloaded handlers with ``on_error="raise"`` raised.
+        """
+        runtime = self._runtime
+        if runtime is None:
+            raise BusStateError("only an open bus can be drained: use `with bus:`")
+        report = runtime.drain(timeout)
+        self._raise_failures()
+        return report
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        self.close(abort=error is not None)
+
+    # ---------------------------------------------------------------------------------------------- saved state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all hooks by name, and the publish counts that filters compare."""
+        hooks = {hook.label: hook.state_dict() for hook in self._hooks if hook.stateful}
+        return {"hooks": hooks, "publishes": {name: count.value for name, count in self._counts.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give every hook its state back. A hook without saved state keeps its own, with a warning, and so the reverse."""
+        saved = dict(state["hooks"])
+        for hook in self._hooks:
+            if hook.stateful and hook.label not in saved:
+                log.warning("the checkpoint has no state for this hook; it starts afresh", hook=hook.label)
+            elif hook.stateful:
+                hook.load_state_dict(saved.pop(hook.label))
+        if saved:
+            log.warning("the checkpoint has state of hooks that are not on the bus", hooks=sorted(saved))
+        for name, value in state["publishes"].items():
+            self._counts.setdefault(name, _Count()).value = value
+
+    # --------------------------------------------------------------------------- for subscriptions and their lanes
+
+    def annotate(self, error: BaseException, subscription: Entry, event: Event) -> None:
+        """Add a note to ``error`` that says whose it is, where and when."""
+        progress = getattr(event, "progress", None)
+        when = "" if progress is None else f", epoch {progress.epoch}, iteration {progress.iter}"
+        error.add_note(
+            f"in {subscription.label} ({subscription.mode}, priority {subscription.priority}, {subscription.location}) "
+            f"at {name_of(type(event))}{when}"
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """Have ``error`` raised by the next publish (on a thread that is not the bus's own), drain or close."""
+        with self._lock:
+            self._failures.append(error)
+            # Emptied, so that the next publish misses and comes past _raise_failures; costs nothing until then.
+            self._routes = {}
+
+    # -------------------------------------------------------------------------------------------------- internals
+
+    def _subscriptions_of(self, hook: Hook, priority: PriorityLike | None) -> Iterator[Subscription]:
+        for event, method, mark in subscriptions_of(hook):
+            chosen = next(choice for choice in (priority, mark.priority, hook.priority) if choice is not None)
+            yield Subscription(self, event, method, hook=hook, **{"priority": chosen, **mark.options})
+
+    def _check_names(self, hooks: list[Hook]) -> None:
+        for index, hook in enumerate(hooks):
+            for other in hooks[:index]:
+                if hook is other:
+                    raise SubscribeError(f"{hook.label} is on this bus already")
+                if hook.stateful and other.stateful and hook.label == other.label:
+                    raise SubscribeError(
+                        f"two hooks with state are named {hook.label!r}, and a checkpoint keeps state by name; "
+                        f"give one of them another `name`"
+                    )
+
+    def _insert(self, new: list[Subscription]) -> list[Subscription]:
+        with self._lock:
+            # sorted() is stable: equal priorities keep the order of registration.
+            merged = sorted([*self._subscriptions, *new], key=lambda one: one.priority)
+            if self._runtime is not None:
+                for subscription in new:
+                    subscription.serve(self._runtime)
+            self._replace(merged, changed=new)
+        return new
+
+    def _replace(self, subscriptions: list[Subscription], changed: list[Subscription]) -> None:
+        """Put a new table in place; a publish that is under way goes on with the route it has."""
+        names = {subscription.mount_point for subscription in changed}
+        self._subscriptions = tuple(subscriptions)
+        self._routes = {kind: route for kind, route in self._routes.items() if names.isdisjoint(lineage(kind))}
+
+    def _heard_by(self, event_type: type[Event]) -> list[Subscription]:
+        names = lineage(event_type)
+        return [subscription for subscription in self._subscriptions if subscription.mount_point in names]
+
+    def _route(self, event_type: type) -> Route:
+        """Find the route of an event that has none cached, after raising what offloaded handlers left behind."""
+        if not issubclass(event_type, Event):
+            raise TypeError(f"bus.publish takes an event, an instance of an Event class, not {event_type.__name__}")
+        if self._failures and not (self._runtime is not None and self._runtime.owns_thread()):
+            self._raise_failures()
+        return self._find_route(event_type)
+
+    def _find_route(self, event_type: type[Event]) -> Route:
+        with self._lock:
+            if self._inert:
+                return ignore
+            route = compile_route(
+                event_type,
+                self._heard_by(event_type),
+                count=self._counts.setdefault(name_of(event_type), _Count()).next,
+                blame=self.annotate,
+                timing=self._timing,
+            )
+            if not self._failures:
+                self._routes[event_type] = route
+            return route
+
+    def _raise_failures(self) -> None:
+        with self._lock:
+            failures, self._failures = self._failures, []
+        if len(failures) == 1:
+            raise failures[0]
+        if failures:
+            raise BaseExceptionGroup("several offloaded handlers failed", failures)
+
+    def _shut(self, runtime: Runtime, grace: float) -> None:
+        runtime.close(grace, "the bus has closed: events are published inside `with bus:`")
+        with self._lock:
+            self._runtime = None
+            self._state = "idle"
+        _open_buses.discard(self)
+
+    def _after_close(self, report: DrainReport, *, abort: bool) -> None:
+        with self._lock:
+            failures, self._failures = self._failures, []
+        if abort:
+            if report.pending:
+                log.warning("events were not delivered before the bus closed", pending=report.pending)
+            return
+        if report.pending:
+            left = {one.label: one.stats.pending for one in self._subscriptions if one.stats.pending}
+            failures.append(
+                OffloadError(
+                    f"{report.pending} events were not delivered within drain_timeout={self.drain_timeout:g} s: {left}"
+                )
+            )
+        self._failures = failures
+        self._raise_failures()
+
+    def _become_inert(self) -> None:
+        """In a forked child nobody consumes and the locks may be held for ever: start over, deaf."""
+        self._inert = True
+        self._lock = threading.RLock()
+        self._routes = {}
+        self._runtime = None
+        self._state = "idle"
+
+
+class _Count:
+    """Counts the publishes of one event type; 1-based."""
+
+    __slots__ = ("_lock", "value")
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._lock = threading.Lock()
+
+    def next(self) -> int:
+        with self._lock:
+            self.value += 1
+            return self.value
+
+
+_buses: weakref.WeakSet[Bus] = weakref.WeakSet()
+_open_buses: set[Bus] = set()
+
+
+def _close_at_exit() -> None:
+    for bus in list(_open_buses):
+        log.warning("the interpreter exits while a bus is open; use `with bus:` so that nothing is lost")
+        bus.close(abort=True)
+
+
+def _inert_after_fork() -> None:
+    for bus in list(_buses):
+        bus._become_inert()
+
+
+atexit.register(_close_at_exit)
+os.register_at_fork(after_in_child=_inert_after_fork)

@@ -1,0 +1,137 @@
+"""Subscriptions as an object: :class:`Hook` and :func:`mount`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from eventloop.errors import SubscribeError
+from eventloop.events import Event, registry, resolve, suggest
+from eventloop.priority import Priority, PriorityLike
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_PREFIXES = ("before_", "after_", "on_")
+
+
+class Hook:
+    """A set of subscriptions with state. Methods named like mount points are subscribed by ``bus.add(hook)``.
+
+    Plain methods run inline, ``async`` ones are offloaded; :func:`mount` gives one method filters, ``offload`` or
+    ``capture``. ``before_epoch``, ``after_epoch``, ``before_iter`` and ``after_iter`` hear all three stages. A method whose
+    name matches a mount point that the user declared is subscribed too.
+
+    Attributes:
+        priority: of all methods that do not name their own.
+        name: key of ``state_dict`` in checkpoints and label in tables; the class name by default. Two hooks of a kind
+            that both have state need two names.
+    """
+
+    priority: PriorityLike = Priority.NORMAL
+    name: str = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this hook has learned and must survive a resume; {} by default."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned."""
+
+    @property
+    def label(self) -> str:
+        """The name of this hook in tables, errors and checkpoints."""
+        return self.name or type(self).__name__
+
+    @property
+    def stateful(self) -> bool:
+        """True if the hook's class has a ``state_dict`` of its own."""
+        return type(self).state_dict is not Hook.state_dict
+
+
+def mount(
+    event: type[Event] | str | None = None,
+    *,
+    priority: PriorityLike | None = None,
+    **options: Any,
+) -> Callable[[Method], Method]:
+    """Give one method of a :class:`Hook` options of its own; they are those of ``bus.on``.
+
+    Args:
+        event: the mount point, where the method's name is not it.
+        priority: of this method, instead of the hook's.
+        **options: filters, ``offload``, ``capture``, ``queue``, ``full``, ``batch``, ``linger``, ``on_error``,
+            ``disable_after``.
+    """
+
+    def mark(method: Method) -> Method:
+        vars(method)["__trainbus_mount__"] = Mount(event, priority, options)
+        return method
+
+    return mark
+
+
+class Mount:
+    """What :func:`mount` noted down on a method."""
+
+    __slots__ = ("event", "options", "priority")
+    unmarked: ClassVar[Mount]
+
+    def __init__(self, event: type[Event] | str | None, priority: PriorityLike | None, options: dict[str, Any]) -> None:
+        self.event = event
+        self.priority = priority
+        self.options = options
+
+
+Mount.unmarked = Mount(None, None, {})
+
+
+def subscriptions_of(hook: Hook) -> Iterator[tuple[type[Event], Callable[..., Any], Mount]]:
+    """Yield event, bound method and options for every subscription that ``hook`` asks for, in order of definition.
+
+    Raises:
+        SubscribeError: a class instead of an instance, a method named like a mount point that does not exist, or a hook
+            without any.
+    """
+    _check_instance(hook)
+    found = False
+    for name in _method_names(type(hook)):
+        mark: Mount = getattr(getattr(type(hook), name), "__trainbus_mount__", Mount.unmarked)
+        if mark.event is None and name not in registry:
+            _check_spelling(hook, name, marked=mark is not Mount.unmarked)
+            continue
+        found = True
+        yield resolve(mark.event if mark.event is not None else name), getattr(hook, name), mark
+    if not found:
+        raise SubscribeError(
+            f"{hook.label} has no method named like a mount point, so it would never be called; "
+            "name one after_train_iter, say, or mark it with @mount(...)"
+        )
+
+
+def _check_instance(hook: object) -> None:
+    if isinstance(hook, type):
+        raise SubscribeError(f"bus.add takes a hook object: write bus.add({hook.__name__}(...))")
+    if not isinstance(hook, Hook):
+        raise SubscribeError(
+            f"bus.add takes Hook objects, not {type(hook).__name__}; derive the class from eventloop.Hook, "
+            "or subscribe a function with bus.on"
+        )
+
+
+def _method_names(cls: type) -> list[str]:
+    names: dict[str, None] = {}
+    for base in reversed(cls.__mro__):
+        if base not in (object, Hook):
+            names.update(dict.fromkeys(name for name in vars(base) if not name.startswith("_")))
+    return [name for name in names if inspect.isroutine(inspect.getattr_static(cls, name)) and not hasattr(Hook, name)]
+
+
+def _check_spelling(hook: Hook, name: str, *, marked: bool) -> None:
+    if marked:
+        raise SubscribeError(f"{hook.label}.{name} is marked with @mount but there is no mount point {name!r}{suggest(name)}")
+    if name.startswith(_PREFIXES):
+        raise SubscribeError(
+            f"{hook.label}.{name} looks like a handler, but there is no mount point {name!r}{suggest(name)} "
+            "(a helper method of another kind needs a name that does not start with before_, after_ or on_)"
+        )

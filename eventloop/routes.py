@@ -1,0 +1,209 @@
+"""The subscriptions of one event type, compiled to one function.
+
+A route is straight-line code: a call per subscription, an ``if`` only where a filter needs one, a clock only while timing is
+on. Handlers are constants of the code object: LOAD_CONST followed by LOAD_FAST is the cheapest call that CPython has, about
+5 % of a ten-handler publish cheaper than the same with globals or default arguments.
+
+The try block costs nothing until something raises (CPython ≥ 3.11 keeps exception tables). Which subscription raised is
+read from the line number of the route's own frame, so the failing handler needs no bookkeeping on the way.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count as counter
+from time import perf_counter_ns
+from typing import Any, Protocol, cast
+
+from eventloop.events import Event, name_of
+from eventloop.filters import Filter, count_of
+from eventloop.priority import Priority
+
+Route = Callable[[Any], None]
+
+_serial = counter(1)
+_compiling = threading.Lock()
+
+
+class Entry(Protocol):
+    """What a route needs to know of a subscription."""
+
+    @property
+    def call(self) -> Callable[[Any], object]:
+        """The handler of an inline subscription, the hand-off to its lane of an offloaded one."""
+
+    @property
+    def label(self) -> str:
+        """Name for comments and errors."""
+
+    @property
+    def location(self) -> str:
+        """File and line of the handler."""
+
+    @property
+    def priority(self) -> int:
+        """0 to 100."""
+
+    @property
+    def filter(self) -> Filter | None:
+        """The condition, if there is one."""
+
+    @property
+    def mode(self) -> str:
+        """``"inline"`` or where it is offloaded to."""
+
+    @property
+    def isolated(self) -> bool:
+        """True if an error of this handler is reported instead of raised."""
+
+    def isolate(self, error: Exception, event: Event) -> None:
+        """Take an error of an isolated handler."""
+
+    def spent(self, nanoseconds: int) -> None:
+        """Take the time of one call, while timing is on."""
+
+
+class Source(str):
+    """Generated source; shows itself as it is at an interactive prompt."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def ignore(event: Event) -> None:
+    """The route of an event that nobody hears."""
+
+
+def compile_route(
+    event_type: type[Event],
+    entries: Sequence[Entry],
+    *,
+    count: Callable[[], int],
+    blame: Callable[[Exception, Entry, Event], None],
+    timing: bool = False,
+) -> Route:
+    """Return the function that calls ``entries`` in their order; :func:`ignore` if there are none.
+
+    Args:
+        event_type: the event; its ``counts`` says what filters compare.
+        entries: subscriptions in the order of their priorities.
+        count: next value of the publish counter; called only where a filter compares it.
+        blame: called with an error that leaves the route and the entry it came from; adds a note.
+        timing: measure each call.
+    """
+    if not entries:
+        return ignore
+    writer = _Writer(event_type, entries, timing=timing)
+    source = writer.source()
+    bound = writer.bound | {"count": count, "clock": perf_counter_ns}
+    bound["blame"] = _blame(entries, writer.owners, blame)
+    filename = f"<trainbus {name_of(event_type)} #{next(_serial)}>"
+    route = _build(source, filename, name_of(event_type), bound)
+    # Tracebacks show the generated line with its comment, which names the user's function and where it is.
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    weakref.finalize(route, linecache.cache.pop, filename, None).atexit = False
+    return route
+
+
+def route_source(event_type: type[Event], entries: Sequence[Entry], *, timing: bool = False) -> Source:
+    """Return the source that :func:`compile_route` compiles for these arguments."""
+    return Source(_Writer(event_type, entries, timing=timing).source())
+
+
+class _Writer:
+    """Writes a route's source and remembers which line belongs to which entry."""
+
+    def __init__(self, event_type: type[Event], entries: Sequence[Entry], *, timing: bool) -> None:
+        self._event_type = event_type
+        self._timing = timing
+        self._lines: list[str] = []
+        self.bound: dict[str, Any] = {}
+        self.owners: dict[int, int] = {}
+        self._write(entries)
+
+    def source(self) -> str:
+        return "\n".join(self._lines) + "\n"
+
+    def _write(self, entries: Sequence[Entry]) -> None:
+        name = name_of(self._event_type)
+        if not entries:
+            self._lines = [f"def {name}(event):", "    pass  # nobody listens"]
+            return
+        self._lines = [f"def {name}(event):", "    try:"]
+        if any(entry.filter is not None and entry.filter.counted for entry in entries):
+            self._lines.append(f"        v = {count_of(self._event_type)}")
+        for index, entry in enumerate(entries):
+            first = len(self._lines) + 1
+            self._entry(index, entry)
+            self.owners.update(dict.fromkeys(range(first, len(self._lines) + 1), index))
+        self._lines += ["    except Exception as error:", "        blame(error, event)", "        raise"]
+
+    def _entry(self, index: int, entry: Entry) -> None:
+        terms, bound = entry.filter.terms(str(index)) if entry.filter is not None else ([], {})
+        call = f"{_identifier(entry.label)}_{index}"
+        self.bound |= bound | {call: entry.call}
+        comment = f"  # {entry.priority} {Priority.label(entry.priority)}: {entry.label}, {entry.location}"
+        block = [f"{call}(event){comment}"]
+        if self._timing:
+            self.bound[f"spent_{index}"] = entry.spent
+            block = ["started = clock()", *block, f"spent_{index}(clock() - started)"]
+        if terms:
+            block = [f"if {' and '.join(terms)}:", *_indent(block)]
+        if entry.isolated:
+            self.bound[f"isolate_{index}"] = entry.isolate
+            handled = [f"isolate_{index}(error, event)"]
+            block = ["try:", *_indent(block), "except Exception as error:", *_indent(handled)]
+        self._lines += _indent(_indent(block))
+
+
+def _build(source: str, filename: str, name: str, bound: Mapping[str, Any]) -> Route:
+    """Compile ``source`` with the objects in ``bound`` as constants of the code."""
+    marks = {key: ("\0trainbus", index) for index, key in enumerate(bound)}
+    tree = _Constants(marks).visit(ast.parse(source))
+    with _compiling, warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # "'tuple' object is not callable": the marks, until replaced
+        module = compile(tree, filename, "exec")
+    code = next(const for const in module.co_consts if isinstance(const, types.CodeType))
+    objects = {marks[key]: value for key, value in bound.items()}
+    constants = tuple(objects.get(const, const) if isinstance(const, tuple) else const for const in code.co_consts)
+    return types.FunctionType(code.replace(co_consts=constants), {"__builtins__": __builtins__}, name)
+
+
+class _Constants(ast.NodeTransformer):
+    """Replaces the names of bound objects by constants that mark their places."""
+
+    def __init__(self, marks: Mapping[str, tuple[str, int]]) -> None:
+        self._marks = marks
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        mark = self._marks.get(node.id)
+        return node if mark is None else ast.copy_location(ast.Constant(cast("str", mark)), node)
+
+
+def _blame(
+    entries: Sequence[Entry], owners: Mapping[int, int], blame: Callable[[Exception, Entry, Event], None]
+) -> Callable[[Exception, Event], None]:
+    def find(error: Exception, event: Event) -> None:
+        # The innermost traceback entry of the handler is further down; the first one is the route's own frame.
+        index = owners.get(error.__traceback__.tb_lineno) if error.__traceback__ is not None else None
+        if index is not None:
+            blame(error, entries[index], event)
+
+    return find
+
+
+def _identifier(label: str) -> str:
+    return re.sub(r"\W", "_", label) if label[:1].isalpha() else "handler"
+
+
+def _indent(lines: Iterable[str]) -> list[str]:
+    return ["    " + line for line in lines]

@@ -1,0 +1,316 @@
+"""One subscription: its options, checked when it is made, and its side of dispatch."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, cast
+
+import msgspec
+import structlog
+
+from eventloop.detach import check_capture, detach, stage
+from eventloop.errors import SubscribeError
+from eventloop.events import Event, name_of
+from eventloop.filters import Filter, make_filter
+from eventloop.hook import Hook
+from eventloop.offload.lane import FULL, Full, Lane, LaneStats
+from eventloop.priority import Priority, PriorityLike
+
+if TYPE_CHECKING:
+    from eventloop.bus import Bus
+    from eventloop.offload.runtime import Runtime
+
+Mode = Literal["inline", "async", "thread"]
+
+log = structlog.get_logger("trainbus")
+
+
+class Options(TypedDict, total=False):
+    """Keyword options of ``bus.on`` and ``@mount``, which also take ``capture`` and ``batch`` (see ``Bus.on``).
+
+    ``every``, ``once``, ``after``, ``before``, ``when``, ``every_seconds``: filters, see :mod:`eventloop.filters`.
+    ``offload``: ``"thread"`` for a blocking handler; ``"inline"`` says out loud what a plain function does anyway.
+    ``queue``, ``full``, ``linger``: the lane of an offloaded handler: its places (1024), what happens when they are
+    taken (``"block"``, ``"drop_old"``, ``"drop_new"``, ``"latest"``, ``"raise"``), seconds between looks (0.01).
+    ``on_error``: ``"raise"`` or ``"log"``. ``disable_after``: retire the handler after so many errors (implies "log").
+    """
+
+    priority: PriorityLike
+    every: int
+    once: int | Iterable[int]
+    after: int
+    before: int
+    when: Callable[[Any], object]
+    every_seconds: float
+    offload: Literal["inline", "thread"]
+    queue: int
+    full: Full
+    linger: float
+    on_error: Literal["raise", "log"]
+    disable_after: int
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """What happened to one subscription so far.
+
+    For offloaded ones ``published == delivered + failed + dropped + pending``. Inline ones count their errors in ``failed``;
+    ``calls`` and ``seconds`` are counted while ``bus.timing`` is on (of an offloaded one, the hand-off on the publisher).
+    """
+
+    published: int = 0
+    delivered: int = 0
+    failed: int = 0
+    dropped: int = 0
+    pending: int = 0
+    calls: int = 0
+    seconds: float = 0.0
+
+
+class Subscription:
+    """The handle that ``bus.on(event, handler)`` returns. ``cancel()`` it, or use it as a context manager.
+
+    An offloaded handler still gets what was published before the cancel.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        event: type[Event],
+        handler: Callable[..., Any],
+        *,
+        hook: Hook | None = None,
+        priority: PriorityLike = Priority.NORMAL,
+        offload: str | None = None,
+        capture: Callable[[Any], Any] | None = None,
+        queue: int | None = None,
+        full: Full | None = None,
+        linger: float | None = None,
+        batch: int | None = None,
+        on_error: Literal["raise", "log"] | None = None,
+        disable_after: int | None = None,
+        **filters: Any,
+    ) -> None:
+        self.mount_point = name_of(event)
+        self.handler = handler
+        self.hook = hook
+        self.label = _label(handler, hook)
+        self.location = _location(handler)
+        with _naming(self):
+            if not callable(handler):
+                raise SubscribeError("a handler is a function (or an object with __call__) that takes the event")
+            self.priority = Priority.parse(priority)
+            self.filter: Filter | None = make_filter(**filters)
+            self.mode: Mode = _mode(handler, offload)
+            _check_arity(handler, batched=batch is not None)
+            self._check_errors(on_error, disable_after)
+            lane = {"capture": capture, "queue": queue, "full": full, "linger": linger, "batch": batch}
+            self.lane = self._make_lane({name: option for name, option in lane.items() if option is not None})
+        self.batch = batch
+        self.disable_after = disable_after
+        self.on_error: Literal["raise", "log"] = on_error or ("log" if disable_after else "raise")
+        self.active = True
+        self._bus = bus
+        self._counting = threading.Lock()
+        self._failed = 0
+        self._calls = 0
+        self._nanoseconds = 0
+
+    # -------------------------------------------------------------------------------------------------- public
+
+    def cancel(self) -> None:
+        """Stop hearing events from the next publish on. Idempotent."""
+        if self.active:
+            self._bus.off(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.cancel()
+
+    @property
+    def stats(self) -> Stats:
+        """The counts at this moment."""
+        lane = self.lane.stats if self.lane is not None else LaneStats(failed=self._failed)
+        counts = msgspec.structs.asdict(lane)
+        return Stats(**counts, calls=self._calls, seconds=self._nanoseconds / 1e9)
+
+    def __repr__(self) -> str:
+        return f"<Subscription {self.label} to {self.mount_point}, priority {self.priority}, {self.mode}>"
+
+    # ------------------------------------------------------------------------------------- for routes and the bus
+
+    @property
+    def call(self) -> Callable[[Any], object]:
+        """What a route calls: the handler itself, or the hand-off to its lane."""
+        return self.handler if self.lane is None else self.lane.put
+
+    @property
+    def isolated(self) -> bool:
+        """True if an error in the route is reported instead of raised."""
+        return self.on_error == "log"
+
+    def isolate(self, error: Exception, event: Event) -> None:
+        """Report an error of this handler (or of its hand-off) and go on."""
+        self._bus.annotate(error, self, event)
+        self._report(error)
+
+    def spent(self, nanoseconds: int) -> None:
+        """Count one timed call."""
+        self._calls += 1
+        self._nanoseconds += nanoseconds
+
+    def serve(self, runtime: Runtime) -> None:
+        """Start the consumer of an offloaded subscription."""
+        if self.lane is None:
+            return
+        if self.mode == "thread":
+            runtime.serve_thread(self.lane, self.handler, self._lane_failed, self.batch)
+        else:
+            handler = cast("Callable[[Any], Awaitable[object]]", self.handler)
+            runtime.serve_task(self.lane, handler, self._lane_failed, self.batch)
+
+    def ended(self) -> None:
+        """Take the news that the bus has let go of this subscription."""
+        self.active = False
+        if self.lane is not None:
+            self.lane.close("its subscription was cancelled")
+
+    # ------------------------------------------------------------------------------------------------ internals
+
+    def _lane_failed(self, error: Exception) -> None:
+        error.add_note(f"in the offloaded ({self.mode}) handler {self.label} of {self.mount_point}, {self.location}")
+        self._report(error)
+        if self.on_error == "raise":
+            self._bus.fail(error)
+
+    def _report(self, error: Exception) -> None:
+        with self._counting:
+            self._failed += 1
+            failures = self._failed
+        log.error(
+            "a handler failed",
+            handler=self.label,
+            mount_point=self.mount_point,
+            mode=self.mode,
+            failures=failures,
+            exc_info=error,
+        )
+        if self.disable_after is not None and failures >= self.disable_after and self.active:
+            log.error("handler retired", handler=self.label, mount_point=self.mount_point, failures=failures)
+            self.cancel()
+
+    def _make_lane(self, options: dict[str, Any]) -> Lane | None:
+        if self.mode == "inline":
+            if options:
+                raise SubscribeError(
+                    f"{next(iter(options))}= is for offloaded handlers, and this one is a plain function that runs inline; "
+                    'add offload="thread", or make it async'
+                )
+            return None
+        capture, batch = options.pop("capture", None), options.pop("batch", None)
+        queue, full, linger = options.get("queue", 1024), options.get("full", "block"), options.get("linger", 0.01)
+        for name, value in (("queue", queue), ("batch", batch if batch is not None else 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise SubscribeError(f"{name}={value!r}: give a positive number of events")
+        if full not in FULL:
+            raise SubscribeError(f"full={full!r}: a full lane can {', '.join(map(repr, FULL))}")
+        if isinstance(linger, bool) or not isinstance(linger, int | float) or not 0 <= linger <= 60:
+            raise SubscribeError(f"linger={linger!r}: give seconds between 0 and 60")
+        if capture is not None:
+            check_capture(capture)
+        prepare = detach if capture is None else _capturing(capture)
+        return Lane(f"{self.label} ({self.mount_point})", prepare, capacity=queue, full=full, linger=linger)
+
+    def _check_errors(self, on_error: str | None, disable_after: int | None) -> None:
+        if on_error not in (None, "raise", "log"):
+            raise SubscribeError(f'on_error={on_error!r}: "raise" ends the run, "log" reports and goes on')
+        if disable_after is None:
+            return
+        if isinstance(disable_after, bool) or not isinstance(disable_after, int) or disable_after < 1:
+            raise SubscribeError(f"disable_after={disable_after!r}: give the number of errors after which to retire it")
+        if on_error == "raise":
+            raise SubscribeError('disable_after= needs on_error="log": with "raise" the first error ends the run')
+
+
+class _naming:  # noqa: N801 - used like a function
+    """Adds to an error of the block which subscription it is about."""
+
+    def __init__(self, subscription: Subscription) -> None:
+        self._subscription = subscription
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, SubscribeError):
+            which = self._subscription
+            raise SubscribeError(f"cannot subscribe {which.label} to {which.mount_point}: {error}") from None
+
+
+def _capturing(capture: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda event: stage(capture(event))
+
+
+def is_async(handler: Callable[..., Any]) -> bool:
+    """True for coroutine functions, partials of them, and objects with an async ``__call__``."""
+    return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__)
+
+
+def _mode(handler: Callable[..., Any], offload: str | None) -> Mode:
+    if offload not in (None, "inline", "thread"):
+        raise SubscribeError(
+            f'offload={offload!r}: blocking work goes to offload="thread"; async functions are offloaded by nature; '
+            "anything else runs inline"
+        )
+    if not is_async(handler):
+        return "thread" if offload == "thread" else "inline"
+    if offload == "inline":
+        raise SubscribeError(
+            "an async function cannot run inline: publishing never awaits. Leave offload= out to run it on the bus's event "
+            "loop, or make it a plain function"
+        )
+    if offload == "thread":
+        raise SubscribeError(
+            'an async function needs no offload="thread": it runs on the bus\'s event loop. Leave offload= out, or make it a '
+            "plain function to run it on a thread"
+        )
+    return "async"
+
+
+def _check_arity(handler: Callable[..., Any], *, batched: bool) -> None:
+    try:
+        signature = inspect.signature(handler)
+    except (TypeError, ValueError):
+        return  # a builtin without a signature: nothing to check
+    try:
+        signature.bind(None)
+    except TypeError:
+        what = "a list of events" if batched else "the event"
+        raise SubscribeError(f"a handler is called with one argument, {what}; this one takes {signature}") from None
+
+
+def _label(handler: object, hook: Hook | None) -> str:
+    if not callable(handler):
+        return repr(handler)
+    name = getattr(_unwrapped(handler), "__name__", type(handler).__name__)
+    if hook is not None:
+        return f"{hook.label}.{name}"
+    return str(name)
+
+
+def _location(handler: Callable[..., Any]) -> str:
+    code = getattr(_unwrapped(handler), "__code__", None)
+    if code is None:
+        return "builtin"
+    path = Path(code.co_filename)
+    return f"{'/'.join(path.parts[-2:])}:{code.co_firstlineno}"
+
+
+def _unwrapped(handler: Any) -> Any:
+    if isinstance(handler, functools.partial):
+        handler = handler.func
+    return inspect.unwrap(getattr(handler, "__func__", handler))
