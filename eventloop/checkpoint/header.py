@@ -59,9 +59,7 @@ _FOREIGN: Final = (
     "float8_e8m0fnu",
     "float4_e2m1fn_x2",
 )
-FOREIGN_DTYPES: Final[dict[str, torch.dtype]] = {
-    name: getattr(torch, name) for name in _FOREIGN if hasattr(torch, name)
-}
+FOREIGN_DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in _FOREIGN if hasattr(torch, name)}
 FOREIGN_NAMES: Final = {dtype: name for name, dtype in FOREIGN_DTYPES.items()}
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
@@ -100,9 +98,7 @@ def render_start(entries: dict[str, Entry]) -> bytes:
     plain = {name: msgspec.structs.asdict(entry) for name, entry in entries.items()}
     start = orjson.dumps({METADATA: metadata, **plain})[:-1]
     if len(start) > MAX_HEADER_BYTES - 1000:
-        raise CheckpointValueError(
-            f"{len(entries):,} tensors need a header of {len(start):,} bytes; 100 MB is the limit"
-        )
+        raise CheckpointValueError(f"{len(entries):,} tensors need a header of {len(start):,} bytes; 100 MB is the limit")
     return start
 
 

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from eventloop.checkpoint.header import DIGEST_BYTES, render
-from eventloop.checkpoint.layout import Layout, check
+from eventloop.checkpoint.layout import Layout
 from eventloop.checkpoint.tree import Flat, flatten
 from eventloop.errors import CheckpointError
 
@@ -53,18 +53,15 @@ class StageBuffer:
         self._layout = None
         self._memories = []
 
-    def _layout_for(self, flat: Flat) -> Layout:
+    def _room_for(self, flat: Flat) -> tuple[Layout, _Memory]:
         if self._layout is None or not self._layout.fits(flat):
             self.clear()
             self._layout = Layout(flat)
-        return self._layout
-
-    def _memory_for(self, layout: Layout) -> _Memory:
         for memory in self._memories:
             if not memory.leased:
-                return memory
-        self._memories.append(_Memory(layout))
-        return self._memories[-1]
+                return self._layout, memory
+        self._memories.append(_Memory(self._layout))
+        return self._layout, self._memories[-1]
 
 
 class Staged:
@@ -116,14 +113,14 @@ def stage(tree: object, buffer: StageBuffer | None = None) -> Staged:
     flat = flatten(tree)
     buffer = StageBuffer() if buffer is None else buffer
     try:
-        layout = buffer._layout_for(flat)
-        memory = buffer._memory_for(layout)
+        layout, memory = buffer._room_for(flat)
         events = _copy(flat, layout, memory)
     except RuntimeError:
-        # The tensors are not those of the layout in a way that only the copy found out.
+        # The tensors were not those of the layout in a way that only the copy found out; or they cannot be staged,
+        # and then making a new layout says why.
         buffer.clear()
-        check(flat)
-        raise
+        layout, memory = buffer._room_for(flat)
+        events = _copy(flat, layout, memory)
     staged = Staged(layout, memory, _pack((layout.packed_slots, layout.packed_foreign, flat.rest)), events)
     memory.lease = weakref.ref(staged)
     return staged
@@ -144,9 +141,7 @@ def _copy(flat: Flat, layout: Layout, memory: _Memory) -> list[torch.cuda.Event]
     return [event for device, pair in by_device.items() if (event := _copy_from(device, *pair)) is not None]
 
 
-def _copy_from(
-    device: torch.device, targets: list[torch.Tensor], sources: list[torch.Tensor]
-) -> torch.cuda.Event | None:
+def _copy_from(device: torch.device, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> torch.cuda.Event | None:
     if device.type != "cuda":
         torch._foreach_copy_(targets, sources)
         return None

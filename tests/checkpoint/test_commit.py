@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eventloop.checkpoint import TEMPORARY_PREFIX, commit_bytes, link, load, remove, save, stage, write
+from eventloop.errors import CheckpointError
+
+OPERATIONS = ["open", "write", "fsync", "close", "replace"]
+
+
+class Faults:
+    """Counts the file operations under a directory, and makes the n-th one fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.fail_at = -1
+        self.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        for name in [*OPERATIONS, "link", "unlink"]:
+            monkeypatch.setattr(os, name, self._wrap(name, getattr(os, name)))
+
+    def _wrap(self, name: str, real: Any) -> Any:
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append(name)
+            if len(self.calls) - 1 == self.fail_at:
+                if name == "close":
+                    real(*args, **kwargs)  # a descriptor is gone even when close() reports an error
+                raise self.error
+            return real(*args, **kwargs)
+
+        return operation
+
+    def arm(self, at: int) -> None:
+        self.calls.clear()
+        self.fail_at = at
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    return Faults(monkeypatch)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(each.name for each in directory.iterdir())
+
+
+def count(faults: Faults, action: Any) -> list[str]:
+    faults.arm(-1)
+    action()
+    return list(faults.calls)
+
+
+def test_the_order_is_write_fsync_rename_fsync_directory(tmp_path, faults):
+    calls = count(faults, lambda: save({"w": torch.ones(4)}, tmp_path / "c"))
+    assert [call for call in calls if call != "write"] == ["open", "fsync", "close", "replace", "open", "fsync", "close"]
+    assert calls.index("write") < calls.index("fsync")
+
+
+def test_a_failure_of_any_operation_leaves_a_good_checkpoint_and_no_debris(tmp_path, faults):
+    path = tmp_path / "c"
+    steps = count(faults, lambda: save({"w": torch.zeros(4)}, path))
+    for at, step in enumerate(steps):
+        staged = stage({"w": torch.ones(4)})
+        faults.arm(at)
+        with pytest.raises(CheckpointError, match=r"c \([\d,]+ bytes\): .*No space left") as caught:
+            write(staged, path)
+        assert caught.value.__cause__ is faults.error
+        faults.arm(-1)
+        assert names(tmp_path) == ["c"]
+        renamed = at > steps.index("replace")
+        assert load(path)["w"][0].item() == (1 if renamed else 0), (at, step)
+        write(staged, path)
+        assert load(path)["w"][0].item() == 1
+        save({"w": torch.zeros(4)}, path)
+
+
+def test_a_failure_of_the_first_write_ever_leaves_nothing(tmp_path, faults):
+    steps = count(faults, lambda: commit_bytes(tmp_path / "x", b"abc"))
+    remove(tmp_path / "x")
+    for at in range(steps.index("replace") + 1):
+        faults.arm(at)
+        with pytest.raises(CheckpointError):
+            commit_bytes(tmp_path / "x", b"abc")
+        assert names(tmp_path) == []
+
+
+def test_a_disk_that_fills_up_in_the_middle_is_reported(tmp_path, monkeypatch):
+    save({"w": torch.zeros(4)}, tmp_path / "c")
+    real, room = os.write, [3000]
+
+    def fill_up(descriptor: int, data: Any) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = real(descriptor, data[: room[0]])
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr(os, "write", fill_up)
+    with pytest.raises(CheckpointError, match="No space left") as caught:
+        save({"w": torch.ones(1 << 20)}, tmp_path / "c")
+    assert caught.value.__cause__.errno == errno.ENOSPC
+    assert load(tmp_path / "c")["w"].shape == (4,)
+    assert names(tmp_path) == ["c"]
+
+
+def test_short_writes_are_continued(tmp_path, monkeypatch):
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:7]))
+    tree = {"w": torch.arange(100)}
+    save(tree, tmp_path / "c")
+    assert torch.equal(load(tmp_path / "c")["w"], tree["w"])
+
+
+def test_a_system_that_takes_no_bytes_is_an_error_and_no_endless_loop(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "write", lambda descriptor, data: 0)
+    with pytest.raises(CheckpointError, match="takes no more bytes"):
+        commit_bytes(tmp_path / "x", b"abc")
+    assert names(tmp_path) == []
+
+
+def test_an_interrupt_removes_the_temporary_file_and_passes_through(tmp_path, faults):
+    faults.error = KeyboardInterrupt()  # type: ignore[assignment]
+    steps = count(faults, lambda: commit_bytes(tmp_path / "x", b"old"))
+    faults.arm(steps.index("fsync"))
+    with pytest.raises(KeyboardInterrupt):
+        commit_bytes(tmp_path / "x", b"new")
+    assert names(tmp_path) == ["x"]
+    assert (tmp_path / "x").read_bytes() == b"old"
+
+
+def test_a_temporary_file_that_cannot_be_removed_is_named(tmp_path, monkeypatch):
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(CheckpointError) as caught:
+        commit_bytes(tmp_path / "x", b"abc")
+    assert "could not be removed" in caught.value.__cause__.__notes__[0]
+    assert [name.startswith(TEMPORARY_PREFIX) for name in names(tmp_path)] == [True]
+
+
+def test_a_file_system_without_directory_fsync_is_fine(tmp_path, faults):
+    steps = count(faults, lambda: commit_bytes(tmp_path / "x", b"old"))
+    faults.error = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    faults.arm(len(steps) - 1 - steps[::-1].index("fsync"))
+    commit_bytes(tmp_path / "x", b"new")
+    assert (tmp_path / "x").read_bytes() == b"new"
+
+
+def test_a_missing_directory_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere/c") as caught:
+        save({}, tmp_path / "nowhere" / "c")
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+
+
+def test_a_name_as_long_as_the_file_system_allows_works(tmp_path):
+    path = tmp_path / ("x" * 255)
+    commit_bytes(path, b"abc")
+    assert path.read_bytes() == b"abc"
+
+
+def test_committed_bytes_replace_the_old_ones_with_the_usual_permissions(tmp_path):
+    (tmp_path / "usual").touch()
+    for data in (b"one", b"", b"three"):
+        commit_bytes(tmp_path / "x", data)
+        assert (tmp_path / "x").read_bytes() == data
+    assert (tmp_path / "x").stat().st_mode == (tmp_path / "usual").stat().st_mode
+    assert names(tmp_path) == ["usual", "x"]
+
+
+def test_a_link_is_a_second_name_that_survives_the_first(tmp_path):
+    save({"n": 1}, tmp_path / "epoch_1")
+    save({"n": 2}, tmp_path / "epoch_2")
+    for number in (1, 2, 2):
+        link(tmp_path / f"epoch_{number}", tmp_path / "best")
+        assert (tmp_path / "best").samefile(tmp_path / f"epoch_{number}")
+    remove(tmp_path / "epoch_2")
+    assert load(tmp_path / "best") == {"n": 2}
+    assert names(tmp_path) == ["best", "epoch_1"]
+
+
+def test_a_link_is_a_copy_where_hard_links_are_not_possible(tmp_path, monkeypatch):
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(errno.EPERM, "no hard links here")
+
+    save({"n": 1}, tmp_path / "epoch_1")
+    monkeypatch.setattr(os, "link", refuse)
+    link(tmp_path / "epoch_1", tmp_path / "best")
+    assert not (tmp_path / "best").samefile(tmp_path / "epoch_1")
+    assert load(tmp_path / "best") == {"n": 1}
+    assert names(tmp_path) == ["best", "epoch_1"]
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_failure_while_linking_leaves_the_old_name_and_no_debris(tmp_path, faults, monkeypatch, linked):
+    old, new, best = tmp_path / "old", tmp_path / "new", tmp_path / "best"
+    save({"n": 1}, old)
+    save({"n": 2}, new)
+    if not linked:
+        monkeypatch.setattr(Path, "hardlink_to", lambda self, target: (_ for _ in ()).throw(OSError("no links")))
+    link(old, best)
+    steps = count(faults, lambda: link(new, best))
+    for at in range(len(steps)):
+        link(old, best)
+        faults.arm(at)
+        if steps[at] == "link":
+            link(new, best)  # falls back to a copy
+        else:
+            with pytest.raises(CheckpointError, match="best"):
+                link(new, best)
+        faults.arm(-1)
+        assert names(tmp_path) == ["best", "new", "old"]
+        assert load(best)["n"] == (2 if at > steps.index("replace") or steps[at] == "link" else 1)
+
+
+def test_linking_what_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match="nothing") as caught:
+        link(tmp_path / "nothing", tmp_path / "best")
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+    assert names(tmp_path) == []
+
+
+def test_removing_a_missing_file_is_fine_and_a_refusal_is_an_error(tmp_path, monkeypatch):
+    remove(tmp_path / "x")
+    commit_bytes(tmp_path / "x", b"")
+    remove(tmp_path / "x")
+    assert names(tmp_path) == []
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(CheckpointError, match="directory"):
+        remove(tmp_path / "directory")

@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import math
+import random
+import struct
+import zlib
+from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from eventloop.checkpoint import StageBuffer, inspect, load, save, stage, write
+from eventloop.checkpoint.header import SAFE_DTYPES, SAFE_NAMES
+from eventloop.errors import CheckpointValueError
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch says so of any complex32 tensor
+
+DENSE = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+    torch.float4_e2m1fn_x2,
+]
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def canonical(value: Any) -> Any:
+    """A form whose equality is sameness of types, order and bits."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return "tensor", value.dtype, tuple(value.shape), bits(value)
+    if kind is float:
+        return "float", struct.pack("<d", value)
+    if kind is complex:
+        return "complex", struct.pack("<dd", value.real, value.imag)
+    if isinstance(value, np.ndarray | np.generic):
+        return kind, value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, dict):
+        extra = (getattr(value, "default_factory", None), canonical(vars(value)) if kind is OrderedDict else None)
+        return kind, extra, [(canonical(key), canonical(each)) for key, each in value.items()]
+    if isinstance(value, set | frozenset):
+        return kind, sorted(repr(canonical(each)) for each in value)
+    if isinstance(value, list | tuple):
+        return kind, [canonical(each) for each in value]
+    return kind, value
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    size = math.prod(shape) * dtype.itemsize
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (size,), generator=torch.Generator().manual_seed(seed))
+    return raw.to(torch.uint8).view(dtype).view(shape)
+
+
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+tensors = st.builds(random_tensor, st.sampled_from(DENSE), shapes, st.integers(0, 1000))
+strided = st.builds(lambda seed: random_tensor(torch.float32, (4, 6), seed).t()[::2, 1:], st.integers(0, 1000))
+arrays = st.builds(
+    lambda kind, shape, seed: np.random.default_rng(seed).integers(0, 100, shape).astype(kind),
+    st.sampled_from(["b1", "i1", "<u2", ">i4", "<i8", "<f2", "<f4", ">f8", "<c8"]),
+    shapes,
+    st.integers(0, 1000),
+)
+numbers = st.one_of(st.booleans(), st.integers(), st.integers(-(2**200), 2**200), st.floats(), st.complex_numbers())
+texts = st.one_of(st.text(st.characters(), max_size=8), st.binary(max_size=8))
+keys = st.one_of(st.text(max_size=5), st.integers(), st.booleans(), st.none(), st.tuples(st.integers(), st.text(max_size=3)))
+leaves = st.one_of(
+    st.none(),
+    numbers,
+    texts,
+    tensors,
+    strided,
+    arrays,
+    arrays.map(lambda array: array.dtype.type(3)),
+    st.sampled_from(DENSE),
+    st.sampled_from([torch.device("cpu"), torch.device("cuda:3"), torch.Size([2, 3]), torch.Size([])]),
+    st.sets(st.integers() | st.text(max_size=3), max_size=3),
+    st.frozensets(keys, max_size=3),
+    st.builds(Counter, st.text("ab", max_size=5)),
+)
+
+
+def _containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    dicts = st.dictionaries(keys, children, max_size=4)
+    return st.one_of(
+        st.lists(children, max_size=4),
+        st.lists(children, max_size=4).map(tuple),
+        dicts,
+        st.dictionaries(st.text("abc.", max_size=3), children, max_size=4),
+        dicts.map(OrderedDict),
+        dicts.map(lambda items: defaultdict(list, items)),
+    )
+
+
+trees = st.recursive(leaves, _containers, max_leaves=12)
+
+
+def round_trip(tree: Any, path: Path) -> Any:
+    save(tree, path)
+    return load(path)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("container") / "c.safetensors"
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(tree=trees)
+def test_every_tree_comes_back_bit_for_bit(file, tree):
+    assert canonical(round_trip(tree, file)) == canonical(tree)
+
+
+@settings(max_examples=40, deadline=None)
+@given(first=trees, second=trees)
+def test_a_buffer_that_saw_another_tree_changes_nothing(file, first, second):
+    buffer = StageBuffer()
+    for tree in (first, second, second, first):
+        write(stage(tree, buffer), file)
+        assert canonical(load(file)) == canonical(tree)
+
+
+@pytest.mark.parametrize("dtype", DENSE, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (7,), (2, 3)], ids=str)
+def test_every_dense_dtype_and_shape_comes_back(file, dtype, shape):
+    tensor = random_tensor(dtype, shape, seed=1)
+    assert canonical(round_trip([b"", tensor], file)) == canonical([b"", tensor])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        2**63,
+        2**64,
+        -(2**63) - 1,
+        -0.0,
+        float("inf"),
+        float("nan"),
+        struct.unpack("<d", b"\x01\x00\x00\x00\x00\x00\xf0\x7f")[0],
+        "\ud800 lone",
+        {True: 1, 2: 2, None: 3, 1.5: 4, (1, (2,)): 5, frozenset({1}): 6, "ü": 7},
+        {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "__tree__": torch.ones(2), "__metadata__": torch.ones(3)},
+        {"": {"": torch.ones(1)}},
+        {chr(code): torch.full((1,), code) for code in (0xD800, 0xDC00)},
+        Counter({"x": -3}),
+        defaultdict(dict, {1: {}}),
+        defaultdict(None, {1: 2}),
+        {torch.float8_e5m2: torch.device("meta")},
+        np.random.default_rng(0).bit_generator.state,
+        np.array(3.5),
+        np.zeros((0, 3)),
+        np.bool_(True),
+        {1, 2.5, "x", (1, 2)},
+        random.Random(3).getstate(),
+        torch.get_rng_state(),
+    ],
+    ids=repr,
+)
+def test_unusual_values_come_back(file, value):
+    assert canonical(round_trip(value, file)) == canonical(value)
+
+
+def test_module_versions_in_a_state_dict_come_back(file):
+    state = torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict()
+    loaded = round_trip(state, file)
+    assert loaded._metadata == state._metadata
+    assert canonical(loaded) == canonical(state)
+
+
+def test_parameters_come_back_as_plain_tensors(file):
+    loaded = round_trip(torch.nn.Parameter(torch.ones(2)), file)
+    assert type(loaded) is torch.Tensor
+    assert not loaded.requires_grad
+
+
+def classes(module: ModuleType, base: type) -> list[type]:
+    found = [each for name, each in vars(module).items() if isinstance(each, type) and not name.startswith("_")]
+    return [each for each in found if issubclass(each, base) and each is not base]
+
+
+OPTIMIZERS = classes(torch.optim, torch.optim.Optimizer)
+SCHEDULERS = classes(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+
+
+def stepped(kind: type) -> torch.optim.Optimizer:
+    parameters = [torch.nn.Parameter(torch.randn(3, 2)) for _ in range(2)]
+    optimizer = kind(parameters, lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+    for parameter in parameters:
+        parameter.grad = torch.randn(3, 2)
+        if kind is torch.optim.SparseAdam:
+            parameter.grad = parameter.grad.to_sparse()
+    optimizer.step(lambda: torch.tensor(1.0))
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_state_of_every_torch_optimizer_comes_back(file, kind):
+    state = stepped(kind).state_dict()
+    assert state["state"]
+    loaded = round_trip(state, file)
+    assert canonical(loaded) == canonical(state)
+    stepped(kind).load_state_dict(loaded)
+
+
+def make_scheduler(kind: type, optimizer: torch.optim.Optimizer) -> Any:
+    lrs = torch.optim.lr_scheduler
+    parts = [lrs.ConstantLR(optimizer), lrs.StepLR(optimizer, 2)]
+    arguments: dict[type, tuple[Any, ...]] = {
+        lrs.LambdaLR: (optimizer, lambda epoch: 0.5),
+        lrs.MultiplicativeLR: (optimizer, lambda epoch: 0.5),
+        lrs.StepLR: (optimizer, 2),
+        lrs.MultiStepLR: (optimizer, [1, 3]),
+        lrs.ExponentialLR: (optimizer, 0.9),
+        lrs.SequentialLR: (optimizer, parts, [2]),
+        lrs.ChainedScheduler: (parts,),
+        lrs.CosineAnnealingLR: (optimizer, 5),
+        lrs.CosineAnnealingWarmRestarts: (optimizer, 5),
+        lrs.CyclicLR: (optimizer, 0.01, 0.1),
+        lrs.OneCycleLR: (optimizer, 0.1, 10),
+        lrs.PolynomialLR: (optimizer, 5),
+    }
+    return kind(*arguments.get(kind, (optimizer,)))
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_the_state_of_every_torch_scheduler_comes_back(file, kind):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+    scheduler = make_scheduler(kind, optimizer)
+    optimizer.step()
+    for _ in range(3):
+        scheduler.step(*([0.5] if kind is torch.optim.lr_scheduler.ReduceLROnPlateau else []))
+    state = scheduler.state_dict()
+    loaded = round_trip(state, file)
+    assert canonical(loaded) == canonical(state)
+    make_scheduler(kind, optimizer).load_state_dict(loaded)
+
+
+def test_introspection_found_the_optimizers_and_schedulers():
+    assert {torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS} <= set(OPTIMIZERS)
+    assert {torch.optim.lr_scheduler.SequentialLR, torch.optim.lr_scheduler.ReduceLROnPlateau} <= set(SCHEDULERS)
+
+
+def test_safetensors_opens_the_file_and_returns_the_same_tensors(file):
+    model = {f"x{index}": random_tensor(dtype, (3, 4), index) for index, dtype in enumerate(SAFE_NAMES)}
+    save({"model": model, "epoch": 3, "odd": torch.ones(5, dtype=torch.int8), "none": torch.ones(0, 2)}, file)
+    opened = load_file(file)
+    for name, tensor in model.items():
+        assert canonical(opened[f"model.{name}"]) == canonical(tensor)
+    assert opened["none"].shape == (0, 2)
+    with safe_open(file, "pt") as handle:
+        assert handle.metadata() == {"format": "trainbus.checkpoint", "version": "1", "digest": "crc32"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(tree=trees)
+def test_safetensors_opens_whatever_is_written(file, tree):
+    save(tree, file)
+    assert {"__tree__", "__digest__"} <= set(load_file(file))
+
+
+def test_the_digest_is_the_crc32_of_all_bytes_before_it(file):
+    info = save({"w": torch.randn(1 << 19)}, file)
+    data = file.read_bytes()
+    assert int.from_bytes(data[-4:], "little") == zlib.crc32(data[:-4])
+    assert info.digest == f"crc32:{zlib.crc32(data[:-4]):08x}"
+    assert (info.path, info.bytes) == (file, len(data))
+    assert info.seconds > 0
+
+
+def test_the_same_tree_gives_the_same_bytes(file):
+    tree = {"b": torch.ones(3), "a": [1, torch.zeros(2, dtype=torch.int64)]}
+    save(tree, file)
+    first = file.read_bytes()
+    save(tree, file)
+    assert file.read_bytes() == first
+
+
+def test_tensors_begin_at_multiples_of_their_element_size(file):
+    save([random_tensor(dtype, (3,), 0) for dtype in DENSE], file)
+    header = int.from_bytes(file.read_bytes()[:8], "little")
+    assert header % 8 == 0
+    for entry in inspect(file).tensors.values():
+        assert entry.data_offsets[0] % SAFE_DTYPES[entry.dtype].itemsize == 0
+
+
+def test_too_many_tensors_for_safetensors_are_refused(monkeypatch):
+    monkeypatch.setattr("eventloop.checkpoint.header.MAX_HEADER_BYTES", 2000)
+    with pytest.raises(CheckpointValueError, match="the limit"):
+        stage([torch.ones(1)] + [torch.ones(1) for _ in range(50)])

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import json
+import tracemalloc
+import zlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eventloop.checkpoint import inspect, load, save, verify
+from eventloop.errors import CheckpointDamagedError
+
+TREE: dict[str, Any] = {"w": torch.arange(5.0), "c": torch.ones(2, dtype=torch.complex64), "epoch": 3, "names": ("a",)}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("load") / "good"
+    save(TREE, path)
+    return path.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("load") / "large"
+    save({"w": torch.randn(100_000), "x": [torch.randn(10) for _ in range(100)]}, path)
+    return path.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("load") / "damaged.safetensors"
+
+
+def assert_damaged(path: Path, data: bytes, says: str = "") -> None:
+    path.write_bytes(data)
+    for read in (load, verify):
+        with pytest.raises(CheckpointDamagedError, match=rf"damaged\.safetensors is damaged: .*{says}"):
+            read(path)
+
+
+def seal(header: dict[str, Any] | bytes, data: bytes) -> bytes:
+    """A file with a right digest around whatever it is given."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    body = len(text).to_bytes(8, "little") + text + data
+    return body + zlib.crc32(body).to_bytes(4, "little")
+
+
+def split(data: bytes) -> tuple[dict[str, Any], bytes]:
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), data[8 + length : -4]
+
+
+def test_every_flipped_bit_of_a_small_file_is_detected(good, path):
+    for offset in range(len(good)):
+        damaged = bytearray(good)
+        damaged[offset] ^= 1 << (offset % 8)
+        assert_damaged(path, damaged)
+
+
+def test_every_truncation_of_a_small_file_is_detected(good, path):
+    for length in range(len(good)):
+        assert_damaged(path, good[:length])
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_random_damage_to_a_larger_file_is_detected(large, path, data):
+    offset = data.draw(st.integers(0, len(large) - 1))
+    kind = data.draw(st.sampled_from(["flip", "cut", "zero", "append", "swap"]))
+    damaged = bytearray(large)
+    if kind == "flip":
+        damaged[offset] ^= 1 << data.draw(st.integers(0, 7))
+    elif kind == "cut":
+        del damaged[offset:]
+    elif kind == "zero":
+        damaged[offset : offset + 512] = bytes(len(damaged[offset : offset + 512]))
+    elif kind == "append":
+        damaged += data.draw(st.binary(min_size=1, max_size=50))
+    else:
+        damaged = damaged[offset:] + damaged[:offset]
+    if bytes(damaged) != large:
+        assert_damaged(path, bytes(damaged))
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.binary(max_size=200))
+def test_arbitrary_bytes_are_refused(path, data):
+    assert_damaged(path, data)
+    with pytest.raises(CheckpointDamagedError):
+        inspect(path)
+
+
+@pytest.mark.parametrize("length", [2**64 - 1, 2**63, 2**40, 10**6])
+def test_an_absurd_header_length_allocates_nothing(good, path, length):
+    path.write_bytes(length.to_bytes(8, "little") + good[8:])
+    tracemalloc.start()
+    try:
+        for read in (load, verify, inspect):
+            with pytest.raises(CheckpointDamagedError, match="cannot hold a header"):
+                read(path)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_files_of_others_are_refused(path):
+    safetensors.torch.save_file({"w": torch.ones(3)}, path)
+    assert_damaged(path, path.read_bytes(), "no checkpoint of trainbus")
+    torch.save({"w": torch.ones(3)}, path)
+    assert_damaged(path, path.read_bytes())
+
+
+def test_a_newer_format_version_is_named(good, path):
+    header, data = split(good)
+    header["__metadata__"]["version"] = "2"
+    assert_damaged(path, seal(header, data), "version 2 is newer than 1")
+
+
+def test_a_header_that_contradicts_itself_is_refused_even_with_a_right_digest(good, path):
+    changes: list[tuple[str, str, Any]] = [
+        ("w", "shape", [6]),
+        ("w", "shape", [-5]),
+        ("w", "shape", [2**62, 2**62]),
+        ("w", "dtype", "F64"),
+        ("w", "dtype", "X"),
+        ("w", "data_offsets", [0, 20]),
+        ("w", "data_offsets", [20, 16]),
+        ("__digest__", "shape", [2, 2]),
+        ("__metadata__", "version", "x"),
+        ("__metadata__", "digest", "md5"),
+        ("__metadata__", "format", "pt"),
+    ]
+    for name, field, value in changes:
+        header, data = split(good)
+        header[name][field] = value
+        assert_damaged(path, seal(header, data))
+    header, data = split(good)
+    assert_damaged(path, seal(b"{" * 50_000, data))
+    assert_damaged(path, seal({name: header[name] for name in reversed(header)}, data))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        b"",
+        b"\xc1",
+        b"\x93" * 5000,
+        msgspec.msgpack.encode([[0], {}, msgspec.msgpack.Ext(99, b"")]),
+        msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(1, b"")]),
+        msgspec.msgpack.encode([[7], {}, msgspec.msgpack.Ext(1, b"")]),
+        msgspec.msgpack.encode([[0], {0: ["float99", [1]]}, msgspec.msgpack.Ext(1, b"")]),
+        msgspec.msgpack.encode([[0], {0: ["complex64", [99]]}, msgspec.msgpack.Ext(1, b"")]),
+        msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(15, b"load")]),
+        msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(16, b"nonsense")]),
+        msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(13, msgspec.msgpack.encode(["O", [1], b"12345678"]))]),
+        msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(7, msgspec.msgpack.encode([[1]]))]),
+    ],
+)
+def test_a_malformed_tree_is_refused_even_with_a_right_digest(path, tree):
+    header = {
+        "__metadata__": {"format": "trainbus.checkpoint", "version": "1", "digest": "crc32"},
+        "w": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]},
+        "__tree__": {"dtype": "U8", "shape": [len(tree)], "data_offsets": [8, 8 + len(tree)]},
+        "__digest__": {"dtype": "U8", "shape": [4], "data_offsets": [8 + len(tree), 12 + len(tree)]},
+    }
+    path.write_bytes(seal(header, bytes(8) + tree))
+    with pytest.raises(CheckpointDamagedError, match="cannot be rebuilt"):
+        load(path)
+
+
+def test_a_missing_file_stays_file_not_found(tmp_path):
+    for read in (load, verify, inspect):
+        with pytest.raises(FileNotFoundError):
+            read(tmp_path / "nothing")
+
+
+def test_a_wrong_device_is_the_callers_mistake_and_no_damage(good, path):
+    path.write_bytes(good)
+    with pytest.raises(RuntimeError, match="nowhere") as caught:
+        load(path, map_location="nowhere")
+    assert not isinstance(caught.value, CheckpointDamagedError)
+    assert load(path, map_location=torch.device("meta"))["w"].is_meta
+
+
+def test_a_good_file_verifies_and_loads(good, large, path):
+    for data in (large, good):
+        path.write_bytes(data)
+        verify(path)
+    loaded = load(str(path))
+    assert str(loaded) == str(TREE)
+
+
+def test_verifying_reads_a_large_file_through_a_small_buffer(tmp_path):
+    save({"w": torch.randn(15 << 20)}, tmp_path / "c")
+    tracemalloc.start()
+    try:
+        verify(tmp_path / "c")
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_loaded_tensors_can_be_changed_one_without_the_other(tmp_path):
+    weight = torch.ones(3)
+    save({"a": weight, "tied": weight, "b": torch.ones(3)}, tmp_path / "c")
+    loaded = load(tmp_path / "c")
+    version = loaded["b"]._version
+    loaded["a"].add_(1)
+    assert loaded["tied"].tolist() == [2, 2, 2]
+    assert loaded["b"].tolist() == [1, 1, 1]
+    assert loaded["b"]._version == version
+
+
+def test_a_loaded_tensor_saves_only_itself(tmp_path):
+    save([torch.ones(3), torch.ones(100_000)], tmp_path / "c")
+    assert load(tmp_path / "c")[0].untyped_storage().nbytes() == 12
+
+
+def test_inspect_describes_without_reading_the_data(good, path):
+    path.write_bytes(good)
+    description = inspect(path)
+    assert {name: (each.dtype, each.shape) for name, each in description.tensors.items()} == {
+        "c": ("U8", (16,)),
+        "w": ("F32", (5,)),
+    }
+    assert (description.path, description.bytes, description.version) == (path, len(good), 1)
+    assert description.digest == f"crc32:{int.from_bytes(good[-4:], 'little'):08x}"
+    damaged = bytearray(good)
+    damaged[-6] ^= 1
+    path.write_bytes(damaged)
+    assert inspect(path) == description

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, defaultdict, namedtuple
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eventloop.checkpoint import StageBuffer, load, stage, write
+from eventloop.errors import CheckpointError, CheckpointValueError
+
+
+def make_tree() -> dict[str, Any]:
+    return {"model": {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(3)}, "lr": [0.1], "array": np.arange(3)}
+
+
+def test_changes_after_staging_are_not_in_the_checkpoint(tmp_path):
+    tree = make_tree()
+    staged = stage(tree)
+    tree["model"]["w"].zero_()
+    tree["model"]["b"].add_(5)
+    tree["lr"][0] = 7
+    tree["array"][:] = 9
+    tree["late"] = 1
+    write(staged, tmp_path / "c")
+    loaded = load(tmp_path / "c")
+    assert torch.equal(loaded["model"]["w"], torch.arange(6.0).view(2, 3))
+    assert torch.equal(loaded["model"]["b"], torch.ones(3))
+    assert (loaded["lr"], list(loaded["array"]), "late" in loaded) == ([0.1], [0, 1, 2], False)
+
+
+def test_a_released_buffer_is_used_again(tmp_path):
+    buffer = StageBuffer()
+    for round_ in range(4):
+        tree = make_tree()
+        tree["model"]["b"].fill_(round_)
+        write(stage(tree, buffer), tmp_path / f"{round_}")
+        assert buffer.bytes == 36
+    assert [load(tmp_path / f"{n}")["model"]["b"][0].item() for n in range(4)] == [0, 1, 2, 3]
+
+
+def test_a_leased_buffer_is_never_written(tmp_path):
+    buffer = StageBuffer()
+    one = stage({"w": torch.full((4,), 1.0)}, buffer)
+    two = stage({"w": torch.full((4,), 2.0)}, buffer)
+    assert buffer.bytes == 32
+    write(one, tmp_path / "one")
+    three = stage({"w": torch.full((4,), 3.0)}, buffer)
+    assert buffer.bytes == 32
+    write(three, tmp_path / "three")
+    write(two, tmp_path / "two")
+    assert [load(tmp_path / name)["w"][0].item() for name in ("one", "two", "three")] == [1, 2, 3]
+
+
+def test_a_forgotten_staged_gives_its_memory_back():
+    buffer = StageBuffer()
+    for _ in range(3):
+        stage(make_tree(), buffer)
+    assert buffer.bytes == 36
+
+
+def test_clearing_a_buffer_leaves_what_is_staged_intact(tmp_path):
+    buffer = StageBuffer()
+    staged = stage(make_tree(), buffer)
+    buffer.clear()
+    assert buffer.bytes == 0
+    write(staged, tmp_path / "c")
+    assert torch.equal(load(tmp_path / "c")["model"]["b"], torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"w": torch.ones(3, 2)},
+        {"w": torch.ones(1, 6)},
+        {"w": torch.ones(1, 1)},
+        {"w": torch.ones(6)},
+        {"w": torch.ones(2, 3, dtype=torch.float64)},
+        {"w": torch.ones(2, 3, dtype=torch.int32)},
+        {"v": torch.ones(2, 3)},
+        {"w": torch.ones(2, 3), "x": torch.ones(0, 3)},
+        {"w": torch.ones(0, 3)},
+        {"w": {"w": torch.ones(2, 3)}},
+        {},
+    ],
+    ids=str,
+)
+def test_a_buffer_follows_when_the_tensors_change(tmp_path, second):
+    buffer = StageBuffer()
+    stage({"w": torch.zeros(2, 3)}, buffer)
+    write(stage(second, buffer), tmp_path / "c")
+    loaded = load(tmp_path / "c")
+    assert str(loaded) == str(second)
+
+
+def test_a_buffer_sees_empty_tensors_change_their_shape(tmp_path):
+    buffer = StageBuffer()
+    stage({"w": torch.zeros(0, 1)}, buffer)
+    write(stage({"w": torch.zeros(1, 0)}, buffer), tmp_path / "c")
+    assert load(tmp_path / "c")["w"].shape == (1, 0)
+
+
+def test_tied_weights_are_stored_once_and_loaded_as_one(tmp_path):
+    weight = torch.nn.Parameter(torch.randn(8, 8))
+    staged = stage({"a": weight, "b": weight.detach(), "t": weight.t(), "row": weight[0]})
+    assert staged.bytes < 2 * 256 + 32 + 1000
+    write(staged, tmp_path / "c")
+    loaded = load(tmp_path / "c")
+    assert loaded["a"] is loaded["b"]
+    assert torch.equal(loaded["t"], weight.t())
+    assert torch.equal(loaded["row"], weight[0])
+    assert loaded["row"].data_ptr() != loaded["a"].data_ptr()
+
+
+@pytest.mark.parametrize("tied_first", [True, False])
+def test_a_buffer_follows_when_weights_become_tied_or_untied(tmp_path, tied_first):
+    one, other = torch.ones(4), torch.zeros(4)
+    trees = [{"a": one, "b": one}, {"a": one, "b": other}]
+    buffer = StageBuffer()
+    for tree in trees if tied_first else trees[::-1]:
+        write(stage(tree, buffer), tmp_path / "c")
+        loaded = load(tmp_path / "c")
+        assert (loaded["a"] is loaded["b"]) == (tree["a"] is tree["b"])
+        assert torch.equal(loaded["b"], tree["b"])
+
+
+def test_a_conjugated_view_is_not_taken_for_its_base(tmp_path):
+    base = torch.tensor([1 + 2j])
+    write(stage([base, base.conj()]), tmp_path / "c")
+    assert [each.item() for each in load(tmp_path / "c")] == [1 + 2j, 1 - 2j]
+
+
+def test_twenty_thousand_tiny_tensors(tmp_path):
+    tree = {"state": {index: {"step": torch.tensor(float(index))} for index in range(20_000)}}
+    write(stage(tree), tmp_path / "c")
+    loaded = load(tmp_path / "c")["state"]
+    assert [each["step"].item() for each in loaded.values()] == list(range(20_000))
+
+
+def test_releasing_twice_is_fine_and_writing_afterwards_is_not(tmp_path):
+    staged = stage(make_tree())
+    staged.release()
+    staged.release()
+    assert staged.released
+    with pytest.raises(CheckpointError, match="released"):
+        write(staged, tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_staging_under_autograd_records_nothing():
+    weight = torch.nn.Parameter(torch.ones(3))
+    buffer = StageBuffer()
+    stage({"w": weight}, buffer)
+    version = weight._version
+    stage({"w": weight}, buffer)
+    assert weight._version == version
+    assert weight.grad_fn is None
+
+
+def test_writing_in_another_thread_while_staging_the_next(tmp_path):
+    buffer = StageBuffer()
+    threads = []
+    for number in range(8):
+        staged = stage({"w": torch.full((50_000,), float(number))}, buffer)
+        threads.append(threading.Thread(target=write, args=(staged, tmp_path / f"{number}")))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    for number in range(8):
+        assert torch.equal(load(tmp_path / f"{number}")["w"], torch.full((50_000,), float(number)))
+
+
+class Opaque:
+    pass
+
+
+class Colour(Enum):
+    RED = 1
+
+
+Pair = namedtuple("Pair", "a b")  # noqa: PYI024
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class Mapping(dict):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (Opaque(), "Opaque; the way out"),
+        (torch.nn.Linear(1, 1), r"Linear; the way out: store its state_dict\(\)"),
+        (Colour.RED, "Colour"),
+        (Pair(1, 2), r"Pair; the way out: tuple\(...\)"),
+        (Mapping(), r"Mapping; the way out: dict\(...\)"),
+        (lambda: None, "function"),
+        (torch.zeros(2).as_subclass(Subclass), "Subclass; the way out: a plain tensor"),
+        (np.array(["x"]), "ndarray; the way out: a plain numpy array of numbers"),
+        (np.array([None]), "ndarray"),
+        (np.ma.masked_array([1]), "MaskedArray"),
+        (np.str_("x"), "str_"),
+        (defaultdict(lambda: 1), "defaultdict with the factory"),
+        (torch.zeros(2, 2).to_sparse(), r"sparse_coo tensor; the way out: x.to_dense\(\)"),
+        (torch.zeros(2, device="meta"), "meta tensor"),
+        (torch.empty(2, dtype=torch.int4), "int4 tensor"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_does_not_fit_is_refused_with_its_path_and_the_way_out(value, says):
+    with pytest.raises(CheckpointValueError, match=rf"^hooks\.EMAHook\.3\.model: cannot store an? .*{says}"):
+        stage({"hooks": OrderedDict(EMAHook=[1, "x", (), {"model": value}])})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantised_tensor_is_refused_with_its_path():
+    tensor = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    with pytest.raises(CheckpointValueError, match=r"^w: cannot store a quantised tensor"):
+        stage({"w": tensor})
+
+
+def test_a_tensor_that_turns_sparse_later_is_refused_too():
+    buffer = StageBuffer()
+    stage({"w": torch.zeros(2, 2)}, buffer)
+    with pytest.raises(CheckpointValueError, match=r"^w: cannot store a sparse_coo tensor"):
+        stage({"w": torch.zeros(2, 2).to_sparse()}, buffer)
+    stage({"w": torch.zeros(2, 2)}, buffer)
+
+
+def test_a_reference_cycle_is_refused():
+    tree: dict[str, Any] = {"a": [1]}
+    tree["a"].append(tree)
+    with pytest.raises(CheckpointValueError, match="contains itself"):
+        stage(tree)
+
+
+def test_a_tree_that_is_too_deep_is_refused_and_a_deep_one_is_not(tmp_path):
+    tree: Any = 1
+    for level in range(1, 150):
+        tree = [tree] if level % 2 else (tree,)
+        if level == 100:
+            write(stage(tree), tmp_path / "c")
+            assert load(tmp_path / "c") == tree
+    with pytest.raises(CheckpointValueError, match="nested deeper than 100 levels"):
+        stage(tree)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_on_a_cuda_device_are_copied_as_they_were(tmp_path):
+    buffer = StageBuffer()
+    gpu, cpu = torch.ones(1000, 1000, device="cuda"), torch.ones(3)
+    for number in range(3):
+        staged = stage({"gpu": gpu, "cpu": cpu, "strided": gpu.t()[::2]}, buffer)
+        gpu.add_(1)
+        cpu.add_(1)
+        write(staged, tmp_path / "c")
+        loaded = load(tmp_path / "c", map_location="cuda")
+        assert loaded["gpu"].is_cuda
+        for each in loaded.values():
+            assert (each == number + 1).all()
