@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -67,10 +67,15 @@ def _write_pieces(descriptor: int, pieces: _Pieces, *, alone: bool) -> bytes:
         _write(descriptor, pieces)
         return _digest(pieces)
     # Both only read memory that nobody writes, and both give the GIL away: the digest costs no time beside a disk.
-    with ThreadPoolExecutor(1, "trainbus-digest") as executor:
-        digest = executor.submit(_digest, pieces)
-        _write(descriptor, pieces)
-        return digest.result()
+    digest: list[bytes] = []
+    thread = threading.Thread(target=lambda: digest.append(_digest(pieces)), name="trainbus-digest", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is shutting down, and the last checkpoint matters most
+        return _write_pieces(descriptor, pieces, alone=True)
+    _write(descriptor, pieces)
+    thread.join()
+    return digest[0]
 
 
 def _write(descriptor: int, pieces: _Pieces) -> None:

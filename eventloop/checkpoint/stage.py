@@ -24,6 +24,14 @@ class _Memory:
         self.views = layout.views(self.flat)
         # Weak: a Staged that is dropped without release() gives its memory back as well.
         self.lease: weakref.ref[Staged] | None = None
+        # Copies from CUDA devices that may be under way.
+        self.events: list[torch.cuda.Event] = []
+
+    def wait(self) -> None:
+        """Wait for the copies from CUDA devices."""
+        for event in self.events:
+            event.synchronize()
+        self.events = []
 
     @property
     def leased(self) -> bool:
@@ -70,9 +78,8 @@ class Staged:
     `write` releases it after the commit; whoever does not write it (or whose write failed) calls `release`.
     """
 
-    def __init__(self, layout: Layout, memory: _Memory, tree: bytes, events: list[torch.cuda.Event]) -> None:
+    def __init__(self, layout: Layout, memory: _Memory, tree: bytes) -> None:
         self._memory: _Memory | None = memory
-        self._events = events
         self._header = render(layout.start, layout.bytes, len(tree))
         self._tree = tree
         #: The size of the file that `write` makes, in bytes.
@@ -95,8 +102,7 @@ class Staged:
         """
         if self._memory is None:
             raise CheckpointError("this Staged was released (it was written already?); stage the tree again")
-        for event in self._events:
-            event.synchronize()
+        self._memory.wait()
         return self._header, self._memory.flat.numpy().data, self._tree
 
 
@@ -114,36 +120,39 @@ def stage(tree: object, buffer: StageBuffer | None = None) -> Staged:
     buffer = StageBuffer() if buffer is None else buffer
     try:
         layout, memory = buffer._room_for(flat)
-        events = _copy(flat, layout, memory)
+        _copy(flat, layout, memory)
+    except CheckpointError:
+        raise
     except RuntimeError:
         # The tensors were not those of the layout in a way that only the copy found out; or they cannot be staged,
         # and then making a new layout says why.
         buffer.clear()
         layout, memory = buffer._room_for(flat)
-        events = _copy(flat, layout, memory)
-    staged = Staged(layout, memory, _pack((layout.packed_slots, layout.packed_foreign, flat.rest)), events)
+        _copy(flat, layout, memory)
+    staged = Staged(layout, memory, _pack((layout.packed_slots, layout.packed_foreign, flat.rest)))
     memory.lease = weakref.ref(staged)
     return staged
 
 
 @torch.no_grad()
-def _copy(flat: Flat, layout: Layout, memory: _Memory) -> list[torch.cuda.Event]:
+def _copy(flat: Flat, layout: Layout, memory: _Memory) -> None:
+    memory.wait()  # for copies of a Staged that nobody wrote, on what may have been another stream
     sources = [flat.tensors[index] for index in layout.order]
     if not layout.pinned:
-        if sources:
-            torch._foreach_copy_(memory.views, sources)
-        return []
+        _copy_from(torch.device("cpu"), memory.views, sources)
+        return
     by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for view, source in zip(memory.views, sources, strict=True):
         targets, members = by_device.setdefault(source.device, ([], []))
         targets.append(view)
         members.append(source)
-    return [event for device, pair in by_device.items() if (event := _copy_from(device, *pair)) is not None]
+    memory.events = [event for device, pair in by_device.items() if (event := _copy_from(device, *pair)) is not None]
 
 
 def _copy_from(device: torch.device, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> torch.cuda.Event | None:
     if device.type != "cuda":
-        torch._foreach_copy_(targets, sources)
+        if sources:
+            torch._foreach_copy_(targets, sources)
         return None
     torch._foreach_copy_(targets, sources, non_blocking=True)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it unannotated

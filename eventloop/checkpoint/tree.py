@@ -39,13 +39,13 @@ _pack = msgspec.msgpack.Encoder().encode
 class Flat(NamedTuple):
     """A tree taken apart.
 
-    Its tensors in the order they were met; for each the dotted path of its container and the key there; and the rest.
+    Its tensors in the order they were met; for each the dotted path of its container and the key there; and the rest, packed.
     """
 
     tensors: list[torch.Tensor]
     parents: list[str]
     keys: list[object]
-    rest: object
+    rest: msgspec.Raw
 
 
 def flatten(tree: object) -> Flat:
@@ -57,11 +57,19 @@ def flatten(tree: object) -> Flat:
         CheckpointValueError: for a value that a checkpoint cannot hold, with its path.
     """
     encoder = _Encoder()
-    (rest,) = encoder.children("", ("",), (tree,))
-    return Flat(encoder.tensors, encoder.parents, encoder.keys, rest)
+    try:
+        (rest,) = encoder.children("", ("",), (tree,))
+        packed = msgspec.Raw(_pack(rest))
+    except RecursionError as error:
+        raise CheckpointValueError("the tree is nested too deeply for the stack that is left; flatten it") from error
+    except (OverflowError, msgspec.EncodeError) as error:  # MessagePack's limits
+        raise CheckpointValueError(
+            "more than 4 GB of arrays, bytes or text in one place; the way out: torch.from_numpy(...) of the arrays"
+        ) from error
+    return Flat(encoder.tensors, encoder.parents, encoder.keys, packed)
 
 
-def unflatten(packed: bytes | msgspec.Raw, tensors: Iterator[torch.Tensor]) -> Any:
+def unflatten(packed: msgspec.Raw, tensors: Iterator[torch.Tensor]) -> Any:
     """Rebuild the tree from its packed rest and its tensors in the order they were met."""
     return _Decoder(tensors).decode(packed)
 

@@ -316,3 +316,11 @@ def test_too_many_tensors_for_safetensors_are_refused(monkeypatch):
     monkeypatch.setattr("eventloop.checkpoint.header.MAX_HEADER_BYTES", 2000)
     with pytest.raises(CheckpointValueError, match="the limit"):
         stage([torch.ones(1)] + [torch.ones(1) for _ in range(50)])
+
+
+def test_the_last_checkpoint_is_written_even_when_no_thread_can_be_started(file, monkeypatch):
+    def refuse(self: Any) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr("threading.Thread.start", refuse)
+    assert round_trip(torch.ones(1 << 19), file).sum() == 1 << 19
