@@ -264,3 +264,18 @@ def test_tensors_on_a_cuda_device_are_copied_as_they_were(tmp_path):
         assert loaded["gpu"].is_cuda
         for each in loaded.values():
             assert (each == number + 1).all()
+
+
+def test_a_tree_too_deep_for_the_stack_that_is_left_is_refused():
+    tree: Any = 1
+    for _ in range(90):
+        tree = (tree,)
+
+    def descend() -> None:
+        try:
+            descend()
+        except RecursionError:
+            stage(tree)
+
+    with pytest.raises(CheckpointValueError, match="for the stack that is left"):
+        descend()
