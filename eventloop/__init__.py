@@ -72,6 +72,7 @@ from eventloop.hook import Hook, mount
 from eventloop.offload import DrainReport
 from eventloop.priority import Priority
 from eventloop.subscription import Options, Stats, Subscription
+from eventloop.training import Metric, Run, SeededDataset, TrainLoop, Update, load_weights
 from eventloop.view import RunView
 
 __all__ = [
@@ -129,6 +130,7 @@ __all__ = [
     "LaneFullError",
     "Live",
     "LiveFieldError",
+    "Metric",
     "ModuleEvent",
     "OffloadError",
     "OnException",
@@ -136,18 +138,23 @@ __all__ = [
     "Owned",
     "Priority",
     "Progress",
+    "Run",
     "RunEvent",
     "RunView",
     "Scalars",
+    "SeededDataset",
     "Stats",
     "SubscribeError",
     "Subscription",
+    "TrainLoop",
     "TrainbusError",
     "TrainingError",
     "UnknownEventError",
+    "Update",
     "detach",
     "from_json",
     "from_msgpack",
+    "load_weights",
     "mount",
     "mount_points",
 ]

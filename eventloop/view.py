@@ -14,11 +14,26 @@ import torch
 
 
 class RunView(Protocol):
-    """The run as its hooks see it. Safe from any thread: ``stop`` and ``checkpoint_now``; the rest from the training thread."""
+    """The run as its hooks see it.
+
+    ``stop`` and ``checkpoint_now`` are safe from any thread and from signal handlers, the rest from the training thread.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the experiment."""
+
+    @property
+    def seed(self) -> int | None:
+        """What the random generators were seeded with, if they were."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What the user gave as the configuration of the run, for the record."""
 
     @property
     def model(self) -> torch.nn.Module:
-        """The model, or the one under the key ``"model"`` of several."""
+        """The model, or the first of several."""
 
     @property
     def models(self) -> Mapping[str, torch.nn.Module]:
@@ -37,18 +52,33 @@ class RunView(Protocol):
         """Where batches are moved to."""
 
     @property
+    def outputs(self) -> Mapping[str, Any]:
+        """What the current iteration has reported so far."""
+
+    @property
     def updated(self) -> bool:
         """True if an optimizer has stepped in the current iteration."""
 
     @property
-    def info(self) -> MutableMapping[str, Any]:
-        """Facts that hooks leave for each other: ``info["train/lr"]`` …; kept in checkpoints where they are plain values."""
+    def last_batch(self) -> bool:
+        """True if the current training batch is the last one of its epoch (or of an iteration-based run)."""
 
     @property
-    def scheduled(self) -> int | None:
+    def epoch_length(self) -> int | None:
+        """Training batches per epoch, or None where the loader does not know."""
+
+    @property
+    def total_iters(self) -> int | None:
         """Iterations this run is going to make in all, or None where that cannot be known."""
 
-    def report(self, **scalars: Any) -> None:
+    @property
+    def info(self) -> MutableMapping[str, Any]:
+        """Facts that hooks leave for each other, such as ``info["train/lr"]``; plain values are kept in checkpoints."""
+
+    def publish(self, event: type[Any], **payload: Any) -> None:
+        """Publish an event of this class, with this run and its progress filled in."""
+
+    def report(self, **entries: Any) -> None:
         """Add entries to the current iteration's ``outputs``: numbers or 0-dim tensors, which stay on their device."""
 
     def defer(self, undo: Callable[[], object]) -> None:
@@ -58,7 +88,13 @@ class RunView(Protocol):
         """End the run at the next safe mount point."""
 
     def checkpoint_now(self) -> None:
-        """Save at the next safe mount point."""
+        """Save at the next safe mount point, under ``iter_<n>.safetensors`` in the work dir."""
 
     def request_save(self, name: str, **options: Any) -> None:
-        """Save under ``name`` once the last subscriber of the current mount point has run."""
+        """Save under ``name`` once the last subscriber of the current mount point has run (see ``Run.request_save``)."""
+
+    def check_savable(self) -> None:
+        """Raise CheckpointValueError now if a checkpoint of this run would fail for what is in it."""
+
+    def wait_for_saves(self) -> None:
+        """Wait until nothing is being written."""

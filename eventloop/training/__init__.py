@@ -1,0 +1,10 @@
+"""The training loop: ``Run`` knows the order of the mount points, ``TrainLoop`` stands on it."""
+
+from eventloop.training.data import SeededDataset
+from eventloop.training.loop import TrainLoop
+from eventloop.training.metrics import Metric
+from eventloop.training.resume import load_weights
+from eventloop.training.run import Run
+from eventloop.training.update import Update
+
+__all__ = ["Metric", "Run", "SeededDataset", "TrainLoop", "Update", "load_weights"]

@@ -1,0 +1,280 @@
+"""Batches: moving them to a device, knowing the last one, and finding the place in the data again after a resume."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from eventloop.errors import ConfigurationError, TrainingError
+from eventloop.training.rng import get_rng_state, set_rng_state
+
+_MISSING: Any = object()
+
+
+class Feed:
+    """One pass after another over a loader, with its place in the data.
+
+    Args:
+        loader: any iterable of batches that can be iterated again for the next epoch.
+        device: where batches go; None leaves them where they are.
+        name: of the loader in errors, such as ``"train_data"``.
+    """
+
+    def __init__(self, loader: Iterable[Any], device: torch.device | None, name: str = "train_data") -> None:
+        if not isinstance(loader, Iterable):
+            raise ConfigurationError(f"{name} must be an iterable of batches, not {type(loader).__name__}")
+        self.loader = loader
+        self.length = length_of(loader)
+        self.used = 0
+        self._device = device
+        self._name = name
+        self._iterator: Iterator[Any] | None = None
+        self._ahead: Any = _MISSING
+        self._start: dict[str, Any] | None = None
+        self._skip = 0
+        self.resuming = False
+
+    def begin(self) -> None:
+        """Make the iterator of a new pass, or of the pass that a resumed run was in the middle of."""
+        if isinstance(self.loader, Iterator) and self._iterator is not None:
+            raise TrainingError(f"{self._name} is an iterator and is used up; give a loader that can be iterated again")
+        if self._skip:
+            self._begin_in_the_middle(self._skip)
+        else:
+            self._start = {"rng": get_rng_state(), "generators": _generators(self.loader)}
+            self.used = 0
+            self._iterator = iter(self.loader)
+        self._skip = 0
+        self.resuming = False
+        # Without a length only a look ahead can tell which batch is the last one of the epoch.
+        self._ahead = next(self._iterator, _MISSING) if self.length is None and self._iterator is not None else _MISSING
+
+    def end(self) -> None:
+        """Forget the iterator; workers of a DataLoader end with it."""
+        self._iterator = None
+        self._ahead = _MISSING
+
+    def next(self) -> Any:
+        """Return the next batch on its device.
+
+        Raises:
+            StopIteration: the pass is over.
+            TrainingError: there was not one batch in it.
+        """
+        if self._iterator is None:
+            self.begin()
+        try:
+            batch = self._take()
+        except StopIteration:
+            if self.used == 0:
+                raise TrainingError(
+                    f"{self._name} yielded no batch; is the dataset smaller than a batch with drop_last?"
+                ) from None
+            raise
+        self.used += 1
+        return batch if self._device is None else to_device(batch, self._device)
+
+    @property
+    def last(self) -> bool:
+        """True if the batch returned last is the last one of the pass."""
+        return self._ahead is _MISSING if self.length is None else self.used >= self.length
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the data: batches used up (not those prefetched) and how the order of this pass came about."""
+        state: dict[str, Any] = {"used": self.used, "start": self._start, "generators": _generators(self.loader)}
+        if hasattr(self.loader, "state_dict"):
+            state["loader"] = self.loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Have the next :meth:`begin` go on where ``state`` was taken."""
+        self.used = self._skip = int(state["used"])
+        self.resuming = True
+        self._start = state["start"]
+        if not self.used:
+            # Between two passes; in the middle of one, the draws are made again from its start.
+            _set_generators(self.loader, state["generators"])
+        if "loader" in state and hasattr(self.loader, "load_state_dict"):
+            self.loader.load_state_dict(state["loader"])
+
+    def _take(self) -> Any:
+        assert self._iterator is not None  # noqa: S101 - next() made it
+        if self.length is not None:
+            return next(self._iterator)
+        if self._ahead is _MISSING:
+            raise StopIteration
+        batch, self._ahead = self._ahead, next(self._iterator, _MISSING)
+        return batch
+
+    def _begin_in_the_middle(self, used: int) -> None:
+        if hasattr(self.loader, "load_state_dict"):
+            self._iterator = iter(self.loader)
+            return
+        now = get_rng_state()
+        if self._start is not None:
+            set_rng_state(self._start["rng"])
+            _set_generators(self.loader, self._start["generators"])
+        self._iterator = skip_batches(self.loader, used)
+        set_rng_state(now)
+
+
+def skip_batches(loader: Iterable[Any], used: int) -> Iterator[Any]:
+    """Return an iterator over ``loader`` without its first ``used`` batches, making the same random draws.
+
+    A map-style DataLoader is not asked for the skipped samples. Anything else is read and thrown away, with a warning.
+    """
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        return _skip_by_index(loader, used)
+    warnings.warn(
+        f"resuming reads and throws away {used} batches, because {type(loader).__name__} can neither skip nor say where it is "
+        "(no state_dict); random numbers that it draws while reading are drawn again",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    iterator = iter(loader)
+    for _ in range(used):
+        if next(iterator, _MISSING) is _MISSING:
+            break
+    return iterator
+
+
+def _skip_by_index(loader: DataLoader[Any], used: int) -> Iterator[Any]:
+    batched = loader.batch_sampler is not None
+    sampler = _SkippingSampler(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, used)
+    rebuilt: DataLoader[Any] = DataLoader(
+        loader.dataset,
+        **({"batch_sampler": sampler} if batched else {"sampler": sampler, "batch_size": None}),
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+    )
+    iterator = iter(rebuilt)
+    # With workers the iterator has asked for indices by now; without, it must, before the RNG is set to the present again.
+    sampler.skip()
+    return iterator
+
+
+class _SkippingSampler:
+    """Yields what a sampler yields after the first ``used``. The draws come after the loader's own, as they did then."""
+
+    def __init__(self, sampler: Iterable[Any], used: int) -> None:
+        self._sampler = sampler
+        self._used = used
+        self._iterator: Iterator[Any] | None = None
+        self._skipped = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self._iterator = iter(self._sampler)
+        self._skipped = False
+        return self
+
+    def __next__(self) -> Any:
+        self.skip()
+        assert self._iterator is not None  # noqa: S101 - __iter__ made it
+        return next(self._iterator)
+
+    def __len__(self) -> int:
+        return max(0, len(self._sampler) - self._used) if isinstance(self._sampler, Sized) else 0
+
+    def skip(self) -> None:
+        """Draw and drop the first ``used``, once."""
+        if self._skipped or self._iterator is None:
+            return
+        self._skipped = True
+        for _ in range(self._used):
+            next(self._iterator, None)
+
+
+class SeededDataset(Dataset[Any]):
+    """Makes a dataset's random augmentation a function of (seed, epoch, index), so that it survives a resume.
+
+    Around each ``dataset[index]`` the global random states of Python, numpy and torch (CPU) are seeded and put back.
+
+    Args:
+        dataset: a map-style dataset.
+        seed: of the run.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int = 0) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        # In shared memory: workers that persist over epochs must hear of the next one.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # torch: unannotated
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use other random numbers in another epoch; a run calls it."""
+        self._epoch.fill_(epoch)
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # Dataset declares no length, map-style ones have one
+
+    def __getitem__(self, index: int) -> Any:
+        state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        seed = np.random.SeedSequence([self.seed, int(self._epoch), index]).generate_state(2)
+        random.seed(int(seed[0]))
+        np.random.seed(int(seed[1]))
+        torch.default_generator.manual_seed(int(seed[0]) << 32 | int(seed[1]))
+        try:
+            return self.dataset[index]
+        finally:
+            random.setstate(state[0])
+            np.random.set_state(state[1])
+            torch.set_rng_state(state[2])
+
+
+def set_epoch(loader: Iterable[Any], epoch: int) -> None:
+    """Tell a loader's :class:`SeededDataset` which epoch it is; samplers are the business of a hook."""
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, SeededDataset):
+        dataset.set_epoch(epoch)
+
+
+def length_of(loader: Iterable[Any]) -> int | None:
+    """Return the number of batches where the loader knows it for sure, else None."""
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return None  # a length of one of these is an estimate
+    try:
+        return len(loader)  # type: ignore[arg-type]  # asked to find out whether it has one
+    except TypeError:
+        return None
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return ``batch`` with its tensors on ``device``: any nesting of dicts, lists, tuples, and objects with ``.to()``."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=batch.device.type == "cpu" and device.type == "cuda" and batch.is_pinned())
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def _generators(loader: Iterable[Any]) -> list[torch.Tensor | None]:
+    """States of the generators that a DataLoader and its samplers own; they are not part of the global RNG."""
+    return [None if generator is None else generator.get_state() for generator in _own_generators(loader)]
+
+
+def _set_generators(loader: Iterable[Any], states: list[torch.Tensor | None]) -> None:
+    for generator, state in zip(_own_generators(loader), states, strict=True):
+        if generator is not None and state is not None:
+            generator.set_state(state)
+
+
+def _own_generators(loader: Iterable[Any]) -> list[torch.Generator | None]:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    return [getattr(owner, "generator", None) for owner in owners]

@@ -1,0 +1,142 @@
+"""The iterators of a run. Objects, not generators: a generator cannot tell ``break`` from an exception in the loop's body.
+
+They only say *when*; what is published, and in which order, is in :mod:`eventloop.training.run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+from eventloop.events import Stage
+from eventloop.training.data import Feed
+from eventloop.training.metrics import Metrics
+
+if TYPE_CHECKING:
+    from eventloop.training.run import Run
+
+
+class Epochs:
+    """Indices of the epochs that are left. A resumed run that was about to validate first yields the epoch before."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._pending_validation = run.counters.phase == "val"
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> int:
+        run = self._run
+        run.abandon_evaluation()
+        run.end_epoch()
+        counters = run.counters
+        if self._pending_validation:
+            self._pending_validation = False
+            run.begin_train()
+            return max(0, counters.epoch - 1)
+        counters.phase = "train"
+        if run.stopping or self._done():
+            run.end_train()
+            raise StopIteration
+        run.begin_train()
+        return counters.epoch
+
+    def _done(self) -> bool:
+        counters = self._run.counters
+        if counters.max_iters is not None:
+            return counters.iter >= counters.max_iters
+        return counters.max_epochs is not None and counters.epoch >= counters.max_epochs
+
+
+class TrainBatches:
+    """The batches of one training epoch."""
+
+    def __init__(self, run: Run, feed: Feed, *, endless: bool) -> None:
+        self._run = run
+        self._feed = feed
+        self._endless = endless
+        # Set by a checkpoint that was made between an epoch and its validation: nothing is left of this epoch.
+        self._nothing_left = run.counters.phase == "val" and run.counters.batches == 0
+        self._begun = False
+        self._over = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        if self._over or self._nothing_left:
+            raise StopIteration
+        run = self._run
+        if not self._begun:
+            self._begun = True
+            run.begin_epoch(self._feed, endless=self._endless)
+        run.abandon_evaluation()
+        run.end_iteration()
+        if run.stopping:
+            self._over = True
+            run.break_epoch()
+            raise StopIteration
+        batch = None if self._limit_reached() else self._next()
+        if batch is None:
+            self._over = True
+            run.end_epoch()
+            raise StopIteration
+        run.begin_iteration(batch[0])
+        return batch[0]
+
+    def _limit_reached(self) -> bool:
+        counters = self._run.counters
+        return counters.max_iters is not None and counters.iter >= counters.max_iters
+
+    def _next(self) -> tuple[Any] | None:
+        """Return the next batch in a tuple (None may be a batch), or None at the end of the epoch."""
+        try:
+            return (self._feed.next(),)
+        except StopIteration:
+            if not self._endless:
+                return None
+        self._feed.begin()
+        return (self._feed.next(),)
+
+
+class EvaluationBatches:
+    """The batches of one validation or test; ``metrics`` holds the result when it is over."""
+
+    def __init__(self, run: Run, feed: Feed, metrics: Metrics, stage: Stage) -> None:
+        self._run = run
+        self._feed = feed
+        self._stage: Stage = stage
+        self._accumulated = metrics
+        self._index = -1
+        self._over = False
+        self.metrics: Mapping[str, Any] = {}
+        """Values by name; empty until the iterator is exhausted."""
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        if self._over:
+            raise StopIteration
+        run, stage = self._run, self._stage
+        if self._index < 0:
+            run.begin_evaluation(stage)
+            self._accumulated.reset(run.device)
+        else:
+            run.end_evaluation_iteration(stage, self._index, self._accumulated)
+        if run.stopping:
+            self._over = True
+            run.abandon_evaluation()
+            raise StopIteration
+        try:
+            batch = self._feed.next()
+        except StopIteration:
+            self._over = True
+            self._feed.end()
+            self.metrics = self._accumulated.compute()
+            run.end_evaluation(stage, self.metrics)
+            raise
+        self._index += 1
+        run.begin_evaluation_iteration(stage, self._index, batch)
+        return batch

@@ -1,0 +1,247 @@
+"""``TrainLoop``: epochs, iterations, validation and test around the user's step, on top of :class:`Run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eventloop.bus import Bus
+from eventloop.errors import ConfigurationError, TrainingError
+from eventloop.events import AfterForward, BeforeForward
+from eventloop.training.iterators import EvaluationBatches
+from eventloop.training.metrics import Metric, Metrics
+from eventloop.training.progress import Counters
+from eventloop.training.run import Models, Optimizers, Run
+from eventloop.training.update import Update
+
+Step = Callable[[Any, Any], Any]
+
+
+class TrainLoop:
+    """Trains, validates and tests ``model``, publishing every mount point on ``bus``.
+
+    Args:
+        model: a module, or several by name (``step`` then gets the mapping).
+        optimizer: an optimizer, or several by name; not needed for ``val()`` and ``test()`` alone.
+        step: ``step(model, batch)`` returns the loss, or a mapping with ``"loss"`` (a scalar tensor) and more.
+        train_data: iterable of batches that can be iterated again.
+        val_data: the same for validation.
+        test_data: the same for the test.
+        val_step: ``val_step(model, batch)`` returns a mapping with what the metrics' ``update`` methods name; scalars in it
+            are averaged. ``step`` by default.
+        test_step: the same for the test; ``val_step`` by default.
+        metrics: name → object with ``update``, ``compute`` and ``reset``, as torchmetrics has them.
+        bus: with the hooks on it. An optimizer update (``hooks.OptimizerHook``) is added if it has none.
+        max_epochs: epochs to train for; or else
+        max_iters: iterations to train for (iteration-based training: one long epoch).
+        val_interval: epochs (default 1) or iterations (default 1000) between validations; there is always one at the end.
+        val_begin: first epoch (or iteration) after which to validate, 1-based.
+        work_dir: where checkpoints and logs go.
+        device: where the model and batches are moved to; None leaves the model where it is.
+        seed: for Python, numpy and torch, set when a run begins.
+        stateful: anything else with ``state_dict``/``load_state_dict`` to keep in checkpoints, by name.
+        name: of the experiment.
+        config: of the user, for the record.
+
+    Raises:
+        ConfigurationError: both or neither of ``max_epochs`` and ``max_iters`` where there is something to train on, or
+            another option that cannot work.
+    """
+
+    def __init__(
+        self,
+        model: Models,
+        optimizer: Optimizers | None = None,
+        *,
+        step: Step,
+        train_data: Iterable[Any] | None = None,
+        val_data: Iterable[Any] | None = None,
+        test_data: Iterable[Any] | None = None,
+        val_step: Step | None = None,
+        test_step: Step | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        bus: Bus | None = None,
+        max_epochs: int | None = None,
+        max_iters: int | None = None,
+        val_interval: int | None = None,
+        val_begin: int = 1,
+        work_dir: str | Path | None = None,
+        device: str | torch.device | None = None,
+        seed: int | None = None,
+        stateful: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        _check_limits(train_data, max_epochs, max_iters)
+        _check_positive("val_interval", val_interval)
+        _check_positive("val_begin", val_begin)
+        for label, function in (("step", step), ("val_step", val_step), ("test_step", test_step)):
+            if function is not None and not callable(function):
+                raise ConfigurationError(f"{label}={function!r}: give a function of (model, batch)")
+        Metrics(metrics)  # says now what it cannot use
+        self.model = model
+        self.bus = bus if bus is not None else Bus()
+        self.max_epochs = max_epochs
+        self.max_iters = max_iters
+        self.val_interval = val_interval or (1 if max_iters is None else 1000)
+        self.val_begin = val_begin
+        self.counters = Counters()
+        self._step = step
+        self._val_step = val_step or step
+        self._test_step = test_step or self._val_step
+        self._data = {"train": train_data, "val": val_data, "test": test_data}
+        self._metrics = dict(metrics or {})
+        self._optimizer = optimizer
+        self._run: Run | None = None
+        self._options: dict[str, Any] = {
+            "work_dir": work_dir,
+            "device": device,
+            "seed": seed,
+            "stateful": stateful,
+            "name": name,
+            "config": config,
+        }
+        self._new_run()  # says now which options cannot work
+        if optimizer is not None and not any(isinstance(hook, Update) for hook in self.bus.hooks):
+            self.bus.add(Update())
+
+    def run(self, *, resume: str | Path | None = None, strict: bool = True) -> dict[str, Any]:
+        """Train, validating in between; return the metrics of the last validation.
+
+        Args:
+            resume: ``"auto"`` goes on from the newest good checkpoint in ``work_dir`` (or begins, if there is none), a path
+                from that one.
+            strict: False loads from a checkpoint of another model what fits.
+
+        Raises:
+            ConfigurationError: there is nothing to train on or with.
+            Exception: whatever a step, a loader or a hook raised, unchanged.
+        """
+        self._check_trainable()
+        metrics: dict[str, Any] = {}
+        with self._new_run(resume=resume, strict=strict) as run:
+            for _ in run.epochs(self.max_epochs, max_iters=self.max_iters):
+                if run.counters.phase == "val" and self.max_iters is not None:  # resumed before this one
+                    metrics = self._validate(run) or metrics
+                for batch in run.train(self._need("train"), endless=self.max_iters is not None):
+                    self._forward(run, batch)
+                    if self.max_iters is not None and self._validation_due(run.counters.iter + 1):
+                        metrics = self._validate(run) or metrics
+                if self.max_iters is None and self._validation_due() and not run.stopping:
+                    metrics = self._validate(run) or metrics
+        return metrics
+
+    def val(self) -> dict[str, Any]:
+        """Validate once, with ``before_run`` and ``after_run`` of its own; return the metrics."""
+        with self._new_run() as run:
+            return self._evaluate(run, run.validate(self._need("val"), self._metrics), self._val_step)
+
+    def test(self) -> dict[str, Any]:
+        """Test once, with ``before_run`` and ``after_run`` of its own; return the metrics."""
+        with self._new_run() as run:
+            return self._evaluate(run, run.test(self._need("test"), self._metrics), self._test_step)
+
+    def stop(self, reason: str = "") -> None:
+        """End the run under way at the next safe mount point; from any thread. Without one, nothing happens."""
+        if self._run is not None:
+            self._run.stop(reason)
+
+    def checkpoint_now(self) -> None:
+        """Save at the next safe mount point of the run under way; from any thread. Without one, nothing happens."""
+        if self._run is not None:
+            self._run.checkpoint_now()
+
+    def _forward(self, run: Run, batch: Any) -> None:
+        run.publish(BeforeForward, batch=batch)
+        run.report(**_checked_outputs(self._step(self.model, batch)))
+        run.publish(AfterForward, outputs=run.outputs)
+
+    def _validate(self, run: Run) -> dict[str, Any]:
+        return self._evaluate(run, run.validate(self._need("val"), self._metrics), self._val_step)
+
+    def _evaluate(self, run: Run, batches: EvaluationBatches, step: Step) -> dict[str, Any]:
+        for batch in batches:
+            outputs = step(self.model, batch)
+            run.report(**(outputs if isinstance(outputs, Mapping) else {"loss": outputs}))
+        return dict(batches.metrics)
+
+    def _validation_due(self, iteration: int | None = None) -> bool:
+        """True if validation follows the epoch (or iteration, in iteration-based training) that has just been counted."""
+        if self._data["val"] is None:
+            return False
+        by_iter = self.max_iters is not None
+        done = self.counters.epoch if not by_iter else self.counters.iter if iteration is None else iteration
+        if done == (self.max_iters if by_iter else self.max_epochs):
+            return True
+        return done >= self.val_begin and done % self.val_interval == 0
+
+    def _new_run(self, **options: Any) -> Run:
+        run = LoopRun(
+            self.bus,
+            model=self.model,
+            optimizer=self._optimizer,
+            counters=self.counters,
+            **self._options,
+            **options,
+        )
+        run.validation_follows = self._iteration_is_validated
+        self._run = run
+        return run
+
+    def _iteration_is_validated(self) -> bool:
+        return self.max_iters is not None and self._validation_due()
+
+    def _need(self, stage: str) -> Iterable[Any]:
+        data = self._data[stage]
+        if data is None:
+            raise ConfigurationError(f"there is nothing to {stage} on: give TrainLoop {stage}_data")
+        return data
+
+    def _check_trainable(self) -> None:
+        self._need("train")
+        if self._optimizer is None:
+            raise ConfigurationError("there is nothing to train with: give TrainLoop an optimizer")
+
+
+class LoopRun(Run):
+    """A run whose updates are made by a hook, not by the body of the user's loop."""
+
+    _loop_driven = True
+
+
+def _check_limits(train_data: object, max_epochs: int | None, max_iters: int | None) -> None:
+    if max_epochs is not None and max_iters is not None:
+        raise ConfigurationError(
+            f"max_epochs={max_epochs} and max_iters={max_iters}: give one of them; max_epochs counts passes over train_data, "
+            "max_iters batches"
+        )
+    if train_data is not None and max_epochs is None and max_iters is None:
+        raise ConfigurationError("how long to train? give max_epochs=, or max_iters= for iteration-based training")
+    _check_positive("max_epochs", max_epochs)
+    _check_positive("max_iters", max_iters)
+
+
+def _check_positive(name: str, value: int | None) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigurationError(f"{name}={value!r}: give a positive integer")
+
+
+def _checked_outputs(outputs: Any) -> dict[str, Any]:
+    """Return what a training step returned as a dict with a scalar ``"loss"``."""
+    if not isinstance(outputs, Mapping):
+        outputs = {"loss": outputs}
+    if "loss" not in outputs:
+        raise TrainingError(
+            f"step() returned no 'loss' but {', '.join(map(repr, outputs)) or 'an empty dict'}; the update needs one"
+        )
+    loss = outputs["loss"]
+    if not isinstance(loss, torch.Tensor):
+        raise TrainingError(f"the loss that step() returned is a {type(loss).__name__}; it must be a scalar tensor")
+    if loss.numel() != 1:
+        raise TrainingError(
+            f"the loss that step() returned has the shape {tuple(loss.shape)}; it must be a scalar: reduce it, with .mean() say"
+        )
+    return {**outputs, "loss": loss if loss.dim() == 0 else loss.reshape(())}

@@ -1,0 +1,117 @@
+"""Metrics of a validation: objects with update, compute and reset (torchmetrics' protocol), and means of what is reported."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from eventloop.errors import ConfigurationError, TrainingError
+
+
+class Metric(Protocol):
+    """What torchmetrics' metrics are, and anything else with these three methods."""
+
+    @property
+    def update(self) -> Any:
+        """Take the outputs of a batch that its parameters name."""
+
+    @property
+    def compute(self) -> Any:
+        """Return the value over all batches since the last reset: a scalar, or a mapping of them."""
+
+    @property
+    def reset(self) -> Any:
+        """Forget all batches."""
+
+
+class Metrics:
+    """The metrics of one loader. Each is fed with the entries of the outputs that its ``update`` names.
+
+    Scalars among the outputs that are no metric's name are averaged over the batches, so a validation step that returns
+    ``{"loss": ...}`` yields ``loss`` without further ado.
+
+    Args:
+        metrics: name → metric.
+
+    Raises:
+        ConfigurationError: an object without ``update``, ``compute`` or ``reset``.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric] | None = None) -> None:
+        self._metrics = dict(metrics or {})
+        self._wanted = {name: _parameters(name, metric) for name, metric in self._metrics.items()}
+        self._sums: dict[str, torch.Tensor | float] = {}
+        self._counts: dict[str, int] = {}
+
+    def reset(self, device: torch.device | None = None) -> None:
+        """Start over; metrics that have ``.to()`` are moved to ``device``."""
+        self._sums, self._counts = {}, {}
+        for metric in self._metrics.values():
+            metric.reset()
+            if device is not None and callable(move := getattr(metric, "to", None)):
+                move(device)
+
+    def update(self, outputs: Mapping[str, Any]) -> None:
+        """Take the outputs of one batch.
+
+        Raises:
+            TrainingError: a metric names an entry that is not there.
+        """
+        for name, metric in self._metrics.items():
+            metric.update(**self._pick(name, outputs))
+        for name, value in outputs.items():
+            scalar = _scalar(value)
+            if scalar is not None and name not in self._metrics:
+                self._sums[name] = self._sums.get(name, 0.0) + scalar
+                self._counts[name] = self._counts.get(name, 0) + 1
+
+    def compute(self) -> dict[str, Any]:
+        """Return all values by name: numbers where they are scalars; a metric that returns a mapping gives ``name/key``."""
+        values: dict[str, Any] = {name: _number(total / self._counts[name]) for name, total in self._sums.items()}
+        for name, metric in self._metrics.items():
+            value = metric.compute()
+            if isinstance(value, Mapping):
+                values |= {f"{name}/{key}": _number(entry) for key, entry in value.items()}
+            else:
+                values[name] = _number(value)
+        return values
+
+    def _pick(self, name: str, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        wanted = self._wanted[name]
+        if wanted is None:
+            return dict(outputs)
+        missing = [entry for entry, required in wanted.items() if required and entry not in outputs]
+        if missing:
+            raise TrainingError(
+                f"metric {name!r} needs {', '.join(map(repr, missing))} from the step's outputs, which have "
+                f"{', '.join(map(repr, outputs)) or 'nothing'}; return a dict with these entries from val_step"
+            )
+        return {entry: outputs[entry] for entry in wanted if entry in outputs}
+
+
+def _parameters(name: str, metric: Metric) -> dict[str, bool] | None:
+    """Names of the parameters of ``metric.update`` and whether each is required; None if it takes any keyword."""
+    lacking = [method for method in ("update", "compute", "reset") if not callable(getattr(metric, method, None))]
+    if lacking:
+        raise ConfigurationError(f"metric {name!r} ({type(metric).__name__}) has no {' and no '.join(lacking)}()")
+    parameters = inspect.signature(metric.update).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {
+        parameter.name: parameter.default is parameter.empty
+        for parameter in parameters
+        if parameter.kind is not parameter.VAR_POSITIONAL
+    }
+
+
+def _scalar(value: Any) -> torch.Tensor | float | None:
+    if isinstance(value, torch.Tensor):
+        return value.detach().double() if value.dim() == 0 else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -1,0 +1,52 @@
+"""How far a run has come: the counters behind the frozen ``Progress`` snapshots, and what comes next after a resume."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from eventloop.events import Progress, Stage
+
+Phase = Literal["train", "val"]
+
+
+class Counters(msgspec.Struct):
+    """The counts of a run. ``phase`` says what a resumed run does first: go on training, or validate.
+
+    ``batches`` counts training batches used up in the current pass over the loader, ``validations`` and ``tests`` the passes
+    that have ended.
+    """
+
+    epoch: int = 0
+    iter: int = 0
+    update: int = 0
+    batches: int = 0
+    validations: int = 0
+    tests: int = 0
+    max_epochs: int | None = None
+    max_iters: int | None = None
+    phase: Phase = "train"
+
+    def snapshot(self, stage: Stage = "train", batch_idx: int | None = None) -> Progress:
+        """Return the frozen form that events carry."""
+        return Progress(
+            epoch=self.epoch,
+            iter=self.iter,
+            update=self.update,
+            batch_idx=self.batches if batch_idx is None else batch_idx,
+            validation=self.tests if stage == "test" else self.validations,
+            max_epochs=self.max_epochs,
+            max_iters=self.max_iters,
+            stage=stage,
+        )
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Return what a checkpoint keeps; the limits are not in it, so that a resumed run may go further."""
+        kept = ("epoch", "iter", "update", "batches", "validations", "tests", "phase")
+        return {name: getattr(self, name) for name in kept}
+
+    def load_state_dict(self, state: dict[str, int | str]) -> None:
+        """Take back what :meth:`state_dict` returned."""
+        for name, value in state.items():
+            setattr(self, name, value)

@@ -1,0 +1,170 @@
+"""The state of a run as one tree, taking it apart again, and finding the file to go on from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+import torch
+
+from eventloop.checkpoint import inspect, load
+from eventloop.errors import CheckpointDamagedError, CheckpointError
+from eventloop.training.rng import get_rng_state, set_rng_state
+from eventloop.training.savepoint import LAST, SaveRequest
+
+if TYPE_CHECKING:
+    from eventloop.training.run import Run
+
+FORMAT = 1
+"""Version of the tree's shape, in every checkpoint under ``"format"``."""
+
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod)\.")
+
+log = structlog.get_logger("trainbus")
+
+
+def gather(run: Run, request: SaveRequest) -> dict[str, Any]:
+    """Return the state of ``run`` by reference.
+
+    ``"state_dict"`` holds the weights of the only model, or a mapping of names to weights where there are several; names of
+    wrappers (DataParallel's ``module.``, torch.compile's ``_orig_mod.``) are left out of the keys.
+    """
+    models = {name: unwrapped_state(model) for name, model in run.models.items()}
+    state: dict[str, Any] = {
+        "format": FORMAT,
+        "state_dict": models["model"] if set(models) == {"model"} else models,
+        "progress": run.counters.state_dict(),
+        "data": run.data_state(),
+        "rng": run.validation_rng or get_rng_state(),
+        "bus": run.bus.state_dict(),
+        "stateful": {name: thing.state_dict() for name, thing in run.stateful.items()},
+        "info": {name: value for name, value in run.info.items() if _plain(value)},
+    }
+    if request.save_optimizer:
+        state["optimizer"] = {name: optimizer.state_dict() for name, optimizer in run.optimizers.items()}
+    return state
+
+
+def apply(run: Run, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Put ``state`` back into ``run``; the random states last, so that nothing in between draws from them.
+
+    Raises:
+        CheckpointError: it is a checkpoint of another model (missing, unexpected and mis-shaped keys are listed), or one
+            without what a resume needs.
+    """
+    _check(state)
+    models = state["state_dict"] if set(run.models) != {"model"} else {"model": state["state_dict"]}
+    for name, model in run.models.items():
+        load_weights(model, models[name], name, strict=strict)
+    _load_each("optimizer", run.optimizers, state.get("optimizer"))
+    _load_each("stateful", run.stateful, state["stateful"])
+    run.counters.load_state_dict(state["progress"])
+    run.info.update(state["info"])
+    run.bus.load_state_dict(state["bus"])
+    run.set_data_state(state["data"])
+    set_rng_state(state["rng"])
+
+
+def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], name: str = "model", *, strict: bool = True) -> None:
+    """Load ``weights`` (keys without wrapper names) into ``model``.
+
+    Args:
+        model: the model, wrapped or not.
+        weights: its state dict.
+        name: of the model in errors.
+        strict: False loads what fits and logs the rest.
+
+    Raises:
+        CheckpointError: with ``strict``, and keys are missing, unexpected or of another shape.
+    """
+    own = {_WRAPPERS.sub("", key): (key, value) for key, value in model.state_dict().items()}
+    shapes = {
+        key: (tuple(weights[key].shape), tuple(value.shape))
+        for key, (_, value) in own.items()
+        if key in weights and isinstance(value, torch.Tensor) and weights[key].shape != value.shape
+    }
+    problems = {
+        "missing": sorted(own.keys() - weights.keys()),
+        "unexpected": sorted(weights.keys() - own.keys()),
+        "of another shape": [f"{key} (saved {old}, here {new})" for key, (old, new) in shapes.items()],
+    }
+    found = "; ".join(f"{kind}: {_first(keys)}" for kind, keys in problems.items() if keys)
+    if found and strict:
+        raise CheckpointError(f"the checkpoint is of another {name}: {found}")
+    if found:
+        log.warning("the checkpoint does not fit in full", model=name, **problems)
+    fitting = {key: weights[short] for short, (key, _) in own.items() if short in weights and short not in shapes}
+    model.load_state_dict(fitting, strict=False)
+
+
+def unwrapped_state(model: torch.nn.Module) -> dict[str, Any]:
+    """Return ``model.state_dict()`` without the names of wrappers in its keys."""
+    return {_WRAPPERS.sub("", key): value for key, value in model.state_dict().items()}
+
+
+def find_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Load the newest good checkpoint in ``directory``; None if there is none at all.
+
+    A damaged one is reported and the one before it is tried.
+
+    Raises:
+        CheckpointDamagedError: there are checkpoints, and all of them are damaged.
+    """
+    damage: list[str] = []
+    for path in _newest_first(directory):
+        try:
+            return path, load(path)
+        except CheckpointDamagedError as error:
+            log.warning("a checkpoint is damaged; trying the one before it", path=str(path), error=str(error))
+            damage.append(str(error))
+        except FileNotFoundError:
+            log.warning("last_checkpoint names a file that is gone", path=str(path))
+    if damage:
+        raise CheckpointDamagedError(f"no good checkpoint in {directory}: {'; '.join(damage)}")
+    return None
+
+
+def _newest_first(directory: Path) -> list[Path]:
+    files = [path for path in directory.glob("*.safetensors") if not path.name.startswith(".")]
+    ordered = sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    pointer = directory / LAST
+    if pointer.is_file():
+        ordered.insert(0, directory / pointer.read_text().strip())
+    return list(dict.fromkeys(ordered))
+
+
+def _check(state: Mapping[str, Any]) -> None:
+    missing = [key for key in ("format", "state_dict", "progress", "bus", "rng") if key not in state]
+    if missing:
+        raise CheckpointError(
+            f"this file is no checkpoint of a run (it has no {', '.join(missing)}); only weights can be loaded"
+        )
+    if state["format"] > FORMAT:
+        raise CheckpointError(f"the checkpoint has format {state['format']}, this trainbus reads up to {FORMAT}; upgrade it")
+
+
+def _load_each(kind: str, things: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
+    if saved is None:
+        if things:
+            log.warning("the checkpoint was saved without this; it starts afresh", what=kind)
+        return
+    for name, thing in things.items():
+        if name in saved:
+            thing.load_state_dict(saved[name])
+        else:
+            log.warning("the checkpoint has no state for this; it starts afresh", what=kind, name=name, saved=sorted(saved))
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _first(keys: list[str], most: int = 8) -> str:
+    rest = f" and {len(keys) - most} more" if len(keys) > most else ""
+    return ", ".join(keys[:most]) + rest
+
+
+__all__ = ["apply", "find_checkpoint", "gather", "inspect", "load_weights", "unwrapped_state"]

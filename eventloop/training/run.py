@@ -1,0 +1,583 @@
+"""A run: the one place that knows the order of the mount points.
+
+    with Run(bus, model=model, optimizer=optimizer, work_dir="runs/mine") as run:
+        for epoch in run.epochs(20):
+            for batch in run.train(loader):
+                ...                                  # forward, backward, step: as in any training loop
+                run.report(loss=loss)
+
+publishes the same events around the user's own body that ``TrainLoop`` publishes around its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import structlog
+import torch
+
+from eventloop import events as ev
+from eventloop.bus import Bus
+from eventloop.checkpoint import load, stage
+from eventloop.errors import ConfigurationError
+from eventloop.events import Event, Progress, Stage
+from eventloop.training import resume
+from eventloop.training.data import Feed, set_epoch
+from eventloop.training.iterators import Epochs, EvaluationBatches, TrainBatches
+from eventloop.training.metrics import Metric, Metrics
+from eventloop.training.progress import Counters
+from eventloop.training.rng import get_rng_state, seed_everything
+from eventloop.training.savepoint import OnError, SavePoints, SaveRequest
+from eventloop.training.scopes import Scopes
+from eventloop.training.update import Update
+
+Models = torch.nn.Module | Mapping[str, torch.nn.Module]
+Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
+
+log = structlog.get_logger("trainbus")
+
+_AFTER_EPOCH: dict[str, type[Event]] = {"val": ev.AfterValEpoch, "test": ev.AfterTestEpoch}
+_EVALUATION: dict[str, tuple[type[Event], ...]] = {
+    "val": (ev.BeforeVal, ev.BeforeValEpoch, ev.BeforeValIter, ev.AfterValIter, ev.AfterVal),
+    "test": (ev.BeforeTest, ev.BeforeTestEpoch, ev.BeforeTestIter, ev.AfterTestIter, ev.AfterTest),
+}
+
+
+class Run:
+    """Counts, publishes, keeps scopes and save points. A context manager; opens the bus if it is not open.
+
+    Args:
+        bus: with the hooks on it; a new one without any if None.
+        model: a module, or several by name.
+        optimizer: an optimizer, or several by name. Steps are counted (and published) wherever they are made.
+        work_dir: where files go. Needed for checkpoints.
+        device: where models and batches are moved to; None leaves the model where it is and batches follow it.
+        seed: for Python, numpy and torch, set when the run begins.
+        stateful: anything else with ``state_dict``/``load_state_dict`` that checkpoints must hold, by name.
+        resume: ``"auto"`` goes on from the newest good checkpoint in ``work_dir`` (or begins, if there is none), a path
+            from that one.
+        strict: False loads from a checkpoint of another model what fits.
+        name: of the experiment; the work dir's by default.
+        config: of the user, for the record (see ``RuntimeInfoHook``).
+        counters: of an earlier run to go on from (``TrainLoop`` passes its own).
+
+    Raises:
+        ConfigurationError: an option that cannot work.
+    """
+
+    def __init__(
+        self,
+        bus: Bus | None = None,
+        *,
+        model: Models,
+        optimizer: Optimizers | None = None,
+        work_dir: str | Path | None = None,
+        device: str | torch.device | None = None,
+        seed: int | None = None,
+        stateful: Mapping[str, Any] | None = None,
+        resume: str | Path | None = None,
+        strict: bool = True,
+        name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        counters: Counters | None = None,
+    ) -> None:
+        self.bus = bus if bus is not None else Bus()
+        self.models = _named("model", model, torch.nn.Module)
+        self.optimizers = _named("optimizer", {} if optimizer is None else optimizer, torch.optim.Optimizer)
+        self.stateful = _checked_stateful(stateful or {})
+        self.work_dir = None if work_dir is None else Path(work_dir)
+        self.device = _device(device, self.models)
+        self.seed = seed
+        self.name = name or (self.work_dir.name if self.work_dir else "run")
+        self.config = config or {}
+        self.counters = counters or Counters()
+        self.info: dict[str, Any] = {}
+        self.progress: Progress = self.counters.snapshot()
+        self.outputs: dict[str, Any] = {}
+        self.updated = False
+        self.resumed_from: Path | None = None
+        self.validation_rng: dict[str, Any] | None = None
+        self._resume = resume
+        self._strict = strict
+        if resume == "auto" and self.work_dir is None:
+            raise ConfigurationError('resume="auto" looks for checkpoints in the work_dir; give one, or a path as resume=')
+        self._opened = False
+        self._scopes = Scopes()
+        self._saves: SavePoints | None = None
+        self._feed: Feed | None = None
+        self._saved_place: Mapping[str, Any] | None = None
+        self._batch: Any = None
+        # Weak: the body's `for` holds the only reference, so a dead one tells that the body left it with `break`.
+        self._batches: weakref.ref[TrainBatches] | None = None
+        self._endless = False
+        self._stop = threading.Event()
+        self._save_now = threading.Event()
+        self.validation_follows: Callable[[], bool] = _never
+        """Whether the loop validates after the iteration just counted; a checkpoint made there resumes with that."""
+
+    # --------------------------------------------------------------------------------------- what users call
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model, or the first of several."""
+        first: torch.nn.Module = next(iter(self.models.values()))
+        return first
+
+    def epochs(self, max_epochs: int | None = None, *, max_iters: int | None = None) -> Epochs:
+        """Iterate over the indices of the epochs that are left; publishes ``before_train`` and ``after_train`` around them.
+
+        Args:
+            max_epochs: how many there are in all; or else
+            max_iters: one long epoch of so many iterations (to be used with ``run.train(loader, endless=True)``).
+        """
+        if (max_epochs is None) == (max_iters is None):
+            raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give run.epochs() one of them")
+        self.counters.max_epochs = max_epochs
+        self.counters.max_iters = max_iters
+        return Epochs(self)
+
+    def train(self, loader: Iterable[Any], *, endless: bool = False) -> TrainBatches:
+        """Iterate over the batches of one epoch on their device; publishes its events around the body.
+
+        ``break`` ends the iteration without its ``after_train_iter``.
+
+        Args:
+            loader: any iterable of batches that can be iterated again.
+            endless: begin the loader anew when it is used up, within the same epoch (iteration-based training).
+        """
+        batches = TrainBatches(self, self._feed_of(loader), endless=endless)
+        self._batches = weakref.ref(batches)
+        return batches
+
+    def validate(self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> EvaluationBatches:
+        """Iterate over validation batches, in evaluation mode and without gradients, and publish the events of a validation.
+
+        What the body reports feeds ``metrics`` and, where it is scalar, means; the result is in ``.metrics`` afterwards.
+        Called in the body of ``run.train``, it ends that iteration first.
+        """
+        return EvaluationBatches(self, Feed(loader, self.device, "val_data"), Metrics(metrics), "val")
+
+    def test(self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> EvaluationBatches:
+        """Iterate over test batches; like :meth:`validate` with the events of a test."""
+        return EvaluationBatches(self, Feed(loader, self.device, "test_data"), Metrics(metrics), "test")
+
+    def report(self, **entries: Any) -> None:
+        """Add entries to the outputs of the current iteration; tensors stay on their device."""
+        self.outputs.update(entries)
+
+    def publish(self, event: type[Event], **payload: Any) -> None:
+        """Publish an event of this class, with this run and its progress filled in."""
+        self.bus.publish(event(run=self, progress=self.progress, **payload))
+
+    def defer(self, undo: Callable[[], object]) -> None:
+        """Call ``undo`` when the innermost open scope ends, however it ends; last registered, first called."""
+        self._scopes.defer(undo)
+
+    def stop(self, reason: str = "") -> None:
+        """End the run at the next safe mount point: after an iteration whose accumulation window is complete.
+
+        The scopes that this cuts short (epoch, validation) do not publish their ``after_x``; the train scope and the run
+        end in order. Safe from any thread and from signal handlers.
+        """
+        if reason:
+            self.info["stop_reason"] = reason
+        self._stop.set()
+
+    def checkpoint_now(self) -> None:
+        """Save at the next safe mount point, under ``iter_<n>.safetensors``. Safe from any thread and signal handlers.
+
+        Raises:
+            ConfigurationError: the run has no work dir.
+        """
+        self._need_work_dir()
+        self._save_now.set()
+
+    def request_save(
+        self,
+        name: str,
+        *,
+        directory: str | Path | None = None,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        on_error: OnError = "raise",
+    ) -> None:
+        """Save under ``name`` once the last subscriber of the current mount point has run.
+
+        Inside an accumulation window the save waits for the window's step. Requests of one moment are one write.
+
+        Args:
+            name: file name.
+            directory: the work dir by default.
+            save_optimizer: False leaves optimizers out (no resuming then).
+            save_param_scheduler: False leaves schedules out.
+            on_error: ``"raise"`` ends the run when the file cannot be written, ``"log"`` goes on.
+
+        Raises:
+            ConfigurationError: neither a directory nor a work dir, or outside of ``with run:``.
+        """
+        place = Path(directory) if directory is not None else self._need_work_dir()
+        self._save_points().request(SaveRequest(place / name, save_optimizer, save_param_scheduler, on_error))
+
+    def check_savable(self) -> None:
+        """Raise CheckpointValueError now, with its path, if the state holds something that no checkpoint can hold."""
+        stage(resume.gather(self, SaveRequest(Path()))).release()
+
+    def wait_for_saves(self) -> None:
+        """Wait until nothing is being written."""
+        self._save_points().wait()
+
+    @property
+    def epoch_length(self) -> int | None:
+        """Training batches per epoch, or None where the loader does not know."""
+        return self._feed.length if self._feed is not None else None
+
+    @property
+    def total_iters(self) -> int | None:
+        """Iterations this run is going to make in all, or None where that cannot be known."""
+        if self.counters.max_iters is not None:
+            return self.counters.max_iters
+        if self.counters.max_epochs is None or self.epoch_length is None:
+            return None
+        return self.counters.max_epochs * self.epoch_length
+
+    @property
+    def last_batch(self) -> bool:
+        """True if the current training batch is the last one of its epoch (or of an iteration-based run)."""
+        if self.counters.max_iters is not None and self.counters.iter + 1 >= self.counters.max_iters:
+            return True
+        return not self._endless and self._feed is not None and self._feed.last
+
+    # ------------------------------------------------------------------------------------------- begin and end
+
+    def __enter__(self) -> Self:
+        if self.bus.state == "idle":
+            self.bus.open()
+            self._opened = True
+        try:
+            self._begin()
+        except BaseException as error:
+            self._abort(error)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._abort(error)
+            return
+        try:
+            self._end()
+        except BaseException as failure:
+            self._abort(failure)
+            raise
+        if self._opened:
+            self.bus.close()
+
+    def _begin(self) -> None:
+        self._scopes.enter("run")
+        self._check_update()
+        if self.seed is not None:
+            seed_everything(self.seed)
+        for model in self.models.values():
+            model.to(self.device)
+        for name, optimizer in self.optimizers.items():
+            self._watch_steps(name, optimizer)
+        self._saves = SavePoints(self.bus, self._capture)
+        self.defer(self._saves.close)
+        self.publish(ev.BeforeRun)
+        if self._resume is not None:
+            self._load()
+
+    def _end(self) -> None:
+        self.abandon_evaluation()
+        self._scopes.leave("epoch")
+        self.end_train()
+        self.publish(ev.AfterRun)
+        self._save_if_asked(force=True)
+        self._scopes.leave("run")
+
+    def _abort(self, error: BaseException) -> None:
+        """The exception is what the user must see: whatever fails in here is logged and added to it as a note."""
+        try:
+            self.publish(ev.OnException, error=f"{type(error).__name__}: {error}", exception=error)
+        except Exception as failure:
+            log.exception("a handler of on_exception failed")
+            error.add_note(f"while handling it, a handler of on_exception failed: {failure!r}")
+        self._scopes.unwind()
+        if self._opened:
+            self.bus.close(abort=True)
+
+    def _check_update(self) -> None:
+        updates = [hook for hook in self.bus.hooks if isinstance(hook, Update)]
+        if updates and not self._loop_driven:
+            raise ConfigurationError(
+                f"{updates[0].label} is on the bus, but in a loop of your own the body makes the update: remove the hook, "
+                "or use TrainLoop"
+            )
+        if len(updates) > 1:
+            raise ConfigurationError(f"{len(updates)} optimizer updates are on the bus; each would step, so leave one")
+
+    @property
+    def _loop_driven(self) -> bool:
+        return False
+
+    # ------------------------------------------------------------------------- the order of events (for iterators)
+
+    @property
+    def stopping(self) -> bool:
+        """True once ``stop()`` takes effect; inside an accumulation window it waits for the window's step."""
+        return self._stop.is_set() and not self._window_open
+
+    def begin_train(self) -> None:
+        """Publish ``before_train``, once."""
+        if "train" not in self._scopes:
+            self._scopes.enter("train")
+            self.progress = self.counters.snapshot()
+            self.publish(ev.BeforeTrain)
+
+    def end_train(self) -> None:
+        """Publish ``after_train`` if training had begun."""
+        if "train" in self._scopes:
+            self.publish(ev.AfterTrain)
+            self._save_if_asked(force=True)
+            self._scopes.leave("train")
+
+    def begin_epoch(self, feed: Feed, *, endless: bool) -> None:
+        """Publish ``before_train_epoch``; the data's iterator is made after it, so that hooks can still seed samplers."""
+        self.begin_train()
+        self._endless = endless
+        self._scopes.enter("epoch")
+        self.counters.phase = "train"
+        if not feed.resuming:
+            self.counters.batches = 0
+        self.progress = self.counters.snapshot()
+        set_epoch(feed.loader, self.counters.epoch)
+        self.publish(ev.BeforeTrainEpoch)
+        feed.begin()
+
+    def end_epoch(self) -> None:
+        """Publish ``after_train_epoch`` and count it."""
+        if "epoch" not in self._scopes:
+            return
+        if "iter" in self._scopes:  # the body left it with `break`
+            self._count_iteration()
+            self._scopes.leave("iter")
+        self.publish(ev.AfterTrainEpoch)
+        self.counters.epoch += 1
+        self.counters.batches = 0
+        self.counters.phase = "val" if self.counters.max_iters is None else "train"
+        if self._feed is not None:
+            self._feed.end()
+        self._save_if_asked(force=True)
+        self._scopes.leave("epoch")
+
+    def break_epoch(self) -> None:
+        """End the epoch in its middle, without its ``after_train_epoch``."""
+        self._scopes.leave("epoch")
+
+    def begin_iteration(self, batch: Any) -> None:
+        """Publish ``before_train_iter``."""
+        self.progress = self.counters.snapshot()
+        self.outputs = {}
+        self.updated = False
+        self._batch = batch
+        self._scopes.enter("iter")
+        self.publish(ev.BeforeTrainIter, batch_idx=self.counters.batches, batch=batch)
+
+    def end_iteration(self) -> None:
+        """Publish ``after_train_iter`` if an iteration is open, count it, and save if somebody asked."""
+        if "iter" not in self._scopes:
+            return
+        self.publish(ev.AfterTrainIter, batch_idx=self.counters.batches, batch=self._batch, outputs=self.outputs)
+        self._count_iteration()
+        self._save_if_asked()
+        self._scopes.leave("iter")
+
+    def _count_iteration(self) -> None:
+        self.counters.iter += 1
+        self.counters.batches += 1
+        self.counters.update += self.updated
+        self.counters.phase = "val" if self.validation_follows() else "train"
+
+    def begin_evaluation(self, stage: Stage) -> None:
+        """Publish ``before_val`` and ``before_val_epoch`` (or the same of a test), in evaluation mode, without gradients."""
+        self.abandon_evaluation()
+        if self._batches is not None and self._batches() is None:
+            self.end_epoch()
+        self.end_iteration()
+        self._scopes.enter(stage)
+        if stage == "val":
+            self.counters.phase = "val"
+            self.validation_rng = get_rng_state()
+            self.defer(self._forget_validation_rng)
+        self.progress = self.counters.snapshot(stage, 0)
+        self._evaluation_mode()
+        self.publish(_EVALUATION[stage][0])
+        self.publish(_EVALUATION[stage][1])
+
+    def begin_evaluation_iteration(self, stage: Stage, index: int, batch: Any) -> None:
+        """Publish ``before_val_iter`` (or ``before_test_iter``)."""
+        self.progress = self.counters.snapshot(stage, index)
+        self.outputs = {}
+        self._batch = batch
+        self._scopes.enter("evaluation iter")
+        self.publish(_EVALUATION[stage][2], batch_idx=index, batch=batch)
+
+    def end_evaluation_iteration(self, stage: Stage, index: int, metrics: Metrics) -> None:
+        """Publish ``after_val_iter`` (or ``after_test_iter``) if one is open, and feed the metrics."""
+        self.publish(_EVALUATION[stage][3], batch_idx=index, batch=self._batch, outputs=self.outputs)
+        metrics.update(self.outputs)
+        self._save_if_asked()
+        self._scopes.leave("evaluation iter")
+
+    def end_evaluation(self, stage: Stage, metrics: Mapping[str, Any]) -> None:
+        """Publish ``after_val_epoch`` with the metrics, and ``after_val`` (or the same of a test)."""
+        self.validation_rng = None
+        if stage == "val":
+            self.counters.phase = "train"
+        self.publish(_AFTER_EPOCH[stage], metrics=dict(metrics))
+        self.counters.validations += stage == "val"
+        self.counters.tests += stage == "test"
+        self._save_if_asked(force=True)
+        self.publish(_EVALUATION[stage][4])
+        self._scopes.leave(stage)
+        self._save_if_asked(force=True)
+
+    def abandon_evaluation(self) -> None:
+        """End a validation or test that was left in its middle, by ``break`` or a stop, without its ``after_x``."""
+        for scope in ("val", "test"):
+            self._scopes.leave(scope)
+
+    def _evaluation_mode(self) -> None:
+        modes = [(module, module.training) for model in self.models.values() for module in model.modules()]
+        gradients = torch.is_grad_enabled()
+
+        def restore() -> None:
+            torch.set_grad_enabled(gradients)
+            for module, mode in modes:
+                module.training = mode
+
+        self.defer(restore)
+        for model in self.models.values():
+            model.eval()
+        torch.set_grad_enabled(False)
+
+    def _watch_steps(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        # torch's own hooks see every step, whoever makes it; GradScaler does not call step() for a step it skips.
+        before = optimizer.register_step_pre_hook(partial(self._before_step, name))
+        after = optimizer.register_step_post_hook(partial(self._after_step, name))
+        self.defer(before.remove)
+        self.defer(after.remove)
+
+    def _before_step(self, name: str, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.publish(ev.BeforeOptimizerStep, name=name, optimizer=optimizer)
+
+    def _after_step(self, name: str, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.updated = True
+        self.publish(ev.AfterOptimizerStep, name=name, optimizer=optimizer)
+
+    # ------------------------------------------------------------------------------------------------ save points
+
+    @property
+    def _window_open(self) -> bool:
+        """True in the middle of an accumulation window; only the loop's own update knows."""
+        return any(hook.window_open for hook in self.bus.hooks if isinstance(hook, Update))
+
+    def _save_if_asked(self, *, force: bool = False) -> None:
+        saves = self._save_points()
+        if self._save_now.is_set() and (force or not self._window_open):
+            self._save_now.clear()
+            self.request_save(f"iter_{self.counters.iter}.safetensors")
+        if saves.requested and (force or not self._window_open):
+            saves.save(self.counters.iter, self.publish, self.progress)
+
+    def _capture(self, request: SaveRequest) -> dict[str, Any]:
+        state = resume.gather(self, request)
+        self.publish(ev.BeforeSaveCheckpoint, path=str(request.path), checkpoint=state)
+        if not request.save_param_scheduler:
+            state.pop("param_schedulers", None)
+        return state
+
+    def _save_points(self) -> SavePoints:
+        if self._saves is None:
+            raise ConfigurationError("checkpoints are made inside a run: use `with Run(...) as run:`, or TrainLoop")
+        return self._saves
+
+    def _need_work_dir(self) -> Path:
+        if self.work_dir is None:
+            raise ConfigurationError("there is no place for checkpoints: give the run a work_dir")
+        return self.work_dir
+
+    def _forget_validation_rng(self) -> None:
+        self.validation_rng = None
+
+    # ----------------------------------------------------------------------------------------------------- resume
+
+    def data_state(self) -> dict[str, Any] | None:
+        """Return the place in the training data; for checkpoints."""
+        return None if self._feed is None else self._feed.state_dict()
+
+    def set_data_state(self, state: Mapping[str, Any] | None) -> None:
+        """Have the next ``run.train`` go on at this place in the data; from checkpoints."""
+        self._saved_place = state
+
+    def _load(self) -> None:
+        if self._resume == "auto":
+            found = resume.find_checkpoint(self._need_work_dir())
+            if found is None:
+                log.info("no checkpoint to resume from; the run begins", work_dir=str(self.work_dir))
+                return
+            path, state = found
+        else:
+            path = Path(str(self._resume))
+            state = load(path)
+        self.publish(ev.AfterLoadCheckpoint, path=str(path), checkpoint=state)
+        resume.apply(self, state, strict=self._strict)
+        self.resumed_from = path
+        self.progress = self.counters.snapshot()
+        log.info("resumed", path=str(path), epoch=self.counters.epoch, iter=self.counters.iter)
+
+    def _feed_of(self, loader: Iterable[Any]) -> Feed:
+        if self._feed is None or self._feed.loader is not loader:
+            self._feed = Feed(loader, self.device)
+            if self._saved_place is not None:
+                self._feed.load_state_dict(self._saved_place)
+                self._saved_place = None
+        return self._feed
+
+
+def _named(kind: str, things: Any, wanted: type) -> dict[str, Any]:
+    found = dict(things) if isinstance(things, Mapping) else {kind: things}
+    for name, thing in found.items():
+        if not isinstance(thing, wanted):
+            raise ConfigurationError(
+                f"{kind} {name!r} is a {type(thing).__name__}, not a {wanted.__module__}.{wanted.__name__}"
+            )
+    if kind == "model" and not found:
+        raise ConfigurationError("give a run at least one model")
+    return found
+
+
+def _checked_stateful(things: Mapping[str, Any]) -> dict[str, Any]:
+    for name, thing in things.items():
+        if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
+            raise ConfigurationError(f"stateful[{name!r}] ({type(thing).__name__}) has no state_dict() and load_state_dict()")
+    return dict(things)
+
+
+def _device(device: str | torch.device | None, models: Mapping[str, torch.nn.Module]) -> torch.device:
+    if device is not None:
+        try:
+            return torch.device(device)
+        except RuntimeError as error:
+            raise ConfigurationError(f"device={device!r}: {error}") from None
+    parameters = (parameter.device for model in models.values() for parameter in model.parameters())
+    return next(parameters, torch.device("cpu"))
+
+
+def _never() -> bool:
+    return False
