@@ -67,17 +67,18 @@ class Filter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             terms.append(f"v > {self.after}")
         if self.before is not None:
             terms.append(f"v < {self.before}")
-        if self.every is not None and self.every > 1:
+        if self.every is not None:
             terms.append(f"(v - {self.after}) % {self.every} == 0" if self.after else f"v % {self.every} == 0")
         if self.once is not None:
-            terms.append(f"v == {next(iter(self.once))}" if len(self.once) == 1 else f"v in {sorted(self.once)}")
+            counts = ", ".join(map(str, sorted(self.once)))
+            terms.append(f"v == {counts}" if len(self.once) == 1 else f"v in {{{counts}}}")
         if self.when is not None:
-            bound[f"when_{suffix}"] = self.when
-            terms.append(f"when_{suffix}(event)")
+            bound[f"_when_{suffix}"] = self.when
+            terms.append(f"_when_{suffix}(event)")
         if self.every_seconds is not None:
             # Last, because asking starts the next interval: it must only be asked when all else agrees.
-            bound[f"due_{suffix}"] = _Interval(self.every_seconds).due
-            terms.append(f"due_{suffix}()")
+            bound[f"_due_{suffix}"] = _Interval(self.every_seconds).due
+            terms.append(f"_due_{suffix}()")
         return terms, bound
 
     def __str__(self) -> str:
@@ -133,9 +134,9 @@ def make_filter(
         raise SubscribeError(f"when={when!r}: a predicate takes the event and returns a truth value")
     _check_seconds(every_seconds)
     filter_ = Filter(
-        every=every,
+        every=None if every == 1 else every,  # these two always agree, and need no code
         once=None if once is None else _check_once(once),
-        after=after,
+        after=after or None,
         before=before,
         when=when,
         every_seconds=every_seconds,
@@ -164,7 +165,9 @@ def _check_seconds(value: object) -> None:
 
 
 def _check_once(once: int | Iterable[int]) -> frozenset[int]:
-    values = frozenset([once] if isinstance(once, int) else once)
+    if not isinstance(once, Iterable):
+        once = [once]
+    values = frozenset(once)
     if not values:
         raise SubscribeError("once=[]: an empty list never fires; leave `once` out or name at least one count")
     for value in values:
