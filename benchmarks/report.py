@@ -37,8 +37,9 @@ def progress(name: str) -> Iterator[Callable[[int, int], None]]:
 def tables(comparisons: Sequence[Comparison]) -> None:
     for comparison in comparisons:
         console.print(table(comparison))
-        for peer, reason in comparison.left_out.items():
-            console.print(f"{peer} is left out: {reason}", style="yellow")
+    left_out = {peer: reason for comparison in comparisons for peer, reason in comparison.left_out.items()}
+    for peer, reason in left_out.items():
+        console.print(f"{peer} is left out: {reason}", style="yellow")
 
 
 def table(comparison: Comparison) -> Table:

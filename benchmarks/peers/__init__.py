@@ -43,7 +43,7 @@ def load(names: tuple[str, ...]) -> tuple[dict[str, ModuleType], dict[str, str]]
         try:
             modules[TITLES[name]] = importlib.import_module(f"{__name__}.{name}")
         except ImportError as error:
-            left_out[TITLES[name]] = f"not installed ({error})"
+            left_out[TITLES[name]] = str(error)
     return modules, left_out
 
 
