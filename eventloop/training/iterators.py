@@ -1,6 +1,6 @@
 """The iterators of a run. Objects, not generators: a generator cannot tell ``break`` from an exception in the loop's body.
 
-They only say *when*; what is published, and in which order, is in :mod:`eventloop.training.run`.
+They only say *when*; what is published, and in which order, is in :mod:`eventloop.training.order`.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from eventloop.training.data import Feed
 from eventloop.training.metrics import Metrics
 
 if TYPE_CHECKING:
-    from eventloop.training.run import Run
+    from eventloop.training.order import Order
 
 
 class Epochs:
     """Indices of the epochs that are left. A resumed run that was about to validate first yields the epoch before."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._pending_validation = run.counters.phase == "val"
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._pending_validation = order.counters.phase == "val"
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> int:
-        run = self._run
-        run.abandon_evaluation()
-        run.end_epoch()
-        counters = run.counters
+        order = self._order
+        order.abandon_evaluation()
+        order.end_epoch()
+        counters = order.counters
         if self._pending_validation:
             self._pending_validation = False
-            run.begin_train()
+            order.begin_train()
             return max(0, counters.epoch - 1)
         counters.phase = "train"
-        if run.stopping or self._done():
-            run.end_train()
+        if order.stopping or self._done():
+            order.end_train()
             raise StopIteration
-        run.begin_train()
+        order.begin_train()
         return counters.epoch
 
     def _done(self) -> bool:
-        counters = self._run.counters
+        counters = self._order.counters
         if counters.max_iters is not None:
             return counters.iter >= counters.max_iters
         return counters.max_epochs is not None and counters.epoch >= counters.max_epochs
@@ -52,12 +52,12 @@ class Epochs:
 class TrainBatches:
     """The batches of one training epoch."""
 
-    def __init__(self, run: Run, feed: Feed, *, endless: bool) -> None:
-        self._run = run
+    def __init__(self, order: Order, feed: Feed, *, endless: bool) -> None:
+        self._order = order
         self._feed = feed
         self._endless = endless
         # Set by a checkpoint that was made between an epoch and its validation: nothing is left of this epoch.
-        self._nothing_left = run.counters.phase == "val" and run.counters.batches == 0
+        self._nothing_left = order.counters.phase == "val" and order.counters.batches == 0
         self._begun = False
         self._over = False
 
@@ -67,26 +67,26 @@ class TrainBatches:
     def __next__(self) -> Any:
         if self._over or self._nothing_left:
             raise StopIteration
-        run = self._run
+        order = self._order
         if not self._begun:
             self._begun = True
-            run.begin_epoch(self._feed, endless=self._endless)
-        run.abandon_evaluation()
-        run.end_iteration()
-        if run.stopping:
+            order.begin_epoch(self._feed, self, endless=self._endless)
+        order.abandon_evaluation()
+        order.end_iteration()
+        if order.stopping:
             self._over = True
-            run.break_epoch()
+            order.break_epoch()
             raise StopIteration
         batch = None if self._limit_reached() else self._next()
         if batch is None:
             self._over = True
-            run.end_epoch()
+            order.end_epoch()
             raise StopIteration
-        run.begin_iteration(batch[0])
+        order.begin_iteration(batch[0])
         return batch[0]
 
     def _limit_reached(self) -> bool:
-        counters = self._run.counters
+        counters = self._order.counters
         return counters.max_iters is not None and counters.iter >= counters.max_iters
 
     def _next(self) -> tuple[Any] | None:
@@ -103,8 +103,8 @@ class TrainBatches:
 class EvaluationBatches:
     """The batches of one validation or test; ``metrics`` holds the result when it is over."""
 
-    def __init__(self, run: Run, feed: Feed, metrics: Metrics, stage: Stage) -> None:
-        self._run = run
+    def __init__(self, order: Order, feed: Feed, metrics: Metrics, stage: Stage) -> None:
+        self._order = order
         self._feed = feed
         self._stage: Stage = stage
         self._accumulated = metrics
@@ -119,15 +119,15 @@ class EvaluationBatches:
     def __next__(self) -> Any:
         if self._over:
             raise StopIteration
-        run, stage = self._run, self._stage
+        order, stage = self._order, self._stage
         if self._index < 0:
-            run.begin_evaluation(stage)
-            self._accumulated.reset(run.device)
+            order.begin_evaluation(stage)
+            self._accumulated.reset()
         else:
-            run.end_evaluation_iteration(stage, self._index, self._accumulated)
-        if run.stopping:
+            order.end_evaluation_iteration(stage, self._index, self._accumulated)
+        if order.stopping:
             self._over = True
-            run.abandon_evaluation()
+            order.abandon_evaluation()
             raise StopIteration
         try:
             batch = self._feed.next()
@@ -135,8 +135,8 @@ class EvaluationBatches:
             self._over = True
             self._feed.end()
             self.metrics = self._accumulated.compute()
-            run.end_evaluation(stage, self.metrics)
+            order.end_evaluation(stage, self.metrics)
             raise
         self._index += 1
-        run.begin_evaluation_iteration(stage, self._index, batch)
+        order.begin_evaluation_iteration(stage, self._index, batch)
         return batch

@@ -130,7 +130,7 @@ class TrainLoop:
                     self._forward(run, batch)
                     if self.max_iters is not None and self._validation_due(run.counters.iter + 1):
                         metrics = self._validate(run) or metrics
-                if self.max_iters is None and self._validation_due() and not run.stopping:
+                if self.max_iters is None and self._validation_due() and not run.order.stopping:
                     metrics = self._validate(run) or metrics
         return metrics
 
@@ -187,7 +187,7 @@ class TrainLoop:
             **self._options,
             **options,
         )
-        run.validation_follows = self._iteration_is_validated
+        run.order.validation_follows = self._iteration_is_validated
         self._run = run
         return run
 

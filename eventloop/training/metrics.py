@@ -35,24 +35,26 @@ class Metrics:
 
     Args:
         metrics: name → metric.
+        device: of the run.
 
     Raises:
         ConfigurationError: an object without ``update``, ``compute`` or ``reset``.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric] | None = None) -> None:
+    def __init__(self, metrics: Mapping[str, Metric] | None = None, device: torch.device | None = None) -> None:
         self._metrics = dict(metrics or {})
+        self._device = device
         self._wanted = {name: _parameters(name, metric) for name, metric in self._metrics.items()}
         self._sums: dict[str, torch.Tensor | float] = {}
         self._counts: dict[str, int] = {}
 
-    def reset(self, device: torch.device | None = None) -> None:
-        """Start over; metrics that have ``.to()`` are moved to ``device``."""
+    def reset(self) -> None:
+        """Start over; metrics that have ``.to()`` are moved to the device."""
         self._sums, self._counts = {}, {}
         for metric in self._metrics.values():
             metric.reset()
-            if device is not None and callable(move := getattr(metric, "to", None)):
-                move(device)
+            if self._device is not None and callable(move := getattr(metric, "to", None)):
+                move(self._device)
 
     def update(self, outputs: Mapping[str, Any]) -> None:
         """Take the outputs of one batch.

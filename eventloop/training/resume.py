@@ -38,7 +38,7 @@ def gather(run: Run, request: SaveRequest) -> dict[str, Any]:
         "state_dict": models["model"] if set(models) == {"model"} else models,
         "progress": run.counters.state_dict(),
         "data": run.data_state(),
-        "rng": run.validation_rng or get_rng_state(),
+        "rng": run.order.validation_rng or get_rng_state(),
         "bus": run.bus.state_dict(),
         "stateful": {name: thing.state_dict() for name, thing in run.stateful.items()},
         "info": {name: value for name, value in run.info.items() if _plain(value)},

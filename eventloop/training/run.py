@@ -1,4 +1,4 @@
-"""A run: the one place that knows the order of the mount points.
+"""A run: what its hooks and its user see of it; opens and closes the bus, saves and resumes.
 
     with Run(bus, model=model, optimizer=optimizer, work_dir="runs/mine") as run:
         for epoch in run.epochs(20):
@@ -6,15 +6,14 @@
                 ...                                  # forward, backward, step: as in any training loop
                 run.report(loss=loss)
 
-publishes the same events around the user's own body that ``TrainLoop`` publishes around its own.
+publishes the same events around the user's own body that ``TrainLoop`` publishes around its own. Their order is in
+:mod:`eventloop.training.order`.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,27 +24,21 @@ from eventloop import events as ev
 from eventloop.bus import Bus
 from eventloop.checkpoint import load, stage
 from eventloop.errors import ConfigurationError
-from eventloop.events import Event, Progress, Stage
+from eventloop.events import Event, Progress
 from eventloop.training import resume
-from eventloop.training.data import Feed, set_epoch
+from eventloop.training.data import Feed
 from eventloop.training.iterators import Epochs, EvaluationBatches, TrainBatches
 from eventloop.training.metrics import Metric, Metrics
+from eventloop.training.order import Order
 from eventloop.training.progress import Counters
-from eventloop.training.rng import get_rng_state, seed_everything
+from eventloop.training.rng import seed_everything
 from eventloop.training.savepoint import OnError, SavePoints, SaveRequest
-from eventloop.training.scopes import Scopes
 from eventloop.training.update import Update
 
 Models = torch.nn.Module | Mapping[str, torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 
 log = structlog.get_logger("trainbus")
-
-_AFTER_EPOCH: dict[str, type[Event]] = {"val": ev.AfterValEpoch, "test": ev.AfterTestEpoch}
-_EVALUATION: dict[str, tuple[type[Event], ...]] = {
-    "val": (ev.BeforeVal, ev.BeforeValEpoch, ev.BeforeValIter, ev.AfterValIter, ev.AfterVal),
-    "test": (ev.BeforeTest, ev.BeforeTestEpoch, ev.BeforeTestIter, ev.AfterTestIter, ev.AfterTest),
-}
 
 
 class Run:
@@ -97,28 +90,23 @@ class Run:
         self.config = config or {}
         self.counters = counters or Counters()
         self.info: dict[str, Any] = {}
-        self.progress: Progress = self.counters.snapshot()
-        self.outputs: dict[str, Any] = {}
-        self.updated = False
         self.resumed_from: Path | None = None
-        self.validation_rng: dict[str, Any] | None = None
+        self.order = Order(
+            self.counters,
+            publish=self.publish,
+            save=self._save_if_asked,
+            window_open=self._window_open,
+            models=self.models.values(),
+        )
         self._resume = resume
         self._strict = strict
         if resume == "auto" and self.work_dir is None:
             raise ConfigurationError('resume="auto" looks for checkpoints in the work_dir; give one, or a path as resume=')
         self._opened = False
-        self._scopes = Scopes()
         self._saves: SavePoints | None = None
+        self._save_now = threading.Event()
         self._feed: Feed | None = None
         self._saved_place: Mapping[str, Any] | None = None
-        self._batch: Any = None
-        # Weak: the body's `for` holds the only reference, so a dead one tells that the body left it with `break`.
-        self._batches: weakref.ref[TrainBatches] | None = None
-        self._endless = False
-        self._stop = threading.Event()
-        self._save_now = threading.Event()
-        self.validation_follows: Callable[[], bool] = _never
-        """Whether the loop validates after the iteration just counted; a checkpoint made there resumes with that."""
 
     # --------------------------------------------------------------------------------------- what users call
 
@@ -127,6 +115,26 @@ class Run:
         """The model, or the first of several."""
         first: torch.nn.Module = next(iter(self.models.values()))
         return first
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come: the snapshot that events carry."""
+        return self.order.progress
+
+    @property
+    def outputs(self) -> dict[str, Any]:
+        """What the current iteration has reported so far."""
+        return self.order.outputs
+
+    @property
+    def updated(self) -> bool:
+        """True if an optimizer has stepped in the current iteration."""
+        return self.order.updated
+
+    @property
+    def last_batch(self) -> bool:
+        """True if the current training batch is the last one of its epoch (or of an iteration-based run)."""
+        return self.order.last_batch
 
     def epochs(self, max_epochs: int | None = None, *, max_iters: int | None = None) -> Epochs:
         """Iterate over the indices of the epochs that are left; publishes ``before_train`` and ``after_train`` around them.
@@ -139,7 +147,7 @@ class Run:
             raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give run.epochs() one of them")
         self.counters.max_epochs = max_epochs
         self.counters.max_iters = max_iters
-        return Epochs(self)
+        return Epochs(self.order)
 
     def train(self, loader: Iterable[Any], *, endless: bool = False) -> TrainBatches:
         """Iterate over the batches of one epoch on their device; publishes its events around the body.
@@ -150,9 +158,7 @@ class Run:
             loader: any iterable of batches that can be iterated again.
             endless: begin the loader anew when it is used up, within the same epoch (iteration-based training).
         """
-        batches = TrainBatches(self, self._feed_of(loader), endless=endless)
-        self._batches = weakref.ref(batches)
-        return batches
+        return TrainBatches(self.order, self._feed_of(loader), endless=endless)
 
     def validate(self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> EvaluationBatches:
         """Iterate over validation batches, in evaluation mode and without gradients, and publish the events of a validation.
@@ -160,23 +166,23 @@ class Run:
         What the body reports feeds ``metrics`` and, where it is scalar, means; the result is in ``.metrics`` afterwards.
         Called in the body of ``run.train``, it ends that iteration first.
         """
-        return EvaluationBatches(self, Feed(loader, self.device, "val_data"), Metrics(metrics), "val")
+        return EvaluationBatches(self.order, Feed(loader, self.device, "val_data"), Metrics(metrics, self.device), "val")
 
     def test(self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> EvaluationBatches:
         """Iterate over test batches; like :meth:`validate` with the events of a test."""
-        return EvaluationBatches(self, Feed(loader, self.device, "test_data"), Metrics(metrics), "test")
+        return EvaluationBatches(self.order, Feed(loader, self.device, "test_data"), Metrics(metrics, self.device), "test")
 
     def report(self, **entries: Any) -> None:
         """Add entries to the outputs of the current iteration; tensors stay on their device."""
-        self.outputs.update(entries)
+        self.order.outputs.update(entries)
 
     def publish(self, event: type[Event], **payload: Any) -> None:
         """Publish an event of this class, with this run and its progress filled in."""
-        self.bus.publish(event(run=self, progress=self.progress, **payload))
+        self.bus.publish(event(run=self, progress=self.order.progress, **payload))
 
     def defer(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` when the innermost open scope ends, however it ends; last registered, first called."""
-        self._scopes.defer(undo)
+        self.order.scopes.defer(undo)
 
     def stop(self, reason: str = "") -> None:
         """End the run at the next safe mount point: after an iteration whose accumulation window is complete.
@@ -186,7 +192,7 @@ class Run:
         """
         if reason:
             self.info["stop_reason"] = reason
-        self._stop.set()
+        self.order.stop.set()
 
     def checkpoint_now(self) -> None:
         """Save at the next safe mount point, under ``iter_<n>.safetensors``. Safe from any thread and signal handlers.
@@ -245,13 +251,6 @@ class Run:
             return None
         return self.counters.max_epochs * self.epoch_length
 
-    @property
-    def last_batch(self) -> bool:
-        """True if the current training batch is the last one of its epoch (or of an iteration-based run)."""
-        if self.counters.max_iters is not None and self.counters.iter + 1 >= self.counters.max_iters:
-            return True
-        return not self._endless and self._feed is not None and self._feed.last
-
     # ------------------------------------------------------------------------------------------- begin and end
 
     def __enter__(self) -> Self:
@@ -278,14 +277,14 @@ class Run:
             self.bus.close()
 
     def _begin(self) -> None:
-        self._scopes.enter("run")
+        self.order.scopes.enter("run")
         self._check_update()
         if self.seed is not None:
             seed_everything(self.seed)
         for model in self.models.values():
             model.to(self.device)
         for name, optimizer in self.optimizers.items():
-            self._watch_steps(name, optimizer)
+            self.order.watch_steps(name, optimizer)
         self._saves = SavePoints(self.bus, self._capture)
         self.defer(self._saves.close)
         self.publish(ev.BeforeRun)
@@ -293,12 +292,12 @@ class Run:
             self._load()
 
     def _end(self) -> None:
-        self.abandon_evaluation()
-        self._scopes.leave("epoch")
-        self.end_train()
+        self.order.abandon_evaluation()
+        self.order.break_epoch()
+        self.order.end_train()
         self.publish(ev.AfterRun)
         self._save_if_asked(force=True)
-        self._scopes.leave("run")
+        self.order.scopes.leave("run")
 
     def _abort(self, error: BaseException) -> None:
         """The exception is what the user must see: whatever fails in here is logged and added to it as a note."""
@@ -307,7 +306,7 @@ class Run:
         except Exception as failure:
             log.exception("a handler of on_exception failed")
             error.add_note(f"while handling it, a handler of on_exception failed: {failure!r}")
-        self._scopes.unwind()
+        self.order.scopes.unwind()
         if self._opened:
             self.bus.close(abort=True)
 
@@ -325,174 +324,18 @@ class Run:
     def _loop_driven(self) -> bool:
         return False
 
-    # ------------------------------------------------------------------------- the order of events (for iterators)
-
-    @property
-    def stopping(self) -> bool:
-        """True once ``stop()`` takes effect; inside an accumulation window it waits for the window's step."""
-        return self._stop.is_set() and not self._window_open
-
-    def begin_train(self) -> None:
-        """Publish ``before_train``, once."""
-        if "train" not in self._scopes:
-            self._scopes.enter("train")
-            self.progress = self.counters.snapshot()
-            self.publish(ev.BeforeTrain)
-
-    def end_train(self) -> None:
-        """Publish ``after_train`` if training had begun."""
-        if "train" in self._scopes:
-            self.publish(ev.AfterTrain)
-            self._save_if_asked(force=True)
-            self._scopes.leave("train")
-
-    def begin_epoch(self, feed: Feed, *, endless: bool) -> None:
-        """Publish ``before_train_epoch``; the data's iterator is made after it, so that hooks can still seed samplers."""
-        self.begin_train()
-        self._endless = endless
-        self._scopes.enter("epoch")
-        self.counters.phase = "train"
-        if not feed.resuming:
-            self.counters.batches = 0
-        self.progress = self.counters.snapshot()
-        set_epoch(feed.loader, self.counters.epoch)
-        self.publish(ev.BeforeTrainEpoch)
-        feed.begin()
-
-    def end_epoch(self) -> None:
-        """Publish ``after_train_epoch`` and count it."""
-        if "epoch" not in self._scopes:
-            return
-        if "iter" in self._scopes:  # the body left it with `break`
-            self._count_iteration()
-            self._scopes.leave("iter")
-        self.publish(ev.AfterTrainEpoch)
-        self.counters.epoch += 1
-        self.counters.batches = 0
-        self.counters.phase = "val" if self.counters.max_iters is None else "train"
-        if self._feed is not None:
-            self._feed.end()
-        self._save_if_asked(force=True)
-        self._scopes.leave("epoch")
-
-    def break_epoch(self) -> None:
-        """End the epoch in its middle, without its ``after_train_epoch``."""
-        self._scopes.leave("epoch")
-
-    def begin_iteration(self, batch: Any) -> None:
-        """Publish ``before_train_iter``."""
-        self.progress = self.counters.snapshot()
-        self.outputs = {}
-        self.updated = False
-        self._batch = batch
-        self._scopes.enter("iter")
-        self.publish(ev.BeforeTrainIter, batch_idx=self.counters.batches, batch=batch)
-
-    def end_iteration(self) -> None:
-        """Publish ``after_train_iter`` if an iteration is open, count it, and save if somebody asked."""
-        if "iter" not in self._scopes:
-            return
-        self.publish(ev.AfterTrainIter, batch_idx=self.counters.batches, batch=self._batch, outputs=self.outputs)
-        self._count_iteration()
-        self._save_if_asked()
-        self._scopes.leave("iter")
-
-    def _count_iteration(self) -> None:
-        self.counters.iter += 1
-        self.counters.batches += 1
-        self.counters.update += self.updated
-        self.counters.phase = "val" if self.validation_follows() else "train"
-
-    def begin_evaluation(self, stage: Stage) -> None:
-        """Publish ``before_val`` and ``before_val_epoch`` (or the same of a test), in evaluation mode, without gradients."""
-        self.abandon_evaluation()
-        if self._batches is not None and self._batches() is None:
-            self.end_epoch()
-        self.end_iteration()
-        self._scopes.enter(stage)
-        if stage == "val":
-            self.counters.phase = "val"
-            self.validation_rng = get_rng_state()
-            self.defer(self._forget_validation_rng)
-        self.progress = self.counters.snapshot(stage, 0)
-        self._evaluation_mode()
-        self.publish(_EVALUATION[stage][0])
-        self.publish(_EVALUATION[stage][1])
-
-    def begin_evaluation_iteration(self, stage: Stage, index: int, batch: Any) -> None:
-        """Publish ``before_val_iter`` (or ``before_test_iter``)."""
-        self.progress = self.counters.snapshot(stage, index)
-        self.outputs = {}
-        self._batch = batch
-        self._scopes.enter("evaluation iter")
-        self.publish(_EVALUATION[stage][2], batch_idx=index, batch=batch)
-
-    def end_evaluation_iteration(self, stage: Stage, index: int, metrics: Metrics) -> None:
-        """Publish ``after_val_iter`` (or ``after_test_iter``) if one is open, and feed the metrics."""
-        self.publish(_EVALUATION[stage][3], batch_idx=index, batch=self._batch, outputs=self.outputs)
-        metrics.update(self.outputs)
-        self._save_if_asked()
-        self._scopes.leave("evaluation iter")
-
-    def end_evaluation(self, stage: Stage, metrics: Mapping[str, Any]) -> None:
-        """Publish ``after_val_epoch`` with the metrics, and ``after_val`` (or the same of a test)."""
-        self.validation_rng = None
-        if stage == "val":
-            self.counters.phase = "train"
-        self.publish(_AFTER_EPOCH[stage], metrics=dict(metrics))
-        self.counters.validations += stage == "val"
-        self.counters.tests += stage == "test"
-        self._save_if_asked(force=True)
-        self.publish(_EVALUATION[stage][4])
-        self._scopes.leave(stage)
-        self._save_if_asked(force=True)
-
-    def abandon_evaluation(self) -> None:
-        """End a validation or test that was left in its middle, by ``break`` or a stop, without its ``after_x``."""
-        for scope in ("val", "test"):
-            self._scopes.leave(scope)
-
-    def _evaluation_mode(self) -> None:
-        modes = [(module, module.training) for model in self.models.values() for module in model.modules()]
-        gradients = torch.is_grad_enabled()
-
-        def restore() -> None:
-            torch.set_grad_enabled(gradients)
-            for module, mode in modes:
-                module.training = mode
-
-        self.defer(restore)
-        for model in self.models.values():
-            model.eval()
-        torch.set_grad_enabled(False)
-
-    def _watch_steps(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        # torch's own hooks see every step, whoever makes it; GradScaler does not call step() for a step it skips.
-        before = optimizer.register_step_pre_hook(partial(self._before_step, name))
-        after = optimizer.register_step_post_hook(partial(self._after_step, name))
-        self.defer(before.remove)
-        self.defer(after.remove)
-
-    def _before_step(self, name: str, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.publish(ev.BeforeOptimizerStep, name=name, optimizer=optimizer)
-
-    def _after_step(self, name: str, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.updated = True
-        self.publish(ev.AfterOptimizerStep, name=name, optimizer=optimizer)
-
     # ------------------------------------------------------------------------------------------------ save points
 
-    @property
     def _window_open(self) -> bool:
         """True in the middle of an accumulation window; only the loop's own update knows."""
         return any(hook.window_open for hook in self.bus.hooks if isinstance(hook, Update))
 
     def _save_if_asked(self, *, force: bool = False) -> None:
         saves = self._save_points()
-        if self._save_now.is_set() and (force or not self._window_open):
+        if self._save_now.is_set() and (force or not self._window_open()):
             self._save_now.clear()
             self.request_save(f"iter_{self.counters.iter}.safetensors")
-        if saves.requested and (force or not self._window_open):
+        if saves.requested and (force or not self._window_open()):
             saves.save(self.counters.iter, self.publish, self.progress)
 
     def _capture(self, request: SaveRequest) -> dict[str, Any]:
@@ -512,13 +355,12 @@ class Run:
             raise ConfigurationError("there is no place for checkpoints: give the run a work_dir")
         return self.work_dir
 
-    def _forget_validation_rng(self) -> None:
-        self.validation_rng = None
-
     # ----------------------------------------------------------------------------------------------------- resume
 
-    def data_state(self) -> dict[str, Any] | None:
+    def data_state(self) -> Mapping[str, Any] | None:
         """Return the place in the training data; for checkpoints."""
+        if self._saved_place is not None:
+            return self._saved_place  # resumed, and not come to training yet
         return None if self._feed is None else self._feed.state_dict()
 
     def set_data_state(self, state: Mapping[str, Any] | None) -> None:
@@ -538,7 +380,7 @@ class Run:
         self.publish(ev.AfterLoadCheckpoint, path=str(path), checkpoint=state)
         resume.apply(self, state, strict=self._strict)
         self.resumed_from = path
-        self.progress = self.counters.snapshot()
+        self.order.progress = self.counters.snapshot()
         log.info("resumed", path=str(path), epoch=self.counters.epoch, iter=self.counters.iter)
 
     def _feed_of(self, loader: Iterable[Any]) -> Feed:
@@ -577,7 +419,3 @@ def _device(device: str | torch.device | None, models: Mapping[str, torch.nn.Mod
             raise ConfigurationError(f"device={device!r}: {error}") from None
     parameters = (parameter.device for model in models.values() for parameter in model.parameters())
     return next(parameters, torch.device("cpu"))
-
-
-def _never() -> bool:
-    return False

@@ -1,0 +1,257 @@
+"""The order of the mount points of a run, step by step: what is published, counted, saved and undone, and when.
+
+The iterators (:mod:`eventloop.training.iterators`) say that something begins or ends; here is what that means.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from eventloop import events as ev
+from eventloop.events import Event, Progress, Stage
+from eventloop.training.data import Feed, set_epoch
+from eventloop.training.metrics import Metrics
+from eventloop.training.progress import Counters
+from eventloop.training.rng import get_rng_state
+from eventloop.training.scopes import Scopes
+
+_EVALUATION: dict[str, tuple[type[Event], ...]] = {
+    "val": (ev.BeforeVal, ev.BeforeValEpoch, ev.BeforeValIter, ev.AfterValIter, ev.AfterValEpoch, ev.AfterVal),
+    "test": (ev.BeforeTest, ev.BeforeTestEpoch, ev.BeforeTestIter, ev.AfterTestIter, ev.AfterTestEpoch, ev.AfterTest),
+}
+
+
+class Save(Protocol):
+    """Makes the save that hooks have asked for, if any."""
+
+    def __call__(self, *, force: bool = False) -> None:
+        """Save; in the middle of an accumulation window only by ``force``."""
+
+
+class Order:
+    """The moving parts of a run: counters, open scopes, the current iteration.
+
+    Args:
+        counters: of the run.
+        publish: of the run.
+        save: makes a requested save.
+        window_open: True in the middle of an accumulation window.
+        models: of the run; they are in evaluation mode during validation and test.
+    """
+
+    def __init__(
+        self,
+        counters: Counters,
+        *,
+        publish: Callable[..., None],
+        save: Save,
+        window_open: Callable[[], bool],
+        models: Iterable[torch.nn.Module],
+    ) -> None:
+        self.counters = counters
+        self.progress: Progress = counters.snapshot()
+        self.scopes = Scopes()
+        self.outputs: dict[str, Any] = {}
+        self.updated = False
+        self.endless = False
+        self.feed: Feed | None = None
+        self.validation_rng: dict[str, Any] | None = None
+        """Random states at the start of the validation under way: a checkpoint made in it begins it anew."""
+        self.validation_follows: Callable[[], bool] = _never
+        self.stop = threading.Event()
+        self._publish = publish
+        self._save = save
+        self._window_open = window_open
+        self._models = list(models)
+        self._batch: Any = None
+        self._body: weakref.ref[object] | None = None
+
+    @property
+    def stopping(self) -> bool:
+        """True once a stop takes effect; inside an accumulation window it waits for the window's step."""
+        return self.stop.is_set() and not self._window_open()
+
+    # --------------------------------------------------------------------------------------------------- training
+
+    def begin_train(self) -> None:
+        """Publish ``before_train``, once."""
+        if "train" not in self.scopes:
+            self.scopes.enter("train")
+            self.progress = self.counters.snapshot()
+            self._publish(ev.BeforeTrain)
+
+    def end_train(self) -> None:
+        """Publish ``after_train`` if training had begun."""
+        if "train" in self.scopes:
+            self._publish(ev.AfterTrain)
+            self._save(force=True)
+            self.scopes.leave("train")
+
+    def begin_epoch(self, feed: Feed, body: object, *, endless: bool) -> None:
+        """Publish ``before_train_epoch``; the data's iterator is made after it, so that hooks can still seed samplers.
+
+        Args:
+            feed: the training data.
+            body: the iterator that the user's ``for`` statement holds. Only the statement does (it is kept weakly here), so
+                once it is gone the body was left with ``break``.
+            endless: the data begins anew within the epoch when it is used up.
+        """
+        self.begin_train()
+        self._body = weakref.ref(body)
+        self.feed = feed
+        self.endless = endless
+        self.scopes.enter("epoch")
+        self.counters.phase = "train"
+        if not feed.resuming:
+            self.counters.batches = 0
+        self.progress = self.counters.snapshot()
+        set_epoch(feed.loader, self.counters.epoch)
+        self._publish(ev.BeforeTrainEpoch)
+        feed.begin()
+
+    def end_epoch(self) -> None:
+        """Publish ``after_train_epoch`` if an epoch is open, and count it."""
+        if "epoch" not in self.scopes:
+            return
+        if "iter" in self.scopes:  # the body left it with `break`
+            self._count_iteration()
+            self.scopes.leave("iter")
+        self._publish(ev.AfterTrainEpoch)
+        self.counters.epoch += 1
+        self.counters.batches = 0
+        self.counters.phase = "val" if self.counters.max_iters is None else "train"
+        if self.feed is not None:
+            self.feed.end()
+        self._save(force=True)
+        self.scopes.leave("epoch")
+
+    def break_epoch(self) -> None:
+        """End the epoch in its middle, without its ``after_train_epoch``."""
+        self.scopes.leave("epoch")
+
+    def begin_iteration(self, batch: Any) -> None:
+        """Publish ``before_train_iter``."""
+        self.progress = self.counters.snapshot()
+        self.outputs = {}
+        self.updated = False
+        self._batch = batch
+        self.scopes.enter("iter")
+        self._publish(ev.BeforeTrainIter, batch_idx=self.counters.batches, batch=batch)
+
+    def end_iteration(self) -> None:
+        """Publish ``after_train_iter`` if an iteration is open, count it, and save if somebody asked."""
+        if "iter" not in self.scopes:
+            return
+        self._publish(ev.AfterTrainIter, batch_idx=self.counters.batches, batch=self._batch, outputs=self.outputs)
+        self._count_iteration()
+        self._save()
+        self.scopes.leave("iter")
+
+    @property
+    def last_batch(self) -> bool:
+        """True if the current training batch is the last one of its epoch (or of an iteration-based run)."""
+        if self.counters.max_iters is not None and self.counters.iter + 1 >= self.counters.max_iters:
+            return True
+        return not self.endless and self.feed is not None and self.feed.last
+
+    def watch_steps(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        """Count and publish the steps of ``optimizer`` until the innermost scope ends, whoever makes them."""
+        # GradScaler does not call step() for a step that it skips, so torch's own hooks see the real ones only.
+        before = optimizer.register_step_pre_hook(partial(self._before_step, name))
+        after = optimizer.register_step_post_hook(partial(self._after_step, name))
+        self.scopes.defer(before.remove)
+        self.scopes.defer(after.remove)
+
+    def _before_step(self, name: str, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._publish(ev.BeforeOptimizerStep, name=name, optimizer=optimizer)
+
+    def _after_step(self, name: str, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.updated = True
+        self._publish(ev.AfterOptimizerStep, name=name, optimizer=optimizer)
+
+    def _count_iteration(self) -> None:
+        self.counters.iter += 1
+        self.counters.batches += 1
+        self.counters.update += self.updated
+        self.counters.phase = "val" if self.validation_follows() else "train"
+
+    # ---------------------------------------------------------------------------------------- validation and test
+
+    def begin_evaluation(self, stage: Stage) -> None:
+        """Publish ``before_val`` and ``before_val_epoch`` (or the same of a test), in evaluation mode, without gradients.
+
+        A training iteration that is still open ends first; so does its epoch, if the body was left with ``break``.
+        """
+        self.abandon_evaluation()
+        if self._body is not None and self._body() is None:
+            self.end_epoch()
+        self.end_iteration()
+        self.scopes.enter(stage)
+        if stage == "val":
+            self.counters.phase = "val"
+            self.validation_rng = get_rng_state()
+            self.scopes.defer(self._forget_validation_rng)
+        self.progress = self.counters.snapshot(stage, 0)
+        self._evaluation_mode()
+        self._publish(_EVALUATION[stage][0])
+        self._publish(_EVALUATION[stage][1])
+
+    def begin_evaluation_iteration(self, stage: Stage, index: int, batch: Any) -> None:
+        """Publish ``before_val_iter`` (or ``before_test_iter``)."""
+        self.progress = self.counters.snapshot(stage, index)
+        self.outputs = {}
+        self._batch = batch
+        self.scopes.enter("evaluation iter")
+        self._publish(_EVALUATION[stage][2], batch_idx=index, batch=batch)
+
+    def end_evaluation_iteration(self, stage: Stage, index: int, metrics: Metrics) -> None:
+        """Publish ``after_val_iter`` (or ``after_test_iter``), and feed the metrics."""
+        self._publish(_EVALUATION[stage][3], batch_idx=index, batch=self._batch, outputs=self.outputs)
+        metrics.update(self.outputs)
+        self._save()
+        self.scopes.leave("evaluation iter")
+
+    def end_evaluation(self, stage: Stage, metrics: Mapping[str, Any]) -> None:
+        """Publish ``after_val_epoch`` with the metrics, and ``after_val`` (or the same of a test)."""
+        self._forget_validation_rng()
+        if stage == "val":
+            self.counters.phase = "train"
+        self._publish(_EVALUATION[stage][4], metrics=dict(metrics))
+        self.counters.validations += stage == "val"
+        self.counters.tests += stage == "test"
+        self._save(force=True)
+        self._publish(_EVALUATION[stage][5])
+        self._save(force=True)
+        self.scopes.leave(stage)
+
+    def abandon_evaluation(self) -> None:
+        """End a validation or test that was left in its middle, by ``break`` or a stop, without its ``after_x``."""
+        for scope in ("val", "test"):
+            self.scopes.leave(scope)
+
+    def _evaluation_mode(self) -> None:
+        modes = [(module, module.training) for model in self._models for module in model.modules()]
+        gradients = torch.is_grad_enabled()
+
+        def restore() -> None:
+            torch.set_grad_enabled(gradients)
+            for module, mode in modes:
+                module.training = mode
+
+        self.scopes.defer(restore)
+        for model in self._models:
+            model.eval()
+        torch.set_grad_enabled(False)
+
+    def _forget_validation_rng(self) -> None:
+        self.validation_rng = None
+
+
+def _never() -> bool:
+    return False
