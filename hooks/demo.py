@@ -1,0 +1,198 @@
+"""``trainbus demo``: a small network on scikit-learn's handwritten digits, with every hook at work and all I/O offloaded."""
+
+from __future__ import annotations
+
+import math
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from eventloop import Bus, ConfigurationError, TrainLoop
+from hooks.check_loss import CheckInvalidLossHook
+from hooks.checkpoint import CheckpointHook
+from hooks.ema import EMAHook
+from hooks.logger import LoggerHook
+from hooks.optimizer import OptimizerHook
+from hooks.progress_bar import ProgressBar
+from hooks.runtime_info import RuntimeInfoHook
+from hooks.schedule import ParamSchedulerHook
+from hooks.timer import IterTimerHook
+from hooks.writers import ConsoleWriter, JSONLinesWriter
+
+DEFAULT = Path("runs/digits")
+BATCH = 32
+
+Images = dict[str, Dataset[Any]]
+
+
+class Accuracy:
+    """Share of right predictions, by the protocol that torchmetrics uses; no number leaves the device before compute."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        self._right: torch.Tensor | int = 0
+        self._seen = 0
+
+    def update(self, logits: torch.Tensor, target: torch.Tensor) -> None:
+        """Count a batch: logits of shape (batch, classes), targets of shape (batch,)."""
+        self._right = self._right + (logits.argmax(1) == target).sum()
+        self._seen += len(target)
+
+    def compute(self) -> float:
+        """Return the share, 0 to 1."""
+        return float(self._right) / max(1, self._seen)
+
+
+def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Forward pass: the loss to train on, and what the metrics ask for."""
+    images, target = batch
+    logits = model(images)
+    return {"loss": functional.cross_entropy(logits, target), "logits": logits, "target": target}
+
+
+def digits(seed: int) -> Images:
+    """Return the 1,797 images (1 × 8 × 8, 0 to 1) split 60 : 20 : 20 into train, val and test.
+
+    Raises:
+        ConfigurationError: scikit-learn, which brings the images, is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise ConfigurationError('the demo needs scikit-learn for its images: pip install "trainbus[demo]"') from None
+    bundle = load_digits()
+    images = torch.tensor(bundle.images / 16.0, dtype=torch.float32).unsqueeze(1)
+    target = torch.tensor(bundle.target, dtype=torch.int64)
+    order = np.random.default_rng(seed).permutation(len(target))
+    parts = np.split(order, [int(0.6 * len(order)), int(0.8 * len(order))])
+    return {name: TensorDataset(images[part], target[part]) for name, part in zip(("train", "val", "test"), parts, strict=True)}
+
+
+def network() -> nn.Module:
+    """Return a small convolutional network for 8 × 8 images."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 16, 64),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Linear(64, 10),
+    )
+
+
+def make_bus(optimizer: torch.optim.Optimizer, iterations: int, console: Console) -> Bus:
+    """Return a bus with all the hooks of the demo."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_warm_up_and_decay, total=iterations))
+    bus = Bus()
+    bus.add(
+        OptimizerHook(grad_clip=5.0),
+        EMAHook(momentum=0.02),
+        ParamSchedulerHook(schedule, by="iter"),
+        RuntimeInfoHook(),
+        IterTimerHook(),
+        CheckInvalidLossHook(),
+        LoggerHook(interval=20, writers=[ConsoleWriter(console), JSONLinesWriter(interval=1)]),
+        ProgressBar(console),
+        CheckpointHook(interval=1, save_best="accuracy", max_keep_ckpts=2),
+    )
+    return bus
+
+
+def _warm_up_and_decay(iteration: int, total: int) -> float:
+    """Return the factor of the learning rate: up over the first tenth, then down along a cosine."""
+    rising = total / 10
+    if iteration < rising:
+        return (iteration + 1) / rising
+    return 0.5 * (1 + math.cos(math.pi * (iteration - rising) / max(1.0, total - rising)))
+
+
+def run_demo(*, out: Path | None = None, epochs: int = 30, seed: int = 0, resume: bool = False) -> int:
+    """Train, test, and print what ran where; return the exit status.
+
+    Args:
+        out: folder of the run. One that holds a run already is not overwritten: a number is added to its name.
+        epochs: in all, those before a resume included.
+        seed: of weights, shuffling and split.
+        resume: go on from the newest checkpoint in ``out`` (by default the newest run).
+
+    Raises:
+        ConfigurationError: there is nothing to resume, or scikit-learn is missing.
+    """
+    console = Console()
+    work_dir = _run_to_resume(out) if resume else _free(out or DEFAULT)
+    data = digits(seed)
+    torch.manual_seed(seed)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=1e-2)
+    loaders = {name: DataLoader(part, batch_size=BATCH, shuffle=name == "train") for name, part in data.items()}
+    bus = make_bus(optimizer, epochs * len(loaders["train"]), console)
+    loop = TrainLoop(
+        model,
+        optimizer,
+        step=step,
+        train_data=loaders["train"],
+        val_data=loaders["val"],
+        test_data=loaders["test"],
+        metrics={"accuracy": Accuracy()},
+        bus=bus,
+        max_epochs=epochs,
+        work_dir=work_dir,
+        seed=seed,
+    )
+    sizes = ", ".join(f"{len(part)} {name}" for name, part in data.items())  # type: ignore[arg-type]  # TensorDataset has one
+    console.print(f"[bold]trainbus demo[/]: handwritten digits ({sizes}), {epochs} epochs → {work_dir}", highlight=False)
+    began = time.perf_counter()
+    loop.run(resume="auto" if resume else None)
+    seconds = time.perf_counter() - began
+    averaged = loop.test()["accuracy"]
+    raw = TrainLoop(model, step=step, test_data=loaders["test"], metrics={"accuracy": Accuracy()}).test()["accuracy"]
+    console.print()
+    console.print(bus.describe(stats=True))
+    console.print(_summary(work_dir, seconds, loop.counters.iter, raw, averaged))
+    return 0
+
+
+def _summary(work_dir: Path, seconds: float, iterations: int, raw: float, averaged: float) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_row("test accuracy", f"raw weights {raw:.2%}, averaged weights {averaged:.2%}")
+    table.add_row("trained", f"{iterations} iterations, {seconds:.1f} s in this session, all I/O beside the training thread")
+    table.add_row("files in", str(work_dir))
+    for path in sorted(work_dir.iterdir()):
+        table.add_row("", f"{path.name}  ({path.stat().st_size / 1e3:.0f} kB)")
+    return table
+
+
+def _free(wanted: Path) -> Path:
+    """Return ``wanted``, or the first of ``wanted-2``, ``wanted-3`` … that holds nothing yet."""
+    candidate, number = wanted, 1
+    while candidate.exists() and (not candidate.is_dir() or any(candidate.iterdir())):
+        number += 1
+        candidate = wanted.with_name(f"{wanted.name}-{number}")
+    return candidate
+
+
+def _run_to_resume(out: Path | None) -> Path:
+    runs = [out] if out is not None else list(DEFAULT.parent.glob(f"{DEFAULT.name}*"))
+    found = [run for run in runs if (run / "last_checkpoint").is_file()]
+    if not found:
+        raise ConfigurationError(
+            f"there is nothing to resume in {out or DEFAULT.parent}: no last_checkpoint; leave --resume out"
+        )
+    return max(found, key=lambda run: (run / "last_checkpoint").stat().st_mtime_ns)
