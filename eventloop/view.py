@@ -68,6 +68,10 @@ class RunView(Protocol):
         """Training batches per epoch, or None where the loader does not know."""
 
     @property
+    def evaluation_length(self) -> int | None:
+        """Batches in the validation or test under way (or the last one), or None where the loader does not know."""
+
+    @property
     def total_iters(self) -> int | None:
         """Iterations this run is going to make in all, or None where that cannot be known."""
 

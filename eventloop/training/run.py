@@ -106,6 +106,7 @@ class Run:
         self._saves: SavePoints | None = None
         self._save_now = threading.Event()
         self._feed: Feed | None = None
+        self._evaluated: Feed | None = None
         self._saved_place: Mapping[str, Any] | None = None
 
     # --------------------------------------------------------------------------------------- what users call
@@ -166,11 +167,13 @@ class Run:
         What the body reports feeds ``metrics`` and, where it is scalar, means; the result is in ``.metrics`` afterwards.
         Called in the body of ``run.train``, it ends that iteration first.
         """
-        return EvaluationBatches(self.order, Feed(loader, self.device, "val_data"), Metrics(metrics, self.device), "val")
+        self._evaluated = Feed(loader, self.device, "val_data")
+        return EvaluationBatches(self.order, self._evaluated, Metrics(metrics, self.device), "val")
 
     def test(self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> EvaluationBatches:
         """Iterate over test batches; like :meth:`validate` with the events of a test."""
-        return EvaluationBatches(self.order, Feed(loader, self.device, "test_data"), Metrics(metrics, self.device), "test")
+        self._evaluated = Feed(loader, self.device, "test_data")
+        return EvaluationBatches(self.order, self._evaluated, Metrics(metrics, self.device), "test")
 
     def report(self, **entries: Any) -> None:
         """Add entries to the outputs of the current iteration; tensors stay on their device."""
@@ -241,6 +244,11 @@ class Run:
     def epoch_length(self) -> int | None:
         """Training batches per epoch, or None where the loader does not know."""
         return self._feed.length if self._feed is not None else None
+
+    @property
+    def evaluation_length(self) -> int | None:
+        """Batches in the validation or test under way (or the last one), or None where the loader does not know."""
+        return self._evaluated.length if self._evaluated is not None else None
 
     @property
     def total_iters(self) -> int | None:
