@@ -50,12 +50,13 @@ class Bus(TypedOn):
     ) -> None:
         if backend not in ("asyncio", "trio"):
             raise SubscribeError(f'backend={backend!r}: the event loop is "asyncio" or "trio"')
-        self._routes: dict[type, Route] = {}
+        self._routes: dict[type, Route] = {}  # what publish looks into; emptied to make the next publish come by _route
+        self._compiled: dict[type, Route] = {}
         self._lock = threading.RLock()
         self._subscriptions: tuple[Subscription, ...] = ()
         self._hooks: tuple[Hook, ...] = ()
         self._counts: dict[str, _Count] = {}
-        self._failures: list[BaseException] = []
+        self._failures: dict[Subscription, BaseException] = {}  # the first of each; all were logged
         self._timing = timing
         self._backend: Backend = backend
         self._runtime: Runtime | None = None
@@ -89,9 +90,7 @@ class Bus(TypedOn):
             if not gone:
                 raise SubscribeError(f"{what!r} is not subscribed to this bus")
             self._hooks = tuple(hook for hook in self._hooks if hook is not what)
-            self._replace([one for one in self._subscriptions if one not in gone], changed=gone)
-        for subscription in gone:
-            subscription.ended()
+            self.remove(*gone)
 
     def add(self, *hooks: Hook, priority: PriorityLike | None = None) -> None:
         """Subscribe the mount-point methods of hooks; all of them, or none if one is wrong.
@@ -107,8 +106,8 @@ class Bus(TypedOn):
         subscriptions = [made for hook in hooks for made in self._subscriptions_of(hook, priority)]
         with self._lock:
             self._check_names([*self._hooks, *hooks])
-            self._hooks += hooks
             self._insert(subscriptions)
+            self._hooks += hooks
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
@@ -169,6 +168,7 @@ class Bus(TypedOn):
         with self._lock:
             self._timing = on
             self._routes = {}
+            self._compiled = {}
 
     # -------------------------------------------------------------------------------------------------- lifecycle
 
@@ -186,10 +186,16 @@ class Bus(TypedOn):
         with self._lock:
             if self._state != "idle":
                 raise BusStateError(f"this bus is {self._state} already; whoever opened it closes it")
-            self._runtime = Runtime(self._backend)
+            runtime = Runtime(self._backend)
+            self._failures = {}
+            try:
+                for subscription in self._subscriptions:
+                    subscription.serve(runtime)
+            except BaseException:
+                runtime.close(1.0, "its bus could not be opened", abandon=True)
+                raise
+            self._runtime = runtime
             self._state = "open"
-            for subscription in self._subscriptions:
-                subscription.serve(self._runtime)
         _open_buses.add(self)
 
     def close(self, *, abort: bool = False) -> None:
@@ -199,24 +205,36 @@ class Bus(TypedOn):
             abort: wait for ``abort_timeout`` only, and report what is left or failed instead of raising it.
 
         Raises:
+            BusStateError: this is an offloaded handler of the same bus.
             OffloadError: not everything could be delivered within ``drain_timeout``.
             Exception: what offloaded handlers with ``on_error="raise"`` raised (an ExceptionGroup if several did).
         """
+        runtime = self._runtime
+        if runtime is not None and runtime.owns_thread():
+            raise BusStateError("bus.close() was called from an offloaded handler of the same bus: it would wait for itself")
         with self._lock:
-            if self._state != "open" or self._runtime is None:
+            if self._state != "open" or runtime is None:
                 return
-            runtime = self._runtime
-            if runtime.owns_thread():
-                raise BusStateError(
-                    "bus.close() was called from an offloaded handler of the same bus: it would wait for itself"
-                )
             self._state = "draining"
-        report = DrainReport()
+        settled = False
         try:
-            report = runtime.settle(self.abort_timeout if abort else self.drain_timeout)
+            settled = runtime.settle(self.abort_timeout if abort else self.drain_timeout)
         finally:
-            self._shut(runtime, 1.0 if report.pending else 5.0)
-        self._after_close(report, abort=abort)
+            left = self._shut(runtime, 5.0 if settled else 1.0, abandon=not settled)
+            failures = self._take_failures()
+        if abort:
+            if left:
+                log.warning("events were not delivered before the bus closed", events=left)
+            return
+        if left:
+            missed = ", ".join(f"{number} for {label}" for label, number in left.items())
+            failures.append(
+                OffloadError(
+                    f"the bus closed with events undelivered after drain_timeout={self.drain_timeout:g} s: {missed}. "
+                    "Give Bus a longer drain_timeout=, or those handlers less to do"
+                )
+            )
+        _raise(failures)
 
     def drain(self, timeout: float | None = None) -> DrainReport:
         """Wait until everything published before this call is delivered, dropped or failed.
@@ -232,7 +250,7 @@ class Bus(TypedOn):
         if runtime is None:
             raise BusStateError("only an open bus can be drained: use `with bus:`")
         report = runtime.drain(timeout)
-        self._raise_failures()
+        _raise(self._take_failures())
         return report
 
     def __enter__(self) -> Self:
@@ -273,12 +291,23 @@ class Bus(TypedOn):
             f"at {name_of(type(event))}{when}"
         )
 
-    def fail(self, error: BaseException) -> None:
-        """Have ``error`` raised by the next publish (on a thread that is not the bus's own), drain or close."""
+    def fail(self, subscription: Subscription, error: BaseException) -> None:
+        """Have ``error`` raised by the next publish (on a thread that is not the bus's own), drain or close.
+
+        Of several errors of one subscription the first is kept: a handler that always fails would pile them up.
+        """
         with self._lock:
-            self._failures.append(error)
+            self._failures.setdefault(subscription, error)
             # Emptied, so that the next publish misses and comes past _raise_failures; costs nothing until then.
             self._routes = {}
+
+    def remove(self, *subscriptions: Subscription) -> None:
+        """Let go of subscriptions; of those that are gone already nothing happens."""
+        with self._lock:
+            gone = [one for one in subscriptions if one.active]
+            self._replace([one for one in self._subscriptions if one not in gone], changed=gone)
+            for subscription in gone:
+                subscription.ended()
 
     # -------------------------------------------------------------------------------------------------- internals
 
@@ -302,9 +331,14 @@ class Bus(TypedOn):
         with self._lock:
             # sorted() is stable: equal priorities keep the order of registration.
             merged = sorted([*self._subscriptions, *new], key=lambda one: one.priority)
-            if self._runtime is not None:
+            try:
+                if self._runtime is not None:
+                    for subscription in new:
+                        subscription.serve(self._runtime)
+            except BaseException:
                 for subscription in new:
-                    subscription.serve(self._runtime)
+                    subscription.ended()
+                raise
             self._replace(merged, changed=new)
         return new
 
@@ -312,7 +346,8 @@ class Bus(TypedOn):
         """Put a new table in place; a publish that is under way goes on with the route it has."""
         names = {subscription.mount_point for subscription in changed}
         self._subscriptions = tuple(subscriptions)
-        self._routes = {kind: route for kind, route in self._routes.items() if names.isdisjoint(lineage(kind))}
+        self._compiled = {kind: route for kind, route in self._compiled.items() if names.isdisjoint(lineage(kind))}
+        self._routes = {} if self._failures else dict(self._compiled)
 
     def _heard_by(self, event_type: type[Event]) -> list[Subscription]:
         names = lineage(event_type)
@@ -321,65 +356,54 @@ class Bus(TypedOn):
     def _route(self, event_type: type) -> Route:
         """Find the route of an event that has none cached, after raising what offloaded handlers left behind."""
         if not issubclass(event_type, Event):
-            raise TypeError(f"bus.publish takes an event, an instance of an Event class, not {event_type.__name__}")
+            what = "a class: make an instance of it" if issubclass(event_type, type) else event_type.__name__
+            raise TypeError(f"bus.publish takes an event, an instance of an Event class, not {what}")
         if self._failures and not (self._runtime is not None and self._runtime.owns_thread()):
-            self._raise_failures()
+            _raise(self._take_failures())
         return self._find_route(event_type)
 
     def _find_route(self, event_type: type[Event]) -> Route:
         with self._lock:
             if self._inert:
                 return ignore
-            route = compile_route(
-                event_type,
-                self._heard_by(event_type),
-                count=self._counts.setdefault(name_of(event_type), _Count()).next,
-                blame=self.annotate,
-                timing=self._timing,
-            )
-            if not self._failures:
-                self._routes[event_type] = route
-            return route
-
-    def _raise_failures(self) -> None:
-        with self._lock:
-            failures, self._failures = self._failures, []
-        if len(failures) == 1:
-            raise failures[0]
-        if failures:
-            raise BaseExceptionGroup("several offloaded handlers failed", failures)
-
-    def _shut(self, runtime: Runtime, grace: float) -> None:
-        runtime.close(grace, "the bus has closed: events are published inside `with bus:`")
-        with self._lock:
-            self._runtime = None
-            self._state = "idle"
-        _open_buses.discard(self)
-
-    def _after_close(self, report: DrainReport, *, abort: bool) -> None:
-        with self._lock:
-            failures, self._failures = self._failures, []
-        if abort:
-            if report.pending:
-                log.warning("events were not delivered before the bus closed", pending=report.pending)
-            return
-        if report.pending:
-            left = {one.label: one.stats.pending for one in self._subscriptions if one.stats.pending}
-            failures.append(
-                OffloadError(
-                    f"{report.pending} events were not delivered within drain_timeout={self.drain_timeout:g} s: {left}"
+            if event_type not in self._compiled:
+                self._compiled[event_type] = compile_route(
+                    event_type,
+                    self._heard_by(event_type),
+                    count=self._counts.setdefault(name_of(event_type), _Count()).next,
+                    blame=self.annotate,
+                    timing=self._timing,
                 )
-            )
-        self._failures = failures
-        self._raise_failures()
+            if not self._failures:
+                self._routes[event_type] = self._compiled[event_type]
+            return self._compiled[event_type]
+
+    def _take_failures(self) -> list[BaseException]:
+        with self._lock:
+            failures, self._failures = list(self._failures.values()), {}
+        return failures
+
+    def _shut(self, runtime: Runtime, grace: float, *, abandon: bool) -> dict[str, int]:
+        try:
+            return runtime.close(grace, "the bus has closed: events are published inside `with bus:`", abandon=abandon)
+        finally:
+            with self._lock:
+                self._runtime = None
+                self._state = "idle"
+            _open_buses.discard(self)
 
     def _become_inert(self) -> None:
         """In a forked child nobody consumes and the locks may be held for ever: start over, deaf."""
         self._inert = True
         self._lock = threading.RLock()
         self._routes = {}
+        self._compiled = {}
         self._runtime = None
         self._state = "idle"
+        _open_buses.discard(self)
+        for subscription in self._subscriptions:
+            if subscription.lane is not None:
+                subscription.lane.become_inert()
 
 
 class _Count:
@@ -395,6 +419,13 @@ class _Count:
         with self._lock:
             self.value += 1
             return self.value
+
+
+def _raise(failures: list[BaseException]) -> None:
+    if len(failures) == 1:
+        raise failures[0]
+    if failures:
+        raise BaseExceptionGroup("several offloaded handlers failed", failures)
 
 
 _buses: weakref.WeakSet[Bus] = weakref.WeakSet()

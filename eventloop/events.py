@@ -18,6 +18,7 @@ handlers, reduced to its numbers for offloaded ones).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -95,8 +96,8 @@ class Event(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="even
             return  # a generated twin (detach.py), not a mount point
         cls.group = bool(cls.__dict__.get("group", False))
         name = mount_name(cls.__name__)
-        taken = registry.get(name)
-        if taken is not None and taken.__module__ != cls.__module__:
+        taken = Event if name == "event" else registry.get(name)
+        if taken is not None and (taken.__module__, taken.__name__) != (cls.__module__, cls.__name__):
             raise EventDefinitionError(
                 f"the mount point {name!r} is already declared by {taken.__module__}.{taken.__qualname__}; "
                 f"give {cls.__module__}.{cls.__qualname__} another name"
@@ -111,12 +112,12 @@ class Event(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="even
     def to_json(self) -> bytes:
         """Encode a detached event (what an offloaded handler gets) as one JSON object tagged with its mount point.
 
-        Non-finite floats in mappings become the strings "NaN", "Infinity" and "-Infinity", which :func:`from_json` undoes.
+        Non-finite floats become the strings "NaN", "Infinity" and "-Infinity", which :func:`from_json` undoes.
 
         Raises:
             TypeError: the event holds live state, which has no encoding.
         """
-        return msgspec.json.encode(_spell_floats(self), enc_hook=_refuse_live)
+        return msgspec.json.encode(_spell_floats(msgspec.to_builtins(self, enc_hook=_refuse_live)))
 
     def to_msgpack(self) -> bytes:
         """Encode a detached event as a tagged msgpack map; raises TypeError for live state."""
@@ -467,27 +468,24 @@ def mount_points() -> list[str]:
 _SPELLED = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 
 
-def _spell_floats(event: Event) -> Event:
+def _spell_floats(value: Any) -> Any:
     """JSON knows no NaN, and a loss that became NaN must not arrive as null."""
-    changes = {}
-    for name in event.__struct_fields__:
-        value = getattr(event, name) if _present(event, name) else None
-        if isinstance(value, dict):
-            spelled = {key: _spell(entry) for key, entry in value.items()}
-            if any(new is not old for new, old in zip(spelled.values(), value.values(), strict=True)):
-                changes[name] = spelled
-    return msgspec.structs.replace(event, **changes) if changes else event
-
-
-def _spell(value: Any) -> Any:
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+    if isinstance(value, dict):
+        return {key: _spell_floats(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_spell_floats(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
     return value
 
 
-def unspell(mapping: dict[str, Any]) -> dict[str, Any]:
+def unspell(value: Any) -> Any:
     """Undo the spelling of non-finite floats that :meth:`Event.to_json` does."""
-    return {key: _SPELLED.get(value, value) if isinstance(value, str) else value for key, value in mapping.items()}
+    if isinstance(value, dict):
+        return {key: unspell(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [unspell(entry) for entry in value]
+    return _SPELLED.get(value, value) if isinstance(value, str) else value
 
 
 def _refuse_live(value: Any) -> Any:

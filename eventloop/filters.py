@@ -109,6 +109,9 @@ class _Interval:
         return True
 
 
+FILTERS = ("every", "once", "after", "before", "when", "every_seconds")
+
+
 def make_filter(
     *,
     every: int | None = None,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any, ClassVar, TypeVar
 
 from eventloop.errors import SubscribeError
-from eventloop.events import Event, registry, resolve, suggest
+from eventloop.events import BUILTIN, Event, registry, resolve, suggest
 from eventloop.priority import Priority, PriorityLike
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -134,4 +135,9 @@ def _check_spelling(hook: Hook, name: str, *, marked: bool) -> None:
         raise SubscribeError(
             f"{hook.label}.{name} looks like a handler, but there is no mount point {name!r}{suggest(name)} "
             "(a helper method of another kind needs a name that does not start with before_, after_ or on_)"
+        )
+    if get_close_matches(name, BUILTIN, n=1, cutoff=0.9):
+        raise SubscribeError(
+            f"{hook.label}.{name} would never be called: there is no mount point {name!r}{suggest(name)} "
+            "(a helper method needs a name less like it, or one that begins with an underscore)"
         )

@@ -6,19 +6,21 @@ import functools
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, cast
 
 import msgspec
 import structlog
 
-from eventloop.detach import check_capture, detach, stage
+from eventloop.detach import detach
 from eventloop.errors import SubscribeError
 from eventloop.events import Event, name_of
-from eventloop.filters import Filter, make_filter
+from eventloop.filters import FILTERS, Filter, make_filter
 from eventloop.hook import Hook
 from eventloop.offload.lane import FULL, Full, Lane, LaneStats
 from eventloop.priority import Priority, PriorityLike
+from eventloop.staged import check_capture, stage
 
 if TYPE_CHECKING:
     from eventloop.bus import Bus
@@ -102,6 +104,7 @@ class Subscription:
         with _naming(self):
             if not callable(handler):
                 raise SubscribeError("a handler is a function (or an object with __call__) that takes the event")
+            _check_options(filters)
             self.priority = Priority.parse(priority)
             self.filter: Filter | None = make_filter(**filters)
             self.mode: Mode = _mode(handler, offload)
@@ -123,8 +126,7 @@ class Subscription:
 
     def cancel(self) -> None:
         """Stop hearing events from the next publish on. Idempotent."""
-        if self.active:
-            self._bus.off(self)
+        self._bus.remove(self)
 
     def __enter__(self) -> Self:
         return self
@@ -161,32 +163,43 @@ class Subscription:
 
     def spent(self, nanoseconds: int) -> None:
         """Count one timed call."""
-        self._calls += 1
-        self._nanoseconds += nanoseconds
+        with self._counting:
+            self._calls += 1
+            self._nanoseconds += nanoseconds
 
     def serve(self, runtime: Runtime) -> None:
         """Start the consumer of an offloaded subscription."""
         if self.lane is None:
             return
         if self.mode == "thread":
-            runtime.serve_thread(self.lane, self.handler, self._lane_failed, self.batch)
+            runtime.serve_thread(self.lane, self.handler, self._lane_failed, self._lane_broke, self.batch)
         else:
             handler = cast("Callable[[Any], Awaitable[object]]", self.handler)
-            runtime.serve_task(self.lane, handler, self._lane_failed, self.batch)
+            runtime.serve_task(self.lane, handler, self._lane_failed, self._lane_broke, self.batch)
 
     def ended(self) -> None:
         """Take the news that the bus has let go of this subscription."""
         self.active = False
         if self.lane is not None:
-            self.lane.close("its subscription was cancelled")
+            self.lane.retire("its subscription was cancelled")
 
     # ------------------------------------------------------------------------------------------------ internals
 
     def _lane_failed(self, error: Exception) -> None:
-        error.add_note(f"in the offloaded ({self.mode}) handler {self.label} of {self.mount_point}, {self.location}")
-        self._report(error)
+        self._note_offloaded(error)
         if self.on_error == "raise":
-            self._bus.fail(error)
+            self._bus.fail(self, error)
+        self._report(error)
+
+    def _lane_broke(self, error: BaseException) -> None:
+        # Not an Exception (SystemExit, say): never isolated, just as in an inline handler.
+        self._note_offloaded(error)
+        self._bus.fail(self, error)
+
+    def _note_offloaded(self, error: BaseException) -> None:
+        note = f"in the offloaded ({self.mode}) handler {self.label} of {self.mount_point}, {self.location}"
+        if note not in getattr(error, "__notes__", ()):  # a handler may raise the same object every time
+            error.add_note(note)
 
     def _report(self, error: Exception) -> None:
         with self._counting:
@@ -261,6 +274,8 @@ def is_async(handler: Callable[..., Any]) -> bool:
 
 
 def _mode(handler: Callable[..., Any], offload: str | None) -> Mode:
+    if inspect.isgeneratorfunction(handler) or inspect.isasyncgenfunction(handler):
+        raise SubscribeError("a handler with `yield` in it is a generator: calling it would run nothing; return instead")
     if offload not in (None, "inline", "thread"):
         raise SubscribeError(
             f'offload={offload!r}: blocking work goes to offload="thread"; async functions are offloaded by nature; '
@@ -293,6 +308,15 @@ def _check_arity(handler: Callable[..., Any], *, batched: bool) -> None:
         raise SubscribeError(f"a handler is called with one argument, {what}; this one takes {signature}") from None
 
 
+def _check_options(filters: dict[str, Any]) -> None:
+    for name in filters:
+        if name not in FILTERS:
+            known = [*Options.__annotations__, "capture", "batch"]
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}=?" if near else f"the options are {', '.join(known)}"
+            raise SubscribeError(f"there is no option {name}=; {hint}")
+
+
 def _label(handler: object, hook: Hook | None) -> str:
     if not callable(handler):
         return repr(handler)
@@ -303,7 +327,8 @@ def _label(handler: object, hook: Hook | None) -> str:
 
 
 def _location(handler: Callable[..., Any]) -> str:
-    code = getattr(_unwrapped(handler), "__code__", None)
+    function = _unwrapped(handler)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     if code is None:
         return "builtin"
     path = Path(code.co_filename)

@@ -1,43 +1,120 @@
 """The consumers of lanes: one daemon thread for a blocking handler, one task for an async one.
 
 Both do the same: take what is there and deliver it; look again after ``linger``; sleep after an empty look. They end when
-their lane is closed and empty.
+their lane is closed or retired and empty, and start again when rung for what was published just before.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 
-from eventloop.detach import Staged
-from eventloop.offload.lane import Lane
+from eventloop.errors import OffloadError
+from eventloop.offload.lane import Lane, LaneStats
+from eventloop.staged import Staged
 
-_CHUNK = 64  # items taken at once for a handler that gets them one by one; bounds what a cancellation can lose track of
+_CHUNK = 64  # items taken at once for a handler that gets them one by one
+_COPY_POLL = 0.0005  # seconds between looks at a copy from a GPU; waiting for it would block the loop
 
-Failed = Callable[[Exception], None]
+
+class Consumer:
+    """What both kinds share: counting what they have in hand, and telling how it went.
+
+    Args:
+        lane: where items come from.
+        handler: gets one item, or with ``batch`` a list of them.
+        failed: told of every exception of the handler, before it is counted.
+        broken: told of what ended the consumer (``SystemExit`` raised by a handler, say); it delivers nothing any more.
+        batch: most items per call.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        handler: Callable[[Any], object],
+        failed: Callable[[Exception], None],
+        broken: Callable[[BaseException], None],
+        batch: int | None,
+    ) -> None:
+        self.lane = lane
+        self.before: LaneStats = lane.stats  # what the lane had counted before this bus session, or when last reported
+        self._handler = handler
+        self._failed = failed
+        self._broken = broken
+        self._batch = batch
+        self._most = batch or _CHUNK
+        self._held = 0  # items that were taken and are not accounted for yet
+
+    def abandon(self) -> None:
+        """Deliver nothing more after the item in progress."""
+        raise NotImplementedError
+
+    def _take(self) -> list[Any]:
+        items = self.lane.take(self._most)
+        self._held = len(items)
+        return items
+
+    def _done(self, number: int) -> None:
+        self._held -= number
+        self.lane.delivered(number)
+
+    def _count_failed(self, number: int) -> None:
+        self._held -= number
+        self.lane.failed(number)
+
+    def _fail(self, error: Exception, number: int) -> None:
+        # Told before it is counted: a drain that saw the count must find the error.
+        self._failed(error)
+        self._count_failed(number)
+
+    def _break(self, error: BaseException) -> None:
+        self._drop_held()
+        self._broken(error)
+        self.lane.close(f"its consumer has ended: {type(error).__name__}: {error}")
+        self.lane.detach()
+
+    def _drop_held(self) -> None:
+        self.lane.dropped(self._held)
+        self._held = 0
 
 
-class ThreadConsumer:
+class ThreadConsumer(Consumer):
     """Delivers a lane's items to a blocking handler on a thread of its own.
 
     A daemon thread of ours, not one of anyio's workers: an abandoned worker would keep the interpreter from exiting.
     """
 
-    def __init__(self, lane: Lane, handler: Callable[[Any], object], failed: Failed, batch: int | None) -> None:
-        self._lane = lane
-        self._handler = handler
-        self._failed = failed
-        self._batch = batch
+    def __init__(
+        self,
+        lane: Lane,
+        handler: Callable[[Any], object],
+        failed: Callable[[Exception], None],
+        broken: Callable[[BaseException], None],
+        batch: int | None,
+        *,
+        thread: Callable[[Callable[[], None]], threading.Thread],
+        began: Callable[[Consumer], None],
+        ended: Callable[[Consumer], None],
+    ) -> None:
+        super().__init__(lane, handler, failed, broken, batch)
         self._bell = threading.Lock()  # taken: asleep until somebody releases it; a raw lock cannot be left half set
         self._bell.acquire()
         self._abandoned = False
-        self.thread = threading.Thread(target=self._run, name=f"trainbus {lane.label}", daemon=True)
+        self._starting = threading.Lock()
+        self._make_thread = thread
+        self._began = began
+        self._ended = ended
+        self.thread: threading.Thread | None = None
 
     def ring(self) -> None:
-        """Wake the thread; harmless if it is awake."""
+        """Wake the thread, or start it; harmless if it is awake."""
+        with self._starting:
+            if self.thread is None and not self._abandoned:
+                self._start()
         try:
             self._bell.release()
         except RuntimeError:  # "release unlocked lock": already rung
@@ -48,91 +125,172 @@ class ThreadConsumer:
         self._abandoned = True
         self.ring()
 
+    def _start(self) -> None:
+        self._began(self)
+        # Assigned first: Ctrl-C can come while start() waits for a thread that runs already.
+        self.thread = self._make_thread(self._run)
+        try:
+            self.thread.start()
+        except RuntimeError:  # "can't start new thread"
+            self.thread = None
+            self._ended(self)
+            raise
+
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # noqa: BLE001 - SystemExit from a handler, a logger that raises: told, never hung
+            self._break(error)
+
+    def _serve(self) -> None:
         lingered = False
         while not self._abandoned:
-            items = self._lane.take(self._batch or _CHUNK)
-            if items:
+            if items := self._take():
                 lingered = False
                 self._deliver(items)
-            elif not lingered and self._lane.linger and not self._lane.closed:
+            elif not lingered and self.lane.linger and not self.lane.ending:
                 lingered = True
-                self._bell.acquire(timeout=self._lane.linger)
-            elif self._lane.disarm():
-                if self._lane.closed:
+                self._bell.acquire(timeout=self.lane.linger)
+            elif self.lane.disarm():
+                if self._finish():
                     return
                 self._bell.acquire()
                 lingered = False
+        self._drop_held()
+
+    def _finish(self) -> bool:
+        with self._starting:
+            if not self.lane.finished():
+                return False
+            self.thread = None  # who rings from now on starts another
+            self._ended(self)
+            return True
 
     def _deliver(self, items: list[Any]) -> None:
         if self._batch is not None:
-            self._call(lambda: self._handler([_arrive(item) for item in items]), len(items))
+            self._call(items, len(items))
             return
         for item in items:
             if self._abandoned:
                 return
-            self._call(lambda item=item: self._handler(_arrive(item)), 1)  # type: ignore[misc]
+            self._call(item, 1)
 
-    def _call(self, call: Callable[[], object], number: int) -> None:
+    def _call(self, what: Any, number: int) -> None:
         try:
-            call()
+            self._handler(_arrive(what) if self._batch is None else [_arrive(item) for item in what])
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is reported, and the lane goes on
-            self._lane.failed(number)
-            self._failed(error)
+            if self._abandoned:
+                self._count_failed(number)  # the bus has closed and said so; nobody is left to tell
+            else:
+                self._fail(error, number)
+        except BaseException:
+            self._count_failed(number)
+            raise
         else:
-            self._lane.delivered(number)
+            self._done(number)
 
 
-class TaskConsumer:
+class TaskConsumer(Consumer):
     """Delivers a lane's items to an async handler in a task of the bus's event loop."""
 
-    def __init__(self, lane: Lane, handler: Callable[[Any], Awaitable[object]], failed: Failed, batch: int | None) -> None:
-        self._lane = lane
-        self._handler = handler
-        self._failed = failed
-        self._batch = batch
+    def __init__(
+        self,
+        lane: Lane,
+        handler: Callable[[Any], Awaitable[object]],
+        failed: Callable[[Exception], None],
+        broken: Callable[[BaseException], None],
+        batch: int | None,
+        *,
+        spawn: Callable[[Callable[[], Coroutine[Any, Any, None]]], None],
+        began: Callable[[Consumer], None],
+        ended: Callable[[Consumer], None],
+    ) -> None:
+        super().__init__(lane, handler, failed, broken, batch)
+        self._handler: Callable[[Any], Awaitable[object]]
+        self._spawn = spawn
+        self._began = began
+        self._ended = ended
+        self._running = False
+        self._abandoned = False
         self._bell: anyio.Event | None = None
 
     def ring(self) -> None:
-        """Wake the task; must be called on the loop's thread and never raises (trio's rule for callbacks)."""
-        if self._bell is not None:
+        """Wake the task, or start it; must be called on the loop's thread and never raises (trio's rule for callbacks)."""
+        if not self._running:
+            self._running = True
+            self._began(self)
+            self._spawn(self.run)
+        elif self._bell is not None:
             self._bell.set()
 
+    def abandon(self) -> None:
+        """Take the news that the loop is about to cancel everything."""
+        self._abandoned = True
+
     async def run(self) -> None:
-        """Serve the lane until it is closed and empty."""
+        """Serve the lane until it is closed or retired and empty."""
+        try:
+            await self._serve()
+        except anyio.get_cancelled_exc_class():
+            self._drop_held()
+            raise
+        except BaseException as error:  # noqa: BLE001 - SystemExit from a handler, a logger that raises: told, never hung
+            self._break(error)
+        else:
+            self._running = False  # who rings from now on starts another; no await since the lane was seen to be finished
+            self._ended(self)
+
+    async def _serve(self) -> None:
         lingered = False
         while True:
             # Made before looking, so that a ring between the look and the wait is kept.
             self._bell = anyio.Event()
-            items = self._lane.take(self._batch or _CHUNK)
-            if items:
+            if items := self._take():
                 lingered = False
                 await self._deliver(items)
-            elif not lingered and self._lane.linger and not self._lane.closed:
+                await anyio.lowlevel.checkpoint()  # a handler that never waits must not starve the other lanes
+            elif not lingered and self.lane.linger and not self.lane.ending:
                 lingered = True
-                with anyio.move_on_after(self._lane.linger):
+                with anyio.move_on_after(self.lane.linger):
                     await self._bell.wait()
-            elif self._lane.disarm():
-                if self._lane.closed:
+            elif self.lane.disarm():
+                if self.lane.finished():
                     return
                 await self._bell.wait()
                 lingered = False
 
     async def _deliver(self, items: list[Any]) -> None:
         if self._batch is not None:
-            await self._call([_arrive(item) for item in items], len(items))
+            await self._call(items, len(items))
             return
         for item in items:
-            await self._call(_arrive(item), 1)
+            await self._call([item], 1)
 
-    async def _call(self, argument: Any, number: int) -> None:
+    async def _call(self, items: list[Any], number: int) -> None:
         try:
-            await self._handler(argument)
+            for item in items:
+                await _copied(item)
+            arrived = [_arrive(item) for item in items]
+            await self._handler(arrived if self._batch is not None else arrived[0])
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is reported, and the lane goes on
-            self._lane.failed(number)
-            self._failed(error)
+            self._fail(error, number)
+        except anyio.get_cancelled_exc_class() as error:
+            if self._abandoned:
+                raise
+            # asyncio: the handler awaited a future or task that somebody cancelled. Not meant for the consumer.
+            stray = OffloadError("the handler awaited something that was cancelled; catch that where it is awaited")
+            stray.__cause__ = error
+            self._fail(stray, number)
+        except BaseException:
+            self._count_failed(number)
+            raise
         else:
-            self._lane.delivered(number)
+            self._done(number)
+
+
+async def _copied(item: Any) -> None:
+    while isinstance(item, Staged) and not item.ready:  # noqa: ASYNC110 - a GPU sets no event of ours
+        await anyio.sleep(_COPY_POLL)
 
 
 def _arrive(item: Any) -> Any:

@@ -1,7 +1,10 @@
 """One bounded FIFO queue between the publisher and the consumer of an offloaded subscription.
 
 Counting. ``published`` counts places taken in the lane; ``pending`` is what is left of them once delivered, failed and
-dropped are taken off, so the four always add up.
+dropped are taken off, so the four always add up, also when Ctrl-C strikes in the publisher.
+
+Ending. A *closed* lane refuses events with an error: its bus is not open. A *retired* one (its subscription was cancelled)
+still takes those of publishes that were under way, because a cancel takes effect at the next publish.
 
 Waking. A wake-up per event costs the publisher 10 µs and more, so the consumer stays *armed* after a drain and looks again
 after ``linger``; only after an empty look does it disarm, and only a publisher that finds the lane disarmed wakes it. No
@@ -15,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import msgspec
 
@@ -24,7 +27,8 @@ from eventloop.errors import LaneClosedError, LaneFullError
 Full = Literal["block", "drop_old", "drop_new", "latest", "raise"]
 FULL: tuple[str, ...] = get_args(Full)
 
-_POLL = 0.2  # seconds between looks at the closed flag while a publisher waits for a place
+_POLL = 0.2  # seconds after which somebody who waits looks again, in case Ctrl-C swallowed a notice
+_DROPPED: Final = threading.Lock()  # instead of a bell: there is nothing to wait for
 
 
 class LaneStats(msgspec.Struct, frozen=True):
@@ -73,18 +77,20 @@ class Lane:
         self._prepare = prepare
         self._queue: deque[Any] = deque()
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._waiting = 0
+        # Who waits for a change: one lock each, taken. A Condition would lose track of its own lock when Ctrl-C strikes in it.
+        self._waiting: deque[threading.Lock] = deque()
         self._taken = 0  # places that are taken: queued, or promised to a publisher that is still preparing
-        self._published = 0
+        self._reserved = 0  # places ever taken, with those given back
+        self._returned = 0  # the ones given back, because preparing failed
         self._delivered = 0
         self._failed = 0
         self._dropped = 0
-        self._refused = 0  # the dropped ones that never were in the queue (drop_new)
+        self._refused = 0  # the dropped ones that never were in the queue
         self._armed = True  # until a consumer attaches and disarms it, nobody needs waking
         self._wake: Callable[[], object] | None = None
         self._owns: Callable[[], bool] = _nobody
         self._closed = True
+        self._retired = False
         self._reason = ""
 
     # ------------------------------------------------------------------------------------------- publisher's side
@@ -96,18 +102,28 @@ class Lane:
             LaneClosedError: no consumer is attached, or the lane closed while waiting.
             LaneFullError: it is full and the policy is ``"raise"``, or waiting would be a deadlock.
         """
-        with self._lock:
-            if (self._closed or self._taken >= self.capacity) and not self._make_room():
-                return
-            self._taken += 1
-            self._published += 1
+        reserved = False
+        waited = False
         try:
+            while not reserved:
+                with self._lock:
+                    bell = None
+                    if self._closed or self._taken >= self.capacity:
+                        bell = self._make_room(waited=waited)
+                    if bell is None:
+                        # CPython looks for signals between calls only, so Ctrl-C cannot come between these three.
+                        self._taken += 1
+                        self._reserved += 1
+                        reserved = True
+                if bell is _DROPPED:
+                    return
+                if bell is not None:
+                    waited = True
+                    bell.acquire(timeout=_POLL)
             item = self._prepare(event)
         except BaseException:
-            with self._lock:
-                self._taken -= 1
-                self._published -= 1
-                self._changed.notify_all()
+            if reserved:
+                self._give_back()
             raise
         self._queue.append(item)
         # Read after the append: see the module's docstring.
@@ -117,59 +133,79 @@ class Lane:
     def _rouse(self) -> None:
         self._armed = True
         try:
-            self.wake()
+            if not self.wake():
+                self._armed = False
+                self.discard()
         except BaseException:
             # A KeyboardInterrupt can strike in here. Undone, so that the next publisher wakes the consumer instead.
             self._armed = False
             raise
 
-    def _make_room(self) -> bool:
-        """Called with the lock held. False if the event was dropped instead."""
-        if self._closed:
+    def _give_back(self) -> None:
+        with self._lock:
+            self._taken -= 1
+            self._returned += 1
+            self._notify()
+            ending = self._closed or self._retired
+        if ending:
+            self.wake()  # it may have stayed for this place only
+
+    def _make_room(self, *, waited: bool) -> threading.Lock | None:
+        """Called with the lock held. None if there is a place now, else what to wait for, or that the event was dropped."""
+        if self._closed or (self._retired and waited):
+            if self._retired and not waited:
+                self._refuse()  # of a cancelled subscription, by a publish that was under way when the bus closed
+                return _DROPPED
             raise self._closed_error()
         match self.full:
             case "block":
-                self._wait_for_room()
+                return self._wait_for_room()
             case "raise":
                 raise LaneFullError(
                     f"the lane of {self.label} is full ({self.capacity} events wait); its handler is slower than its "
                     'events: give it a larger queue=, a filter such as every=, or full="drop_old"'
                 )
             case "drop_new":
-                self._published += 1
-                self._dropped += 1
-                self._refused += 1
-                return False
+                self._refuse()
+                return _DROPPED
             case "drop_old":
                 self._drop(1)
             case "latest":
                 self._drop(len(self._queue))
-        return True
+        return None
+
+    def _refuse(self) -> None:
+        self._reserved += 1
+        self._dropped += 1
+        self._refused += 1
 
     def _drop(self, most: int) -> None:
-        # The consumer may pop at the same time, and a place may belong to a publisher that has not appended yet.
-        for _ in range(most):
-            try:
-                self._queue.popleft()
-            except IndexError:
-                break
+        # A place may belong to a publisher that has not appended yet: there may be nothing to drop.
+        for _ in range(min(most, len(self._queue))):
+            # Counted first: Ctrl-C can come after the call below, and not before it.
             self._taken -= 1
             self._dropped += 1
+            self._queue.popleft()
+        self._notify()
 
-    def _wait_for_room(self) -> None:
+    def _wait_for_room(self) -> threading.Lock:
         if self._owns():
             raise LaneFullError(
                 f"the lane of {self.label} is full ({self.capacity} events wait) and its publisher runs on a thread of its own "
                 "bus, so waiting could be a deadlock; give the lane a larger queue= or another full= policy"
             )
-        self._waiting += 1
-        try:
-            while self._taken >= self.capacity:
-                self._changed.wait(_POLL)
-                if self._closed:
-                    raise self._closed_error()
-        finally:
-            self._waiting -= 1
+        return self._bell()
+
+    def _bell(self) -> threading.Lock:
+        """Return a lock that is released when something changes; called with the lane's own lock held."""
+        bell = threading.Lock()
+        bell.acquire()
+        self._waiting.append(bell)
+        return bell
+
+    def _notify(self) -> None:
+        while self._waiting:
+            self._waiting.popleft().release()
 
     def _closed_error(self) -> LaneClosedError:
         reason = (
@@ -193,38 +229,57 @@ class Lane:
         with self._lock:
             self._closed = True
             self._reason = reason
-            self._changed.notify_all()
+            self._notify()
+        self.wake()
+
+    def retire(self, reason: str) -> None:
+        """Expect nobody any more but publishes that are under way; those that wait for a place are released with an error."""
+        with self._lock:
+            self._retired = True
+            self._reason = reason
+            self._notify()
         self.wake()
 
     def detach(self) -> None:
-        """Forget the consumer: it is gone, and so may be the loop it ran on."""
+        """Forget the consumer: it is gone, and so may be the loop it ran on. What is still queued is dropped."""
         with self._lock:
+            self._closed = True
             self._wake = None
             self._owns = _nobody
+            self._armed = False  # so that a publisher that is late finds out, and discards what it appends
+        self.discard()
+
+    def discard(self) -> None:
+        """Drop what is queued."""
+        with self._lock:
+            self._drop(len(self._queue))
 
     @property
-    def closed(self) -> bool:
-        """True while publishers are refused."""
-        return self._closed
+    def ending(self) -> bool:
+        """True once the lane is closed or retired."""
+        return self._closed or self._retired
 
-    def wake(self) -> None:
-        """Rouse the consumer, needed or not."""
-        if self._wake is not None:
-            self._wake()
+    def finished(self) -> bool:
+        """Return True if it is ending and every place is free: nobody is even preparing an event."""
+        with self._lock:
+            return self.ending and not self._taken
+
+    def wake(self) -> bool:
+        """Rouse the consumer, needed or not; False if there is none."""
+        wake = self._wake
+        if wake is None:
+            return False
+        wake()
+        return True
 
     def take(self, most: int) -> list[Any]:
         """Return up to ``most`` queued items, oldest first; their places are free again."""
-        items: list[Any] = []
-        try:
-            while len(items) < most:
-                items.append(self._queue.popleft())
-        except IndexError:
-            pass
-        if items:
-            with self._lock:
-                self._taken -= len(items)
-                if self._waiting:
-                    self._changed.notify_all()
+        if not self._queue:
+            return []
+        with self._lock:
+            items = [self._queue.popleft() for _ in range(min(most, len(self._queue)))]
+            self._taken -= len(items)
+            self._notify()
         return items
 
     def disarm(self) -> bool:
@@ -239,15 +294,19 @@ class Lane:
         """Count items whose handler returned."""
         with self._lock:
             self._delivered += number
-            if self._waiting:
-                self._changed.notify_all()
+            self._notify()
 
     def failed(self, number: int) -> None:
         """Count items whose handler raised."""
         with self._lock:
             self._failed += number
-            if self._waiting:
-                self._changed.notify_all()
+            self._notify()
+
+    def dropped(self, number: int) -> None:
+        """Count items that the consumer took and will not deliver."""
+        with self._lock:
+            self._dropped += number
+            self._notify()
 
     # ----------------------------------------------------------------------------------------------- both sides
 
@@ -255,25 +314,35 @@ class Lane:
     def stats(self) -> LaneStats:
         """The counts at this moment."""
         with self._lock:
-            done = self._delivered + self._failed + self._dropped
-            return LaneStats(self._published, self._delivered, self._failed, self._dropped, self._published - done)
+            published = self._reserved - self._returned
+            pending = published - self._delivered - self._failed - self._dropped
+            return LaneStats(published, self._delivered, self._failed, self._dropped, pending)
 
     def join(self, deadline: float | None) -> bool:
         """Wait until all that was published before this call is done; False if ``deadline`` (monotonic) came first."""
         self.wake()
-        with self._lock:
-            # Refused events never stood in line, so they say nothing about how far the line has moved.
-            target = self._published - self._refused
-            self._waiting += 1
-            try:
-                while self._delivered + self._failed + self._dropped - self._refused < target:
-                    left = _POLL if deadline is None else min(_POLL, deadline - time.monotonic())
-                    if left <= 0:
-                        return False
-                    self._changed.wait(left)
-            finally:
-                self._waiting -= 1
-        return True
+        target = None
+        while True:
+            with self._lock:
+                # Refused events never stood in line, so they say nothing about how far the line has moved.
+                if target is None:
+                    target = self._reserved - self._refused
+                if self._returned + self._delivered + self._failed + self._dropped - self._refused >= target:
+                    return True
+                bell = self._bell()
+            left = _POLL if deadline is None else min(_POLL, deadline - time.monotonic())
+            if left <= 0:
+                return False
+            bell.acquire(timeout=left)
+
+    def become_inert(self) -> None:
+        """In a forked child there is no consumer, and another thread may have held the lock for ever."""
+        self._lock = threading.Lock()
+        self._waiting.clear()
+        self._queue.clear()
+        self._wake = None
+        self._owns = _nobody
+        self._closed = True
 
 
 def _nobody() -> bool:

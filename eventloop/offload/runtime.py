@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Literal
 
 import anyio
 import structlog
 
 from eventloop.errors import BusStateError
-from eventloop.offload.consumer import Failed, TaskConsumer, ThreadConsumer
+from eventloop.offload.consumer import Consumer, TaskConsumer, ThreadConsumer
 from eventloop.offload.lane import DrainReport, Lane
 
 Backend = Literal["asyncio", "trio"]
@@ -28,34 +28,54 @@ class Runtime:
     """
 
     def __init__(self, backend: Backend = "asyncio") -> None:
-        self._loop = LoopThread(backend)
-        self._threads: dict[Lane, ThreadConsumer] = {}
-        self._lanes: list[Lane] = []
+        self._loop = LoopThread(backend, self)
+        self._consumers: set[Consumer] = set()
+        self._past = DrainReport()  # of consumers that have ended
         self._lock = threading.Lock()
 
-    def serve_thread(self, lane: Lane, handler: Callable[[Any], object], failed: Failed, batch: int | None) -> None:
-        """Start a thread that delivers ``lane`` to ``handler``."""
-        consumer = ThreadConsumer(lane, handler, failed, batch)
-        with self._lock:
-            self._threads[lane] = consumer
-            self._lanes.append(lane)
+    def serve_thread(
+        self,
+        lane: Lane,
+        handler: Callable[[Any], object],
+        failed: Callable[[Exception], None],
+        broken: Callable[[BaseException], None],
+        batch: int | None,
+    ) -> None:
+        """Start a thread that delivers ``lane`` to ``handler``; the rest as in :class:`Consumer`."""
+        consumer = ThreadConsumer(
+            lane,
+            handler,
+            failed,
+            broken,
+            batch,
+            thread=lambda run: OwnedThread(self, run, f"trainbus {lane.label}"),
+            began=self._began,
+            ended=self._ended,
+        )
         lane.attach(consumer.ring, self.owns_thread)
-        consumer.thread.start()
+        lane.wake()
 
-    def serve_task(self, lane: Lane, handler: Callable[[Any], Awaitable[object]], failed: Failed, batch: int | None) -> None:
+    def serve_task(
+        self,
+        lane: Lane,
+        handler: Callable[[Any], Awaitable[object]],
+        failed: Callable[[Exception], None],
+        broken: Callable[[BaseException], None],
+        batch: int | None,
+    ) -> None:
         """Start a task on the loop thread that delivers ``lane`` to the async ``handler``."""
         self._loop.start()
-        consumer = TaskConsumer(lane, handler, failed, batch)
-        with self._lock:
-            self._lanes.append(lane)
+        consumer = TaskConsumer(
+            lane, handler, failed, broken, batch, spawn=self._loop.spawn, began=self._began, ended=self._ended
+        )
+        self._began(consumer)  # not only once the loop gets to it: a drain must know of it
         lane.attach(lambda: self._loop.call_soon(consumer.ring), self.owns_thread)
-        self._loop.spawn(consumer.run)
+        lane.wake()
 
     def owns_thread(self) -> bool:
         """True on a thread that belongs to the bus, where waiting for the bus would be a deadlock."""
-        current = threading.current_thread()
-        with self._lock:
-            return current is self._loop.thread or any(current is consumer.thread for consumer in self._threads.values())
+        thread = threading.current_thread()
+        return isinstance(thread, OwnedThread) and thread.owner is self
 
     def drain(self, timeout: float | None) -> DrainReport:
         """Wait until all that was published before this call is delivered, dropped or failed.
@@ -66,51 +86,85 @@ class Runtime:
         if self.owns_thread():
             raise BusStateError("bus.drain() was called from an offloaded handler of the same bus: it would wait for itself")
         deadline = None if timeout is None else time.monotonic() + timeout
-        for lane in list(self._lanes):
-            lane.join(deadline)
+        for consumer in self._serving():
+            consumer.lane.join(deadline)
         return self.report()
 
-    def settle(self, timeout: float) -> DrainReport:
+    def settle(self, timeout: float) -> bool:
         """Drain until nothing new was published meanwhile (what the last handlers published is delivered too)."""
         deadline = time.monotonic() + timeout
-        report = self.drain(timeout)
-        while report.pending and time.monotonic() < deadline:
-            report = self.drain(deadline - time.monotonic())
-        return report
+        before = None
+        while True:
+            self.drain(max(0.0, deadline - time.monotonic()))
+            now = self.report()
+            # Lanes are read one after the other, and what is read first can be published to while the rest is read: it is
+            # quiet when two reports in a row are the same and have nothing pending.
+            if not now.pending and now == before:
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            before = now
 
     def report(self) -> DrainReport:
-        """Sum of the counts of all lanes served so far."""
-        stats = [lane.stats for lane in list(self._lanes)]
-        return DrainReport(
-            delivered=sum(lane.delivered for lane in stats),
-            dropped=sum(lane.dropped for lane in stats),
-            failed=sum(lane.failed for lane in stats),
-            pending=sum(lane.pending for lane in stats),
-        )
+        """Sum of the counts of all lanes since the bus opened."""
+        with self._lock:
+            return _sum([self._past, *map(_since, self._consumers)])
 
-    def close(self, grace: float, reason: str) -> None:
-        """Close all lanes and end the consumers; those that do not end within ``grace`` seconds are left behind.
+    def close(self, grace: float, reason: str, *, abandon: bool) -> dict[str, int]:
+        """Close all lanes, end the consumers, and return how many events were left undelivered, by lane.
 
-        What is still queued is not delivered; call :meth:`settle` first for a clean end.
+        Args:
+            grace: seconds to wait for consumers; those that do not end are left behind.
+            reason: for publishers that come too late.
+            abandon: deliver nothing more; else what slipped in since :meth:`settle` is delivered first.
         """
-        for lane in self._lanes:
-            lane.close(reason)
-        for consumer in self._threads.values():
-            consumer.abandon()
+        consumers = self._serving()
+        for consumer in consumers:
+            consumer.lane.close(reason)
         deadline = time.monotonic() + grace
-        left = [consumer.thread for consumer in self._threads.values() if not _ended(consumer.thread, deadline)]
+        if not abandon:
+            for consumer in consumers:
+                consumer.lane.join(deadline)
+        left = {consumer.lane.label: pending for consumer in consumers if (pending := consumer.lane.stats.pending)}
+        for consumer in consumers:
+            consumer.abandon()
+        threads = [consumer.thread for consumer in consumers if isinstance(consumer, ThreadConsumer)]
+        behind = [thread.name for thread in threads if thread is not None and not _ended(thread, deadline)]
         if not self._loop.stop(max(0.0, deadline - time.monotonic())):
-            left.append(self._loop.thread)
-        for lane in self._lanes:
-            lane.detach()
-        if left:
-            log.warning("offloaded handlers did not end and were left behind", threads=[thread.name for thread in left])
+            behind.append(self._loop.thread.name)
+        for consumer in consumers:
+            consumer.lane.detach()
+        if behind:
+            log.warning("offloaded handlers did not end and were left behind", threads=behind)
+        return left
+
+    def _serving(self) -> list[Consumer]:
+        with self._lock:
+            return list(self._consumers)
+
+    def _began(self, consumer: Consumer) -> None:
+        with self._lock:
+            self._consumers.add(consumer)
+
+    def _ended(self, consumer: Consumer) -> None:
+        with self._lock:
+            self._past = _sum([self._past, _since(consumer)])
+            consumer.before = consumer.lane.stats
+            self._consumers.discard(consumer)
+
+
+class OwnedThread(threading.Thread):
+    """A daemon thread of a runtime."""
+
+    def __init__(self, owner: Runtime, run: Callable[[], None], name: str) -> None:
+        super().__init__(target=run, name=name, daemon=True)
+        self.owner = owner
 
 
 class LoopThread:
     """An event loop on a daemon thread, started when the first async handler needs it."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, owner: Runtime) -> None:
         self._backend = backend
         self._ready = threading.Event()
         self._call_soon: Callable[[Callable[[], object]], object] = _not_running
@@ -118,10 +172,14 @@ class LoopThread:
         self._bell: anyio.Event
         self._stopping = False
         self._failure: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, name="trainbus event loop", daemon=True)
+        self.thread = OwnedThread(owner, self._run, "trainbus event loop")
 
     def start(self) -> None:
-        """Start the loop if it is not running yet, and wait until it is."""
+        """Start the loop if it is not running yet, and wait until it is.
+
+        Raises:
+            BusStateError: the loop did not start; trio is not installed, perhaps.
+        """
         if self.thread.ident is None:
             self.thread.start()
         self._ready.wait()
@@ -129,20 +187,24 @@ class LoopThread:
             raise BusStateError(f"the {self._backend} event loop did not start: {self._failure}") from self._failure
 
     def call_soon(self, callback: Callable[[], object]) -> None:
-        """Run ``callback``, which must not raise, on the loop's thread; does not wait for it."""
-        self._call_soon(callback)
+        """Run ``callback``, which must not raise, on the loop's thread; does not wait for it. Ignored once it has ended."""
+        try:
+            self._call_soon(callback)
+        except RuntimeError:  # closed (asyncio), finished (trio): whoever closes it takes care of what is left
+            if not self._stopping and self.thread.is_alive():
+                raise
 
     def spawn(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Start ``task`` in the loop's task group; does not wait for it."""
+        """Start ``task`` in the loop's task group; called on the loop's thread."""
         self._arrivals.append(task)
-        self._call_soon(self._ring)
+        self._bell.set()
 
     def stop(self, grace: float) -> bool:
         """Cancel what still runs and end the loop; False if it did not end within ``grace`` seconds."""
         if not self.thread.is_alive():
             return True
         self._stopping = True
-        self._call_soon(self._ring)
+        self.call_soon(self._ring)
         return _ended(self.thread, time.monotonic() + grace)
 
     def _ring(self) -> None:
@@ -178,6 +240,26 @@ def _threadsafe_call(backend: Backend) -> Callable[[Callable[[], object]], objec
     import asyncio
 
     return asyncio.get_running_loop().call_soon_threadsafe
+
+
+def _since(consumer: Consumer) -> DrainReport:
+    """Return what a consumer's lane has counted since it was last reported."""
+    now, before = consumer.lane.stats, consumer.before
+    return DrainReport(
+        delivered=now.delivered - before.delivered,
+        dropped=now.dropped - before.dropped,
+        failed=now.failed - before.failed,
+        pending=now.pending,
+    )
+
+
+def _sum(reports: Sequence[DrainReport]) -> DrainReport:
+    return DrainReport(
+        delivered=sum(report.delivered for report in reports),
+        dropped=sum(report.dropped for report in reports),
+        failed=sum(report.failed for report in reports),
+        pending=sum(report.pending for report in reports),
+    )
 
 
 def _ended(thread: threading.Thread, deadline: float) -> bool:
