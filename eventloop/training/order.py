@@ -89,6 +89,7 @@ class Order:
     def end_train(self) -> None:
         """Publish ``after_train`` if training had begun."""
         if "train" in self.scopes:
+            self.progress = self.counters.snapshot()
             self._publish(ev.AfterTrain)
             self._save(force=True)
             self.scopes.leave("train")
@@ -226,9 +227,9 @@ class Order:
         self.counters.validations += stage == "val"
         self.counters.tests += stage == "test"
         self._save(force=True)
+        self.scopes.leave(stage)
         self._publish(_EVALUATION[stage][5])
         self._save(force=True)
-        self.scopes.leave(stage)
 
     def abandon_evaluation(self) -> None:
         """End a validation or test that was left in its middle, by ``break`` or a stop, without its ``after_x``."""

@@ -303,6 +303,7 @@ class Run:
         self.order.abandon_evaluation()
         self.order.break_epoch()
         self.order.end_train()
+        self.order.progress = self.counters.snapshot()
         self.publish(ev.AfterRun)
         self._save_if_asked(force=True)
         self.order.scopes.leave("run")

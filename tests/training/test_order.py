@@ -1,0 +1,308 @@
+"""The order of a run's events, and the counts that they carry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from eventloop import AfterTrainIter, Event, Hook, TrainLoop, Update
+
+ITER = "before_train_iter after_train_iter"
+VAL = "before_val before_val_epoch 2*(before_val_iter after_val_iter) after_val_epoch after_val"
+TEST = "before_test before_test_epoch 2*(before_test_iter after_test_iter) after_test_epoch after_test"
+EPOCH = f"before_train_epoch 3*({ITER}) after_train_epoch"
+
+
+def counts(event: Any) -> tuple[int, int, int, int]:
+    progress = event.progress
+    return progress.epoch, progress.iter, progress.update, progress.batch_idx
+
+
+def test_an_epoch_based_run_validates_after_every_epoch(parts, bus, trace):
+    parts.loop(bus).run()
+    assert trace.names == parts.spell(f"before_run before_train {EPOCH} {VAL} {EPOCH} {VAL} after_train after_run")
+
+
+def test_an_iteration_based_run_is_one_long_epoch_with_validation_inside(parts, bus, trace):
+    parts.loop(bus, max_iters=5, val_interval=2).run()
+    assert trace.names == parts.spell(
+        f"before_run before_train before_train_epoch 2*({ITER}) {VAL} 2*({ITER}) {VAL} {ITER} {VAL} "
+        "after_train_epoch after_train after_run"
+    )
+
+
+def test_training_without_validation_data_publishes_no_validation(parts, bus, trace):
+    parts.loop(bus, val_data=None).run()
+    assert trace.names == parts.spell(f"before_run before_train {EPOCH} {EPOCH} after_train after_run")
+
+
+def test_val_alone_has_a_run_of_its_own(parts, bus, trace):
+    parts.loop(bus).val()
+    assert trace.names == parts.spell(f"before_run {VAL} after_run")
+
+
+def test_test_alone_has_a_run_of_its_own(parts, bus, trace):
+    parts.loop(bus, test_data=parts.batches(2)).test()
+    assert trace.names == parts.spell(f"before_run {TEST} after_run")
+
+
+def test_test_after_run_is_a_second_run_on_the_same_bus(parts, bus, trace):
+    loop = parts.loop(bus, test_data=parts.batches(2), max_epochs=1)
+    loop.run()
+    loop.test()
+    assert trace.names == parts.spell(
+        f"before_run before_train {EPOCH} {VAL} after_train after_run before_run {TEST} after_run"
+    )
+
+
+def test_the_mount_points_inside_an_iteration_surround_forward_backward_and_step(parts, bus):
+    trace = parts.Trace(bus, inside=True)
+    parts.loop(bus, train_data=parts.batches(1), val_data=None, max_epochs=1).run()
+    start = trace.names.index("before_train_iter")
+    assert trace.names[start : trace.names.index("after_train_epoch")] == [
+        "before_train_iter",
+        "before_forward",
+        "after_forward",
+        "after_train_iter",  # heard here at priority 0; the update comes at 30
+        "before_backward",
+        "after_backward",
+        "before_optimizer_step",
+        "after_optimizer_step",
+    ]
+
+
+def test_handlers_of_after_train_iter_see_old_weights_before_priority_30_and_new_ones_after(parts, bus):
+    seen: dict[str, list[torch.Tensor]] = {"at 29": [], "at 31": []}
+    for label, priority in (("at 29", 29), ("at 31", 31)):
+        bus.on(
+            AfterTrainIter,
+            lambda e, label=label: seen[label].append(e.run.model[0].weight.detach().clone()),
+            priority=priority,
+        )
+    parts.loop(bus, val_data=None, max_epochs=1).run()
+    assert not torch.equal(seen["at 29"][0], seen["at 31"][0])
+    assert torch.equal(seen["at 31"][0], seen["at 29"][1])
+
+
+def test_the_loop_adds_its_update_at_priority_30(parts, bus):
+    parts.loop(bus)
+    (update,) = bus.hooks
+    assert isinstance(update, Update)
+    assert [s.priority for s in bus.subscriptions if s.hook is update and s.mount_point == "after_train_iter"] == [30]
+
+
+def test_the_loop_leaves_an_update_that_is_on_the_bus_alone(parts, bus):
+    bus.add(update := Update(accumulate=3), priority=20)
+    parts.loop(bus)
+    assert bus.hooks == (update,)
+
+
+def test_progress_counts_from_zero_and_grows_after_the_events_of_an_iteration(parts, bus, trace):
+    parts.loop(bus, max_epochs=2).run()
+    assert [counts(e) for e in trace.of("before_train_iter")] == [
+        (0, 0, 0, 0),
+        (0, 1, 1, 1),
+        (0, 2, 2, 2),
+        (1, 3, 3, 0),
+        (1, 4, 4, 1),
+        (1, 5, 5, 2),
+    ]
+    assert [counts(e) for e in trace.of("after_train_iter")] == [counts(e) for e in trace.of("before_train_iter")]
+
+
+def test_progress_is_one_snapshot_for_all_events_of_an_iteration(parts, bus):
+    trace = parts.Trace(bus, inside=True)
+    parts.loop(bus, train_data=parts.batches(1), val_data=None, max_epochs=1).run()
+    start, end = trace.names.index("before_train_iter"), trace.names.index("after_optimizer_step")
+    assert len({id(event.progress) for event in trace.events[start : end + 1]}) == 1
+
+
+def test_after_train_epoch_still_carries_the_index_of_its_epoch_and_validation_the_next(parts, bus, trace):
+    parts.loop(bus).run()
+    assert [e.progress.epoch for e in trace.of("before_train_epoch")] == [0, 1]
+    assert [e.progress.epoch for e in trace.of("after_train_epoch")] == [0, 1]
+    assert [e.progress.epoch for e in trace.of("before_val")] == [1, 2]
+    assert [e.progress.iter for e in trace.of("before_val")] == [3, 6]
+
+
+def test_batch_idx_is_the_index_within_the_epoch_or_validation(parts, bus, trace):
+    parts.loop(bus).run()
+    for name in ("before_train_iter", "after_train_iter"):
+        assert [e.batch_idx for e in trace.of(name)] == [0, 1, 2, 0, 1, 2]
+    for name in ("before_val_iter", "after_val_iter"):
+        assert [e.batch_idx for e in trace.of(name)] == [0, 1, 0, 1]
+        assert [e.progress.batch_idx for e in trace.of(name)] == [0, 1, 0, 1]
+
+
+def test_batch_idx_of_an_iteration_based_run_goes_on_through_passes_over_the_data(parts, bus, trace):
+    parts.loop(bus, max_iters=7, val_data=None).run()
+    assert [e.batch_idx for e in trace.of("after_train_iter")] == list(range(7))
+    assert [e.progress.epoch for e in trace.of("after_train_iter")] == [0] * 7
+
+
+def test_progress_knows_stage_limits_and_how_many_validations_there_were(parts, bus, trace):
+    parts.loop(bus, max_epochs=2).run()
+    assert {e.progress.stage for e in trace.of("after_train_iter")} == {"train"}
+    assert {e.progress.stage for e in trace.of("after_val_iter")} == {"val"}
+    assert {(e.progress.max_epochs, e.progress.max_iters) for e in trace.of("after_val_iter")} == {(2, None)}
+    assert [e.progress.validation for e in trace.of("after_val")] == [0, 1]
+
+
+def test_the_run_ends_with_the_stage_train_and_all_epochs_counted(parts, bus, trace):
+    parts.loop(bus).run()
+    for name in ("after_train", "after_run"):
+        (event,) = trace.of(name)
+        assert (event.progress.stage, *counts(event)[:3]) == ("train", 2, 6, 6)
+
+
+def test_update_counts_optimizer_steps_only(parts, bus, trace):
+    bus.add(Update(accumulate=2))
+    parts.loop(bus, train_data=parts.batches(4), val_data=None, max_epochs=1).run()
+    assert [e.progress.update for e in trace.of("before_train_iter")] == [0, 0, 1, 1]
+    assert trace.of("after_run")[0].progress.update == 2
+
+
+def test_updated_is_true_after_the_update_and_false_in_an_open_window(parts, bus):
+    seen = []
+    bus.add(Update(accumulate=2))
+    bus.on(AfterTrainIter, lambda e: seen.append(e.run.updated), priority=50)
+    parts.loop(bus, train_data=parts.batches(4), val_data=None, max_epochs=1).run()
+    assert seen == [False, True, False, True]
+
+
+def test_before_iter_and_after_iter_hear_all_three_stages(parts, bus):
+    heard: list[tuple[str, str]] = []
+
+    class Everything(Hook):
+        def before_iter(self, event):
+            heard.append((event.mount_point, event.progress.stage))
+
+        def after_iter(self, event):
+            heard.append((event.mount_point, event.progress.stage))
+
+        def before_epoch(self, event):
+            heard.append((event.mount_point, event.progress.stage))
+
+        def after_epoch(self, event):
+            heard.append((event.mount_point, event.progress.stage))
+
+    bus.add(Everything())
+    one = parts.batches(1)
+    loop = parts.loop(bus, train_data=one, val_data=one, test_data=one, max_epochs=1)
+    loop.run()
+    loop.test()
+    expected = [
+        (f"{when}_{stage}_{what}", stage)
+        for stage in ("train", "val", "test")
+        for when, what in (("before", "epoch"), ("before", "iter"), ("after", "iter"), ("after", "epoch"))
+    ]
+    assert heard == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "epochs"),
+    [
+        ({}, [1, 2, 3, 4, 5]),
+        ({"val_interval": 2}, [2, 4, 5]),
+        ({"val_begin": 3}, [3, 4, 5]),
+        ({"val_begin": 3, "val_interval": 2}, [4, 5]),
+        ({"val_interval": 7}, [5]),
+        ({"val_begin": 9}, [5]),
+    ],
+)
+def test_validation_comes_every_interval_from_val_begin_on_and_always_at_the_end(parts, bus, trace, options, epochs):
+    parts.loop(bus, max_epochs=5, **options).run()
+    assert [e.progress.epoch for e in trace.of("before_val")] == epochs
+
+
+@pytest.mark.parametrize(
+    ("options", "iters"),
+    [
+        ({}, [7]),
+        ({"val_interval": 3}, [3, 6, 7]),
+        ({"val_interval": 2, "val_begin": 4}, [4, 6, 7]),
+        ({"val_interval": 7}, [7]),
+    ],
+)
+def test_validation_of_an_iteration_based_run_counts_iterations(parts, bus, trace, options, iters):
+    parts.loop(bus, max_iters=7, **options).run()
+    assert [e.progress.iter for e in trace.of("before_val")] == iters
+
+
+def test_run_returns_the_metrics_of_the_last_validation(parts, bus, trace):
+    metrics = parts.loop(bus).run()
+    assert metrics == trace.of("after_val_epoch")[-1].metrics
+    assert metrics.keys() == {"loss"}
+
+
+def test_a_second_run_of_a_finished_loop_trains_no_more(parts, bus, trace):
+    loop = parts.loop(bus)
+    loop.run()
+    trace.events.clear()
+    loop.run()
+    assert trace.names == ["before_run", "after_run"]
+
+
+def test_the_model_trains_in_training_mode_and_validates_without_gradients(parts, bus):
+    modes = {}
+    for name in ("before_train_iter", "before_val", "after_val_iter", "after_val_epoch", "after_val", "after_run"):
+        bus.on(name, lambda e: modes.setdefault(e.mount_point, (e.run.model.training, torch.is_grad_enabled())))
+    parts.loop(bus).run()
+    assert modes == {
+        "before_train_iter": (True, True),
+        "before_val": (False, False),
+        "after_val_iter": (False, False),
+        "after_val_epoch": (False, False),
+        "after_val": (True, True),
+        "after_run": (True, True),
+    }
+
+
+def test_validation_gives_every_submodule_back_the_mode_it_was_in(parts):
+    model = parts.model()
+    model[1].eval()  # a frozen batch norm
+    parts.loop(model=model, max_epochs=1).run()
+    assert [module.training for module in model] == [True, False, True, True, True]
+
+
+def test_a_mount_point_of_the_users_own_is_heard_in_the_step_of_a_run(parts, bus):
+    class Pruned(Event):
+        kept: int
+
+    heard = []
+    bus.on(Pruned, lambda e: heard.append(e.kept))
+    model = parts.model()
+
+    def step(model, batch):
+        bus.publish(Pruned(kept=3))
+        return parts.step(model, batch)
+
+    TrainLoop(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        step=step,
+        train_data=parts.batches(2),
+        bus=bus,
+        max_epochs=1,
+    ).run()
+    assert heard == [3, 3]
+
+
+def test_total_iters_and_epoch_length_are_known_where_the_loader_is(parts, bus):
+    seen = []
+    bus.on("before_train_epoch", lambda e: seen.append((e.run.epoch_length, e.run.total_iters)))
+    parts.loop(bus, max_epochs=2).run()
+    parts.loop(bus, max_iters=5).run()
+    parts.loop(bus, max_epochs=1, train_data=(b for b in parts.batches(2))).run()
+    assert seen == [(3, 6), (3, 6), (3, 5), (None, None)]
+
+
+def test_last_batch_is_true_at_the_end_of_an_epoch_with_and_without_a_length(parts, bus):
+    seen = []
+    bus.on("after_train_iter", lambda e: seen.append(e.run.last_batch))
+    parts.loop(bus, val_data=None, max_epochs=1).run()
+    parts.loop(bus, val_data=None, max_epochs=1, train_data=(b for b in parts.batches(3))).run()
+    parts.loop(bus, val_data=None, max_iters=4).run()
+    assert seen == [False, False, True] * 2 + [False, False, False, True]
