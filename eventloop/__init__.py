@@ -72,7 +72,7 @@ from eventloop.hook import Hook, mount
 from eventloop.offload import DrainReport
 from eventloop.priority import Priority
 from eventloop.subscription import Options, Stats, Subscription
-from eventloop.training import Metric, Run, SeededDataset, TrainLoop, Update, load_weights
+from eventloop.training import Metric, Run, SeededDataset, TrainLoop, Update, checkpoint_keys, load_weights
 from eventloop.view import RunView
 
 __all__ = [
@@ -151,6 +151,7 @@ __all__ = [
     "TrainingError",
     "UnknownEventError",
     "Update",
+    "checkpoint_keys",
     "detach",
     "from_json",
     "from_msgpack",

@@ -3,8 +3,8 @@
 from eventloop.training.data import SeededDataset
 from eventloop.training.loop import TrainLoop
 from eventloop.training.metrics import Metric
-from eventloop.training.resume import load_weights
+from eventloop.training.resume import checkpoint_keys, load_weights
 from eventloop.training.run import Run
 from eventloop.training.update import Update
 
-__all__ = ["Metric", "Run", "SeededDataset", "TrainLoop", "Update", "load_weights"]
+__all__ = ["Metric", "Run", "SeededDataset", "TrainLoop", "Update", "checkpoint_keys", "load_weights"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import torch
 
-from eventloop.checkpoint import inspect, load
+from eventloop.checkpoint import load
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 from eventloop.training.rng import get_rng_state, set_rng_state
 from eventloop.training.savepoint import LAST, SaveRequest
@@ -80,7 +80,8 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], name: str =
     Raises:
         CheckpointError: with ``strict``, and keys are missing, unexpected or of another shape.
     """
-    own = {_WRAPPERS.sub("", key): (key, value) for key, value in model.state_dict().items()}
+    values = model.state_dict()
+    own = {short: (name, values[name]) for name, short in checkpoint_keys(model).items()}
     shapes = {
         key: (tuple(weights[key].shape), tuple(value.shape))
         for key, (_, value) in own.items()
@@ -102,7 +103,18 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], name: str =
 
 def unwrapped_state(model: torch.nn.Module) -> dict[str, Any]:
     """Return ``model.state_dict()`` without the names of wrappers in its keys."""
-    return {_WRAPPERS.sub("", key): value for key, value in model.state_dict().items()}
+    keys = checkpoint_keys(model)
+    return {keys[name]: value for name, value in model.state_dict().items()}
+
+
+def checkpoint_keys(model: torch.nn.Module) -> dict[str, str]:
+    """Map the names in ``model.state_dict()`` to keys in checkpoints, which leave out the names of wrappers.
+
+    ``module.`` and ``_orig_mod.`` are left out wherever they stand, so that a part of a model may be wrapped, too; they stay
+    where two tensors would get one key (a model with a submodule of its own called ``module``).
+    """
+    short = {name: _WRAPPERS.sub("", name) for name in model.state_dict()}
+    return short if len(set(short.values())) == len(short) else {name: name for name in short}
 
 
 def find_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -167,4 +179,4 @@ def _first(keys: list[str], most: int = 8) -> str:
     return ", ".join(keys[:most]) + rest
 
 
-__all__ = ["apply", "find_checkpoint", "gather", "inspect", "load_weights", "unwrapped_state"]
+__all__ = ["apply", "checkpoint_keys", "find_checkpoint", "gather", "load_weights", "unwrapped_state"]
