@@ -34,9 +34,14 @@ class Epochs:
         if self._pending_validation:
             self._pending_validation = False
             order.begin_train()
-            return max(0, counters.epoch - 1)
-        counters.phase = "train"
-        if order.stopping or self._done():
+            order.nothing_left = counters.batches == 0
+            return counters.epoch if counters.batches else max(0, counters.epoch - 1)
+        order.nothing_left = False
+        if order.stopping:  # the phase stays: a save made now resumes with a validation that was cut off
+            order.end_train()
+            raise StopIteration
+        order.go_on()
+        if self._done():
             order.end_train()
             raise StopIteration
         order.begin_train()
@@ -56,24 +61,22 @@ class TrainBatches:
         self._order = order
         self._feed = feed
         self._endless = endless
-        # Set by a checkpoint that was made between an epoch and its validation: nothing is left of this epoch.
-        self._nothing_left = order.counters.phase == "val" and order.counters.batches == 0
         self._begun = False
-        self._over = False
+        self._over = order.nothing_left
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        if self._over or self._nothing_left:
+        if self._over:
             raise StopIteration
         order = self._order
-        if not self._begun:
+        if not self._begun and not order.stopping:
             self._begun = True
             order.begin_epoch(self._feed, self, endless=self._endless)
         order.abandon_evaluation()
         order.end_iteration()
-        if order.stopping:
+        if order.stopping and not self._complete():
             self._over = True
             order.break_epoch()
             raise StopIteration
@@ -84,6 +87,10 @@ class TrainBatches:
             raise StopIteration
         order.begin_iteration(batch[0])
         return batch[0]
+
+    def _complete(self) -> bool:
+        """True if the batch before was the last one, so that a stop now cuts nothing short."""
+        return self._begun and (self._limit_reached() or (not self._endless and self._feed.last))
 
     def _limit_reached(self) -> bool:
         counters = self._order.counters
@@ -121,6 +128,10 @@ class EvaluationBatches:
             raise StopIteration
         order, stage = self._order, self._stage
         if self._index < 0:
+            order.close_training()
+            if order.stopping:
+                self._over = True
+                raise StopIteration
             order.begin_evaluation(stage)
             self._accumulated.reset()
         else:

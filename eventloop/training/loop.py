@@ -130,7 +130,7 @@ class TrainLoop:
                     self._forward(run, batch)
                     if self.max_iters is not None and self._validation_due(run.counters.iter + 1):
                         metrics = self._validate(run) or metrics
-                if self.max_iters is None and self._validation_due() and not run.order.stopping:
+                if self.max_iters is None and self._validation_due():
                     metrics = self._validate(run) or metrics
         return metrics
 

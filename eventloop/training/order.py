@@ -5,7 +5,6 @@ The iterators (:mod:`eventloop.training.iterators`) say that something begins or
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -63,8 +62,10 @@ class Order:
         self.feed: Feed | None = None
         self.validation_rng: dict[str, Any] | None = None
         """Random states at the start of the validation under way: a checkpoint made in it begins it anew."""
+        self.nothing_left = False
+        """True while a resumed run is between an epoch and its validation: nothing of that epoch is left to train."""
         self.validation_follows: Callable[[], bool] = _never
-        self.stop = threading.Event()
+        self.stop = False  # no threading.Event: its lock is not re-entrant, and a signal handler may set this
         self._publish = publish
         self._save = save
         self._window_open = window_open
@@ -75,9 +76,14 @@ class Order:
     @property
     def stopping(self) -> bool:
         """True once a stop takes effect; inside an accumulation window it waits for the window's step."""
-        return self.stop.is_set() and not self._window_open()
+        return self.stop and not self._window_open()
 
     # --------------------------------------------------------------------------------------------------- training
+
+    def go_on(self) -> None:
+        """Note that training comes next, also for a run that is resumed from a checkpoint made from now on."""
+        self.counters.phase = "train"
+        self.validation_rng = None
 
     def begin_train(self) -> None:
         """Publish ``before_train``, once."""
@@ -108,7 +114,7 @@ class Order:
         self.feed = feed
         self.endless = endless
         self.scopes.enter("epoch")
-        self.counters.phase = "train"
+        self.go_on()
         if not feed.resuming:
             self.counters.batches = 0
         self.progress = self.counters.snapshot()
@@ -120,9 +126,7 @@ class Order:
         """Publish ``after_train_epoch`` if an epoch is open, and count it."""
         if "epoch" not in self.scopes:
             return
-        if "iter" in self.scopes:  # the body left it with `break`
-            self._count_iteration()
-            self.scopes.leave("iter")
+        self._drop_iteration()
         self._publish(ev.AfterTrainEpoch)
         self.counters.epoch += 1
         self.counters.batches = 0
@@ -134,6 +138,7 @@ class Order:
 
     def break_epoch(self) -> None:
         """End the epoch in its middle, without its ``after_train_epoch``."""
+        self._drop_iteration()
         self.scopes.leave("epoch")
 
     def begin_iteration(self, batch: Any) -> None:
@@ -142,6 +147,7 @@ class Order:
         self.outputs = {}
         self.updated = False
         self._batch = batch
+        self.go_on()
         self.scopes.enter("iter")
         self._publish(ev.BeforeTrainIter, batch_idx=self.counters.batches, batch=batch)
 
@@ -176,6 +182,12 @@ class Order:
         self.updated = True
         self._publish(ev.AfterOptimizerStep, name=name, optimizer=optimizer)
 
+    def _drop_iteration(self) -> None:
+        """End an iteration that the body left with ``break``; its batch is used up all the same."""
+        if "iter" in self.scopes:
+            self._count_iteration()
+            self.scopes.leave("iter")
+
     def _count_iteration(self) -> None:
         self.counters.iter += 1
         self.counters.batches += 1
@@ -184,20 +196,20 @@ class Order:
 
     # ---------------------------------------------------------------------------------------- validation and test
 
-    def begin_evaluation(self, stage: Stage) -> None:
-        """Publish ``before_val`` and ``before_val_epoch`` (or the same of a test), in evaluation mode, without gradients.
-
-        A training iteration that is still open ends first; so does its epoch, if the body was left with ``break``.
-        """
+    def close_training(self) -> None:
+        """End a training iteration that is still open, and its epoch, too, if the body was left with ``break``."""
         self.abandon_evaluation()
         if self._body is not None and self._body() is None:
             self.end_epoch()
         self.end_iteration()
-        self.scopes.enter(stage)
-        if stage == "val":
+
+    def begin_evaluation(self, stage: Stage) -> None:
+        """Publish ``before_val`` and ``before_val_epoch`` (or the same of a test), in evaluation mode, without gradients."""
+        # A validation outside of training (TrainLoop.val) is no phase of it: a later run does not begin with it.
+        if stage == "val" and "train" in self.scopes:
             self.counters.phase = "val"
             self.validation_rng = get_rng_state()
-            self.scopes.defer(self._forget_validation_rng)
+        self.scopes.enter(stage)
         self.progress = self.counters.snapshot(stage, 0)
         self._evaluation_mode()
         self._publish(_EVALUATION[stage][0])
@@ -220,16 +232,15 @@ class Order:
 
     def end_evaluation(self, stage: Stage, metrics: Mapping[str, Any]) -> None:
         """Publish ``after_val_epoch`` with the metrics, and ``after_val`` (or the same of a test)."""
-        self._forget_validation_rng()
         if stage == "val":
-            self.counters.phase = "train"
+            self.go_on()
         self._publish(_EVALUATION[stage][4], metrics=dict(metrics))
         self.counters.validations += stage == "val"
         self.counters.tests += stage == "test"
-        self._save(force=True)
+        self._save()
         self.scopes.leave(stage)
         self._publish(_EVALUATION[stage][5])
-        self._save(force=True)
+        self._save()
 
     def abandon_evaluation(self) -> None:
         """End a validation or test that was left in its middle, by ``break`` or a stop, without its ``after_x``."""
@@ -249,9 +260,6 @@ class Order:
         for model in self._models:
             model.eval()
         torch.set_grad_enabled(False)
-
-    def _forget_validation_rng(self) -> None:
-        self.validation_rng = None
 
 
 def _never() -> bool:

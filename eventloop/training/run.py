@@ -12,7 +12,6 @@ publishes the same events around the user's own body that ``TrainLoop`` publishe
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -104,7 +103,7 @@ class Run:
             raise ConfigurationError('resume="auto" looks for checkpoints in the work_dir; give one, or a path as resume=')
         self._opened = False
         self._saves: SavePoints | None = None
-        self._save_now = threading.Event()
+        self._save_now = False
         self._feed: Feed | None = None
         self._evaluated: Feed | None = None
         self._saved_place: Mapping[str, Any] | None = None
@@ -195,7 +194,7 @@ class Run:
         """
         if reason:
             self.info["stop_reason"] = reason
-        self.order.stop.set()
+        self.order.stop = True
 
     def checkpoint_now(self) -> None:
         """Save at the next safe mount point, under ``iter_<n>.safetensors``. Safe from any thread and signal handlers.
@@ -204,7 +203,7 @@ class Run:
             ConfigurationError: the run has no work dir.
         """
         self._need_work_dir()
-        self._save_now.set()
+        self._save_now = True
 
     def request_save(
         self,
@@ -311,6 +310,12 @@ class Run:
     def _abort(self, error: BaseException) -> None:
         """The exception is what the user must see: whatever fails in here is logged and added to it as a note."""
         try:
+            if self.bus.state == "open":
+                self.bus.drain(0)  # raises what an offloaded handler left; publishing would raise it instead of being heard
+        except Exception as failure:
+            log.exception("an offloaded handler failed, too")
+            error.add_note(f"at about the same time, an offloaded handler failed: {failure!r}")
+        try:
             self.publish(ev.OnException, error=f"{type(error).__name__}: {error}", exception=error)
         except Exception as failure:
             log.exception("a handler of on_exception failed")
@@ -341,8 +346,8 @@ class Run:
 
     def _save_if_asked(self, *, force: bool = False) -> None:
         saves = self._save_points()
-        if self._save_now.is_set() and (force or not self._window_open()):
-            self._save_now.clear()
+        if self._save_now and (force or not self._window_open()):
+            self._save_now = False
             self.request_save(f"iter_{self.counters.iter}.safetensors")
         if saves.requested and (force or not self._window_open()):
             saves.save(self.counters.iter, self.publish, self.progress)

@@ -44,12 +44,14 @@ class Scopes:
         """
         first: Exception | None = None
         while name in self:
-            for undo in reversed(self._stack.pop()[1]):
+            undos = self._stack[-1][1]
+            while undos:  # one by one: what Ctrl-C keeps from being called here is left for unwind()
                 try:
-                    undo()
+                    undos.pop()()
                 except Exception as error:
                     log.exception("a deferred function failed", scope=name)
                     first = first or error
+            self._stack.pop()
         if first is not None:
             raise first
 

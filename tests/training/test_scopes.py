@@ -1,0 +1,522 @@
+"""Exceptions, stops and what is undone: how the scopes of a run end."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+
+import pytest
+import torch
+
+from eventloop import Bus, Hook, TrainingError, Update
+from eventloop.training import order as order_module
+from eventloop.training import run as run_module
+from eventloop.training.scopes import Scopes
+
+
+class Boom(Exception):  # noqa: N818 - short, it is everywhere below
+    pass
+
+
+def raise_(error):
+    raise error
+
+
+def at(events, count, error):
+    """A handler that raises ``error`` at the ``count``-th event it hears (from 1)."""
+    heard = []
+
+    def handler(event):
+        heard.append(event)
+        if len(heard) == count:
+            raise error
+
+    return handler
+
+
+# ------------------------------------------------------------------------------------------------------- exceptions
+
+
+@pytest.mark.parametrize("error", [Boom("step"), KeyboardInterrupt(), SystemExit(3), GeneratorExit()])
+def test_an_exception_in_the_step_is_heard_first_and_ends_every_scope_without_its_after_x(parts, bus, trace, error):
+    loop = parts.loop(bus, step=lambda model, batch: raise_(error))
+    with pytest.raises(type(error)) as caught:
+        loop.run()
+    assert caught.value is error
+    assert trace.names == parts.spell("before_run before_train before_train_epoch before_train_iter on_exception")
+    (heard,) = trace.of("on_exception")
+    assert heard.exception is error
+    assert heard.error == f"{type(error).__name__}: {error}"
+    assert bus.state == "idle"
+
+
+def test_the_traceback_ends_in_the_users_step(parts):
+    def broken_step(model, batch):
+        return 1 / 0
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        parts.loop(step=broken_step).run()
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "broken_step"
+    assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    "mount_point",
+    [
+        *("before_run", "before_train", "before_train_epoch", "before_train_iter", "before_forward", "after_forward"),
+        *("after_train_iter", "before_backward", "after_backward", "before_optimizer_step", "after_optimizer_step"),
+        *("after_train_epoch", "before_val", "before_val_epoch", "before_val_iter", "after_val_iter", "after_val_epoch"),
+        *("after_val", "after_train", "after_run"),
+    ],
+)
+def test_an_exception_in_a_hook_is_the_last_but_one_event_wherever_it_is_raised(parts, bus, mount_point):
+    trace = parts.Trace(bus, inside=True)
+    model = parts.model()
+    error = Boom(mount_point)
+    bus.on(mount_point, lambda e: raise_(error), priority=100)
+    with pytest.raises(Boom) as caught:
+        parts.loop(bus, model=model).run()
+    assert caught.value is error
+    assert trace.names[-1] == "on_exception"
+    assert trace.names.count("on_exception") == 1
+    heard = trace.names[trace.names.index(mount_point) + 1 :]
+    inside = {"after_backward", "after_optimizer_step"} if mount_point == "after_train_iter" else set()
+    assert not [name for name in heard if name.startswith("after_") and name not in inside]
+    assert model.training
+    assert torch.is_grad_enabled()
+    assert bus.state == "idle"
+    assert mount_point in error.__notes__[0]
+
+
+def test_an_exception_in_the_training_loader_ends_the_run(parts, bus, trace):
+    def batches():
+        yield from parts.batches(2)
+        raise Boom("disk")
+
+    class Loader:
+        def __iter__(self):
+            return batches()
+
+        def __len__(self):
+            return 5
+
+    with pytest.raises(Boom, match="disk"):
+        parts.loop(bus, train_data=Loader()).run()
+    assert trace.names == parts.spell(
+        "before_run before_train before_train_epoch 2*(before_train_iter after_train_iter) on_exception"
+    )
+
+
+def test_an_exception_in_the_validation_loader_restores_mode_and_gradients(parts, bus, trace):
+    class Loader:
+        def __iter__(self):
+            yield from parts.batches(1)
+            raise Boom("disk")
+
+        def __len__(self):
+            return 2
+
+    model = parts.model()
+    with pytest.raises(Boom, match="disk"):
+        parts.loop(bus, model=model, val_data=Loader()).run()
+    assert trace.names[-2:] == ["after_val_iter", "on_exception"]
+    assert trace.names.count("after_val_iter") == 1
+    assert model.training
+    assert torch.is_grad_enabled()
+
+
+def test_an_exception_in_validation_restores_the_mode_after_on_exception(parts, bus):
+    model = parts.model()
+    seen = []
+    bus.on("on_exception", lambda e: seen.append(model.training))
+    with pytest.raises(Boom):
+        parts.loop(bus, model=model, val_step=lambda model, batch: raise_(Boom())).run()
+    assert seen == [False]
+    assert model.training
+
+
+def test_deferred_functions_run_last_in_first_out_over_all_scopes_after_on_exception(parts, bus):
+    calls = []
+    for name in ("before_run", "before_train", "before_train_epoch", "before_train_iter"):
+        bus.on(name, lambda e: e.run.defer(lambda: calls.append(e.mount_point)))
+        bus.on(name, lambda e: e.run.defer(lambda: calls.append(f"{e.mount_point} again")))
+    bus.on("on_exception", lambda e: calls.append("on_exception"))
+    with pytest.raises(Boom):
+        parts.loop(bus, step=lambda model, batch: raise_(Boom())).run()
+    names = ["before_train_iter", "before_train_epoch", "before_train", "before_run"]
+    assert calls == ["on_exception", *(call for name in names for call in (f"{name} again", name))]
+
+
+def test_deferred_functions_run_when_their_scope_ends_by_itself(parts, bus):
+    calls = []
+    scopes = {
+        "before_train_iter": "after_train_iter",
+        "before_train_epoch": "after_train_epoch",
+        "before_val_iter": "after_val_iter",
+        "before_train": "after_train",
+        "before_run": "after_run",
+    }
+    for before, after in scopes.items():
+        bus.on(before, lambda e: e.run.defer(lambda: calls.append(f"undo {e.mount_point}")))
+        bus.on(after, lambda e: calls.append(e.mount_point))
+    one = parts.batches(1)
+    parts.loop(bus, train_data=one, val_data=one, max_epochs=1).run()
+    assert calls == [
+        *("after_train_iter", "undo before_train_iter", "after_train_epoch", "undo before_train_epoch"),
+        *("after_val_iter", "undo before_val_iter", "after_train", "undo before_train", "after_run", "undo before_run"),
+    ]
+
+
+def test_what_before_val_defers_is_undone_before_after_val(parts, bus):
+    calls = []
+    bus.on("before_val", lambda e: e.run.defer(lambda: calls.append("undo")))
+    bus.on("after_val_epoch", lambda e: calls.append("after_val_epoch"))
+    bus.on("after_val", lambda e: calls.append("after_val"))
+    parts.loop(bus).val()
+    assert calls == ["after_val_epoch", "undo", "after_val"]
+
+
+def test_the_users_exception_survives_failing_handlers_of_on_exception_and_failing_undos(parts, bus):
+    error = Boom("mine")
+    undone = []
+    bus.on("before_run", lambda e: e.run.defer(lambda: undone.append("outer")))
+    bus.on("before_train_iter", lambda e: e.run.defer(lambda: undone.append("inner")))
+    bus.on("before_train_iter", lambda e: e.run.defer(lambda: raise_(ValueError("undo"))))
+    bus.on("on_exception", lambda e: raise_(ValueError("handler")))
+    with pytest.raises(Boom) as caught:
+        parts.loop(bus, step=lambda model, batch: raise_(error)).run()
+    assert caught.value is error
+    assert any("on_exception failed" in note and "handler" in note for note in error.__notes__)
+    assert undone == ["inner", "outer"]
+    assert bus.state == "idle"
+
+
+def test_a_failing_undo_ends_a_run_that_went_well(parts, bus, trace):
+    bus.on("before_train_epoch", lambda e: e.run.defer(lambda: raise_(Boom("undo"))))
+    with pytest.raises(Boom, match="undo"):
+        parts.loop(bus).run()
+    assert trace.names[-2:] == ["after_train_epoch", "on_exception"]
+
+
+def test_an_interrupt_inside_an_undo_does_not_lose_the_other_undos():
+    calls = []
+    scopes = Scopes()
+    scopes.enter("run")
+    scopes.defer(lambda: calls.append("first"))
+    scopes.defer(lambda: raise_(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        scopes.leave("run")
+    scopes.unwind()
+    assert calls == ["first"]
+
+
+def test_defer_outside_of_a_run_is_an_error(parts):
+    with pytest.raises(RuntimeError, match="outside of a run"):
+        parts.loop()._run.defer(print)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_failing_offloaded_handler_ends_the_run_with_its_exception(parts, backend):
+    bus = Bus(backend=backend)
+    trace = parts.Trace(bus)
+    error = Boom("offloaded")
+
+    @bus.on("after_train_iter", linger=0)
+    async def ship(event):
+        raise error
+
+    bus.on("after_train_epoch", lambda e: None)
+    with pytest.raises(Boom) as caught:
+        parts.loop(bus, max_epochs=1000).run()
+    assert caught.value is error
+    assert trace.names[-1] == "on_exception"
+    assert any("offloaded (async) handler" in note for note in error.__notes__)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_offloaded_handlers_of_a_run_get_everything_before_run_returns(parts, backend):
+    bus = Bus(backend=backend)
+    heard = {"async": [], "thread": [], "captured": []}
+
+    @bus.on("after_train_iter")
+    async def ship(event):
+        heard["async"].append((event.progress.iter, event.outputs["loss"]))
+
+    bus.on("after_train_iter", lambda e: heard["thread"].append(e.progress.iter), offload="thread")
+    bus.on("after_train_iter", heard["captured"].append, offload="thread", capture=lambda e: e.run.model[0].weight)
+    model = parts.model()
+    parts.loop(bus, model=model, val_data=None).run()
+    assert [iteration for iteration, _ in heard["async"]] == list(range(6))
+    assert all(isinstance(loss, float) for _, loss in heard["async"])
+    assert heard["thread"] == list(range(6))
+    assert torch.equal(heard["captured"][-1], model[0].weight)
+    assert not torch.equal(heard["captured"][0], model[0].weight)
+
+
+def test_a_failure_of_an_offloaded_handler_at_the_very_end_is_raised_by_run(parts, bus):
+    bus.on("after_run", lambda e: raise_(Boom("late")), offload="thread")
+    with pytest.raises(Boom, match="late"):
+        parts.loop(bus).run()
+    assert bus.state == "idle"
+
+
+def test_the_users_exception_wins_over_one_that_an_offloaded_handler_raises_meanwhile(parts, bus):
+    entered = threading.Event()
+
+    def fail(event):
+        entered.set()
+        raise ValueError("offloaded")
+
+    bus.on("before_forward", fail, offload="thread", capture=lambda e: None)
+
+    def step(model, batch):
+        entered.wait(30)
+        raise Boom("mine")
+
+    with pytest.raises(Boom, match="mine"):
+        parts.loop(bus, step=step).run()
+    assert bus.state == "idle"
+
+
+def test_on_exception_is_heard_although_an_offloaded_handler_failed_too(parts, bus, trace):
+    def step(model, batch):
+        bus.fail(bus.subscriptions[-1], ValueError("offloaded"))  # what a lane does when its handler has raised
+        raise Boom("mine")
+
+    with pytest.raises(Boom, match="mine") as caught:
+        parts.loop(bus, step=step).run()
+    assert trace.names[-1] == "on_exception"
+    assert any("offloaded" in note for note in caught.value.__notes__)
+
+
+def test_an_exception_leaves_the_optimizer_alone_afterwards(parts, bus):
+    model = parts.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(Boom):
+        parts.loop(bus, model=model, optimizer=optimizer, step=lambda model, batch: raise_(Boom())).run()
+    steps = []
+    bus.on("after_optimizer_step", steps.append)
+    optimizer.step()
+    assert steps == []
+
+
+def test_autocast_is_left_when_the_step_raises(parts, bus):
+    bus.add(Update(amp="bf16"))
+    with pytest.raises(Boom):
+        parts.loop(bus, step=lambda model, batch: raise_(Boom())).run()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_loop_can_run_again_after_an_exception(parts, bus, trace):
+    errors = [Boom()]
+
+    def step(model, batch):
+        if errors:
+            raise errors.pop()
+        return parts.step(model, batch)
+
+    loop = parts.loop(bus, step=step, max_epochs=1)
+    with pytest.raises(Boom):
+        loop.run()
+    trace.events.clear()
+    loop.run()
+    assert trace.names[-2:] == ["after_train", "after_run"]
+    assert len(trace.of("after_train_iter")) == 3
+
+
+def test_a_failed_val_does_not_change_what_run_does(parts, bus, trace):
+    stop_at(bus, "after_val", once=1)
+    errors = []
+
+    def val_step(model, batch):
+        if errors:
+            raise errors.pop()
+        return parts.step(model, batch)
+
+    loop = parts.loop(bus, val_step=val_step)
+    loop.run()
+    errors.append(Boom())
+    with pytest.raises(Boom):
+        loop.val()
+    trace.events.clear()
+    loop.run()
+    assert trace.names[:4] == ["before_run", "before_train", "before_train_epoch", "before_train_iter"]
+
+
+# -------------------------------------------------------------------------------------------------------------- stop
+
+
+def stop_at(bus, mount_point, *, every=None, **filters):
+    bus.on(mount_point, lambda e: e.run.stop("enough"), **filters)
+
+
+def test_a_stop_in_the_middle_of_an_epoch_ends_train_and_run_but_not_the_epoch(parts, bus, trace):
+    stop_at(bus, "after_train_iter", once=2)
+    parts.loop(bus).run()
+    assert trace.names == parts.spell(
+        "before_run before_train before_train_epoch 2*(before_train_iter after_train_iter) after_train after_run"
+    )
+
+
+@pytest.mark.parametrize("mount_point", ["before_train_iter", "before_forward", "before_backward", "after_optimizer_step"])
+def test_a_stop_within_an_iteration_lets_it_end(parts, bus, trace, mount_point):
+    stop_at(bus, mount_point, once=2)
+    parts.loop(bus).run()
+    assert trace.names[-4:] == ["before_train_iter", "after_train_iter", "after_train", "after_run"]
+    assert trace.of("after_run")[0].progress.update == 2
+
+
+def test_a_stop_in_after_train_epoch_skips_the_validation(parts, bus, trace):
+    stop_at(bus, "after_train_epoch")
+    parts.loop(bus).run()
+    assert trace.names[-3:] == ["after_train_epoch", "after_train", "after_run"]
+
+
+def test_a_stop_in_the_last_iteration_of_an_epoch_lets_the_epoch_end(parts, bus, trace):
+    stop_at(bus, "after_train_iter", once=3)
+    parts.loop(bus).run()
+    assert trace.names[-4:] == ["after_train_iter", "after_train_epoch", "after_train", "after_run"]
+
+
+@pytest.mark.parametrize("mount_point", ["before_val", "before_val_epoch", "before_val_iter", "after_val_iter"])
+def test_a_stop_in_the_middle_of_validation_publishes_no_after_val(parts, bus, trace, mount_point):
+    model = parts.model()
+    bus.on(mount_point, lambda e: e.run.stop())
+    metrics = parts.loop(bus, model=model).run()
+    assert metrics == {}
+    assert not {"after_val_epoch", "after_val"} & set(trace.names)
+    assert trace.names[-2:] == ["after_train", "after_run"]
+    assert model.training
+
+
+def test_a_stop_in_the_middle_of_a_validation_inside_an_iteration_based_run(parts, bus, trace):
+    bus.on("before_val_iter", lambda e: e.run.stop())
+    parts.loop(bus, max_iters=6, val_interval=2).run()
+    assert trace.names == parts.spell(
+        "before_run before_train before_train_epoch 2*(before_train_iter after_train_iter) "
+        "before_val before_val_epoch before_val_iter after_val_iter after_train after_run"
+    )
+
+
+def test_a_stop_in_after_val_ends_the_run_after_it(parts, bus, trace):
+    stop_at(bus, "after_val")
+    parts.loop(bus).run()
+    assert trace.names[-4:] == ["after_val_epoch", "after_val", "after_train", "after_run"]
+
+
+@pytest.mark.parametrize("mount_point", ["before_run", "before_train"])
+def test_a_stop_before_training_trains_nothing(parts, bus, trace, mount_point):
+    stop_at(bus, mount_point)
+    parts.loop(bus).run()
+    assert not [name for name in trace.names if name.endswith(("iter", "epoch"))]
+    assert trace.names[-1] == "after_run"
+
+
+def test_a_stop_inside_an_accumulation_window_waits_for_its_step(parts, bus, trace):
+    bus.add(Update(accumulate=4))
+    stop_at(bus, "after_train_iter", once=2)
+    parts.loop(bus, train_data=parts.batches(10)).run()
+    assert len(trace.of("after_train_iter")) == 4
+    assert trace.of("after_run")[0].progress.update == 1
+
+
+def test_a_stop_inside_a_window_that_the_epoch_cuts_short_waits_for_that_step(parts, bus, trace):
+    bus.add(Update(accumulate=4))
+    stop_at(bus, "after_train_iter", once=5)
+    parts.loop(bus, train_data=parts.batches(6)).run()
+    assert len(trace.of("after_train_iter")) == 6
+    assert trace.of("after_run")[0].progress.update == 2
+
+
+def test_stop_from_another_thread(parts, bus, trace):
+    model = parts.model()
+    stopped = threading.Event()
+
+    def step(model, batch):
+        if len(trace.of("before_train_iter")) == 2:
+            stopper.start()
+            stopped.wait(30)
+        return parts.step(model, batch)
+
+    loop = parts.loop(bus, model=model, step=step, max_epochs=1000)
+    stopper = threading.Thread(target=lambda: (loop.stop("from outside"), stopped.set()))
+    loop.run()
+    stopper.join()
+    assert len(trace.of("after_train_iter")) == 2
+    assert trace.names[-2:] == ["after_train", "after_run"]
+
+
+def test_stop_from_an_offloaded_handler(parts, bus, trace):
+    loop = parts.loop(bus, max_epochs=100_000)
+    bus.on("after_train_iter", lambda e: loop.stop(), once=3, offload="thread")
+    loop.run()
+    assert trace.names[-2:] == ["after_train", "after_run"]
+
+
+def test_the_reason_of_a_stop_is_kept(parts, bus):
+    stop_at(bus, "after_train_iter", once=1)
+    reasons = []
+    bus.on("after_run", lambda e: reasons.append(e.run.info["stop_reason"]))
+    parts.loop(bus).run()
+    assert reasons == ["enough"]
+
+
+def test_stop_without_a_run_does_nothing(parts, bus, trace):
+    loop = parts.loop(bus, max_epochs=1)
+    loop.stop()
+    loop.run()
+    assert len(trace.of("after_train_iter")) == 3
+
+
+def test_a_stopped_loop_goes_on_with_the_next_run(parts, bus, trace):
+    stop_at(bus, "after_train_epoch", once=1)
+    loop = parts.loop(bus, val_data=None)
+    loop.run()
+    trace.events.clear()
+    loop.run()
+    assert [e.progress.epoch for e in trace.of("before_train_epoch")] == [1]
+
+
+def test_a_stop_in_a_test_publishes_no_after_test(parts, bus, trace):
+    bus.on("before_test_iter", lambda e: e.run.stop())
+    parts.loop(bus, test_data=parts.batches(2)).test()
+    assert trace.names == parts.spell("before_run before_test before_test_epoch before_test_iter after_test_iter after_run")
+
+
+def test_stop_and_checkpoint_now_hold_no_lock_that_a_signal_handler_would_wait_for(parts, bus, tmp_path):
+    """A signal handler runs on the training thread between any two of its instructions, the run's own included."""
+    files = {run_module.__file__, order_module.__file__, threading.__file__}
+
+    def interrupted(frame, kind, argument):
+        if frame.f_code.co_filename not in files:
+            return None
+        if kind == "line":
+            sys.settrace(None)  # as long as the handler runs
+            run.stop()
+            run.checkpoint_now()
+            sys.settrace(interrupted)
+        return interrupted
+
+    with parts.loop(bus, work_dir=tmp_path)._new_run() as run:
+        before = sys.gettrace()
+        sys.settrace(interrupted)
+        try:
+            run.stop()
+            run.checkpoint_now()
+            run._save_if_asked()
+        finally:
+            sys.settrace(before)
+    assert (tmp_path / "iter_0.safetensors").exists()
+
+
+def test_a_hook_that_needs_the_loss_says_so_with_the_note_of_where(parts, bus):
+    class Picky(Hook):
+        def after_train_iter(self, event):
+            raise TrainingError("no")
+
+    bus.add(Picky())
+    with pytest.raises(TrainingError) as caught:
+        parts.loop(bus).run()
+    assert "Picky.after_train_iter" in caught.value.__notes__[0]
+    assert "epoch 0, iteration 0" in caught.value.__notes__[0]
