@@ -1,0 +1,293 @@
+"""``LoggerHook``: scalars to the terminal, to JSON lines and to writers of the user's own, off the training thread.
+
+How it keeps its order. Every subscription has a lane and a thread of its own, so handlers of ``after_train_iter`` and
+``after_val_epoch`` that were offloaded one by one could overtake each other: a validation's line before the last training
+line, closing before the last write. The hook's methods therefore run inline and only publish a record of their own
+(:class:`LogEvent`), and one offloaded subscription hears all of those: one lane, first in, first out. On the way the records
+are detached as any event is, so the training thread never waits for a device or a disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar
+
+import structlog
+
+from eventloop import (
+    AfterRun,
+    AfterTestEpoch,
+    AfterTrainEpoch,
+    AfterTrainIter,
+    AfterValEpoch,
+    BeforeRun,
+    BeforeTrainEpoch,
+    ConfigurationError,
+    Hook,
+    OnException,
+    Priority,
+    Progress,
+    RunEvent,
+    Scalars,
+    mount,
+)
+from hooks.smoothing import Smoother, checked_count
+from hooks.writers.base import RunFacts, Where, Writer
+from hooks.writers.console import ConsoleWriter
+from hooks.writers.fanout import Fanout
+from hooks.writers.json_lines import JSONLinesWriter
+from hooks.writers.outbox import send
+
+log = structlog.get_logger("trainbus")
+
+_tokens = count(1)
+
+
+class LogEvent(RunEvent, kw_only=True):
+    """Something that a logger has to write. ``logger`` tells which, should there be two on a bus."""
+
+    group: ClassVar[bool] = True
+    logger: int = 0
+
+
+class LogOpened(LogEvent, kw_only=True):
+    """A run has begun: writers get ready."""
+
+    name: str = ""
+    work_dir: str | None = None
+    seed: int | None = None
+    config: dict[str, Any]
+
+
+class LogTrainScalars(LogEvent, kw_only=True):
+    """A training iteration has reported ``outputs``."""
+
+    batch_idx: int = 0
+    epoch_length: int | None = None
+    outputs: Scalars
+
+
+class LogEpochEnded(LogEvent, kw_only=True):
+    """A training epoch has ended."""
+
+
+class LogMetrics(LogEvent, kw_only=True):
+    """A validation or test has ended with ``outputs``."""
+
+    outputs: Scalars
+
+
+class LogClosed(LogEvent, kw_only=True):
+    """A run is over; ``finished`` is False where an exception ended it."""
+
+    finished: bool = True
+
+
+class LoggerHook(Hook):
+    """Hands every scalar to writers: of iterations what was reported in ``outputs``, of validations and tests the metrics.
+
+    Training scalars are written when the number of the batch within its epoch is a multiple of the interval, with the
+    step ``iter + 1``; keys that match ``mean_pattern`` as the mean of the last ``window_size`` iterations (a resumed run
+    begins its windows anew). A writer with an interval of 1 gets the values as they are.
+
+    Metrics are written with the epochs done as their step: 0 where there was no training, and iterations in
+    iteration-based runs, where the epoch never moves. Names begin with their stage: ``train/loss``, ``val/accuracy``.
+
+    All of it happens on one thread. A writer that fails is reported and does not end the run.
+
+    Args:
+        interval: iterations between lines, of writers that have no interval of their own.
+        ignore_last: leave out the line at the end of an epoch whose length is no multiple of the interval. An epoch that is
+            no longer than the interval gets its line all the same.
+        interval_exp_name: iterations between lines with the experiment's name.
+        out_dir: where files of the work dir are copied to after the run, into a folder named like the work dir.
+        out_suffix: ends of the names of files to copy.
+        keep_local: False deletes files of the work dir once they are copied.
+        log_metric_by_epoch: False takes iterations as the step of metrics.
+        window_size: iterations to average over.
+        mean_pattern: regular expression; scalars in whose names it is found are averaged.
+        custom_cfg: further windows; see :class:`hooks.smoothing.Smoother`.
+        writers: where to; by default the terminal and ``scalars.jsonl`` in the work dir.
+
+    Raises:
+        ConfigurationError: an option that cannot work.
+    """
+
+    priority = Priority.BELOW_NORMAL
+
+    def __init__(
+        self,
+        interval: int = 10,
+        ignore_last: bool = True,
+        interval_exp_name: int = 1000,
+        out_dir: str | Path | None = None,
+        out_suffix: str | Sequence[str] = (".json", ".jsonl", ".log", ".py", "yaml"),
+        keep_local: bool = True,
+        log_metric_by_epoch: bool = True,
+        *,
+        window_size: int = 10,
+        mean_pattern: str = r"loss|time|data_time|grad_norm",
+        custom_cfg: Sequence[Mapping[str, Any]] = (),
+        writers: Sequence[Writer] | None = None,
+    ) -> None:
+        checked_count("interval", interval, "the number of iterations between lines")
+        checked_count("interval_exp_name", interval_exp_name, "the number of iterations between names")
+        _check_out(out_dir, keep_local=keep_local)
+        self._out_dir = None if out_dir is None else Path(out_dir)
+        self._out_suffix = _suffixes(out_suffix)
+        self._keep_local = keep_local
+        self._by_epoch = log_metric_by_epoch
+        Smoother(window_size, mean_pattern, custom_cfg)  # says now what it cannot use
+        self._fanout = Fanout(
+            _checked_writers(writers),
+            interval=interval,
+            ignore_last=ignore_last,
+            interval_exp_name=interval_exp_name,
+            new_smoother=lambda: Smoother(window_size, mean_pattern, custom_cfg),
+        )
+        self._token = next(_tokens)
+        self._epoch_length: int | None = None
+        self._facts: RunFacts | None = None  # of the lane's thread, as is self._fanout
+
+    # --------------------------------------------------------------------------------- inline: on the training thread
+
+    def before_run(self, event: BeforeRun) -> None:
+        """Tell the writers who runs."""
+        run = event.run
+        work_dir = None if run.work_dir is None else str(run.work_dir)
+        config = _plain(run.config)
+        run.publish(LogOpened, logger=self._token, name=run.name, work_dir=work_dir, seed=run.seed, config=config)
+
+    def before_train_epoch(self, event: BeforeTrainEpoch) -> None:
+        """Look up how long the epoch is, once."""
+        self._epoch_length = event.run.epoch_length
+
+    def after_train_iter(self, event: AfterTrainIter) -> None:
+        """Hand the iteration's scalars over."""
+        event.run.publish(
+            LogTrainScalars,
+            logger=self._token,
+            batch_idx=event.batch_idx,
+            epoch_length=self._epoch_length,
+            outputs=event.outputs,
+        )
+
+    def after_train_epoch(self, event: AfterTrainEpoch) -> None:
+        """Have the last line written, if it is wanted."""
+        event.run.publish(LogEpochEnded, logger=self._token)
+
+    def after_val_epoch(self, event: AfterValEpoch) -> None:
+        """Hand the metrics over."""
+        self._publish_metrics(event)
+
+    def after_test_epoch(self, event: AfterTestEpoch) -> None:
+        """Hand the metrics over."""
+        self._publish_metrics(event)
+
+    def on_exception(self, event: OnException) -> None:
+        """Have everything written and closed."""
+        event.run.publish(LogClosed, logger=self._token, finished=False)
+
+    def after_run(self, event: AfterRun) -> None:
+        """Have everything written, closed and copied."""
+        event.run.publish(LogClosed, logger=self._token)
+
+    def _publish_metrics(self, event: AfterValEpoch | AfterTestEpoch) -> None:
+        stage, info = event.progress.stage, event.run.info
+        times = {name: info[f"{stage}/{name}"] for name in ("time", "data_time") if f"{stage}/{name}" in info}
+        event.run.publish(LogMetrics, logger=self._token, outputs={**event.metrics, **times})
+
+    # --------------------------------------------------------------------------------------- on the thread of the lane
+
+    # Errors are logged, not raised: three weeks of training are worth more than a log line. Only here, not above: what an
+    # inline method publishes may raise an error that some other offloaded handler left for the training thread.
+    @mount(LogEvent, offload="thread", batch=256, on_error="log")
+    def write(self, events: list[LogEvent]) -> None:
+        """Write what is there."""
+        for event in events:
+            if event.logger == self._token:
+                self._write_one(event)
+        if self._facts is not None:
+            self._fanout.flush()
+
+    def _write_one(self, event: LogEvent) -> None:
+        match event:
+            case LogTrainScalars():
+                where = _where(event.progress, event.batch_idx + 1, event.epoch_length)
+                self._fanout.train(_numbers(event.outputs), where)
+            case LogEpochEnded():
+                self._fanout.end_epoch()
+            case LogMetrics():
+                where = _where(event.progress)
+                by_epoch = self._by_epoch and where.max_iters is None
+                self._fanout.evaluated(_numbers(event.outputs), where.epoch if by_epoch else where.iter, where)
+            case LogOpened():
+                self._open(event)
+            case LogClosed():
+                self._close(event)
+
+    def _open(self, event: LogOpened) -> None:
+        work_dir = None if event.work_dir is None else Path(event.work_dir)
+        self._facts = RunFacts(event.name, work_dir, event.seed, event.config)
+        self._fanout.open(self._facts)
+
+    def _close(self, event: LogClosed) -> None:
+        facts, self._facts = self._facts, None
+        if facts is None:
+            return  # the run ended before it had begun
+        self._fanout.close()
+        if event.finished and self._out_dir is not None and facts.work_dir is not None:
+            copies = send(facts.work_dir, self._out_dir, self._out_suffix, keep_local=self._keep_local)
+            log.info("files copied", out_dir=str(self._out_dir), files=len(copies))
+
+
+def _where(progress: Progress, batch: int = 0, epoch_length: int | None = None) -> Where:
+    now = progress.stage == "train"  # the iteration that the event is of is not counted in its progress yet
+    return Where(
+        stage=progress.stage,
+        epoch=progress.epoch + now,
+        iter=progress.iter + now,
+        batch=batch,
+        epoch_length=epoch_length,
+        max_epochs=progress.max_epochs,
+        max_iters=progress.max_iters,
+    )
+
+
+def _numbers(outputs: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in outputs.items() if isinstance(value, int | float)}
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` as JSON can hold it; what is no mapping, list, number or string is told by its repr."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return str(value) if isinstance(value, Path) else repr(value)
+
+
+def _check_out(out_dir: object, *, keep_local: bool) -> None:
+    if out_dir is not None and not isinstance(out_dir, str | Path):
+        raise ConfigurationError(f"out_dir={out_dir!r}: give the folder that files are copied to after the run, or None")
+    if out_dir is None and not keep_local:
+        raise ConfigurationError("keep_local=False deletes files once they are copied to out_dir=; give one, or keep them")
+
+
+def _suffixes(out_suffix: str | Sequence[str]) -> tuple[str, ...]:
+    suffixes = (out_suffix,) if isinstance(out_suffix, str) else tuple(out_suffix)
+    if not all(isinstance(suffix, str) and suffix for suffix in suffixes):
+        raise ConfigurationError(f'out_suffix={out_suffix!r}: give ends of file names, such as (".json", ".log")')
+    return suffixes
+
+
+def _checked_writers(writers: Sequence[Writer] | None) -> list[Writer]:
+    found = [ConsoleWriter(), JSONLinesWriter()] if writers is None else list(writers)
+    for writer in found:
+        if not isinstance(writer, Writer):
+            raise ConfigurationError(f"writers: {writer!r} is no Writer object; derive its class from hooks.writers.Writer")
+    return found

@@ -1,0 +1,181 @@
+"""``ProgressBar``: where the run is, on the last line of the terminal."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from rich import get_console
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from eventloop import (
+    AfterEpoch,
+    AfterIter,
+    BeforeEpoch,
+    BeforeRun,
+    ConfigurationError,
+    Hook,
+    Priority,
+    RunEvent,
+    Scalars,
+    mount,
+)
+
+# Pointrix' smoothing of the losses it shows: how much of a new value goes into the old one.
+_NEW = 0.4
+
+
+class BarMoved(RunEvent, kw_only=True):
+    """The progress bar has something to show: ``done`` of ``total`` batches; ``total_iters`` of the whole training."""
+
+    done: int = 0
+    total: int | None = None
+    total_iters: int | None = None
+    outputs: Scalars
+
+
+class ProgressBar(Hook):
+    """A bar for the epoch, validation or test under way, with its losses and when the training will be over.
+
+    Ten times a second it hands a few numbers to a thread that draws; in all other iterations it looks at the clock. Where
+    the output is no terminal it does nothing. ``ConsoleWriter`` prints above it if the two share a console, as they do by
+    default. The bar goes, and the cursor comes back, however the run ends.
+
+    Args:
+        console: where to draw; rich's shared one by default.
+
+    Raises:
+        ConfigurationError: ``console`` is no rich console.
+    """
+
+    priority = Priority.LOW
+
+    def __init__(self, console: Console | None = None) -> None:
+        if console is not None and not isinstance(console, Console):
+            raise ConfigurationError(f"console={console!r}: give a rich.console.Console, or None for the shared one")
+        self._console = console
+        self._shown = False
+        # Drawing starts on the lane's thread and is ended by the training thread.
+        self._lock = threading.Lock()
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._losses: dict[str, float] = {}
+        self._pace = _Pace()
+
+    # --------------------------------------------------------------------------------- inline: on the training thread
+
+    def before_run(self, event: BeforeRun) -> None:
+        """Find out if there is a terminal."""
+        console = self._console if self._console is not None else get_console()
+        self._shown = console.is_terminal and not console.is_dumb_terminal
+        self._pace = _Pace()
+        if self._shown:
+            event.run.defer(self._stop)
+
+    def before_epoch(self, event: BeforeEpoch) -> None:
+        """Begin a bar."""
+        if self._shown:
+            _publish(event, 0, {})
+
+    @mount(every_seconds=0.1)
+    def after_iter(self, event: AfterIter) -> None:
+        """Move the bar."""
+        if self._shown:
+            _publish(event, event.batch_idx + 1, event.outputs)
+
+    def after_epoch(self, event: AfterEpoch) -> None:
+        """Fill the bar."""
+        if self._shown and event.progress.stage == "train":
+            _publish(event, event.progress.batch_idx + 1, {})
+
+    def _stop(self) -> None:
+        self._shown = False
+        with self._lock:
+            progress, self._progress = self._progress, None
+            if progress is not None:
+                progress.stop()
+
+    # --------------------------------------------------------------------------------------- on the thread of the lane
+
+    @mount(BarMoved, offload="thread", batch=64, disable_after=3)
+    def draw(self, events: list[BarMoved]) -> None:
+        """Bring the bar up to date; rich redraws it from a thread of its own."""
+        for event in events:
+            if event.progress.stage == "train" and event.done:
+                self._pace.moved(event)
+            self._smooth(event)
+        with self._lock:
+            if self._shown:  # else the run is over, and nothing may start drawing again
+                self._draw(events[-1])
+
+    def _draw(self, event: BarMoved) -> None:
+        if self._progress is None:
+            self._progress = _new_progress(self._console if self._console is not None else get_console())
+            self._task = self._progress.add_task("", total=None, details="")
+            self._progress.start()
+        details = "  ".join(f"{name} {value:.4f}" for name, value in self._losses.items())
+        eta = self._pace.eta
+        if event.progress.stage == "train" and eta is not None:
+            details += f"  eta {timedelta(seconds=round(eta))}"
+        self._progress.update(
+            self._task, description=_title(event), completed=event.done, total=event.total, details=details.strip()
+        )
+
+    def _smooth(self, event: BarMoved) -> None:
+        if event.done == 0:
+            self._losses = {}
+        for name, value in event.outputs.items():
+            if "loss" in name and isinstance(value, int | float):
+                old = self._losses.get(name, value)
+                self._losses[name] = _NEW * value + (1 - _NEW) * old
+
+
+class _Pace:
+    """Iterations per second since the run began or was resumed, validations included."""
+
+    def __init__(self) -> None:
+        self._start: tuple[float, int] | None = None
+        self.eta: float | None = None
+        """Seconds that are left, where that can be told."""
+
+    def moved(self, event: BarMoved) -> None:
+        now, done = time.monotonic(), event.progress.iter + 1
+        if self._start is None:
+            self._start = now, done
+        elapsed, made = now - self._start[0], done - self._start[1]
+        if event.total_iters is not None and made > 0:
+            self.eta = elapsed / made * (event.total_iters - done)
+
+
+def _publish(event: BeforeEpoch | AfterIter | AfterEpoch, done: int, outputs: Mapping[str, Any]) -> None:
+    run = event.run
+    if event.progress.stage != "train":
+        total = run.evaluation_length
+    else:
+        total = event.progress.max_iters if event.progress.max_iters is not None else run.epoch_length
+    run.publish(BarMoved, done=done, total=total, total_iters=run.total_iters, outputs=outputs)
+
+
+def _new_progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("[dim]{task.fields[details]}"),
+        console=console,
+        transient=True,
+    )
+
+
+def _title(event: BarMoved) -> str:
+    progress = event.progress
+    if progress.stage != "train":
+        return progress.stage
+    if progress.max_iters is not None:
+        return "train"
+    total = "" if progress.max_epochs is None else f"/{progress.max_epochs}"
+    return f"epoch {progress.epoch + 1}{total}"

@@ -1,0 +1,7 @@
+"""Where scalars go. A writer of your own derives from :class:`Writer`; it is called from the logger's thread only."""
+
+from hooks.writers.base import RunFacts, Where, Writer
+from hooks.writers.console import ConsoleWriter
+from hooks.writers.json_lines import JSONLinesWriter
+
+__all__ = ["ConsoleWriter", "JSONLinesWriter", "RunFacts", "Where", "Writer"]

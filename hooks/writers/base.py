@@ -1,0 +1,81 @@
+"""What a writer is: where scalars go. The logger calls it from its own thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hooks.smoothing import checked_count
+
+
+class RunFacts(msgspec.Struct, frozen=True):
+    """Who runs: the same for everything that a writer gets until it is closed."""
+
+    name: str
+    work_dir: Path | None = None
+    seed: int | None = None
+    config: dict[str, Any] = {}
+
+
+class Where(msgspec.Struct, frozen=True):
+    """Where in a run scalars come from. All counts begin at 1 and include the present one; a validation after the third
+    epoch has ``epoch=3``, before any training 0.
+
+    ``batch`` counts within the epoch, ``epoch_length`` are the batches of one, where known.
+    """  # noqa: D205 - one sentence too long for a line
+
+    stage: str
+    epoch: int
+    iter: int
+    batch: int = 0
+    epoch_length: int | None = None
+    max_epochs: int | None = None
+    max_iters: int | None = None
+
+
+class Writer:
+    """Base of all writers: override what the target can take. Everything else is let go.
+
+    Called by one thread at a time, never by the training thread, so it may block. What it raises is logged, and after
+    three failures in a row it is left alone until the next run.
+
+    Args:
+        interval: iterations between training scalars; None takes the logger's. With 1 it gets every iteration's values as
+            they are, with more their means (see ``LoggerHook``).
+
+    Raises:
+        ConfigurationError: an interval that is not positive.
+    """
+
+    def __init__(self, interval: int | None = None) -> None:
+        if interval is not None:
+            checked_count("interval", interval, "the number of iterations between writes")
+        self.interval = interval
+
+    def open(self, run: RunFacts) -> None:
+        """Get ready for a run; called before anything else, and again for the next run after :meth:`close`."""
+
+    def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
+        """Take scalars of one moment.
+
+        Args:
+            scalars: by name with its stage, such as ``train/loss``; may be NaN or infinite.
+            step: what to put on the x axis: iterations in training, epochs (or iterations) in validation.
+            where: the moment in full.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define write_scalars")
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Take the user's configuration of the run: mappings, lists, numbers, strings and None in any nesting."""
+
+    def write_text(self, name: str, text: str, where: Where) -> None:
+        """Take a line of text, such as the experiment's name."""
+
+    def flush(self) -> None:
+        """Make what was written visible; called whenever the logger has nothing more to write for the moment."""
+
+    def close(self) -> None:
+        """Let go of files and connections; the run is over."""

@@ -1,0 +1,110 @@
+"""Scalars as JSON lines: one object a line, for pandas, jq and every plotting script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import isfinite
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+
+from eventloop import ConfigurationError
+from hooks.writers.base import RunFacts, Where, Writer
+
+
+class JSONLinesWriter(Writer):
+    """Appends ``{"step": 41, "epoch": 1, "iter": 41, "train/loss": 0.25, ...}`` to ``<work_dir>/scalars.jsonl``.
+
+    Without a work dir nothing is written. A resumed run goes on at the end of the file; lines of iterations that are made
+    again come twice, and the later one holds. Test metrics go to a file of their own, as one object, and the run's
+    configuration to ``config.json``. NaN and infinities are written as ``NaN`` and ``Infinity``, which Python's ``json``,
+    pandas and most parsers read, and never as null.
+
+    Args:
+        filename: within the work dir.
+        interval: iterations between lines; None takes the logger's.
+        test_filename: of the test metrics, within the work dir.
+
+    Raises:
+        ConfigurationError: an interval that is not positive, or an empty file name.
+    """
+
+    def __init__(
+        self, filename: str = "scalars.jsonl", *, interval: int | None = None, test_filename: str = "test_metrics.json"
+    ) -> None:
+        super().__init__(interval)
+        for option, name in (("filename", filename), ("test_filename", test_filename)):
+            if not isinstance(name, str) or not name:
+                raise ConfigurationError(f'{option}={name!r}: give the name of a file in the work dir, such as "scalars.jsonl"')
+        self.filename = filename
+        self.test_filename = test_filename
+        self._directory: Path | None = None
+        self._file: IO[bytes] | None = None
+
+    def open(self, run: RunFacts) -> None:
+        """Note the work dir; files are made when there is something to write."""
+        self._directory = run.work_dir
+
+    def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
+        """Append a line, or write the file of the test metrics."""
+        if self._directory is None:
+            return
+        line = encode({"step": step, "epoch": where.epoch, "iter": where.iter, **scalars}, finite=_all_finite(scalars))
+        if where.stage == "test":
+            self._path(self._directory, self.test_filename).write_bytes(line)
+        else:
+            self._lines(self._directory).write(line)
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write ``config.json``, if there is a configuration."""
+        if self._directory is not None and config:
+            text = json.dumps(config, indent=2, ensure_ascii=False)
+            self._path(self._directory, "config.json").write_text(text + "\n", encoding="utf-8")
+
+    def flush(self) -> None:
+        """Hand the lines to the operating system."""
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _lines(self, directory: Path) -> IO[bytes]:
+        if self._file is None:
+            path = self._path(directory, self.filename)
+            torn = _ends_in_mid_line(path)
+            self._file = path.open("ab")
+            if torn:
+                self._file.write(b"\n")
+        return self._file
+
+    def _path(self, directory: Path, name: str) -> Path:
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+def encode(record: Mapping[str, Any], *, finite: bool) -> bytes:
+    """Return ``record`` as one line of JSON. orjson is several times faster, but writes NaN as null."""
+    if finite:
+        return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+    return json.dumps(record, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+
+
+def _all_finite(scalars: Mapping[str, float]) -> bool:
+    # One NaN or infinity makes the sum one; should finite numbers overflow, the slow path writes them just as well.
+    return isfinite(sum(scalars.values()))
+
+
+def _ends_in_mid_line(path: Path) -> bool:
+    """True if a process that died left half a line, which must not swallow the next one."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"

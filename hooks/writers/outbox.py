@@ -1,0 +1,43 @@
+"""Taking the files of a finished run to another place."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+_APPENDED = (".jsonl", ".log")
+
+
+def send(work_dir: Path, out_dir: Path, suffixes: tuple[str, ...], *, keep_local: bool) -> list[Path]:
+    """Copy the files below ``work_dir`` whose names end in one of ``suffixes`` to ``<out_dir>/<name of work_dir>``.
+
+    Args:
+        work_dir: of the run.
+        out_dir: where the folder is made.
+        suffixes: of file names.
+        keep_local: False deletes each file once it is copied. What a later run of the same work dir adds to a log is then
+            added to the copy.
+
+    Returns:
+        The copies.
+    """
+    target = out_dir / work_dir.resolve().name
+    # Listed before anything is copied: the target may lie inside the work dir, and its files are copies already.
+    files = [path for path in sorted(work_dir.rglob("*")) if path.is_file() and path.name.endswith(suffixes)]
+    return [
+        _send_one(path, target / path.relative_to(work_dir), keep_local=keep_local)
+        for path in files
+        if not path.resolve().is_relative_to(target.resolve())
+    ]
+
+
+def _send_one(path: Path, copy: Path, *, keep_local: bool) -> Path:
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    if not keep_local and path.suffix in _APPENDED and copy.exists():
+        with path.open("rb") as source, copy.open("ab") as end:
+            shutil.copyfileobj(source, end)
+    else:
+        shutil.copyfile(path, copy)
+    if not keep_local:
+        path.unlink()
+    return copy
