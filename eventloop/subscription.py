@@ -107,6 +107,8 @@ class Subscription:
             _check_options(filters)
             self.priority = Priority.parse(priority)
             self.filter: Filter | None = make_filter(**filters)
+            if self.filter is not None and self.filter.counted:
+                _check_counts(event)
             self.mode: Mode = _mode(handler, offload)
             _check_arity(handler, batched=batch is not None)
             self._check_errors(on_error, disable_after)
@@ -315,6 +317,14 @@ def _check_options(filters: dict[str, Any]) -> None:
             near = get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}=?" if near else f"the options are {', '.join(known)}"
             raise SubscribeError(f"there is no option {name}=; {hint}")
+
+
+def _check_counts(event: type[Event]) -> None:
+    if event.counts != "publish" and "progress" not in event.__struct_fields__:
+        raise SubscribeError(
+            f"{event.__name__}.counts is {event.counts!r}, but the event has no field `progress: Progress` to count by; add one, "
+            "or leave `counts` out to count its publishes"
+        )
 
 
 def _label(handler: object, hook: Hook | None) -> str:

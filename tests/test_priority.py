@@ -1,0 +1,59 @@
+import pytest
+
+from eventloop import Priority, SubscribeError
+
+MMENGINE = {
+    "HIGHEST": 0, "VERY_HIGH": 10, "HIGH": 30, "ABOVE_NORMAL": 40, "NORMAL": 50, "BELOW_NORMAL": 60, "LOW": 70, "VERY_LOW": 90,
+    "LOWEST": 100,
+}  # fmt: skip
+IMIX = {"HIGHEST": 0, "HIGHER": 10, "HIGH": 20, "NORMAL": 30, "LOW": 40, "LOWER": 50, "LOWEST": 60}
+
+
+@pytest.mark.parametrize(("name", "number"), MMENGINE.items())
+def test_names_have_the_numbers_of_mmengine_in_any_case(name, number):
+    assert Priority.parse(name) == Priority.parse(name.lower()) == Priority.parse(name.title()) == number
+
+
+def test_there_are_no_other_names():
+    assert {name: int(member) for name, member in Priority.__members__.items()} == MMENGINE
+
+
+@pytest.mark.parametrize(("name", "number"), IMIX.items())
+def test_the_names_of_imix_have_an_entry_of_their_own(name, number):
+    assert Priority.imix(name) == Priority.imix(name.lower()) == number
+
+
+def test_names_of_imix_alone_are_not_guessed():
+    with pytest.raises(SubscribeError, match="'LOWER' is no priority name"):
+        Priority.parse("LOWER")
+
+
+@pytest.mark.parametrize("number", [0, 1, 55, 100, Priority.LOW])
+def test_integers_from_0_to_100_are_taken_as_they_are(number):
+    parsed = Priority.parse(number)
+    assert parsed == number
+    assert type(parsed) is int
+
+
+@pytest.mark.parametrize("number", [-1, 101])
+def test_numbers_outside_the_scale_are_refused(number):
+    with pytest.raises(SubscribeError, match=f"priority={number}: priorities go from 0"):
+        Priority.parse(number)
+
+
+@pytest.mark.parametrize("value", [True, 1.5, None, [50]])
+def test_other_types_are_refused_and_named(value):
+    with pytest.raises(SubscribeError, match=type(value).__name__):
+        Priority.parse(value)
+
+
+def test_a_misspelt_name_gets_the_nearest():
+    with pytest.raises(SubscribeError, match="did you mean VERY_HIGH"):
+        Priority.parse("VERY_HGH")
+
+
+def test_labels_name_the_slot_and_the_distance_to_it():
+    assert Priority.label(50) == "NORMAL"
+    assert Priority.label(55) == "NORMAL+5"
+    assert Priority.label(20) == "VERY_HIGH+10"
+    assert Priority.label(100) == "LOWEST"
