@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
+from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
 from eventloop.errors import SubscribeError
@@ -62,7 +63,9 @@ def mount(
         event: the mount point, where the method's name is not it.
         priority: of this method, instead of the hook's.
         **options: filters, ``offload``, ``capture``, ``queue``, ``full``, ``batch``, ``linger``, ``on_error``,
-            ``disable_after``.
+            ``disable_after``. An ``operator.attrgetter`` takes the value from the hook when it is added to a bus, such as
+            ``every=attrgetter("interval")`` for what the hook's constructor was given (not for ``when`` and ``capture``,
+            which are functions themselves).
     """
 
     def mark(method: Method) -> Method:
@@ -83,6 +86,14 @@ class Mount:
         self.priority = priority
         self.options = options
 
+    def options_for(self, hook: Hook) -> Mount:
+        """Return the same with the options that ``hook`` itself decides filled in."""
+        options = {
+            name: value(hook) if isinstance(value, attrgetter) and name not in ("when", "capture") else value
+            for name, value in self.options.items()
+        }
+        return Mount(self.event, self.priority, options)
+
 
 Mount.unmarked = Mount(None, None, {})
 
@@ -102,7 +113,7 @@ def subscriptions_of(hook: Hook) -> Iterator[tuple[type[Event], Callable[..., An
             _check_spelling(hook, name, marked=mark is not Mount.unmarked)
             continue
         found = True
-        yield resolve(mark.event if mark.event is not None else name), getattr(hook, name), mark
+        yield resolve(mark.event if mark.event is not None else name), getattr(hook, name), mark.options_for(hook)
     if not found:
         raise SubscribeError(
             f"{hook.label} has no method named like a mount point, so it would never be called; "

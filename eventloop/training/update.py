@@ -5,12 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import structlog
 import torch
 
 from eventloop.errors import ConfigurationError, TrainingError
-from eventloop.events import AfterBackward, AfterTrainIter, BeforeBackward
-from eventloop.hook import Hook
+from eventloop.events import (
+    AfterBackward,
+    AfterForward,
+    AfterTestIter,
+    AfterTrainIter,
+    AfterValIter,
+    BeforeBackward,
+    BeforeForward,
+    BeforeRun,
+    BeforeTestIter,
+    BeforeValIter,
+)
+from eventloop.hook import Hook, mount
 from eventloop.priority import Priority, PriorityLike
+from eventloop.view import RunView
+
+log = structlog.get_logger("trainbus")
 
 Precision = Literal["bf16", "fp16"]
 
@@ -27,7 +42,8 @@ class Update(Hook):
             its gradients rescaled to the mean over the micro-batches it has.
         grad_clip: largest norm of all gradients together, or the arguments of ``torch.nn.utils.clip_grad_norm_`` as a
             mapping (``{"max_norm": 1.0, "norm_type": 2}``). The norm before clipping is reported as ``grad_norm``.
-        amp: ``"bf16"`` or ``"fp16"`` runs the forward pass under ``torch.autocast``; ``"fp16"`` brings a gradient scaler.
+        amp: ``"bf16"`` or ``"fp16"`` runs forward passes (validation and test, too) under ``torch.autocast``; ``"fp16"``
+            brings a gradient scaler.
         scaler: a ``torch.amp.GradScaler`` to use instead. A step it skips is no update; to know, the scaler reads a flag
             back from the device once a step (its own host sync). Its state is in the checkpoint.
 
@@ -57,6 +73,7 @@ class Update(Hook):
         self._amp: Precision | None = amp
         self._scaler = scaler
         self._count = 0
+        self._optimizers: Mapping[str, torch.optim.Optimizer] = {}
         self._autocast: torch.autocast | None = None
 
     @property
@@ -65,49 +82,78 @@ class Update(Hook):
         return self._count > 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state; windows are never open when a checkpoint is made."""
-        return {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
+        """Return the scaler's state and, if a checkpoint is made inside an accumulation window, the gradients so far."""
+        state: dict[str, Any] = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
+        if self.window_open:
+            gradients = {name: [p.grad for p in _parameters(one)] for name, one in self._optimizers.items()}
+            state["window"] = {"count": self._count, "gradients": gradients}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the scaler's state back."""
-        if "scaler" in state:
-            self._scaler = self._scaler or torch.amp.GradScaler()
-            self._scaler.load_state_dict(state["scaler"])
+        """Take the state back."""
+        self._load_scaler(state.get("scaler"))
+        window = state.get("window")
+        if window is None:
+            return
+        self._count = int(window["count"])
+        for name, gradients in window["gradients"].items():
+            for parameter, gradient in zip(_parameters(self._optimizers[name]), gradients, strict=True):
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
-    def before_train(self, event: Any) -> None:
-        """Make the scaler that fp16 needs, now that the device is known."""
+    def before_run(self, event: BeforeRun) -> None:
+        """Make the scaler that fp16 needs, now that the device is known and before a checkpoint is loaded into it."""
         self._count = 0
+        self._optimizers = event.run.optimizers
         if self._amp == "fp16" and self._scaler is None:
             self._scaler = torch.amp.GradScaler(event.run.device.type)
 
-    def before_forward(self, event: Any) -> None:
+    # Entered last and left first, so that no other handler runs under autocast.
+    @mount(priority=Priority.LOWEST)
+    def before_forward(self, event: BeforeForward) -> None:
         """Enter autocast; left in after_forward, or when the iteration ends by an exception."""
-        if self._amp is None:
-            return
-        self._autocast = torch.autocast(event.run.device.type, dtype=_DTYPES[self._amp])
-        self._autocast.__enter__()  # type: ignore[no-untyped-call]  # as are the other two: torch does not annotate them
-        event.run.defer(self._leave_autocast)
+        self._enter_autocast(event.run)
 
-    def after_forward(self, event: Any) -> None:
+    @mount(priority=Priority.HIGHEST)
+    def after_forward(self, event: AfterForward) -> None:
         """Leave autocast."""
+        self._leave_autocast()
+
+    @mount(priority=Priority.LOWEST)
+    def before_val_iter(self, event: BeforeValIter) -> None:
+        """Enter autocast for a validation batch: what is validated is what is trained."""
+        self._enter_autocast(event.run)
+
+    @mount(priority=Priority.HIGHEST)
+    def after_val_iter(self, event: AfterValIter) -> None:
+        """Leave autocast, before metrics are computed."""
+        self._leave_autocast()
+
+    @mount(priority=Priority.LOWEST)
+    def before_test_iter(self, event: BeforeTestIter) -> None:
+        """Enter autocast for a test batch."""
+        self._enter_autocast(event.run)
+
+    @mount(priority=Priority.HIGHEST)
+    def after_test_iter(self, event: AfterTestIter) -> None:
+        """Leave autocast, before metrics are computed."""
         self._leave_autocast()
 
     def after_train_iter(self, event: AfterTrainIter) -> None:
         """Update the weights."""
-        run: Any = event.run
+        run: RunView = event.run
         loss = event.outputs["loss"]
         if not self._count:
             for optimizer in run.optimizers.values():
                 optimizer.zero_grad(set_to_none=True)
         self._count += 1
         self._backward(run, loss if self.accumulate == 1 else loss / self.accumulate)
-        if self._count == self.accumulate or run.last_batch:
+        if self._count >= self.accumulate or run.last_batch:
             if self._count < self.accumulate:
                 _scale_gradients(run.optimizers.values(), self.accumulate / self._count)
             self._step(run)
             self._count = 0
 
-    def _backward(self, run: Any, loss: torch.Tensor) -> None:
+    def _backward(self, run: RunView, loss: torch.Tensor) -> None:
         if not loss.requires_grad:
             raise TrainingError(
                 "the loss does not depend on any trainable parameter (requires_grad is False); was it made under "
@@ -117,25 +163,52 @@ class Update(Hook):
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         run.publish(AfterBackward)
 
-    def _step(self, run: Any) -> None:
-        for optimizer in run.optimizers.values():
-            if self._scaler is not None:
+    def _step(self, run: RunView) -> None:
+        optimizers = list(run.optimizers.values())
+        if self._scaler is not None:
+            # A scaler refuses optimizers without any gradient (one of two that this loss does not reach).
+            optimizers = [optimizer for optimizer in optimizers if any(p.grad is not None for p in _parameters(optimizer))]
+            for optimizer in optimizers:
                 self._scaler.unscale_(optimizer)
         if self._clip is not None:
-            parameters = [parameter for optimizer in run.optimizers.values() for parameter in _parameters(optimizer)]
+            parameters = [parameter for optimizer in optimizers for parameter in _parameters(optimizer)]
             run.report(grad_norm=torch.nn.utils.clip_grad_norm_(parameters, **self._clip))
-        for optimizer in run.optimizers.values():
+        for optimizer in optimizers:
             if self._scaler is None:
                 optimizer.step()
-            else:
+            elif not _skips_by_itself(optimizer) or not _overflown(self._scaler, optimizer):
                 self._scaler.step(optimizer)
-        if self._scaler is not None:
+        if self._scaler is not None and optimizers:
             self._scaler.update()
+
+    def _load_scaler(self, state: Mapping[str, Any] | None) -> None:
+        if state and self._scaler is not None:
+            self._scaler.load_state_dict(dict(state))
+        elif state or (self._scaler is not None and self._scaler.is_enabled()):
+            log.warning("either the checkpoint or this update has a gradient scaler, the other has not; nothing is loaded")
+
+    def _enter_autocast(self, run: RunView) -> None:
+        if self._amp is None:
+            return
+        self._autocast = torch.autocast(run.device.type, dtype=_DTYPES[self._amp])
+        self._autocast.__enter__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        run.defer(self._leave_autocast)
 
     def _leave_autocast(self) -> None:
         if self._autocast is not None:
             autocast, self._autocast = self._autocast, None
             autocast.__exit__(None, None, None)
+
+
+def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """True for fused optimizers, whose step() is called in any case and looks for overflow inside its kernel."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _overflown(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    # torch has no public way to ask; this is what GradScaler.step itself asks for optimizers that are not fused.
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return any(bool(flag.item()) for flag in found.values())
 
 
 def _clip_options(grad_clip: float | Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -1,0 +1,60 @@
+"""Ends a run whose loss has become NaN or infinite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from operator import attrgetter
+
+from eventloop import AfterTrainIter, ConfigurationError, Hook, Priority, TrainingError, mount
+
+
+class CheckInvalidLossHook(Hook):
+    """Raises when a loss is not finite. The training thread never waits for a value: it is checked on a thread of its own.
+
+    The error therefore comes a few iterations later than the value, at the next event of the run; it names the iteration
+    of the value.
+
+    Args:
+        interval: iterations between checks.
+        keys: names of the outputs to check; by default all whose name contains ``"loss"``.
+
+    Raises:
+        ConfigurationError: an option that cannot work.
+        TrainingError: later, from the run: a value is NaN or infinite, or there is nothing to check.
+    """
+
+    priority = Priority.NORMAL
+
+    def __init__(self, interval: int = 50, *, keys: Iterable[str] | None = None) -> None:
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise ConfigurationError(f"interval={interval!r}: give the iterations between checks, at least 1")
+        self.keys = None if keys is None else _checked_keys(keys)
+        self.interval = interval
+
+    @mount(every=attrgetter("interval"), offload="thread", batch=64)
+    def after_train_iter(self, events: list[AfterTrainIter]) -> None:
+        """Check what has been computed since the last look."""
+        for event in events:
+            self._check(event)
+
+    def _check(self, event: AfterTrainIter) -> None:
+        numbers = {key: value for key, value in event.outputs.items() if isinstance(value, int | float)}
+        keys = self.keys or tuple(key for key in numbers if "loss" in key.lower())
+        missing = [key for key in keys if key not in numbers]
+        if missing or not keys:
+            raise TrainingError(
+                f"{self.label} has nothing to check under {', '.join(map(repr, missing)) or 'a name with loss in it'}: the "
+                f"scalar outputs are {', '.join(map(repr, numbers)) or 'none'}. Return them from step(), or name others: keys="
+            )
+        broken = {key: numbers[key] for key in keys if not math.isfinite(numbers[key])}
+        if broken:
+            what = ", ".join(f"{key} is {value}" for key, value in broken.items())
+            raise TrainingError(f"{what} at iteration {event.progress.iter + 1} (epoch {event.progress.epoch + 1}), from 1")
+
+
+def _checked_keys(keys: Iterable[str]) -> tuple[str, ...]:
+    chosen = (keys,) if isinstance(keys, str) else tuple(keys)
+    if not chosen or not all(isinstance(key, str) for key in chosen):
+        raise ConfigurationError(f"keys={keys!r}: give names of outputs, or leave it out to check all losses")
+    return chosen

@@ -1,0 +1,219 @@
+"""Averaged weights: kept up to date in training, used in validation, test and checkpoints."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import MutableMapping
+from typing import Any
+
+import structlog
+import torch
+
+from eventloop import (
+    AfterLoadCheckpoint,
+    AfterTrainIter,
+    BeforeRun,
+    BeforeSaveCheckpoint,
+    BeforeTestEpoch,
+    BeforeValEpoch,
+    ConfigurationError,
+    Hook,
+    Priority,
+    RunView,
+)
+from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WeightAverage
+
+log = structlog.get_logger("trainbus")
+
+_BUILTIN: dict[str, type[WeightAverage]] = {
+    kind.__name__: kind for kind in (ExponentialMovingAverage, StochasticWeightAverage, MomentumAnnealingEMA)
+}
+
+
+class EMAHook(Hook):
+    """Averages the weights after each optimizer update and validates, tests and saves with the average.
+
+    During a validation or test the model has the averaged weights, up to the end of the validation's scope: handlers of
+    ``after_val_epoch`` see what was validated. Storage is exchanged, nothing is copied, and whatever ends the validation
+    puts the raw weights back.
+
+    In checkpoints ``state_dict`` holds the averaged weights, which makes the file usable for inference, and
+    ``ema_state_dict`` the raw ones; resuming swaps them back. A checkpoint without the latter (saved without this hook)
+    gives a warning, and the average begins with its weights.
+
+    Until ``begin_iter`` or ``begin_epoch`` the average is the weights themselves.
+
+    Args:
+        ema_type: a class derived from :class:`WeightAverage`, or the name of a built-in one.
+        strict_load: an average in a checkpoint that does not fit is an error; False takes what fits and logs the rest.
+        begin_iter: first iteration (from 1) whose update is averaged; or else
+        begin_epoch: first epoch (from 1).
+        model: name of the model, where the run has several.
+        name: of this hook in checkpoints, where there are several of its kind.
+        **options: for ``ema_type``: ``momentum``, ``interval``, ``update_buffers``, ``gamma``, or a user's own.
+
+    Raises:
+        ConfigurationError: an option that cannot work.
+    """
+
+    priority = Priority.NORMAL
+
+    def __init__(
+        self,
+        ema_type: type[WeightAverage] | str = ExponentialMovingAverage,
+        *,
+        strict_load: bool = False,
+        begin_iter: int = 0,
+        begin_epoch: int = 0,
+        model: str | None = None,
+        name: str = "",
+        **options: Any,
+    ) -> None:
+        for option, value in (("begin_iter", begin_iter), ("begin_epoch", begin_epoch)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigurationError(f"{option}={value!r}: give a count, 0 for the beginning")
+        if begin_iter and begin_epoch:
+            raise ConfigurationError(f"begin_iter={begin_iter} and begin_epoch={begin_epoch}: give one of them")
+        if not isinstance(strict_load, bool):
+            raise ConfigurationError(f"strict_load={strict_load!r}: give True or False")
+        self.name = name
+        self.strict_load = strict_load
+        self.begin_iter = begin_iter
+        self.begin_epoch = begin_epoch
+        self._type = _average_type(ema_type, options)
+        self._options = options
+        self._model_name = model
+        self._model: torch.nn.Module | None = None
+        self._average: WeightAverage | None = None
+        self._in_checkpoint = False
+
+    @property
+    def average(self) -> WeightAverage | None:
+        """The average; None before its first update."""
+        return self._average
+
+    # ------------------------------------------------------------------------------------------------- training
+
+    def before_run(self, event: BeforeRun) -> None:
+        """Find the model; a hook that comes from an earlier run of the same model goes on with its average."""
+        model = event.run.models[self._name_in(event.run)]
+        if model is not self._model:
+            self._model, self._average = model, None
+
+    def after_train_iter(self, event: AfterTrainIter) -> None:
+        """Take the new weights into the average, if there are new ones."""
+        run = event.run
+        if not run.updated and run.optimizers:
+            return
+        if event.progress.iter + 1 >= self.begin_iter and event.progress.epoch + 1 >= self.begin_epoch:
+            average = self._average or self._make_average()
+            average.update_parameters(self._known_model)
+
+    # --------------------------------------------------------------------------------------- validation and test
+
+    def before_val_epoch(self, event: BeforeValEpoch) -> None:
+        """Give the model the averaged weights until the validation ends, however it ends."""
+        self._lend(event.run)
+
+    def before_test_epoch(self, event: BeforeTestEpoch) -> None:
+        """Give the model the averaged weights until the test ends, however it ends."""
+        self._lend(event.run)
+
+    def _lend(self, run: RunView) -> None:
+        average = self._average
+        if average is None or not average.steps:
+            return  # the average is the weights themselves
+        average.swap(self._known_model)
+        run.defer(lambda: average.swap(self._known_model))
+
+    # ----------------------------------------------------------------------------------------------- checkpoints
+
+    def before_save_checkpoint(self, event: BeforeSaveCheckpoint) -> None:
+        """Put the averaged weights under ``state_dict`` and the raw ones under ``ema_state_dict``."""
+        checkpoint, average = event.checkpoint, self._average
+        weights = self._part(event.run, checkpoint["state_dict"])
+        # What is not averaged (buffers) is the same tensor in both, and one in the file.
+        averaged = raw = dict(weights)
+        if average is not None and average.steps:
+            other = weights | {key: tensor for key, tensor in average.tensors.items() if key in weights}
+            averaged, raw = (weights, other) if average.swapped else (other, weights)
+        self._put(event.run, checkpoint, "state_dict", averaged)
+        self._put(event.run, checkpoint, "ema_state_dict", raw)
+
+    def after_load_checkpoint(self, event: AfterLoadCheckpoint) -> None:
+        """Take the averaged weights out of ``state_dict`` and put the raw ones there, for the model."""
+        checkpoint, run = event.checkpoint, event.run
+        saved = checkpoint.get("ema_state_dict", {})
+        self._in_checkpoint = bool(saved) and self._name_in(run) in self._by_model(run, saved)
+        average = self._average or self._make_average()
+        average.steps = 0
+        if not self._in_checkpoint:
+            log.warning("the checkpoint has no averaged weights (ema_state_dict); the average begins with its weights")
+            return
+        average.load_tensors(self._part(run, checkpoint["state_dict"]), strict=self.strict_load)
+        self._put(run, checkpoint, "state_dict", self._part(run, saved))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of updates; the tensors are in the checkpoint itself."""
+        return {"steps": 0 if self._average is None else self._average.steps}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take the number of updates back."""
+        if self._average is not None and self._in_checkpoint:
+            self._average.steps = int(state["steps"])
+
+    # ------------------------------------------------------------------------------------------------- internals
+
+    @property
+    def _known_model(self) -> torch.nn.Module:
+        assert self._model is not None  # noqa: S101 - before_run comes first
+        return self._model
+
+    def _make_average(self) -> WeightAverage:
+        self._average = self._type(self._known_model, **self._options)
+        return self._average
+
+    def _name_in(self, run: RunView) -> str:
+        names = list(run.models)
+        if self._model_name in names:
+            return str(self._model_name)
+        if self._model_name is None and len(names) == 1:
+            return names[0]
+        raise ConfigurationError(
+            f"{self.label}: model={self._model_name!r}, but the models of this run are {', '.join(map(repr, names))}; "
+            "name the one to average"
+        )
+
+    def _part(self, run: RunView, weights: Any) -> dict[str, torch.Tensor]:
+        """Return the weights of our model from an entry of a checkpoint."""
+        return dict(self._by_model(run, weights)[self._name_in(run)])
+
+    def _put(self, run: RunView, checkpoint: MutableMapping[str, Any], key: str, weights: dict[str, torch.Tensor]) -> None:
+        name = self._name_in(run)
+        checkpoint[key] = weights if _flat(run) else {**checkpoint.get(key, {}), name: weights}
+
+    @staticmethod
+    def _by_model(run: RunView, weights: Any) -> Any:
+        return {"model": weights} if _flat(run) else weights
+
+
+def _flat(run: RunView) -> bool:
+    """True if checkpoints of this run hold the weights of one model, without its name."""
+    return set(run.models) == {"model"}
+
+
+def _average_type(ema_type: type[WeightAverage] | str, options: dict[str, Any]) -> type[WeightAverage]:
+    """Return the class, once it is certain that it takes ``options``."""
+    kind = _BUILTIN.get(ema_type) if isinstance(ema_type, str) else ema_type
+    if not (isinstance(kind, type) and issubclass(kind, WeightAverage)):
+        raise ConfigurationError(
+            f"ema_type={ema_type!r}: give a class derived from hooks.WeightAverage, or one of {', '.join(_BUILTIN)}"
+        )
+    probe = torch.nn.Module()
+    try:
+        inspect.signature(kind).bind(probe, **options)
+    except TypeError as error:
+        raise ConfigurationError(f"{kind.__name__}{inspect.signature(kind)}: {error}") from None
+    if kind in _BUILTIN.values():
+        kind(probe, **options)  # says now which value is out of range
+    return kind

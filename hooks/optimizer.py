@@ -1,0 +1,28 @@
+"""The optimizer update as a hook with options."""
+
+from __future__ import annotations
+
+from eventloop import Update
+
+
+class OptimizerHook(Update):
+    """Zeroes gradients, differentiates the loss, clips, and steps: the update of a ``TrainLoop``, with options.
+
+    ``TrainLoop`` adds an update without options to a bus that has none when the loop is made, so add this one before. In a
+    loop of your own the body makes the update, and this hook is an error.
+
+    Runs in ``after_train_iter`` at priority 30: handlers with a higher number see the updated weights.
+    ``before_backward``, ``after_backward``, ``before_optimizer_step`` and ``after_optimizer_step`` are published meanwhile.
+
+    Args (see :class:`eventloop.Update`):
+        accumulate: micro-batches per step (iMIX: accumulation).
+        grad_clip: largest norm of all gradients together, or the arguments of ``torch.nn.utils.clip_grad_norm_``, such as
+            ``{"max_norm": 35, "norm_type": 2}``. Clipped once per real step, after unscaling.
+        amp: ``"bf16"`` or ``"fp16"``.
+        scaler: a ``torch.amp.GradScaler`` of your own, for fp16.
+
+    Raises:
+        ConfigurationError: an option out of range.
+    """
+
+    name = "OptimizerHook"

@@ -1,0 +1,174 @@
+"""Learning-rate schedules: when torch's schedulers step, and their place in checkpoints."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
+
+import structlog
+import torch
+
+from eventloop import (
+    AfterLoadCheckpoint,
+    AfterOptimizerStep,
+    AfterTrainEpoch,
+    AfterTrainIter,
+    AfterValEpoch,
+    BeforeSaveCheckpoint,
+    BeforeTrain,
+    ConfigurationError,
+    Hook,
+    Priority,
+    RunView,
+    TrainingError,
+)
+
+By = Literal["iter", "epoch", "metric"]
+
+log = structlog.get_logger("trainbus")
+
+KEY = "param_schedulers"
+"""Where checkpoints hold the states of schedulers, by name."""
+
+
+class ParamSchedulerHook(Hook):
+    """Steps schedulers after the optimizer, as often as ``by`` says.
+
+    ``"iter"``: after each iteration in which the scheduler's optimizer has stepped (so not within an accumulation window,
+    and not when the gradient scaler skipped the step). ``"epoch"``: after each training epoch. ``"metric"``: after each
+    validation during training, with the metric named ``monitor``, as ``ReduceLROnPlateau`` needs it.
+
+    Args:
+        scheduler: a scheduler, a list of them, or a mapping of names to them. Names are keys in checkpoints; without one
+            it is the name of the class, so two of a class need a mapping.
+        by: torch's schedulers do not say what they count, so this must.
+        monitor: name of the metric, for ``by="metric"``.
+
+    Raises:
+        ConfigurationError: an option that cannot work.
+    """
+
+    priority = Priority.LOW
+
+    def __init__(self, scheduler: Any, *, by: By, monitor: str | None = None) -> None:
+        if by not in get_args(By):
+            raise ConfigurationError(
+                f'by={by!r}: say when to step: after each "iter" or "epoch", or after validations with a "metric"'
+            )
+        if (by == "metric") != isinstance(monitor, str):
+            raise ConfigurationError(
+                f"by={by!r}, monitor={monitor!r}: "
+                + ("name the metric to step with" if by == "metric" else 'monitor= is for by="metric"')
+            )
+        self.schedulers = _named(scheduler)
+        for name, one in self.schedulers.items():
+            _check_scheduler(name, one, by)
+        self.by = by
+        self.monitor = monitor
+        self._training = False
+        self._stepped: set[int] = set()
+
+    def before_train(self, event: BeforeTrain) -> None:
+        """Note that validations belong to training from here on."""
+        self._training = True
+        event.run.defer(self._training_over)
+
+    def after_optimizer_step(self, event: AfterOptimizerStep) -> None:
+        """Note which optimizer has stepped."""
+        self._stepped.add(id(event.optimizer))
+
+    def after_train_iter(self, event: AfterTrainIter) -> None:
+        """Step the schedulers that count iterations."""
+        if self.by == "iter":
+            for scheduler in self.schedulers.values():
+                if self._due(scheduler, event.run):
+                    scheduler.step()
+        self._stepped.clear()
+
+    def after_train_epoch(self, event: AfterTrainEpoch) -> None:
+        """Step the schedulers that count epochs."""
+        if self.by == "epoch":
+            for scheduler in self.schedulers.values():
+                scheduler.step()
+
+    def after_val_epoch(self, event: AfterValEpoch) -> None:
+        """Step the schedulers that follow a metric."""
+        if self.monitor is None or not self._training:
+            return
+        value = event.metrics.get(self.monitor)
+        if value is None:
+            raise TrainingError(
+                f"{self.label} steps by the metric {self.monitor!r}, which this validation has not; it has "
+                f"{', '.join(map(repr, event.metrics)) or 'none'}"
+            )
+        for scheduler in self.schedulers.values():
+            scheduler.step(float(value))
+
+    def before_save_checkpoint(self, event: BeforeSaveCheckpoint) -> None:
+        """Put the schedulers' states into the checkpoint; ``save_param_scheduler=False`` leaves them out again."""
+        saved = event.checkpoint.setdefault(KEY, {})
+        taken = saved.keys() & self.schedulers.keys()
+        if taken:
+            raise ConfigurationError(
+                f"two hooks have a scheduler named {', '.join(map(repr, sorted(taken)))}, and a checkpoint keeps them by name; "
+                'give them names: ParamSchedulerHook({"warmup": scheduler}, ...)'
+            )
+        saved |= {name: scheduler.state_dict() for name, scheduler in self.schedulers.items()}
+
+    def after_load_checkpoint(self, event: AfterLoadCheckpoint) -> None:
+        """Give the schedulers their states back."""
+        saved = event.checkpoint.get(KEY, {})
+        for name, scheduler in self.schedulers.items():
+            if name in saved:
+                scheduler.load_state_dict(saved[name])
+            else:
+                log.warning("the checkpoint has no state for this scheduler; it starts afresh", scheduler=name)
+
+    def _due(self, scheduler: Any, run: RunView) -> bool:
+        """True if the scheduler's own optimizer has stepped, or nobody can know."""
+        optimizer = getattr(scheduler, "optimizer", None)
+        if optimizer is None:
+            return run.updated or not run.optimizers
+        return id(optimizer) in self._stepped or all(optimizer is not known for known in run.optimizers.values())
+
+    def _training_over(self) -> None:
+        self._training = False
+
+
+def _named(scheduler: Any) -> dict[str, Any]:
+    if isinstance(scheduler, Mapping):
+        named = {str(name): one for name, one in scheduler.items()}
+    else:
+        listed = list(scheduler) if isinstance(scheduler, Iterable) else [scheduler]
+        named = {type(one).__name__: one for one in listed}
+        if len(named) < len(listed):
+            raise ConfigurationError(
+                f"several schedulers are a {' or a '.join(sorted(named))}, and checkpoints keep them by name; give a mapping, "
+                'such as {"warmup": one, "decay": other}'
+            )
+    if not named:
+        raise ConfigurationError(f"scheduler={scheduler!r}: give at least one scheduler")
+    return named
+
+
+def _check_scheduler(name: str, scheduler: Any, by: By) -> None:
+    lacking = [method for method in ("step", "state_dict", "load_state_dict") if not callable(getattr(scheduler, method, None))]
+    if lacking or isinstance(scheduler, type):
+        raise ConfigurationError(
+            f"scheduler {name!r} is {scheduler!r}; give an object like torch's schedulers, with step, state_dict and "
+            "load_state_dict"
+        )
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and by != "metric":
+        raise ConfigurationError(f'scheduler {name!r} needs a metric to step: by="metric", monitor="loss", say, not by={by!r}')
+    if by == "metric" and not _takes_metric(scheduler):
+        raise ConfigurationError(
+            f'scheduler {name!r} ({type(scheduler).__name__}) steps without a metric: by="iter" or "epoch"'
+        )
+
+
+def _takes_metric(scheduler: Any) -> bool:
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return True
+    # torch's others take an epoch, which is deprecated and no metric.
+    return "epoch" not in (names := inspect.signature(scheduler.step).parameters) and bool(names)
