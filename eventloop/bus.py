@@ -196,6 +196,8 @@ class Bus(TypedOn):
                 raise
             self._runtime = runtime
             self._state = "open"
+            self._compiled = {}
+            self._routes = {}
         _open_buses.add(self)
 
     def close(self, *, abort: bool = False) -> None:
@@ -373,6 +375,7 @@ class Bus(TypedOn):
                     count=self._counts.setdefault(name_of(event_type), _Count()).next,
                     blame=self.annotate,
                     timing=self._timing,
+                    constants=self._state != "idle",
                 )
             if not self._failures:
                 self._routes[event_type] = self._compiled[event_type]
@@ -390,6 +393,9 @@ class Bus(TypedOn):
             with self._lock:
                 self._runtime = None
                 self._state = "idle"
+                # The routes of an open bus hide its handlers from the garbage collector (see routes.py).
+                self._compiled = {}
+                self._routes = {}
             _open_buses.discard(self)
 
     def _become_inert(self) -> None:
