@@ -1,1 +1,45 @@
-"""hooks."""
+"""trainbus, the policy: what happens at the mount points. Built on the public names of ``eventloop`` only.
+
+===========================  ========================================================================
+hook                         does
+===========================  ========================================================================
+:class:`OptimizerHook`       zero_grad, backward, clip, step; accumulation; mixed precision
+:class:`ParamSchedulerHook`  steps learning-rate schedules by iteration, epoch or metric
+:class:`EMAHook`             averaged weights for validation, test and checkpoints
+:class:`RuntimeInfoHook`     facts of the run in ``run.info``
+:class:`IterTimerHook`       time per iteration and per batch, time left
+:class:`LoggerHook`          scalars to writers: the terminal, JSON lines, your own
+:class:`ProgressBar`         the progress of a run on a terminal
+:class:`CheckInvalidLossHook` ends a run whose loss is no longer finite
+:class:`CheckpointHook`      saves, keeps the newest and the best
+===========================  ========================================================================
+"""
+
+from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WeightAverage
+from hooks.check_loss import CheckInvalidLossHook
+from hooks.ema import EMAHook
+from hooks.logger import LoggerHook
+from hooks.optimizer import OptimizerHook
+from hooks.progress_bar import ProgressBar
+from hooks.runtime_info import RuntimeInfoHook
+from hooks.schedule import ParamSchedulerHook
+from hooks.timer import IterTimerHook
+from hooks.writers import ConsoleWriter, JSONLinesWriter, Writer
+
+__all__ = [
+    "CheckInvalidLossHook",
+    "ConsoleWriter",
+    "EMAHook",
+    "ExponentialMovingAverage",
+    "IterTimerHook",
+    "JSONLinesWriter",
+    "LoggerHook",
+    "MomentumAnnealingEMA",
+    "OptimizerHook",
+    "ParamSchedulerHook",
+    "ProgressBar",
+    "RuntimeInfoHook",
+    "StochasticWeightAverage",
+    "WeightAverage",
+    "Writer",
+]
