@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+import structlog
 from rich import get_console
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -24,6 +25,8 @@ from eventloop import (
     Scalars,
     mount,
 )
+
+log = structlog.get_logger("trainbus")
 
 # Pointrix' smoothing of the losses it shows: how much of a new value goes into the old one.
 _NEW = 0.4
@@ -63,6 +66,7 @@ class ProgressBar(Hook):
         self._lock = threading.Lock()
         self._progress: Progress | None = None
         self._task = TaskID(0)
+        self._title = ""
         self._losses: dict[str, float] = {}
         self._pace = _Pace()
 
@@ -96,14 +100,18 @@ class ProgressBar(Hook):
         self._shown = False
         with self._lock:
             progress, self._progress = self._progress, None
-            if progress is not None:
+            if progress is None:
+                return
+            try:
                 progress.stop()
+            except Exception:  # a terminal that is gone is no reason to fail a run that was fine
+                log.exception("the progress bar could not be ended")
 
     # --------------------------------------------------------------------------------------- on the thread of the lane
 
     @mount(BarMoved, offload="thread", batch=64, disable_after=3)
     def draw(self, events: list[BarMoved]) -> None:
-        """Bring the bar up to date; rich redraws it from a thread of its own."""
+        """Redraw the bar."""
         for event in events:
             if event.progress.stage == "train" and event.done:
                 self._pace.moved(event)
@@ -113,17 +121,27 @@ class ProgressBar(Hook):
                 self._draw(events[-1])
 
     def _draw(self, event: BarMoved) -> None:
-        if self._progress is None:
-            self._progress = _new_progress(self._console if self._console is not None else get_console())
-            self._task = self._progress.add_task("", total=None, details="")
-            self._progress.start()
-        details = "  ".join(f"{name} {value:.4f}" for name, value in self._losses.items())
-        eta = self._pace.eta
-        if event.progress.stage == "train" and eta is not None:
-            details += f"  eta {timedelta(seconds=round(eta))}"
-        self._progress.update(
-            self._task, description=_title(event), completed=event.done, total=event.total, details=details.strip()
-        )
+        details = [f"{name} {value:.4f}" for name, value in self._losses.items()]
+        if event.progress.stage == "train" and self._pace.eta is not None:
+            details.append(f"eta {timedelta(seconds=round(self._pace.eta))}")
+        self._task_of(event, self._progress or self._begin(), "  ".join(details))
+
+    def _begin(self) -> Progress:
+        self._progress = _new_progress(self._console if self._console is not None else get_console())
+        self._title = ""
+        return self._progress
+
+    def _task_of(self, event: BarMoved, progress: Progress, details: str) -> None:
+        title = _title(event)
+        if title == self._title:
+            progress.update(self._task, completed=event.done, details=details)
+        else:  # a new task, because rich takes total=None, the one of a loader without a length, for "as it was"
+            for task in progress.task_ids:
+                progress.remove_task(task)
+            self._task = progress.add_task(title, total=event.total, completed=event.done, details=details)
+            self._title = title
+        progress.start()  # does nothing if it has started
+        progress.refresh()
 
     def _smooth(self, event: BarMoved) -> None:
         if event.done == 0:
@@ -167,6 +185,7 @@ def _new_progress(console: Console) -> Progress:
         MofNCompleteColumn(),
         TextColumn("[dim]{task.fields[details]}"),
         console=console,
+        auto_refresh=False,  # it would draw from a thread of its own, whose errors nobody could handle
         transient=True,
     )
 

@@ -54,7 +54,10 @@ class ConsoleWriter(Writer):
 
     def _print(self, line: Text) -> None:
         # Lines longer than the terminal go on in the next row; wrapped at words they could not be grepped.
-        self.console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
+        try:
+            self.console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
+        except SystemExit as error:  # what rich makes of a broken pipe; `| head` must not end the training
+            raise BrokenPipeError("nobody reads the console's output any more") from error
 
 
 def format_number(name: str, value: float, digits: int = 4) -> str:

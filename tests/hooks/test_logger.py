@@ -1,0 +1,427 @@
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch.nn import functional
+
+from eventloop import Bus, ConfigurationError, Run, TrainLoop
+from hooks.logger import LoggerHook
+from hooks.timer import IterTimerHook
+from hooks.writers import ConsoleWriter, JSONLinesWriter, Writer
+
+DATA = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(7)]
+
+
+class Notes(Writer):
+    """Writes down what it is asked to do, in order."""
+
+    def __init__(self, interval=None):
+        super().__init__(interval)
+        self.calls = []
+        self.threads = set()
+
+    def note(self, *what):
+        self.calls.append(what)
+        self.threads.add(threading.current_thread())
+
+    def open(self, run):
+        self.note("open", run)
+
+    def write_scalars(self, scalars, step, where):
+        self.note("scalars", dict(scalars), step, where)
+
+    def write_config(self, config):
+        self.note("config", config)
+
+    def write_text(self, name, text, where):
+        self.note("text", name, text, where.iter)
+
+    def flush(self):
+        self.note("flush")
+
+    def close(self):
+        self.note("close")
+
+    @property
+    def names(self):
+        return [call[0] for call in self.calls if call[0] != "flush"]
+
+    def scalars(self, stage="train"):
+        return [call[1:] for call in self.calls if call[0] == "scalars" and call[3].stage == stage]
+
+    def steps(self, stage="train"):
+        return [step for _, step, _ in self.scalars(stage)]
+
+
+def step(model, batch):
+    inputs, target = batch
+    output = model(inputs)
+    return {"loss": functional.mse_loss(output, target), "logits": output}
+
+
+def make_loop(bus, **options):
+    model = torch.nn.Linear(3, 1)
+    defaults = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "step": step, "train_data": DATA}
+    if "max_iters" not in options:
+        defaults["max_epochs"] = 2
+    return TrainLoop(model, bus=bus, **(defaults | options))
+
+
+def counting(losses=None):
+    """A step that counts its calls."""
+    calls = iter(range(10_000)) if losses is None else iter(losses)
+
+    def step(model, batch):
+        return {"loss": model(batch[0]).mean() * 0 + next(calls)}
+
+    return step
+
+
+@pytest.fixture
+def notes():
+    return Notes()
+
+
+def bus_with(*writers, **options):
+    bus = Bus()
+    bus.add(LoggerHook(writers=writers, **options))
+    return bus
+
+
+def test_lines_are_written_when_the_batch_within_its_epoch_is_due(notes):
+    make_loop(bus_with(notes, interval=3)).run()
+    assert notes.steps() == [3, 6, 10, 13]
+    assert [where.batch for _, _, where in notes.scalars()] == [3, 6, 3, 6]
+
+
+def test_the_last_line_of_an_epoch_is_written_if_it_is_wanted(notes):
+    make_loop(bus_with(notes, interval=3, ignore_last=False)).run()
+    assert notes.steps() == [3, 6, 7, 10, 13, 14]
+
+
+def test_an_epoch_no_longer_than_the_interval_gets_its_line_all_the_same(notes):
+    make_loop(bus_with(notes)).run()
+    assert notes.steps() == [7, 14]
+
+
+def test_no_line_is_written_twice(notes):
+    make_loop(bus_with(notes, interval=7, ignore_last=False)).run()
+    assert notes.steps() == [7, 14]
+
+
+def test_the_place_in_the_run_is_told(notes):
+    make_loop(bus_with(notes, interval=7)).run()
+    where = notes.scalars()[1][2]
+    assert (where.epoch, where.iter, where.batch, where.epoch_length, where.max_epochs) == (2, 14, 7, 7, 2)
+
+
+def test_values_are_means_over_the_window(notes):
+    make_loop(bus_with(notes, interval=7, window_size=2), step=counting()).run()
+    assert [scalars["train/loss"] for scalars, _, _ in notes.scalars()] == [5.5, 12.5]
+
+
+def test_a_writer_has_an_interval_of_its_own_and_values_as_they_are_if_it_is_1(notes):
+    every = Notes(interval=1)
+    make_loop(bus_with(notes, every, interval=7), step=counting()).run()
+    assert notes.steps() == [7, 14]
+    assert [scalars["train/loss"] for scalars, _, _ in every.scalars()] == list(range(14))
+
+
+def test_windows_of_the_users_own_are_written_too(notes):
+    best = {"data_src": "loss", "log_name": "best", "method_name": "min", "window_size": "global"}
+    make_loop(bus_with(notes, interval=1, custom_cfg=[best]), step=counting(range(20, 0, -1))).run()
+    assert [scalars["train/best"] for scalars, _, _ in notes.scalars()] == list(range(20, 6, -1))
+
+
+def test_whatever_hooks_report_is_written_and_only_scalars(notes):
+    bus = bus_with(notes, interval=7)
+    bus.on("after_train_iter", lambda event: event.run.report(mine=3, text="no", tensor=torch.ones(2)), priority=50)
+    make_loop(bus).run()
+    assert [set(scalars) for scalars, _, _ in notes.scalars()] == [{"train/loss", "train/mine"}] * 2
+
+
+def test_metrics_are_written_with_the_epochs_done(notes):
+    make_loop(bus_with(notes), val_data=DATA[:2]).run()
+    assert notes.steps("val") == [1, 2]
+    assert [set(scalars) for scalars, _, _ in notes.scalars("val")] == [{"val/loss"}] * 2
+
+
+def test_metrics_are_written_with_the_iterations_done_if_asked_to(notes):
+    make_loop(bus_with(notes, log_metric_by_epoch=False), val_data=DATA[:2]).run()
+    assert notes.steps("val") == [7, 14]
+
+
+def test_metrics_of_an_iteration_based_run_are_written_with_iterations(notes):
+    make_loop(bus_with(notes, interval=4), max_iters=10, val_interval=5, val_data=DATA[:2]).run()
+    assert notes.steps("val") == [5, 10]
+    assert notes.steps() == [4, 8]
+
+
+@pytest.mark.parametrize("stage", ["val", "test"])
+def test_without_training_the_step_is_0(notes, stage):
+    loop = make_loop(bus_with(notes), val_data=DATA[:2], test_data=DATA[:2])
+    getattr(loop, stage)()
+    assert notes.steps(stage) == [0]
+
+
+def test_the_times_of_a_validation_are_on_its_line(notes):
+    bus = bus_with(notes)
+    bus.add(IterTimerHook())
+    make_loop(bus, val_data=DATA[:2]).run()
+    assert set(notes.scalars("val")[0][0]) == {"val/loss", "val/time", "val/data_time"}
+    assert {"train/loss", "train/time", "train/data_time", "train/eta"} == set(notes.scalars()[0][0])
+
+
+def test_a_writer_is_called_in_the_order_of_the_run_from_one_thread(notes, tmp_path):
+    loop = make_loop(
+        bus_with(notes, interval=7),
+        val_data=DATA[:1],
+        work_dir=tmp_path,
+        name="digits",
+        seed=3,
+        config={"lr": 0.1, "model": DATA},
+    )
+    loop.run()
+    once = ["scalars", "scalars"]
+    assert notes.names == ["open", "config", *once, *once, "close"]
+    assert [call[3].stage for call in notes.calls if call[0] == "scalars"] == ["train", "val", "train", "val"]
+    assert len(notes.threads) == 1
+    assert notes.threads != {threading.current_thread()}
+    run = notes.calls[0][1]
+    assert (run.name, run.work_dir, run.seed, run.config["lr"]) == ("digits", tmp_path, 3, 0.1)
+
+
+def test_a_test_after_training_opens_the_writers_again(notes):
+    loop = make_loop(bus_with(notes), test_data=DATA[:1])
+    loop.run()
+    loop.test()
+    assert notes.names == ["open", "config", "scalars", "scalars", "close", "open", "config", "scalars", "close"]
+
+
+def test_everything_written_is_flushed_before_closing(notes):
+    make_loop(bus_with(notes, interval=7)).run()
+    assert [call[0] for call in notes.calls[-2:]] == ["flush", "close"]
+
+
+def test_the_name_of_the_experiment_is_written_now_and_then(notes):
+    make_loop(bus_with(notes, interval_exp_name=5), name="digits").run()
+    assert [call[1:] for call in notes.calls if call[0] == "text"] == [
+        ("experiment", "digits", 5),
+        ("experiment", "digits", 10),
+    ]
+
+
+def test_an_exception_closes_the_writers_after_the_last_line(notes):
+    def failing(model, batch):
+        if len(seen) == 4:
+            raise RuntimeError("out of luck")
+        seen.append(batch)
+        return step(model, batch)
+
+    seen = []
+    with pytest.raises(RuntimeError, match="out of luck"):
+        make_loop(bus_with(notes, interval=2), step=failing).run()
+    assert notes.steps() == [2, 4]
+    assert notes.names[-1] == "close"
+
+
+def test_ctrl_c_closes_the_writers(notes):
+    bus = bus_with(notes, interval=1)
+
+    @bus.on("after_train_iter", once=3, priority=90)
+    def press(event):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_loop(bus).run()
+    assert notes.steps() == [1, 2, 3]
+    assert notes.names[-1] == "close"
+
+
+class Broken(Notes):
+    def write_scalars(self, scalars, step, where):
+        super().write_scalars(scalars, step, where)
+        raise OSError("disk full")
+
+
+def test_a_writer_that_fails_ends_neither_the_run_nor_the_other_writers(notes, capsys):
+    broken = Broken()
+    make_loop(bus_with(broken, notes, interval=1)).run()
+    assert notes.steps() == list(range(1, 15))
+    output = capsys.readouterr()
+    assert "disk full" in output.out + output.err
+
+
+def test_a_writer_that_goes_on_failing_is_left_alone_until_the_next_run(notes, capsys):
+    class Dead(Broken):
+        def flush(self):
+            raise OSError("disk full")
+
+    dead = Dead()
+    loop = make_loop(bus_with(dead, notes, interval=1), test_data=DATA[:1])
+    loop.run()
+    assert len(dead.scalars()) <= 3
+    loop.test()
+    assert len(dead.scalars("test")) == 1
+    assert "left alone" in "".join(capsys.readouterr())
+
+
+def test_the_scalars_are_those_of_the_moment_though_their_tensors_are_used_again(notes):
+    """A step under CUDA graphs returns the same tensor every time."""
+    total = torch.zeros(())
+    bus = bus_with(notes, interval=1)
+    with Run(bus, model=torch.nn.Linear(1, 1)) as run:
+        for _ in run.epochs(1):
+            for _ in run.train(range(50)):
+                total += 1
+                run.report(total=total)
+    assert [scalars["train/total"] for scalars, _, _ in notes.scalars()] == list(range(1, 51))
+
+
+def test_two_loggers_keep_to_themselves():
+    first, second = Notes(), Notes()
+    bus = bus_with(first, interval=7)
+    bus.add(LoggerHook(interval=1, writers=[second]))
+    make_loop(bus).run()
+    assert first.steps() == [7, 14]
+    assert second.steps() == list(range(1, 15))
+
+
+def test_console_and_json_lines_are_the_default(tmp_path, capsys):
+    bus = Bus()
+    bus.add(LoggerHook(interval=7))
+    make_loop(bus, val_data=DATA[:1], work_dir=tmp_path).run()
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split("  loss")[0] for line in printed] == [
+        "epoch 1/2  iter 7/7",
+        "epoch 1/2  val",
+        "epoch 2/2  iter 7/7",
+        "epoch 2/2  val",
+    ]
+    lines = [json.loads(line) for line in (tmp_path / "scalars.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["iter"]) for line in lines] == [(7, 7), (1, 7), (14, 14), (2, 14)]
+
+
+def test_a_resumed_run_goes_on_in_the_same_file(tmp_path):
+    def one(**options):
+        bus = bus_with(JSONLinesWriter(interval=1))
+        loop = make_loop(bus, work_dir=tmp_path, **options)
+        bus.on("after_train_iter", lambda _: loop.checkpoint_now(), once=7)
+        return loop
+
+    one(max_epochs=1).run()
+    one(max_epochs=2).run(resume="auto")
+    steps = [json.loads(line)["step"] for line in (tmp_path / "scalars.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 15))
+
+
+def test_a_nan_is_written_as_nan(tmp_path):
+    make_loop(bus_with(JSONLinesWriter(interval=1)), work_dir=tmp_path, max_epochs=1, step=counting([float("nan")] * 7)).run()
+    text = (tmp_path / "scalars.jsonl").read_text()
+    assert text.count('"train/loss":NaN') == 7
+    assert "null" not in text
+
+
+def test_files_are_copied_when_the_run_is_over(tmp_path):
+    bus = bus_with(JSONLinesWriter(interval=1), out_dir=tmp_path / "archive")
+    work_dir = tmp_path / "digits"
+    make_loop(bus, work_dir=work_dir, config={"lr": 0.1}).run()
+    copy = tmp_path / "archive" / "digits"
+    assert {path.name for path in copy.iterdir()} == {"scalars.jsonl", "config.json"}
+    assert (copy / "scalars.jsonl").read_text() == (work_dir / "scalars.jsonl").read_text()
+    assert len((copy / "scalars.jsonl").read_text().splitlines()) == 14
+
+
+def test_local_files_go_if_they_are_not_to_be_kept_and_later_lines_are_added_to_the_copy(tmp_path):
+    bus = bus_with(JSONLinesWriter(interval=1), out_dir=tmp_path / "archive", keep_local=False)
+    work_dir = tmp_path / "digits"
+    loop = make_loop(bus, work_dir=work_dir, val_data=DATA[:1], max_epochs=1)
+    loop.run()
+    (work_dir / "weights.safetensors").write_bytes(b"stays")
+    loop.val()
+    assert [path.name for path in work_dir.iterdir()] == ["weights.safetensors"]
+    assert len((tmp_path / "archive" / "digits" / "scalars.jsonl").read_text().splitlines()) == 7 + 1 + 1
+
+
+def test_a_run_that_failed_keeps_its_files_where_they_are(tmp_path):
+    bus = bus_with(JSONLinesWriter(interval=1), out_dir=tmp_path / "archive", keep_local=False)
+
+    @bus.on("after_train_iter", once=3, priority=90)
+    def fail(event):
+        raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError):
+        make_loop(bus, work_dir=tmp_path / "digits").run()
+    assert len((tmp_path / "digits" / "scalars.jsonl").read_text().splitlines()) == 3
+    assert not (tmp_path / "archive").exists()
+
+
+def test_only_files_with_a_matching_suffix_are_copied(tmp_path):
+    bus = bus_with(out_dir=tmp_path / "archive", out_suffix=".txt")
+    work_dir = tmp_path / "digits"
+    (work_dir / "deep").mkdir(parents=True)
+    for name in ("a.txt", "b.json", "deep/c.txt"):
+        (work_dir / name).write_text(name)
+    make_loop(bus, work_dir=work_dir, max_epochs=1).run()
+    copy = tmp_path / "archive" / "digits"
+    assert sorted(str(path.relative_to(copy)) for path in copy.rglob("*.*")) == ["a.txt", "deep/c.txt"]
+
+
+def test_a_console_that_is_gone_does_not_end_the_run(capsys):
+    stream = io.StringIO()
+    stream.close()
+    make_loop(bus_with(ConsoleWriter(Console(file=stream)), interval=1)).run()
+    assert "a writer failed" in "".join(capsys.readouterr())
+
+
+def test_a_pipe_that_nobody_reads_any_more_does_not_end_the_run(tmp_path):
+    script = """
+import torch
+from eventloop import Bus, Run
+from hooks.logger import LoggerHook
+
+bus = Bus()
+bus.add(LoggerHook(interval=1))
+with Run(bus, model=torch.nn.Linear(1, 1), work_dir="out") as run:
+    for epoch in run.epochs(50):
+        for batch in run.train(range(100)):
+            run.report(loss=0.5)
+"""
+    process = subprocess.Popen(  # noqa: S603 - our own script
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(timeout=50) == 0
+    assert len((tmp_path / "out" / "scalars.jsonl").read_text().splitlines()) == 5000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"interval": 0}, "interval=0"),
+        ({"interval": True}, "interval=True"),
+        ({"interval_exp_name": -1}, "interval_exp_name=-1"),
+        ({"out_dir": 3}, "out_dir=3"),
+        ({"keep_local": False}, "out_dir="),
+        ({"out_suffix": [1]}, "out_suffix="),
+        ({"window_size": 0}, "window_size=0"),
+        ({"mean_pattern": "("}, "mean_pattern="),
+        ({"custom_cfg": [{}]}, "custom_cfg"),
+        ({"writers": ["console"]}, "'console' is no Writer"),
+    ],
+)
+def test_options_that_cannot_work_are_named(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        LoggerHook(**options)

@@ -1,0 +1,137 @@
+import io
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from rich.console import Console
+
+from eventloop import Bus, ConfigurationError, TrainLoop
+from hooks.logger import LoggerHook
+from hooks.progress_bar import ProgressBar
+from hooks.writers import ConsoleWriter
+
+DATA = [torch.randn(4, 3) for _ in range(5)]
+HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
+
+
+def step(model, batch):
+    time.sleep(0.03)
+    return model(batch).mean()
+
+
+@pytest.fixture
+def screen():
+    return io.StringIO()
+
+
+@pytest.fixture
+def terminal(screen):
+    return Console(file=screen, force_terminal=True, width=120, legacy_windows=False, _environ={"TERM": "xterm-256color"})
+
+
+def make_loop(bus, **options):
+    model = torch.nn.Linear(3, 1)
+    defaults = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "step": step, "train_data": DATA, "max_epochs": 2}
+    return TrainLoop(model, bus=bus, **(defaults | options))
+
+
+def bus_with(*hooks):
+    bus = Bus()
+    bus.add(*hooks)
+    return bus
+
+
+def test_the_bar_shows_epochs_validations_and_losses(terminal, screen):
+    make_loop(bus_with(ProgressBar(terminal)), val_data=DATA).run()
+    text = screen.getvalue()
+    for part in ("epoch 1/2", "epoch 2/2", "val", "/5", "loss", "eta"):
+        assert part in text
+
+
+def test_the_bar_of_an_iteration_based_run_counts_to_its_end(terminal, screen):
+    make_loop(bus_with(ProgressBar(terminal)), max_epochs=None, max_iters=8).run()
+    assert "/8" in screen.getvalue()
+    assert "epoch" not in screen.getvalue()
+
+
+def test_a_loader_without_a_length_is_no_obstacle(terminal, screen):
+    class Unknown:
+        def __iter__(self):
+            return iter(DATA)
+
+    make_loop(bus_with(ProgressBar(terminal)), train_data=Unknown()).run()
+    assert "/?" in screen.getvalue()
+
+
+def assert_restored(screen):
+    text = screen.getvalue()
+    assert text.count(HIDE) == text.count(SHOW) >= 1
+    assert text.rindex(SHOW) > text.rindex(HIDE)
+
+
+def test_the_terminal_is_as_it_was_when_the_run_is_over(terminal, screen):
+    before = sys.stdout, threading.active_count()
+    make_loop(bus_with(ProgressBar(terminal))).run()
+    assert_restored(screen)
+    assert (sys.stdout, threading.active_count()) == before
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_the_terminal_is_as_it_was_after_an_exception(terminal, screen, error):
+    bus = bus_with(ProgressBar(terminal))
+    out = sys.stdout
+
+    @bus.on("after_train_iter", once=8, priority=90)
+    def fail(event):
+        raise error("stop")
+
+    with pytest.raises(error, match="stop"):
+        make_loop(bus).run()
+    assert_restored(screen)
+    assert sys.stdout is out
+
+
+def test_a_terminal_that_goes_away_does_not_end_the_run(terminal, screen, capsys):
+    bus = bus_with(ProgressBar(terminal))
+    bus.on("after_train_iter", lambda event: screen.close(), once=7)
+    loop = make_loop(bus)
+    loop.run()
+    assert loop.counters.iter == 10
+
+
+def test_another_run_gets_another_bar(terminal, screen):
+    loop = make_loop(bus_with(ProgressBar(terminal)), test_data=DATA, max_epochs=1)
+    loop.run()
+    loop.test()
+    assert screen.getvalue().count(HIDE) == 2
+    assert "test" in screen.getvalue()
+    assert_restored(screen)
+
+
+def test_where_there_is_no_terminal_nothing_is_drawn(screen):
+    make_loop(bus_with(ProgressBar(Console(file=screen)))).run()
+    assert screen.getvalue() == ""
+
+
+def test_lines_of_the_logger_stand_above_the_bar(terminal, screen):
+    bus = bus_with(ProgressBar(terminal), LoggerHook(interval=5, writers=[ConsoleWriter(terminal)]))
+    make_loop(bus).run()
+    lines = [line for line in screen.getvalue().split("\n") if "iter" in line]
+    assert len(lines) == 2
+    # Each on a line of its own, after the bar was wiped off it.
+    assert all("\x1b[2K" in line and "━" not in line.rsplit("\x1b[2K", 1)[1] for line in lines)
+
+
+def test_the_step_hands_over_only_now_and_then(terminal):
+    bus = bus_with(ProgressBar(terminal))
+    make_loop(bus, step=lambda model, batch: model(batch).mean(), train_data=DATA * 40).run()
+    moved = next(one.stats for one in bus.subscriptions if one.mount_point == "bar_moved")
+    assert 0 < moved.published < 100
+    assert moved.delivered == moved.published
+
+
+def test_a_console_that_is_none_is_an_error():
+    with pytest.raises(ConfigurationError, match="console='stdout'"):
+        ProgressBar("stdout")

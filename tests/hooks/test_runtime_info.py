@@ -1,0 +1,151 @@
+import pytest
+import torch
+from torch.nn import functional
+
+from eventloop import Bus, Run, TrainLoop
+from hooks.runtime_info import RuntimeInfoHook
+
+DATA = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(3)]
+
+
+def step(model, batch):
+    inputs, target = batch
+    loss = functional.mse_loss(model(inputs), target)
+    return {"loss": loss, "share": 0.5, "logits": inputs}
+
+
+def make_loop(bus, **options):
+    model = torch.nn.Linear(3, 1)
+    defaults = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "step": step, "train_data": DATA, "max_epochs": 2}
+    return TrainLoop(model, bus=bus, **(defaults | options))
+
+
+@pytest.fixture
+def bus():
+    bus = Bus()
+    bus.add(RuntimeInfoHook())
+    return bus
+
+
+def test_facts_of_the_run_are_there_from_the_beginning(bus, tmp_path):
+    found = []
+    bus.on("before_run", lambda event: found.append(dict(event.run.info)))
+    make_loop(bus, work_dir=tmp_path / "digits", seed=7, config={"width": 64}).run()
+    assert found == [{"experiment": "digits", "seed": 7, "config": {"width": 64}}]
+
+
+def test_facts_of_training_are_there_when_it_begins(bus):
+    found = []
+    bus.on("before_train", lambda event: found.append(dict(event.run.info)))
+    make_loop(bus).run()
+    (info,) = found
+    assert {name: info[name] for name in ("max_epochs", "max_iters", "epoch", "iter", "stage")} == {
+        "max_epochs": 2,
+        "max_iters": None,
+        "epoch": 0,
+        "iter": 0,
+        "stage": "train",
+    }
+
+
+def test_iteration_epoch_and_learning_rate_follow_the_run(bus):
+    found = []
+
+    @bus.on("after_train_iter", priority=90)
+    def look(event):
+        info = event.run.info
+        found.append((info["epoch"], info["iter"], info["train/lr"], event.outputs["lr"]))
+        event.run.optimizers["optimizer"].param_groups[0]["lr"] /= 2
+
+    make_loop(bus).run()
+    rates = [0.1 / 2**i for i in range(6)]
+    assert found == [(i // 3, i, rate, rate) for i, rate in enumerate(rates)]
+
+
+def test_scalars_are_kept_as_they_are_and_everything_else_is_not(bus):
+    found = []
+
+    @bus.on("after_train_iter", priority=20)
+    def look(event):
+        info = event.run.info
+        found.append(info["train/share"])
+        assert isinstance(info["train/loss"], torch.Tensor)
+        assert not info["train/loss"].requires_grad
+        assert info["train/loss"] == event.outputs["loss"]
+        assert "train/logits" not in info
+
+    make_loop(bus).run()
+    assert found == [0.5] * 6
+
+
+def test_no_number_is_asked_from_the_device():
+    """On the meta device there are no numbers: whoever asks for one fails."""
+    bus = Bus()
+    bus.add(RuntimeInfoHook())
+    model = torch.nn.Linear(3, 1)
+    with Run(bus, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)) as run:
+        for _ in run.epochs(1):
+            for _ in run.train(DATA):
+                run.report(loss=torch.empty((), device="meta"))
+        assert run.info["train/loss"].device.type == "meta"
+
+
+def test_groups_with_a_rate_of_their_own_are_told_apart(bus):
+    model = torch.nn.Linear(3, 1)
+    groups = [
+        {"params": [model.weight]},
+        {"params": [model.bias], "lr": 0.01},
+        {"params": [torch.nn.Parameter(torch.ones(1))]},
+        {"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.02, "name": "head"},
+    ]
+    found = []
+    bus.on("after_train_iter", lambda event: found.append({k: v for k, v in event.outputs.items() if "lr" in k}), priority=90)
+    TrainLoop(model, torch.optim.SGD(groups, lr=0.1), step=step, train_data=DATA, max_iters=1, bus=bus).run()
+    assert found == [{"lr": 0.1, "lr/group1": 0.01, "lr/head": 0.02}]
+
+
+def test_several_optimizers_give_the_rates_their_names(bus):
+    models = {"net": torch.nn.Linear(3, 1), "critic": torch.nn.Linear(3, 1)}
+    optimizers = {
+        name: torch.optim.SGD(model.parameters(), lr=rate)
+        for (name, model), rate in zip(models.items(), (0.1, 0.2), strict=True)
+    }
+    found = []
+    bus.on("after_train_iter", lambda event: found.append({k: v for k, v in event.outputs.items() if "lr" in k}), priority=90)
+    with Run(bus, model=models, optimizer=optimizers) as run:
+        for _ in run.epochs(max_iters=1):
+            for _ in run.train(DATA, endless=True):
+                run.report(loss=1.0)
+    assert found == [{"net/lr": 0.1, "critic/lr": 0.2}]
+
+
+class Confusion:
+    """A metric with a scalar and something else."""
+
+    def reset(self): ...
+
+    def update(self, logits): ...
+
+    def compute(self):
+        return {"accuracy": 0.75, "matrix": torch.eye(2)}
+
+
+def test_metrics_are_kept_scalar_or_not_with_their_stage(bus):
+    loop = make_loop(bus, val_data=DATA[:1], test_data=DATA[:1], metrics={"m": Confusion()}, max_epochs=1)
+    infos = []
+    bus.on("after_run", lambda event: infos.append(dict(event.run.info)))
+    loop.run()
+    loop.test()
+    assert infos[0]["val/m/accuracy"] == 0.75
+    assert torch.equal(infos[0]["val/m/matrix"], torch.eye(2))
+    assert infos[1]["test/m/accuracy"] == 0.75
+
+
+def test_the_stage_is_that_of_the_moment(bus):
+    stages = []
+    for name in ("after_train_iter", "after_val_iter", "after_train", "after_test_iter"):
+        bus.on(name, lambda event: stages.append(event.run.info["stage"]))
+    loop = make_loop(bus, train_data=DATA[:1], val_data=DATA[:1], test_data=DATA[:1])
+    loop.run()
+    loop.test()
+    assert stages == ["train", "val", "train", "val", "train", "test"]

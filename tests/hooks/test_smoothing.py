@@ -1,0 +1,86 @@
+import math
+
+import pytest
+
+from eventloop import ConfigurationError
+from hooks.smoothing import Smoother
+
+
+def push(smoother, *losses, **others):
+    for loss in losses:
+        smoother.push({"loss": loss, **others})
+
+
+def test_matching_keys_are_averaged_over_the_window_and_others_are_the_latest():
+    smoother = Smoother(window_size=2)
+    smoother.push({"loss": 1.0, "lr": 0.1, "aux_loss": 4.0})
+    smoother.push({"loss": 2.0, "lr": 0.2, "aux_loss": 6.0})
+    smoother.push({"loss": 4.0, "lr": 0.3, "aux_loss": 8.0})
+    assert smoother.read() == {"loss": 3.0, "lr": 0.3, "aux_loss": 7.0}
+
+
+def test_unsmoothed_values_are_the_latest():
+    smoother = Smoother()
+    push(smoother, 1.0, 2.0)
+    assert smoother.read(smooth=False) == {"loss": 2.0}
+
+
+def test_only_keys_that_came_since_the_last_line_are_told():
+    smoother = Smoother()
+    push(smoother, 1.0, grad_norm=3.0)
+    push(smoother, 2.0)
+    assert set(smoother.read(since=0)) == {"loss", "grad_norm"}
+    assert set(smoother.read(since=1)) == {"loss"}
+
+
+@pytest.mark.parametrize(("method", "value"), [("mean", 2.5), ("min", 2.0), ("max", 3.0), ("current", 2.0)])
+def test_custom_windows_of_some_iterations(method, value):
+    smoother = Smoother(custom_cfg=[{"data_src": "loss", "log_name": "mine", "method_name": method, "window_size": 2}])
+    push(smoother, 9.0, 3.0, 2.0)
+    assert smoother.read()["mine"] == value
+
+
+@pytest.mark.parametrize(("method", "value"), [("mean", 4.0), ("min", 1.0), ("max", 9.0), ("current", 2.0)])
+def test_custom_windows_of_the_whole_run(method, value):
+    smoother = Smoother(custom_cfg=[{"data_src": "loss", "log_name": "mine", "method_name": method, "window_size": "global"}])
+    push(smoother, 9.0, 1.0)
+    smoother.begin_epoch()
+    push(smoother, 4.0, 2.0)
+    assert smoother.read()["mine"] == value
+
+
+def test_custom_windows_of_an_epoch_begin_anew_with_it():
+    smoother = Smoother(custom_cfg=[{"data_src": "loss", "log_name": "mine", "window_size": "epoch"}])
+    push(smoother, 9.0, 1.0)
+    smoother.begin_epoch()
+    push(smoother, 4.0, 2.0)
+    assert smoother.read()["mine"] == 3.0
+
+
+def test_a_custom_window_without_a_name_takes_the_place_of_its_source():
+    smoother = Smoother(custom_cfg=[{"data_src": "loss", "method_name": "max"}])
+    push(smoother, 9.0, 1.0)
+    assert smoother.read() == {"loss": 9.0}
+
+
+def test_a_nan_shows_in_the_mean():
+    smoother = Smoother()
+    push(smoother, 1.0, math.nan)
+    assert math.isnan(smoother.read()["loss"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window_size": 0}, "window_size=0"),
+        ({"mean_pattern": "("}, "mean_pattern="),
+        ({"custom_cfg": [{"log_name": "x"}]}, "data_src"),
+        ({"custom_cfg": [{"data_src": "loss", "method": "max"}]}, "method_name"),
+        ({"custom_cfg": [{"data_src": "loss", "method_name": "median"}]}, "median"),
+        ({"custom_cfg": [{"data_src": "loss", "window_size": "week"}]}, "week"),
+        ({"custom_cfg": [{"data_src": "loss"}, {"data_src": "loss"}]}, "log_name"),
+    ],
+)
+def test_options_that_cannot_work_are_named(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Smoother(**options)

@@ -1,0 +1,154 @@
+import time
+
+import pytest
+import torch
+
+from eventloop import Bus, Run, TrainLoop
+from hooks.timer import IterTimerHook
+
+DATA = [torch.randn(4, 3) for _ in range(3)]
+
+
+def step(model, batch):
+    return model(batch).mean()
+
+
+def make_loop(bus, **options):
+    model = torch.nn.Linear(3, 1)
+    defaults = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "step": step, "train_data": DATA}
+    if "max_iters" not in options:
+        defaults["max_epochs"] = 2
+    return TrainLoop(model, bus=bus, **(defaults | options))
+
+
+@pytest.fixture
+def timer():
+    return IterTimerHook()
+
+
+@pytest.fixture
+def bus(timer):
+    bus = Bus()
+    bus.add(timer)
+    return bus
+
+
+def outputs_of(bus):
+    found = []
+    bus.on("after_train_iter", lambda event: found.append(dict(event.outputs)), priority=90)
+    return found
+
+
+def test_every_training_iteration_reports_its_times(bus):
+    found = outputs_of(bus)
+    make_loop(bus).run()
+    assert len(found) == 6
+    for outputs in found:
+        assert 0 <= outputs["data_time"] <= outputs["time"]
+        assert outputs["eta"] >= 0
+    assert found[-1]["eta"] == 0.0
+
+
+def test_the_eta_is_the_mean_time_so_far_times_the_iterations_left(bus):
+    found = outputs_of(bus)
+    make_loop(bus).run()
+    for index, outputs in enumerate(found):
+        mean = sum(entry["time"] for entry in found[: index + 1]) / (index + 1)
+        assert outputs["eta"] == pytest.approx(mean * (6 - index - 1))
+
+
+def test_the_times_are_in_the_info_too(bus):
+    infos = []
+    bus.on("after_train_iter", lambda event: infos.append((dict(event.run.info), dict(event.outputs))), priority=90)
+    make_loop(bus).run()
+    for info, outputs in infos:
+        assert info["eta"] == outputs["eta"]
+        assert info["train/time"] == outputs["time"]
+        assert info["train/data_time"] == outputs["data_time"]
+
+
+def test_waiting_for_the_data_is_data_time_and_the_step_is_not(bus):
+    class Slow:
+        def __len__(self):
+            return 2
+
+        def __iter__(self):
+            for batch in DATA[:2]:
+                time.sleep(0.02)
+                yield batch
+
+    found = outputs_of(bus)
+    make_loop(bus, train_data=Slow()).run()
+    assert all(outputs["data_time"] >= 0.02 for outputs in found)
+    assert all(outputs["time"] >= outputs["data_time"] for outputs in found)
+
+
+def test_without_a_length_there_is_no_eta(bus):
+    class Unknown:
+        def __iter__(self):
+            return iter(DATA)
+
+    found = outputs_of(bus)
+    make_loop(bus, train_data=Unknown()).run()
+    assert len(found) == 6
+    assert not any("eta" in outputs for outputs in found)
+
+
+def test_a_validation_inside_an_epoch_is_no_iterations_time(bus):
+    def slow_validation(model, batch):
+        time.sleep(0.05)
+        return {}
+
+    found = outputs_of(bus)
+    make_loop(bus, val_data=DATA[:1], val_step=slow_validation, max_iters=4, val_interval=1).run()
+    assert len(found) == 4
+    # The validation before each of these took more than this, and a step takes well below a millisecond.
+    assert sum(outputs["data_time"] for outputs in found[1:]) < 3 * 0.05
+
+
+@pytest.mark.parametrize("stage", ["val", "test"])
+def test_validation_and_test_have_times_of_their_own(bus, stage):
+    infos = []
+    bus.on(f"after_{stage}_iter", lambda event: infos.append(dict(event.run.info)), priority=90)
+    loop = make_loop(bus, val_data=DATA, test_data=DATA)
+    getattr(loop, stage)()
+    assert len(infos) == 3
+    assert all(0 <= info[f"{stage}/data_time"] <= info[f"{stage}/time"] for info in infos)
+    assert infos[0][f"{stage}/eta"] == pytest.approx(2 * infos[0][f"{stage}/time"])
+    assert infos[-1][f"{stage}/eta"] == 0.0
+
+
+def test_times_do_not_become_metrics(bus):
+    assert set(make_loop(bus, val_data=DATA).val()) == {"loss"}
+
+
+def test_a_resumed_run_goes_on_counting_but_not_with_the_old_mean(tmp_path):
+    first = Bus()
+    first.add(IterTimerHook())
+    loop = make_loop(first, work_dir=tmp_path, max_epochs=2)
+    first.on("after_train_iter", lambda _: loop.checkpoint_now(), once=4)
+    loop.run()
+
+    timer = IterTimerHook()
+    second = Bus()
+    second.add(timer)
+    before = []
+    second.on("before_train", lambda _: before.append((timer.iters, timer.seconds)))
+    found = outputs_of(second)
+    make_loop(second, work_dir=tmp_path, max_epochs=2).run(resume="auto")
+    assert before[0][0] == 4
+    assert before[0][1] > 0
+    assert timer.iters == 6
+    assert len(found) == 2
+    assert found[0]["eta"] == pytest.approx(found[0]["time"])
+
+
+def test_it_works_in_a_loop_of_ones_own(bus, timer):
+    model = torch.nn.Linear(3, 1)
+    found = outputs_of(bus)
+    with Run(bus, model=model) as run:
+        for _ in run.epochs(2):
+            for _ in run.train(DATA):
+                run.report(loss=0.5)
+    assert timer.iters == 6
+    assert all({"time", "data_time", "eta", "loss"} == set(outputs) for outputs in found)

@@ -1,0 +1,85 @@
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from hooks.writers import ConsoleWriter, Where
+from hooks.writers.console import format_number
+
+SCALARS = {
+    "train/loss": 0.1234,
+    "train/time": 0.0021,
+    "train/eta": 12.4,
+    "train/data_time": 0.0003,
+    "train/lr": 1.2e-3,
+    "train/grad_norm": 2.5,
+}
+
+
+@pytest.fixture
+def output():
+    return io.StringIO()
+
+
+@pytest.fixture
+def writer(output):
+    return ConsoleWriter(Console(file=output, width=40))
+
+
+def test_a_line_of_training(writer, output):
+    writer.write_scalars(SCALARS, 154, Where("train", epoch=3, iter=154, batch=40, epoch_length=57, max_epochs=20))
+    assert output.getvalue() == (
+        "epoch  3/20  iter 40/57  lr 1.2e-03  loss 0.1234  grad_norm 2.5000  time 0.0021  data_time 0.0003  eta 0:00:12\n"
+    )
+
+
+def test_a_line_of_iteration_based_training(writer, output):
+    writer.write_scalars({"train/loss": 1.0}, 400, Where("train", epoch=1, iter=400, batch=400, max_iters=5000))
+    assert output.getvalue() == "iter  400/5000  loss 1.0000\n"
+
+
+def test_a_line_of_a_loader_without_a_length(writer, output):
+    writer.write_scalars({"train/loss": 1.0}, 40, Where("train", epoch=1, iter=40, batch=40, max_epochs=2))
+    assert output.getvalue() == "epoch 1/2  iter 40  loss 1.0000\n"
+
+
+def test_a_line_of_a_validation(writer, output):
+    writer.write_scalars({"val/accuracy": 0.9722}, 3, Where("val", epoch=3, iter=171, max_epochs=20))
+    assert output.getvalue() == "epoch  3/20  val  accuracy 0.9722\n"
+
+
+def test_a_line_of_a_test_without_training(writer, output):
+    writer.write_scalars({"test/accuracy": 0.9722}, 0, Where("test", epoch=0, iter=0))
+    assert output.getvalue() == "test  accuracy 0.9722\n"
+
+
+def test_names_that_look_like_markup_are_printed_as_they_are(writer, output):
+    writer.write_scalars({"val/[red]": 1.0, "val/:smile:": 1.0}, 0, Where("val", epoch=0, iter=0))
+    assert output.getvalue() == "val  [red] 1.0000  :smile: 1.0000\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("loss", 0.0, "0.0000"),
+        ("loss", -0.5, "-0.5000"),
+        ("loss", 3.2e-6, "3.2e-06"),
+        ("loss", 1.5e9, "1.5e+09"),
+        ("loss", math.nan, "nan"),
+        ("loss", math.inf, "inf"),
+        ("count", 1234567, "1234567"),
+        ("lr", 0.5, "5.0e-01"),
+        ("net/lr", 0.5, "5.0e-01"),
+        ("lr/group1", 0.5, "5.0e-01"),
+        ("eta", 90061.0, "1 day, 1:01:01"),
+        ("eta", math.nan, "nan"),
+    ],
+)
+def test_numbers_are_short(name, value, text):
+    assert format_number(name, value) == text
+
+
+def test_the_shared_console_is_used_by_default(capsys):
+    ConsoleWriter().write_scalars({"val/accuracy": 1.0}, 0, Where("val", epoch=0, iter=0))
+    assert capsys.readouterr().out == "val  accuracy 1.0000\n"

@@ -1,0 +1,97 @@
+import json
+import math
+
+import pytest
+
+from eventloop import ConfigurationError
+from hooks.writers import JSONLinesWriter, RunFacts, Where
+
+AT = Where("train", epoch=2, iter=7, batch=3)
+
+
+@pytest.fixture
+def writer():
+    return JSONLinesWriter()
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(writer, work_dir, *losses):
+    writer.open(RunFacts("digits", work_dir))
+    for step, loss in enumerate(losses):
+        writer.write_scalars({"train/loss": loss}, step, AT)
+    writer.close()
+
+
+def test_a_line_is_an_object_with_its_place_in_the_run(writer, tmp_path):
+    write(writer, tmp_path, 0.5)
+    assert lines(tmp_path / "scalars.jsonl") == [{"step": 0, "epoch": 2, "iter": 7, "train/loss": 0.5}]
+
+
+def test_a_second_run_goes_on_at_the_end_of_the_file(writer, tmp_path):
+    write(writer, tmp_path, 0.5)
+    write(writer, tmp_path, 0.25)
+    assert [line["train/loss"] for line in lines(tmp_path / "scalars.jsonl")] == [0.5, 0.25]
+
+
+def test_half_a_line_of_a_process_that_died_does_not_swallow_the_next(writer, tmp_path):
+    path = tmp_path / "scalars.jsonl"
+    path.write_text('{"step": 0}\n{"st')
+    write(writer, tmp_path, 0.5)
+    assert path.read_text().splitlines()[0] == '{"step": 0}'
+    assert json.loads(path.read_text().splitlines()[-1])["train/loss"] == 0.5
+
+
+@pytest.mark.parametrize(("value", "spelled"), [(math.nan, "NaN"), (math.inf, "Infinity"), (-math.inf, "-Infinity")])
+def test_what_is_not_finite_is_spelled_out(writer, tmp_path, value, spelled):
+    write(writer, tmp_path, value)
+    text = (tmp_path / "scalars.jsonl").read_text()
+    assert f'"train/loss":{spelled}' in text
+    assert "null" not in text
+    assert str(json.loads(text)["train/loss"]) == str(value)
+
+
+def test_numbers_keep_all_their_digits(writer, tmp_path):
+    write(writer, tmp_path, 1 / 3, 1e300)
+    assert [line["train/loss"] for line in lines(tmp_path / "scalars.jsonl")] == [1 / 3, 1e300]
+
+
+def test_test_metrics_go_to_a_file_of_their_own(writer, tmp_path):
+    writer.open(RunFacts("digits", tmp_path))
+    writer.write_scalars({"test/accuracy": 0.75}, 3, Where("test", epoch=3, iter=9))
+    writer.close()
+    assert json.loads((tmp_path / "test_metrics.json").read_text()) == {"step": 3, "epoch": 3, "iter": 9, "test/accuracy": 0.75}
+    assert not (tmp_path / "scalars.jsonl").exists()
+
+
+def test_the_configuration_is_written_if_there_is_one(writer, tmp_path):
+    writer.open(RunFacts("digits", tmp_path))
+    writer.write_config({})
+    assert not (tmp_path / "config.json").exists()
+    writer.write_config({"lr": 0.1, "name": "ü"})
+    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8")) == {"lr": 0.1, "name": "ü"}
+
+
+def test_without_a_work_dir_nothing_is_written(writer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(writer, None, 0.5)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lines_are_visible_after_a_flush(writer, tmp_path):
+    writer.open(RunFacts("digits", tmp_path))
+    writer.write_scalars({"train/loss": 0.5}, 1, AT)
+    writer.flush()
+    assert len(lines(tmp_path / "scalars.jsonl")) == 1
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"interval": 0}, "interval=0"), ({"filename": ""}, "filename="), ({"test_filename": None}, "test_fi")],
+)
+def test_options_that_cannot_work_are_named(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        JSONLinesWriter(**options)
