@@ -292,7 +292,10 @@ class AfterVal(RunEvent, kw_only=True):
 
 
 class BeforeSaveCheckpoint(RunEvent, kw_only=True):
-    """The state was gathered and is about to be staged; hooks may change ``checkpoint`` in place."""
+    """The state was gathered and is about to be staged; hooks may change ``checkpoint`` in place.
+
+    Also published where the state is only checked (``run.check_savable``); no file follows then.
+    """
 
     path: str = ""
     checkpoint: Live[dict[str, Any]] = ABSENT
@@ -320,6 +323,7 @@ class CheckpointFailed(Event, kw_only=True):
 
     progress: Progress
     path: str
+    names: list[str] = []
     error: str
 
 

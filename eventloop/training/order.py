@@ -237,7 +237,8 @@ class Order:
         self._publish(_EVALUATION[stage][4], metrics=dict(metrics))
         self.counters.validations += stage == "val"
         self.counters.tests += stage == "test"
-        self._save()
+        # Also within an accumulation window (its gradients are saved, too): the best weights are those that were validated.
+        self._save(force=True)
         self.scopes.leave(stage)
         self._publish(_EVALUATION[stage][5])
         self._save()

@@ -128,34 +128,42 @@ def find_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | None:
     damage: list[str] = []
     for path in _newest_first(directory):
         try:
-            return path, load(path)
+            state = load(path)
         except CheckpointDamagedError as error:
             log.warning("a checkpoint is damaged; trying the one before it", path=str(path), error=str(error))
             damage.append(str(error))
         except FileNotFoundError:
             log.warning("last_checkpoint names a file that is gone", path=str(path))
+        else:
+            if not _lacking(state):
+                return path, state
+            log.info("this file is no checkpoint of a run (a published copy?); trying the one before it", path=str(path))
     if damage:
         raise CheckpointDamagedError(f"no good checkpoint in {directory}: {'; '.join(damage)}")
     return None
 
 
 def _newest_first(directory: Path) -> list[Path]:
-    files = [path for path in directory.glob("*.safetensors") if not path.name.startswith(".")]
-    ordered = sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True)
     pointer = directory / LAST
-    if pointer.is_file():
-        ordered.insert(0, directory / pointer.read_text().strip())
-    return list(dict.fromkeys(ordered))
+    newest = directory / pointer.read_text().strip() if pointer.is_file() else None
+    places = dict.fromkeys((directory, newest.parent if newest is not None else directory))
+    files = [path for place in places for path in place.glob("*.safetensors") if not path.name.startswith(".")]
+    ordered = sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    return list(dict.fromkeys([*([newest] if newest is not None else []), *ordered]))
 
 
 def _check(state: Mapping[str, Any]) -> None:
-    missing = [key for key in ("format", "state_dict", "progress", "bus", "rng") if key not in state]
+    missing = _lacking(state)
     if missing:
         raise CheckpointError(
             f"this file is no checkpoint of a run (it has no {', '.join(missing)}); only weights can be loaded"
         )
     if state["format"] > FORMAT:
         raise CheckpointError(f"the checkpoint has format {state['format']}, this trainbus reads up to {FORMAT}; upgrade it")
+
+
+def _lacking(state: Mapping[str, Any]) -> list[str]:
+    return [key for key in ("format", "state_dict", "progress", "bus", "rng") if key not in state]
 
 
 def _load_each(kind: str, things: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:

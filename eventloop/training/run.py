@@ -21,7 +21,7 @@ import torch
 
 from eventloop import events as ev
 from eventloop.bus import Bus
-from eventloop.checkpoint import load, stage
+from eventloop.checkpoint import load
 from eventloop.errors import ConfigurationError
 from eventloop.events import Event, Progress
 from eventloop.training import resume
@@ -233,7 +233,7 @@ class Run:
 
     def check_savable(self) -> None:
         """Raise CheckpointValueError now, with its path, if the state holds something that no checkpoint can hold."""
-        stage(resume.gather(self, SaveRequest(Path()))).release()
+        self._save_points().check()
 
     def wait_for_saves(self) -> None:
         """Wait until nothing is being written."""
@@ -292,7 +292,7 @@ class Run:
             model.to(self.device)
         for name, optimizer in self.optimizers.items():
             self.order.watch_steps(name, optimizer)
-        self._saves = SavePoints(self.bus, self._capture)
+        self._saves = SavePoints(self.bus, self._capture, self.work_dir)
         self.defer(self._saves.close)
         self.publish(ev.BeforeRun)
         if self._resume is not None:

@@ -6,7 +6,9 @@ several names; a request for weights that the last write already holds is one mo
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +26,7 @@ from eventloop.priority import Priority
 OnError = Literal["raise", "log"]
 
 LAST = "last_checkpoint"
-"""File in a checkpoint directory that holds the name of the newest committed checkpoint."""
+"""File in a checkpoint directory (and in the work dir) that holds the path from there to the newest committed checkpoint."""
 
 log = structlog.get_logger("trainbus")
 
@@ -54,13 +56,17 @@ class SavePoints:
     Args:
         bus: where the checkpoint events are published.
         capture: gathers the state of the run (everything by reference; it is copied here).
+        work_dir: of the run; it learns which checkpoint is the newest, wherever that is.
     """
 
-    def __init__(self, bus: Bus, capture: Callable[[SaveRequest], dict[str, Any]]) -> None:
+    def __init__(self, bus: Bus, capture: Callable[[SaveRequest], dict[str, Any]], work_dir: Path | None = None) -> None:
         self._bus = bus
         self._capture = capture
+        self._work_dir = work_dir
         self._requests: list[SaveRequest] = []
         self._buffer = StageBuffer()
+        self._counting = threading.Lock()
+        self._flying = 0  # jobs handed over and not done
         self._idle = threading.Event()
         self._idle.set()
         self._written: tuple[int, SaveRequest] | None = None
@@ -107,8 +113,14 @@ class SavePoints:
             self.wait()
             job = SaveJob(paths, progress, merged.on_error, staged=stage(state, self._buffer))
             self._written = (iteration, merged)
-        self._idle.clear()
-        publish(CheckpointStaged, path=str(paths[0]), job=job)
+        with self._counting:
+            self._flying += 1
+            self._idle.clear()
+        try:
+            publish(CheckpointStaged, path=str(paths[0]), job=job)
+        except BaseException:
+            self._landed()  # nobody has the job, so nobody would ever say so
+            raise
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
@@ -118,39 +130,73 @@ class SavePoints:
         """Take the writer off the bus; what it was given is still written."""
         self._writer.cancel()
 
+    def check(self) -> None:
+        """Copy the state as for a save (into memory that the first save uses), and write nothing.
+
+        Raises:
+            CheckpointValueError: it holds something that no checkpoint can hold.
+        """
+        stage(self._capture(SaveRequest(Path())), self._buffer).release()
+
     def write_checkpoint(self, job: SaveJob) -> None:
         """Make one job durable; runs on the writing lane."""
+        done: list[Path] = []
         try:
-            committed = self._commit(job)
+            self._commit(job, done)
         except Exception as error:
             # Told as an event, too; on_error="raise" sends it on to the training thread.
             if job.staged is not None:
                 job.staged.release()
-            self._broken.add(job.paths[0])
-            log.exception("checkpoint not written", path=str(job.paths[0]))
-            self._bus.publish(CheckpointFailed(progress=job.progress, path=str(job.paths[0]), error=f"{error}"))
+            self._tell_failed(job, [path for path in job.paths if path not in done], error)
             if job.on_error == "raise":
                 raise
-        else:
-            self._bus.publish(committed)
         finally:
-            self._idle.set()
+            self._landed()
 
-    def _commit(self, job: SaveJob) -> CheckpointCommitted:
-        size, seconds = 0, 0.0
-        first = job.paths[0]
-        first.parent.mkdir(parents=True, exist_ok=True)
-        if job.staged is not None:
-            info = write(job.staged, first)
-            size, seconds = info.bytes, info.seconds
-            commit_bytes(first.parent / LAST, first.name.encode())
-        elif job.source is not None:
-            link(job.source, first)
-        for path in job.paths[1:]:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            link(first, path)
-        names = [str(path) for path in job.paths]
-        return CheckpointCommitted(progress=job.progress, path=str(first), names=names, bytes=size, seconds=seconds)
+    def _commit(self, job: SaveJob, done: list[Path]) -> None:
+        """Write or link every name, noting those that are durable in ``done``, and tell of them all the same if one fails."""
+        start = time.perf_counter()
+        source, size = job.source, 0
+        try:
+            for path in job.paths:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if source is not None:
+                    link(source, path)
+                elif job.staged is not None:
+                    size = write(job.staged, path).bytes
+                    self._point_to(path, home=self._work_dir)
+                if source is not None and source.parent != path.parent:
+                    self._point_to(path)
+                source = source or path
+                done.append(path)
+        finally:
+            if done:
+                self._tell_committed(job, done, size, time.perf_counter() - start)
+
+    def _point_to(self, path: Path, home: Path | None = None) -> None:
+        """Make ``path`` the newest checkpoint of its directory, and of the work dir ``home``."""
+        for directory in dict.fromkeys((path.parent, home or path.parent)):
+            directory.mkdir(parents=True, exist_ok=True)
+            commit_bytes(directory / LAST, os.path.relpath(path, directory).encode())
+
+    def _tell_committed(self, job: SaveJob, done: list[Path], size: int, seconds: float) -> None:
+        names = [str(path) for path in done]
+        self._bus.publish(CheckpointCommitted(progress=job.progress, path=names[0], names=names, bytes=size, seconds=seconds))
+
+    def _tell_failed(self, job: SaveJob, failed: list[Path], error: Exception) -> None:
+        if not failed:  # all are durable: it was a handler of checkpoint_committed
+            log.error("a handler of checkpoint_committed failed", path=str(job.paths[0]), exc_info=error)
+            return
+        self._broken.update(failed)
+        names = [str(path) for path in failed]
+        log.error("checkpoint not written", names=names, exc_info=error)
+        self._bus.publish(CheckpointFailed(progress=job.progress, path=names[0], names=names, error=str(error)))
+
+    def _landed(self) -> None:
+        with self._counting:
+            self._flying -= 1
+            if not self._flying:
+                self._idle.set()
 
     def _holds(self, iteration: int, wanted: SaveRequest) -> bool:
         """True if the last write has these weights and at least what is wanted beside them."""

@@ -1,0 +1,324 @@
+"""When to save, under which names, and which files stay. The run gathers and writes (``run.request_save``)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import structlog
+
+from eventloop import (
+    AfterRun,
+    AfterTrain,
+    AfterTrainEpoch,
+    AfterTrainIter,
+    AfterValEpoch,
+    BeforeRun,
+    BeforeTrain,
+    CheckpointCommitted,
+    CheckpointError,
+    CheckpointFailed,
+    ConfigurationError,
+    Hook,
+    Priority,
+    RunView,
+    TrainingError,
+)
+from eventloop.checkpoint import remove
+from hooks.publishing import publish_checkpoint, sweep
+from hooks.retention import Shelf
+from hooks.rules import GREATER, LESS, Rule, check_rule, find_rule, is_better
+
+SUFFIX = ".safetensors"
+
+log = structlog.get_logger("trainbus")
+
+
+class CheckpointHook(Hook):
+    """Saves checkpoints: every ``interval`` epochs or iterations, at the end, and when a metric is the best so far.
+
+    With n = epoch + 1 (or iteration + 1), it saves when n ≥ ``save_begin`` and (n − ``save_begin``) % ``interval`` == 0: with
+    ``save_begin=5, interval=2`` at 5, 7, 9 … Files are ``epoch_{n}.safetensors`` or ``iter_{n}.safetensors``, and
+    ``best_{metric}_{epoch|iter}_{n}.safetensors`` with ``/`` in the metric's name as ``_``. A save that is due within an
+    accumulation window waits for the window's step. Weights are written once per step: a best checkpoint is another name
+    (a hard link, where the file system has them) of the file that was written after the same iteration. All of them
+    resume.
+
+    Nothing is deleted before its successor is durable. ``last_checkpoint``, in the directory and in the work dir, names the
+    newest. The state of the run is checked at the first update, so that a value which no checkpoint can hold is an error
+    then and not hours later.
+
+    Args:
+        interval: epochs or iterations between saves; -1 for none.
+        by_epoch: count epochs, else iterations.
+        save_optimizer: False leaves optimizers out; such a file cannot resume a run exactly.
+        save_param_scheduler: False leaves schedules out.
+        out_dir: where to; the work dir by default.
+        max_keep_ckpts: how many of the regular files stay; -1 for all.
+        save_last: also save at the end of training, however it was stopped (not by an exception). A run that was stopped in
+            the middle of an epoch saves under ``iter_{n}``.
+        save_best: name or names of metrics of which the best checkpoint stays; ``"auto"`` for the first metric of the
+            first validation.
+        rule: ``"greater"`` or ``"less"`` is better, for all of ``save_best``. By default it is inferred, see
+            :func:`hooks.rules.find_rule`.
+        greater_keys: instead of the names of metrics of which more is better.
+        less_keys: instead of the names of metrics of which less is better.
+        filename_tmpl: other names, such as ``"model_{}.safetensors"``.
+        published_keys: keys of the checkpoint (``"state_dict"``) of which to write a stripped copy after training, named with
+            the first 8 hex digits of its SHA-256: of the best if ``save_best``, and of the last if ``save_last``.
+        save_begin: epoch or iteration to begin at.
+        on_error: ``"raise"`` ends the run when a file cannot be written, ``"log"`` goes on.
+        name: of this hook in checkpoints, where there are several of its kind.
+
+    Raises:
+        ConfigurationError: an option that cannot work, or a run without a directory.
+    """
+
+    priority = Priority.VERY_LOW
+
+    def __init__(
+        self,
+        interval: int = -1,
+        *,
+        by_epoch: bool = True,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        out_dir: str | Path | None = None,
+        max_keep_ckpts: int = -1,
+        save_last: bool = True,
+        save_best: str | Iterable[str] | None = None,
+        rule: Rule | None = None,
+        greater_keys: str | Iterable[str] | None = None,
+        less_keys: str | Iterable[str] | None = None,
+        filename_tmpl: str | None = None,
+        published_keys: str | Iterable[str] | None = None,
+        save_begin: int = 0,
+        on_error: Literal["raise", "log"] = "raise",
+        name: str = "",
+    ) -> None:
+        _check_count("interval", interval, "the epochs or iterations between saves, or -1 for none")
+        _check_count("max_keep_ckpts", max_keep_ckpts, "how many files stay, or -1 for all")
+        if isinstance(save_begin, bool) or not isinstance(save_begin, int) or save_begin < 0:
+            raise ConfigurationError(f"save_begin={save_begin!r}: give the epoch or iteration to begin at, 0 or more")
+        if on_error not in ("raise", "log"):
+            raise ConfigurationError(f'on_error={on_error!r}: "raise" ends the run, "log" reports and goes on')
+        check_rule(rule)
+        self.name = name
+        self.interval = interval
+        self.by_epoch = by_epoch
+        self.save_begin = save_begin
+        self.save_last = save_last
+        self.on_error: Literal["raise", "log"] = on_error
+        self._out_dir = None if out_dir is None else Path(out_dir)
+        self._options = {"save_optimizer": save_optimizer, "save_param_scheduler": save_param_scheduler, "on_error": on_error}
+        self._template = _checked_template(filename_tmpl or f"{'epoch' if by_epoch else 'iter'}_{{}}{SUFFIX}")
+        self._publish = None if published_keys is None else _names("published_keys", published_keys)
+        self._rule = rule
+        self._greater = GREATER if greater_keys is None else _names("greater_keys", greater_keys)
+        self._less = LESS if less_keys is None else _names("less_keys", less_keys)
+        self._metrics = None if save_best is None else _names("save_best", save_best)
+        self._check_metrics()
+        self._files = Shelf(None if max_keep_ckpts == -1 else max_keep_ckpts)
+        self._best: dict[str, Shelf] = {}
+        self._directory: Path | None = None
+        self._checked = False
+        self._finished = False
+        self._saved_at: int | None = None  # iterations that the newest regular file has seen
+
+    # -------------------------------------------------------------------------------------------- begin and end
+
+    def before_run(self, event: BeforeRun) -> None:
+        """Find the directory."""
+        self._directory = self._out_dir or event.run.work_dir
+        self._checked = self._finished = False
+        if self._directory is not None and self._directory.exists() and not self._directory.is_dir():
+            raise ConfigurationError(f"{self.label} cannot save to {self._directory}: it is no directory")
+
+    def before_train(self, event: BeforeTrain) -> None:
+        """Clean up after a process that was killed here."""
+        if self._saves and self._directory is None:
+            raise ConfigurationError(
+                f"{self.label} has no place for checkpoints: give the run a work_dir, or the hook an out_dir"
+            )
+        if self._directory is not None:
+            sweep(self._directory)
+        self._saved_at = event.progress.iter
+
+    def after_train(self, event: AfterTrain) -> None:
+        """Save what was trained since the newest file."""
+        self._finished = True
+        done = event.progress
+        if not self.save_last or done.iter == self._saved_at:
+            return
+        if self.by_epoch and done.batch_idx:
+            self._request(event.run, f"iter_{done.iter}{SUFFIX}", done.iter)
+        else:
+            self._request(event.run, self._template.format(done.epoch if self.by_epoch else done.iter), done.iter)
+
+    def after_run(self, event: AfterRun) -> None:
+        """Write the stripped copies."""
+        if self._publish is None or not self._finished or self._directory is None:
+            return
+        event.run.wait_for_saves()
+        shelves = [*self._best.values(), *([self._files] if self.save_last else [])]
+        for entry in (shelf.newest for shelf in shelves):
+            if entry is not None and entry.durable:
+                publish_checkpoint(self._directory / entry.name, self._publish)
+
+    # ------------------------------------------------------------------------------------------------- training
+
+    def after_train_iter(self, event: AfterTrainIter) -> None:
+        """Save by iterations; at the first update, check that saving is possible."""
+        run = event.run
+        if not self._checked and (run.updated or not run.optimizers):
+            self._checked = True
+            if self._saves:
+                run.check_savable()
+        if self.by_epoch:
+            return
+        done = event.progress.iter + 1
+        if self._due(done) or (self.save_last and done == run.total_iters):
+            self._request(run, self._template.format(done), done)
+
+    def after_train_epoch(self, event: AfterTrainEpoch) -> None:
+        """Save by epochs."""
+        if not self.by_epoch:
+            return
+        done = event.progress.epoch + 1
+        if self._due(done) or (self.save_last and done == event.progress.max_epochs):
+            self._request(event.run, self._template.format(done), event.progress.iter + 1)
+
+    def after_val_epoch(self, event: AfterValEpoch) -> None:
+        """Save what is the best so far by any of the metrics."""
+        if self._metrics is None:
+            return
+        if not event.metrics:
+            log.warning("this validation has no metrics; the best checkpoint is not looked for", hook=self.label)
+            return
+        if self._metrics == ("auto",):
+            self._metrics = (next(iter(event.metrics)),)
+        for metric in self._metrics:
+            score = _score(metric, event.metrics)
+            shelf = self._best.setdefault(metric, Shelf(keep=1))
+            best = shelf.newest
+            if score is not None and is_better(self._rule_of(metric), score, best.score if best is not None else None):
+                file = f"best_{metric.replace('/', '_')}_{self._when(event)}{SUFFIX}"
+                shelf.put(file, score)
+                event.run.request_save(file, directory=self._directory, **self._options)
+
+    # --------------------------------------------------------------------------------- on the committing thread
+
+    def checkpoint_committed(self, event: CheckpointCommitted) -> None:
+        """Delete what has a durable successor now."""
+        names = self._own(event.names)
+        if not names or self._directory is None:
+            return
+        for shelf in (self._files, *self._best.values()):
+            for name in shelf.committed(names):
+                self._remove(self._directory / name)
+
+    def checkpoint_failed(self, event: CheckpointFailed) -> None:
+        """Forget what could not be written: what it was to replace stays, and the last save is still to be made."""
+        names = self._own(event.names)
+        if self._files.failed(names):
+            self._saved_at = None
+        for shelf in list(self._best.values()):
+            shelf.failed(names)
+
+    # ---------------------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the names of the files that stay, and the best scores."""
+        best = {metric: shelf.state_dict() for metric, shelf in self._best.items()}
+        return {"files": self._files.state_dict(), "best": best, "metrics": self._metrics}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it back. A best score whose file is gone is forgotten: the next one is the best that there is."""
+        self._files.load_state_dict(state["files"], self._exists)
+        if self._metrics == ("auto",) and state["metrics"] is not None:
+            self._metrics = tuple(state["metrics"])
+        for metric, saved in state["best"].items():
+            if self._metrics is not None and metric in self._metrics:
+                self._best[metric] = Shelf(keep=1)
+                self._best[metric].load_state_dict(saved, self._exists)
+
+    # ------------------------------------------------------------------------------------------------ internals
+
+    @property
+    def _saves(self) -> bool:
+        return self.interval > 0 or self.save_last or self._metrics is not None
+
+    def _due(self, done: int) -> bool:
+        return self.interval > 0 and done >= self.save_begin and (done - self.save_begin) % self.interval == 0
+
+    def _request(self, run: RunView, name: str, iteration: int) -> None:
+        self._files.put(name)
+        self._saved_at = iteration
+        run.request_save(name, directory=self._directory, **self._options)
+
+    def _when(self, event: AfterValEpoch) -> str:
+        by_epoch = self.by_epoch and event.progress.max_iters is None
+        return f"epoch_{event.progress.epoch}" if by_epoch else f"iter_{event.progress.iter}"
+
+    def _rule_of(self, metric: str) -> Rule:
+        return self._rule or find_rule(metric, self._greater, self._less)
+
+    def _check_metrics(self) -> None:
+        metrics = self._metrics or ()
+        if "auto" in metrics and len(metrics) > 1:
+            raise ConfigurationError(f'save_best={list(metrics)}: "auto" stands alone, or name the metrics')
+        for metric in metrics:
+            if metric != "auto":
+                self._rule_of(metric)  # says now if it cannot tell
+
+    def _own(self, paths: Iterable[str]) -> Collection[str]:
+        return {path.name for path in map(Path, paths) if path.parent == self._directory}
+
+    def _exists(self, name: str) -> bool:
+        return self._directory is not None and (self._directory / name).is_file()
+
+    def _remove(self, path: Path) -> None:
+        try:
+            remove(path)
+        except CheckpointError as error:
+            if self.on_error == "raise":
+                raise
+            log.warning("an old checkpoint could not be removed", path=str(path), error=str(error))
+
+
+def _score(metric: str, metrics: Mapping[str, Any]) -> float | None:
+    if metric not in metrics:
+        raise TrainingError(f"save_best={metric!r}, but this validation has only {', '.join(map(repr, metrics))}")
+    value = metrics[metric]
+    if value is None:
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TrainingError(f"save_best={metric!r}: its value is a {type(value).__name__}, no single number") from error
+
+
+def _names(option: str, names: str | Iterable[str]) -> tuple[str, ...]:
+    chosen = (names,) if isinstance(names, str) else tuple(names)
+    if not chosen or not all(isinstance(name, str) and name for name in chosen):
+        raise ConfigurationError(f"{option}={names!r}: give a name or a list of names")
+    return tuple(dict.fromkeys(chosen))
+
+
+def _check_count(option: str, value: object, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
+        raise ConfigurationError(f"{option}={value!r}: give {what}")
+
+
+def _checked_template(template: str) -> str:
+    try:
+        name = template.format(1)
+    except (IndexError, KeyError, ValueError, AttributeError):
+        name = template
+    if name == template or Path(name).name != name or not name.endswith(SUFFIX) or template.format(2) == name:
+        raise ConfigurationError(
+            f"filename_tmpl={template!r}: give a file name with one {{}} for the count that ends in {SUFFIX}, such as "
+            f'"model_{{}}{SUFFIX}"'
+        )
+    return template
