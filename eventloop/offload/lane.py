@@ -119,11 +119,21 @@ class Lane:
                     return
                 if bell is not None:
                     waited = True
+                    self.wake()  # it may be lingering, and there is nothing to save by that now
                     bell.acquire(timeout=_POLL)
             item = self._prepare(event)
         except BaseException:
-            if reserved:
-                self._give_back()
+            while reserved:
+                try:
+                    with self._lock:
+                        self._taken -= 1
+                        self._returned += 1
+                        reserved = False
+                        self._notify()
+                except KeyboardInterrupt:  # another one, on top of the error that is raised below
+                    continue
+            if self.ending:
+                self.wake()  # the consumer may have stayed for this place only
             raise
         self._queue.append(item)
         # Read after the append: see the module's docstring.
@@ -140,15 +150,6 @@ class Lane:
             # A KeyboardInterrupt can strike in here. Undone, so that the next publisher wakes the consumer instead.
             self._armed = False
             raise
-
-    def _give_back(self) -> None:
-        with self._lock:
-            self._taken -= 1
-            self._returned += 1
-            self._notify()
-            ending = self._closed or self._retired
-        if ending:
-            self.wake()  # it may have stayed for this place only
 
     def _make_room(self, *, waited: bool) -> threading.Lock | None:
         """Called with the lock held. None if there is a place now, else what to wait for, or that the event was dropped."""

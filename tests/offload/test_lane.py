@@ -1,0 +1,256 @@
+import threading
+
+import pytest
+
+from eventloop import LaneClosedError, LaneFullError
+from eventloop.offload import Lane, LaneStats
+
+
+def make(capacity: int = 3, full: str = "block", prepare=lambda event: event) -> Lane:
+    lane = Lane("handler (after_run)", prepare, capacity=capacity, full=full)
+    lane.attach(lambda: None, lambda: False)
+    return lane
+
+
+def fill(lane: Lane, number: int) -> None:
+    for i in range(number):
+        lane.put(i)
+
+
+def in_thread(function, *args) -> tuple[threading.Thread, list]:
+    result: list = []
+
+    def run():
+        try:
+            result.append(function(*args))
+        except Exception as error:  # noqa: BLE001
+            result.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, result
+
+
+def wait_until_waiting(lane: Lane) -> None:
+    while not lane._waiting:
+        threading.Event().wait(0.001)
+
+
+def test_items_come_out_in_the_order_they_went_in_and_no_more_than_asked_for():
+    lane = make()
+    fill(lane, 3)
+    assert lane.take(2) == [0, 1]
+    assert lane.take(2) == [2]
+    assert lane.take(2) == []
+
+
+def test_the_counts_always_add_up():
+    lane = make(capacity=2, full="drop_old")
+    fill(lane, 5)
+    assert lane.stats == LaneStats(published=5, dropped=3, pending=2)
+    lane.take(2)
+    lane.delivered(1)
+    lane.failed(1)
+    assert lane.stats == LaneStats(published=5, delivered=1, failed=1, dropped=3)
+
+
+@pytest.mark.parametrize(
+    ("full", "kept", "dropped"), [("drop_old", [2, 3, 4], 2), ("drop_new", [0, 1, 2], 2), ("latest", [3, 4], 3)]
+)
+def test_a_full_lane_drops_what_its_policy_says(full, kept, dropped):
+    lane = make(capacity=3, full=full)
+    fill(lane, 5)
+    assert lane.take(9) == kept
+    assert lane.stats.dropped == dropped
+
+
+def test_a_full_lane_that_raises_says_what_to_do():
+    lane = make(full="raise")
+    fill(lane, 3)
+    with pytest.raises(LaneFullError, match=r"handler \(after_run\) is full \(3 events wait\).*queue=.*every=.*drop_old"):
+        lane.put(3)
+    assert lane.stats.published == 3
+
+
+def test_a_full_lane_that_blocks_waits_until_a_place_is_free():
+    lane = make(capacity=1)
+    lane.put(0)
+    thread, result = in_thread(lane.put, 1)
+    wait_until_waiting(lane)
+    assert lane.take(1) == [0]
+    thread.join()
+    assert result == [None]
+    assert lane.take(1) == [1]
+
+
+@pytest.mark.parametrize("end", [lambda lane: lane.close("the bus has closed"), lambda lane: lane.retire("it was cancelled")])
+def test_a_publisher_who_waits_is_released_when_the_lane_ends(end):
+    lane = make(capacity=1)
+    lane.put(0)
+    thread, result = in_thread(lane.put, 1)
+    wait_until_waiting(lane)
+    end(lane)
+    thread.join()
+    assert isinstance(result[0], LaneClosedError)
+    assert lane._reason in str(result[0])
+    assert lane.stats == LaneStats(published=1, pending=1)
+
+
+def test_waiting_on_a_thread_of_ones_own_bus_would_be_a_deadlock_and_is_an_error():
+    lane = make(capacity=1)
+    lane.attach(lambda: None, lambda: True)
+    lane.put(0)
+    with pytest.raises(LaneFullError, match=r"thread of its own bus.*larger queue="):
+        lane.put(1)
+
+
+def test_a_lane_without_consumer_names_the_way_out():
+    lane = Lane("handler (after_run)", lambda event: event)
+    with pytest.raises(LaneClosedError, match=r"handler \(after_run\) is offloaded, but the bus is not open: .*`with bus:`"):
+        lane.put(0)
+
+
+def test_a_failing_capture_gives_its_place_back():
+    def broken(event):
+        raise ValueError("no logits")
+
+    lane = make(capacity=1, prepare=broken)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no logits"):
+            lane.put(0)
+    assert lane.stats == LaneStats()
+
+
+def test_capture_runs_once_a_place_is_secured_and_not_for_dropped_events():
+    prepared = []
+    lane = make(capacity=1, full="drop_new", prepare=prepared.append)
+    fill(lane, 3)
+    assert prepared == [0]
+
+
+def test_only_a_publisher_who_finds_the_lane_disarmed_wakes_the_consumer():
+    rings = []
+    lane = Lane("l", lambda event: event)
+    lane.attach(lambda: rings.append(1), lambda: False)
+    fill(lane, 3)
+    assert len(rings) == 1
+    lane.take(9)
+    assert lane.disarm()
+    lane.put(0)
+    lane.put(1)
+    assert len(rings) == 2
+
+
+def test_the_consumer_must_not_sleep_when_something_came_in():
+    lane = make()
+    lane.put(0)
+    assert not lane.disarm()
+
+
+def test_a_wake_up_that_was_interrupted_is_made_up_for_by_the_next_publisher():
+    rings = []
+
+    def wake():
+        rings.append(1)
+        if len(rings) == 1:
+            raise KeyboardInterrupt
+
+    lane = Lane("l", lambda event: event)
+    lane.attach(wake, lambda: False)
+    with pytest.raises(KeyboardInterrupt):
+        lane.put(0)
+    lane.put(1)
+    assert len(rings) == 2
+    assert lane.take(9) == [0, 1]
+
+
+def test_join_waits_for_what_was_published_before_it_and_not_for_later_events():
+    lane = make(capacity=10)
+    fill(lane, 2)
+    thread, result = in_thread(lane.join, None)
+    wait_until_waiting(lane)
+    lane.put(2)
+    lane.take(2)
+    lane.delivered(1)
+    assert thread.is_alive()
+    lane.failed(1)
+    thread.join()
+    assert result == [True]
+    assert lane.stats.pending == 1
+
+
+def test_join_is_not_misled_by_refused_or_returned_events():
+    failing = True
+
+    def prepare(event):
+        if failing and event == "broken":
+            raise ValueError
+        return event
+
+    lane = make(capacity=1, full="drop_new", prepare=prepare)
+    with pytest.raises(ValueError):
+        lane.put("broken")
+    fill(lane, 3)
+    assert not lane.join(0.0)
+    lane.take(1)
+    lane.delivered(1)
+    assert lane.join(0.0)
+
+
+def test_join_gives_up_at_its_deadline():
+    lane = make()
+    lane.put(0)
+    assert not lane.join(deadline=0.0)
+
+
+def test_what_is_left_when_the_consumer_goes_is_dropped_and_counted():
+    lane = make()
+    fill(lane, 3)
+    lane.detach()
+    assert lane.stats == LaneStats(published=3, dropped=3)
+    assert lane.join(0.0)
+
+
+def test_an_event_appended_after_the_consumer_has_gone_is_dropped_and_counted():
+    lane: Lane
+
+    def prepare(event):
+        lane.detach()  # as if the bus closed while the publisher copies a tensor
+        return event
+
+    lane = make(prepare=prepare)
+    lane.put(0)
+    assert lane.stats == LaneStats(published=1, dropped=1)
+
+
+def test_a_retired_lane_takes_what_is_under_way_and_finishes_when_empty():
+    lane = make()
+    lane.retire("cancelled")
+    lane.put(0)
+    assert not lane.finished()
+    lane.take(1)
+    assert lane.finished()
+
+
+def test_a_cancelled_subscription_counts_what_comes_after_the_bus_closed_as_dropped():
+    lane = make()
+    lane.retire("cancelled")
+    lane.close("the bus has closed")
+    lane.put(0)
+    assert lane.stats == LaneStats(published=1, dropped=1)
+
+
+def test_a_closed_lane_is_not_finished_while_a_publisher_prepares():
+    lane: Lane
+    states = []
+
+    def prepare(event):
+        lane.close("closing")
+        states.append(lane.finished())
+        return event
+
+    lane = make(prepare=prepare)
+    lane.put(0)
+    assert states == [False]
+    assert lane.take(1) == [0]
+    assert lane.finished()

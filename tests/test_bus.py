@@ -1,0 +1,316 @@
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+from structlog.testing import capture_logs
+
+from eventloop import (
+    AfterIter,
+    AfterRun,
+    AfterTrainIter,
+    AfterValIter,
+    BeforeRun,
+    Bus,
+    Event,
+    Progress,
+    SubscribeError,
+    UnknownEventError,
+)
+
+P = Progress()
+EVENT = AfterTrainIter(progress=P)
+
+
+def recorder(log: list[str], name: str):
+    return lambda event: log.append(name)
+
+
+def test_handlers_run_in_order_of_priority_and_of_registration_among_equals():
+    log: list[str] = []
+    bus = Bus()
+    for name, priority in [("a", 50), ("b", "LOWEST"), ("c", 0), ("d", "normal"), ("e", 10)]:
+        bus.on("after_train_iter", recorder(log, name), priority=priority)
+    bus.publish(EVENT)
+    assert log == ["c", "e", "a", "d", "b"]
+
+
+def test_class_name_group_and_event_hear_the_same_publish_in_one_order():
+    log: list[str] = []
+    bus = Bus()
+    bus.on(Event, recorder(log, "everything"), priority=1)
+    bus.on("event", recorder(log, "everything by name"), priority=2)
+    bus.on("after_iter", recorder(log, "group"), priority=3)
+    bus.on(AfterIter, recorder(log, "group by class"), priority=4)
+    bus.on(AfterTrainIter, recorder(log, "class"), priority=5)
+    bus.on("after_train_iter", recorder(log, "name"), priority=6)
+    bus.on("after_val_iter", recorder(log, "other"), priority=7)
+    bus.publish(EVENT)
+    assert log == ["everything", "everything by name", "group", "group by class", "class", "name"]
+
+
+def test_publish_returns_nothing_and_passes_the_very_event():
+    heard = []
+    bus = Bus()
+    bus.on("after_train_iter", heard.append)
+    assert bus.publish(EVENT) is None
+    assert heard[0] is EVENT
+
+
+def test_subscribing_to_an_unknown_name_gets_the_nearest():
+    with pytest.raises(UnknownEventError, match="did you mean 'after_train_iter'"):
+        Bus().on("after_trian_iter", print)
+
+
+@pytest.mark.parametrize("what", [3, "after_run", AfterRun, None])
+def test_publishing_what_is_no_event_is_an_error(what):
+    bus = Bus()
+    bus.on(Event, print)
+    with pytest.raises(TypeError, match=r"bus.publish takes an event"):
+        bus.publish(what)
+
+
+def test_a_handlers_own_keyerror_is_raised_once_and_the_event_not_dispatched_again():
+    calls = []
+
+    def lookup(event):
+        calls.append(event)
+        return {}["missing"]
+
+    bus = Bus()
+    bus.on("after_train_iter", lookup)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="missing") as caught:
+            bus.publish(EVENT)
+        assert len(caught.value.__notes__) == 1
+    assert len(calls) == 2
+
+
+def test_an_error_stops_the_handlers_behind_it():
+    log: list[str] = []
+
+    def broken(event):
+        raise ValueError
+
+    bus = Bus()
+    bus.on("after_train_iter", recorder(log, "before"), priority=10)
+    bus.on("after_train_iter", broken, priority=20)
+    bus.on("after_train_iter", recorder(log, "after"), priority=30)
+    with pytest.raises(ValueError):
+        bus.publish(EVENT)
+    assert log == ["before"]
+
+
+def test_subscribing_during_a_publish_takes_effect_at_the_next():
+    log: list[str] = []
+    bus = Bus()
+
+    @bus.on("after_train_iter", priority=1)
+    def subscribe(event):
+        log.append("first")
+        bus.off(subscribe)
+        bus.on("after_train_iter", recorder(log, "late"))
+
+    bus.publish(EVENT)
+    assert log == ["first"]
+    bus.publish(EVENT)
+    assert log == ["first", "late"]
+
+
+def test_cancelling_during_a_publish_takes_effect_at_the_next():
+    log: list[str] = []
+    bus = Bus()
+    bus.on("after_train_iter", lambda event: later.cancel(), priority=1)
+    later = bus.on("after_train_iter", recorder(log, "later"))
+    bus.publish(EVENT)
+    bus.publish(EVENT)
+    assert log == ["later"]
+
+
+def test_a_subscription_to_a_group_changes_the_routes_of_its_events():
+    log: list[str] = []
+    bus = Bus()
+    bus.publish(EVENT)
+    with bus.on("after_iter", recorder(log, "group")):
+        bus.publish(EVENT)
+    bus.publish(EVENT)
+    assert log == ["group"]
+
+
+def test_publishing_works_from_any_thread():
+    heard = []
+    bus = Bus()
+    bus.on("after_train_iter", lambda event: heard.append(event.batch_idx))
+    barrier = threading.Barrier(4)
+
+    def publish(start):
+        barrier.wait()
+        for i in range(start, start + 500):
+            bus.publish(AfterTrainIter(progress=P, batch_idx=i))
+
+    threads = [threading.Thread(target=publish, args=(500 * n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(heard) == list(range(2000))
+    assert [i for i in heard if i < 500] == list(range(500))
+
+
+def test_subscribing_and_publishing_at_once_from_several_threads_loses_nothing_of_the_others():
+    heard = []
+    bus = Bus()
+    bus.on("after_train_iter", lambda event: heard.append(event.batch_idx))
+    stop = threading.Event()
+
+    def churn():
+        while not stop.is_set():
+            with bus.on("after_train_iter", lambda event: None):
+                pass
+
+    threads = [threading.Thread(target=churn) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for i in range(300):
+        bus.publish(AfterTrainIter(progress=P, batch_idx=i))
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert heard == list(range(300))
+    assert len(bus.subscriptions) == 1
+
+
+def test_wants_says_whether_somebody_hears_an_event():
+    bus = Bus()
+    assert not bus.wants(AfterTrainIter)
+    assert not bus.wants("after_train_iter")
+    with bus.on("after_iter", print):
+        assert bus.wants(AfterTrainIter)
+        assert bus.wants("after_train_iter")
+        assert not bus.wants(BeforeRun)
+    assert not bus.wants(AfterTrainIter)
+
+
+def test_wants_knows_names_and_classes_only():
+    with pytest.raises(UnknownEventError):
+        Bus().wants("after_trian_iter")
+    with pytest.raises(TypeError, match="expected an event class"):
+        Bus().wants(int)
+
+
+def test_an_unknown_backend_is_an_error():
+    with pytest.raises(SubscribeError, match="backend='curio'"):
+        Bus(backend="curio")
+
+
+def test_state_of_hooks_that_are_missing_on_either_side_is_a_warning():
+    bus = Bus()
+    with capture_logs() as logs:
+        bus.load_state_dict({"hooks": {"Gone": {}}, "publishes": {}})
+    assert logs[0]["hooks"] == ["Gone"]
+    assert logs[0]["log_level"] == "warning"
+
+
+def test_an_event_published_by_a_handler_runs_at_once():
+    log: list[str] = []
+    bus = Bus()
+    bus.on("after_run", recorder(log, "inner"))
+    bus.on("after_train_iter", lambda event: bus.publish(AfterRun(progress=P)), priority=1)
+    bus.on("after_train_iter", recorder(log, "outer"))
+    bus.publish(EVENT)
+    assert log == ["inner", "outer"]
+
+
+def test_two_busses_know_nothing_of_each_other():
+    log: list[str] = []
+    one, other = Bus(), Bus()
+    one.on("after_train_iter", recorder(log, "one"))
+    other.on("after_train_iter", recorder(log, "other"))
+    other.publish(EVENT)
+    assert log == ["other"]
+
+
+def test_handlers_of_another_stage_are_not_called():
+    log: list[str] = []
+    bus = Bus()
+    bus.on("after_val_iter", recorder(log, "val"))
+    bus.publish(EVENT)
+    bus.publish(AfterValIter(progress=P))
+    assert log == ["val"]
+
+
+# ------------------------------------------------------------------------------------------- processes that end or fork
+
+
+def run_script(source: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_bus_that_is_open_at_interpreter_exit_delivers_warns_and_does_not_hang():
+    done = run_script("""
+        from eventloop import AfterRun, Bus, Progress
+        bus = Bus()
+        bus.on("after_run", lambda event: print("thread heard"), offload="thread")
+        @bus.on("after_run")
+        async def handler(event): print("task heard")
+        bus.open()
+        bus.publish(AfterRun(progress=Progress()))
+    """)
+    assert done.returncode == 0, done.stderr
+    assert "thread heard" in done.stdout
+    assert "task heard" in done.stdout
+    assert "the interpreter exits while a bus is open" in done.stdout
+
+
+def test_a_handler_that_never_returns_does_not_keep_the_interpreter_from_exiting():
+    done = run_script("""
+        import threading
+        from eventloop import AfterRun, Bus, Progress
+        bus = Bus(abort_timeout=0.05)
+        started = threading.Event()
+        bus.on("after_run", lambda event: (started.set(), threading.Event().wait()), offload="thread")
+        bus.open()
+        bus.publish(AfterRun(progress=Progress()))
+        started.wait()
+    """)
+    assert done.returncode == 0, done.stderr
+    assert "left behind" in done.stdout
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_after_a_fork_the_childs_copy_is_inert():
+    done = run_script("""
+        import os, sys
+        from eventloop import AfterRun, BeforeRun, Bus, Progress
+        P = Progress()
+        bus = Bus()
+        bus.on("after_run", lambda event: print("inline", flush=True))
+        offloaded = bus.on("after_run", lambda event: print("offloaded", flush=True), offload="thread")
+        with bus:
+            bus.publish(BeforeRun(progress=P))
+            lane = offloaded.lane
+            lane._lock.acquire()  # as a publisher on another thread might hold it
+            pid = os.fork()
+            if pid == 0:
+                bus.publish(AfterRun(progress=P))
+                assert not bus.wants(AfterRun)
+                assert bus.state == "idle"
+                offloaded.cancel()
+                bus.close()
+                print("child done", flush=True)
+                sys.exit(0)
+            lane._lock.release()
+            _, status = os.waitpid(pid, 0)
+            assert status == 0, status
+            print("parent", flush=True)
+            bus.publish(AfterRun(progress=P))
+    """)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:2] == ["child done", "parent"]
+    assert done.stdout.count("inline") == 1
+    assert done.stdout.count("offloaded") == 1
+    assert "warn" not in done.stdout

@@ -1,0 +1,88 @@
+import pytest
+from rich.console import Console
+
+from eventloop import AfterTrainIter, Bus, Event, Hook, Progress, mount
+
+
+class Both(Hook):
+    priority = 55
+
+    def after_train_iter(self, event): ...
+
+    @mount(every=100, offload="thread", queue=8, full="drop_old")
+    def before_run(self, event): ...
+
+
+@pytest.fixture
+def bus() -> Bus:
+    bus = Bus()
+
+    @bus.on("after_val_epoch", every_seconds=30)
+    async def ship(event): ...
+
+    bus.on("after_iter", print, priority="LOW")
+    bus.on(Event, repr)
+    bus.add(Both())
+    return bus
+
+
+def test_rows_come_in_the_order_of_a_run_and_of_priorities(bus):
+    rows = [(row.mount_point, row.label) for row in bus.describe().rows]
+    assert rows == [
+        ("before_run", "Both.before_run"),
+        ("after_train_iter", "Both.after_train_iter"),
+        ("after_train_iter", "print"),
+        ("after_val_iter", "print"),
+        ("after_val_epoch", "ship"),
+        ("after_test_iter", "print"),
+        ("every event", "repr"),
+    ]
+
+
+def test_rows_say_priority_mode_filter_and_lane(bus):
+    first = bus.describe().rows[0]
+    assert (first.priority, first.priority_name, first.mode) == (55, "NORMAL+5", "offloaded: thread")
+    assert (first.filter, first.lane) == ("every=100", "8, drop_old")
+    ship = next(row for row in bus.describe().rows if row.label == "ship")
+    assert (ship.mode, ship.filter, ship.lane) == ("offloaded: event loop", "every 30 s", "1024, block")
+    inline = next(row for row in bus.describe().rows if row.label == "print")
+    assert (inline.mode, inline.filter, inline.lane) == ("inline", "", "")
+
+
+def test_the_table_prints_plain_and_with_rich(bus):
+    text = str(bus.describe())
+    for word in ("mount point", "after_train_iter", "NORMAL+5 (55)", "Both.before_run", "offloaded: thread", "every=100"):
+        assert word in text
+    console = Console(width=160, color_system=None)
+    with console.capture() as captured:
+        console.print(bus.describe())
+    assert "Both.before_run" in captured.get()
+
+
+def test_a_mount_point_is_named_once_for_all_its_hooks(bus):
+    first_cells = [line.split("│")[1].strip() for line in str(bus.describe()).splitlines() if line.startswith("│")]
+    assert first_cells.count("after_train_iter") == 1
+    assert first_cells.count("") == 1
+
+
+def test_figures_appear_when_asked_for_or_when_timing_is_on():
+    bus = Bus(timing=True)
+    bus.on("after_train_iter", lambda event: None)
+    bus.publish(AfterTrainIter(progress=Progress()))
+    table = bus.describe()
+    assert table.stats
+    assert table.rows[0].stats.calls == 1
+    assert "events" in str(table)
+    assert "events" not in str(Bus().describe())
+    assert "events" in str(Bus().describe(stats=True))
+
+
+def test_losses_are_named_in_the_figures():
+    bus = Bus()
+    bus.on("after_train_iter", lambda event: 1 / 0, on_error="log")
+    bus.publish(AfterTrainIter(progress=Progress()))
+    assert "(0 dropped, 1 failed)" in str(bus.describe(stats=True))
+
+
+def test_an_empty_bus_has_no_rows():
+    assert Bus().describe().rows == []

@@ -1,0 +1,255 @@
+import functools
+import pickle
+from collections.abc import Callable
+
+import pytest
+from structlog.testing import capture_logs
+
+from eventloop import AfterRun, AfterTrainIter, Bus, Progress, SubscribeError
+
+EVENT = AfterTrainIter(progress=Progress())
+
+
+def ready_made(event):
+    """A handler at module level, which pickle finds by its name."""
+
+
+def test_as_a_decorator_on_returns_the_function_unchanged():
+    bus = Bus()
+    assert bus.on("after_train_iter")(ready_made) is ready_made
+    assert bus.on(AfterTrainIter, priority=3, every=2)(ready_made) is ready_made
+    assert pickle.loads(pickle.dumps(ready_made)) is ready_made  # noqa: S301
+
+
+def test_called_with_a_function_on_returns_its_subscription():
+    subscription = Bus().on("after_train_iter", ready_made, priority="high")
+    assert subscription.mount_point == "after_train_iter"
+    assert subscription.handler is ready_made
+    assert subscription.priority == 30
+    assert subscription.active
+    assert repr(subscription) == "<Subscription ready_made to after_train_iter, priority 30, inline>"
+
+
+def test_cancel_ends_it_and_may_be_called_again():
+    heard = []
+    bus = Bus()
+    subscription = bus.on("after_train_iter", heard.append)
+    bus.publish(EVENT)
+    subscription.cancel()
+    subscription.cancel()
+    bus.publish(EVENT)
+    assert heard == [EVENT]
+    assert not subscription.active
+    assert bus.subscriptions == ()
+
+
+def test_as_a_context_manager_it_ends_with_the_block_whatever_happens():
+    bus = Bus()
+    with pytest.raises(KeyError), bus.on("after_train_iter", ready_made) as subscription:
+        assert subscription.active
+        raise KeyError
+    assert bus.subscriptions == ()
+
+
+def test_each_subscription_of_a_function_is_cancelled_by_itself():
+    heard = []
+    bus = Bus()
+    first = bus.on("after_train_iter", heard.append)
+    bus.on("after_train_iter", heard.append)
+    first.cancel()
+    bus.publish(EVENT)
+    assert heard == [EVENT]
+
+
+def test_a_handler_may_be_any_callable_that_takes_the_event():
+    class Callee:
+        def __init__(self):
+            self.heard = []
+
+        def __call__(self, event):
+            self.heard.append(event)
+
+        def method(self, event):
+            self.heard.append(event)
+
+    callee, heard = Callee(), []
+    bus = Bus()
+    bus.on("after_train_iter", callee)
+    bus.on("after_train_iter", callee.method)
+    bus.on("after_train_iter", functools.partial(lambda prefix, event: heard.append(prefix), "p"))
+    bus.on("after_train_iter", heard.append)
+    bus.publish(EVENT)
+    assert callee.heard == [EVENT, EVENT]
+    assert heard == ["p", EVENT]
+    labels = [subscription.label for subscription in bus.subscriptions]
+    assert labels == ["Callee", "method", "<lambda>", "append"]
+    assert all("test_subscription.py:" in subscription.location for subscription in bus.subscriptions[:3])
+
+
+async def asynchronous(event): ...
+
+
+class AsyncCallee:
+    async def __call__(self, event): ...
+
+
+@pytest.mark.parametrize("handler", [asynchronous, AsyncCallee(), functools.partial(asynchronous)])
+def test_async_callables_are_offloaded_by_nature(handler):
+    assert Bus().on("after_train_iter", handler).mode == "async"
+
+
+@pytest.mark.parametrize(("offload", "advice"), [("inline", "publishing never awaits"), ("thread", 'needs no offload="thread"')])
+def test_an_async_function_cannot_be_asked_to_run_elsewhere(offload, advice):
+    with pytest.raises(SubscribeError, match=f"cannot subscribe asynchronous to after_train_iter: .*{advice}"):
+        Bus().on("after_train_iter", asynchronous, offload=offload)
+
+
+def test_an_unknown_offload_is_an_error():
+    with pytest.raises(SubscribeError, match="offload='gpu'"):
+        Bus().on("after_train_iter", ready_made, offload="gpu")
+
+
+def generator(event):
+    yield event
+
+
+async def async_generator(event):
+    yield event
+
+
+@pytest.mark.parametrize("handler", [generator, async_generator])
+def test_a_generator_is_refused_because_calling_it_runs_nothing(handler):
+    with pytest.raises(SubscribeError, match="yield"):
+        Bus().on("after_train_iter", handler)
+
+
+@pytest.mark.parametrize(
+    "handler", [lambda: None, lambda event, more: None, lambda *, event: None, functools.partial(lambda event: None, 1)]
+)
+def test_a_handler_of_the_wrong_arity_is_an_error_when_subscribing(handler: Callable):
+    with pytest.raises(SubscribeError, match="called with one argument, the event; this one takes"):
+        Bus().on("after_train_iter", handler)
+
+
+def test_a_batched_handler_of_the_wrong_arity_is_told_of_the_list():
+    with pytest.raises(SubscribeError, match="one argument, a list of events"):
+        Bus().on("after_train_iter", lambda: None, offload="thread", batch=3)
+
+
+@pytest.mark.parametrize("handler", [3, "after_run"])
+def test_what_cannot_be_called_is_refused(handler):
+    with pytest.raises(SubscribeError, match="a handler is a function"):
+        Bus().on("after_train_iter", handler)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"queue": 3}, "queue= is for offloaded handlers"),
+        ({"capture": bool}, "capture= is for offloaded handlers"),
+        ({"batch": 3}, "batch= is for offloaded handlers"),
+        ({"full": "raise"}, 'add offload="thread", or make it async'),
+        ({"offload": "thread", "queue": 0}, "queue=0: give a positive number"),
+        ({"offload": "thread", "queue": True}, "queue=True"),
+        ({"offload": "thread", "batch": 0}, "batch=0"),
+        ({"offload": "thread", "full": "wait"}, "full='wait': a full lane can 'block', 'drop_old'"),
+        ({"offload": "thread", "linger": -1}, "linger=-1"),
+        ({"offload": "thread", "linger": float("nan")}, "linger=nan"),
+        ({"offload": "thread", "capture": 3}, "capture=3: give a function"),
+        ({"on_error": "ignore"}, "on_error='ignore'"),
+        ({"disable_after": 0}, "disable_after=0"),
+        ({"disable_after": 2, "on_error": "raise"}, "disable_after= needs"),
+        ({"priority": 101}, "priority=101"),
+    ],
+)
+def test_options_that_cannot_work_are_errors_that_name_them(options, message):
+    with pytest.raises(SubscribeError, match=message):
+        Bus().on("after_train_iter", ready_made, **options)
+
+
+def test_log_isolates_a_handler_and_counts_its_errors():
+    heard = []
+
+    def flaky(event):
+        raise ValueError("flaky")
+
+    bus = Bus()
+    subscription = bus.on("after_train_iter", flaky, on_error="log")
+    bus.on("after_train_iter", heard.append)
+    with capture_logs() as logs:
+        bus.publish(EVENT)
+        bus.publish(EVENT)
+    assert len(heard) == 2
+    assert subscription.stats.failed == 2
+    assert subscription.active
+    assert [entry["handler"] for entry in logs] == ["flaky", "flaky"]
+    assert isinstance(logs[0]["exc_info"], ValueError)
+    assert "in flaky (inline" in logs[0]["exc_info"].__notes__[0]
+
+
+def test_disable_after_retires_a_flaky_handler():
+    calls = []
+
+    def flaky(event):
+        calls.append(event)
+        raise ValueError
+
+    bus = Bus()
+    subscription = bus.on("after_train_iter", flaky, disable_after=3)
+    with capture_logs() as logs:
+        for _ in range(10):
+            bus.publish(EVENT)
+    assert len(calls) == 3
+    assert not subscription.active
+    assert logs[-1]["event"] == "handler retired"
+    assert bus.subscriptions == ()
+
+
+def test_only_exceptions_are_isolated():
+    def leaves(event):
+        raise SystemExit(3)
+
+    bus = Bus()
+    bus.on("after_train_iter", leaves, on_error="log")
+    with pytest.raises(SystemExit):
+        bus.publish(EVENT)
+
+
+def test_off_takes_every_subscription_of_a_function():
+    bus = Bus()
+    bus.on("after_train_iter", ready_made)
+    bus.on("after_run", ready_made)
+    bus.on("after_run", print)
+    bus.off(ready_made)
+    assert [subscription.handler for subscription in bus.subscriptions] == [print]
+
+
+def test_off_finds_a_bound_method():
+    class Callee:
+        def method(self, event): ...
+
+    bus, callee = Bus(), Callee()
+    bus.on("after_train_iter", callee.method)
+    bus.off(callee.method)
+    assert bus.subscriptions == ()
+
+
+def test_off_takes_one_subscription():
+    bus = Bus()
+    subscription = bus.on("after_train_iter", ready_made)
+    bus.on("after_train_iter", ready_made)
+    bus.off(subscription)
+    assert len(bus.subscriptions) == 1
+
+
+def test_off_of_what_is_not_there_is_an_error():
+    with pytest.raises(SubscribeError, match="ready_made.*is not subscribed"):
+        Bus().off(ready_made)
+
+
+def test_stats_of_an_inline_handler_are_empty_without_timing():
+    bus = Bus()
+    subscription = bus.on("after_run", ready_made)
+    bus.publish(AfterRun(progress=Progress()))
+    assert subscription.stats.calls == 0
+    assert bus.stats() == {subscription: subscription.stats}
