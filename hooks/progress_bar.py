@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from math import isfinite
 from typing import Any
 
 import structlog
@@ -109,7 +110,8 @@ class ProgressBar(Hook):
 
     # --------------------------------------------------------------------------------------- on the thread of the lane
 
-    @mount(BarMoved, offload="thread", batch=64, disable_after=3)
+    # A terminal that takes nothing (Ctrl-S, a slow connection) must not stop the training: old positions are dropped.
+    @mount(BarMoved, offload="thread", batch=64, queue=64, full="drop_old", disable_after=3)
     def draw(self, events: list[BarMoved]) -> None:
         """Redraw the bar."""
         for event in events:
@@ -149,7 +151,8 @@ class ProgressBar(Hook):
         for name, value in event.outputs.items():
             if "loss" in name and isinstance(value, int | float):
                 old = self._losses.get(name, value)
-                self._losses[name] = _NEW * value + (1 - _NEW) * old
+                # One NaN would stay in the average for ever; shown once is enough.
+                self._losses[name] = _NEW * value + (1 - _NEW) * old if isfinite(old) else value
 
 
 class _Pace:
