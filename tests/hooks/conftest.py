@@ -1,0 +1,90 @@
+"""A tiny training job for the tests of hooks, under the fixture ``job``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from eventloop import Bus, Hook, TrainLoop
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def batches(number: int = 4, seed: int = 0) -> list[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(4, 3, generator=generator), torch.randint(0, 2, (4,), generator=generator)) for _ in range(number)]
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+
+
+def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def make_loop(*hooks: Hook, work_dir: Path | None = None, **options: Any) -> TrainLoop:
+    """Return a loop over four batches; ``model`` and ``optimizer`` may be given."""
+    model = options.pop("model", None) or small_model()
+    optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    bus = options.pop("bus", None) or Bus()
+    bus.add(*hooks)
+    if "max_iters" not in options:
+        options.setdefault("max_epochs", 2)
+    options.setdefault("train_data", batches())
+    options.setdefault("step", loss_of)
+    return TrainLoop(model, optimizer, bus=bus, work_dir=work_dir, **options)
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+class StopAfter(Hook):
+    """Stops the run after so many iterations, in order."""
+
+    def __init__(self, iterations: int) -> None:
+        self.iterations = iterations
+
+    def after_train_iter(self, event: Any) -> None:
+        if event.progress.iter + 1 == self.iterations:
+            event.run.stop()
+
+
+class Scores:
+    """A metric that returns one score after another."""
+
+    def __init__(self, *scores: float | None) -> None:
+        self.scores = list(scores)
+
+    def update(self) -> None: ...
+
+    def compute(self) -> float | None:
+        return self.scores.pop(0)
+
+    def reset(self) -> None: ...
+
+
+@pytest.fixture
+def job() -> SimpleNamespace:
+    return SimpleNamespace(
+        Scores=Scores,
+        StopAfter=StopAfter,
+        batches=batches,
+        loop=make_loop,
+        loss=loss_of,
+        model=small_model,
+        same=same,
+        weights=weights,
+    )

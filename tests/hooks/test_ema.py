@@ -1,0 +1,395 @@
+"""Averages of weights, and the hook that keeps, lends and saves one."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import nn
+
+from eventloop import Bus, CheckpointError, ConfigurationError, Hook, Run
+from eventloop.checkpoint import load, save
+from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WeightAverage
+from hooks.checkpoint import CheckpointHook
+from hooks.ema import EMAHook
+
+
+def values(number: int = 6) -> list[torch.Tensor]:
+    return [torch.full((2, 3), float(step) ** 1.5) for step in range(number)]
+
+
+def history(average: WeightAverage, model: nn.Linear, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    seen = []
+    for weight in weights:
+        with torch.no_grad():
+            model.weight.copy_(weight)
+        average.update_parameters(model)
+        seen.append(average.tensors["weight"].clone())
+    return seen
+
+
+# ------------------------------------------------------------------------------------------------ formulas
+
+
+def test_first_update_copies_and_later_ones_move_by_the_momentum() -> None:
+    model = nn.Linear(3, 2)
+    seen = history(ExponentialMovingAverage(model, momentum=0.1), model, values())
+    expected = values()[0]
+    assert torch.equal(seen[0], expected)
+    for got, weight in zip(seen[1:], values()[1:], strict=True):
+        expected = 0.9 * expected + 0.1 * weight
+        torch.testing.assert_close(got, expected)
+
+
+def test_interval_averages_only_every_so_many_updates() -> None:
+    model = nn.Linear(3, 2)
+    seen = history(ExponentialMovingAverage(model, momentum=0.5, interval=2), model, values(5))
+    assert torch.equal(seen[0], seen[1])
+    torch.testing.assert_close(seen[2], 0.5 * values()[0] + 0.5 * values()[2])
+    assert torch.equal(seen[2], seen[3])
+
+
+def test_stochastic_weight_average_is_the_running_mean() -> None:
+    model = nn.Linear(3, 2)
+    seen = history(StochasticWeightAverage(model), model, values())
+    for count, got in enumerate(seen, start=1):
+        torch.testing.assert_close(got, torch.stack(values()[:count]).mean(0))
+
+
+def test_annealed_momentum_falls_to_its_floor() -> None:
+    model = nn.Linear(3, 2)
+    seen = history(MomentumAnnealingEMA(model, momentum=0.4, gamma=2), model, values(5))
+    expected = values()[0]
+    for step, weight in enumerate(values(5)[1:], start=1):
+        momentum = max(0.4, 2 / (2 + step))
+        expected = (1 - momentum) * expected + momentum * weight
+        torch.testing.assert_close(seen[step], expected)
+
+
+def test_buffers_are_the_models_own_unless_they_are_averaged() -> None:
+    model = nn.BatchNorm1d(2)
+    assert set(ExponentialMovingAverage(model).tensors) == {"weight", "bias"}
+    average = ExponentialMovingAverage(model, momentum=0.5, update_buffers=True)
+    assert set(average.tensors) == {"weight", "bias", "running_mean", "running_var"}  # an integer count is no average
+    average.update_parameters(model)
+    model.running_mean = torch.ones(2)  # also a buffer that was replaced
+    average.update_parameters(model)
+    assert torch.equal(average.tensors["running_mean"], torch.full((2,), 0.5))
+
+
+def test_averages_of_a_replaced_parameter_go_on_with_the_new_one() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    average = ExponentialMovingAverage(model, momentum=0.5)
+    average.update_parameters(model)
+    before = average.tensors["0.weight"].clone()
+    model[0] = nn.Linear(2, 2, bias=False)
+    average.update_parameters(model)
+    torch.testing.assert_close(average.tensors["0.weight"], 0.5 * before + 0.5 * model[0].weight.detach())
+
+
+def test_new_storage_under_a_parameter_is_seen() -> None:
+    model = nn.Linear(2, 2)
+    average = ExponentialMovingAverage(model, momentum=0.5)
+    average.update_parameters(model)
+    before = average.tensors["weight"].clone()
+    model.weight.data = torch.ones(2, 2)
+    average.update_parameters(model)
+    torch.testing.assert_close(average.tensors["weight"], 0.5 * before + 0.5)
+
+
+def test_modules_added_later_are_averaged_too() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    average = ExponentialMovingAverage(model)
+    average.update_parameters(model)
+    model.append(nn.Linear(2, 2))
+    average.update_parameters(model)
+    assert "1.weight" in average.tensors
+
+
+def test_tied_weights_are_one_average_under_both_names() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    average = ExponentialMovingAverage(model)
+    assert average.tensors["0.weight"] is average.tensors["1.weight"]
+
+
+def test_swap_exchanges_storage_and_undoes_itself() -> None:
+    model = nn.Linear(3, 2)
+    average = ExponentialMovingAverage(model, momentum=0.5)
+    history(average, model, values(3))
+    raw, averaged = model.weight.data_ptr(), average.tensors["weight"].data_ptr()
+    average.swap(model)
+    assert (model.weight.data_ptr(), average.tensors["weight"].data_ptr()) == (averaged, raw)
+    average.swap(model)
+    assert model.weight.data_ptr() == raw
+
+
+def test_mixed_types_are_averaged_in_their_own() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).double()})
+    average = ExponentialMovingAverage(model)
+    average.update_parameters(model)
+    average.update_parameters(model)
+    assert average.tensors["b.weight"].dtype == torch.float64
+
+
+def test_state_of_an_average_alone_round_trips() -> None:
+    model = nn.Linear(3, 2)
+    average = ExponentialMovingAverage(model, momentum=0.3)
+    history(average, model, values(3))
+    other = ExponentialMovingAverage(nn.Linear(3, 2), momentum=0.3)
+    other.load_state_dict(average.state_dict())
+    assert other.steps == 3
+    assert torch.equal(other.tensors["weight"], average.tensors["weight"])
+    with pytest.raises(CheckpointError, match="bias"):
+        other.load_tensors({"weight": torch.zeros(2, 3)})
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"momentum": 1.0}, "momentum"),
+        ({"momentum": 0}, "momentum"),
+        ({"interval": 0}, "interval"),
+        ({"begin_iter": 3, "begin_epoch": 2}, "begin_iter"),
+        ({"begin_epoch": -1}, "begin_epoch"),
+        ({"ema_type": MomentumAnnealingEMA, "gamma": 0}, "gamma"),
+        ({"ema_type": "EMA"}, "ema_type"),
+        ({"gamma": 3}, "gamma"),
+        ({"strict_load": "yes"}, "strict_load"),
+        ({"update_buffers": 1}, "update_buffers"),
+    ],
+)
+def test_wrong_options_are_errors_when_the_hook_is_made(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        EMAHook(**options)
+
+
+# ---------------------------------------------------------------------------------------------- in a run
+
+
+class Reference(Hook):
+    """Averages by the formula, after the update and before the others."""
+
+    priority = 31
+
+    def __init__(self, momentum: float, begin: int = 1) -> None:
+        self.momentum, self.begin, self.average = momentum, begin, None
+
+    def after_train_iter(self, event: Any) -> None:
+        if not event.run.updated:
+            return
+        weights = [p.detach().clone() for p in event.run.model.parameters()]
+        if self.average is None or event.progress.iter + 1 <= self.begin:
+            self.average = weights
+        else:
+            self.average = [torch.lerp(old, new, self.momentum) for old, new in zip(self.average, weights, strict=True)]
+
+
+class Watch(Hook):
+    """Notes the weights that validation and its neighbours see."""
+
+    priority = 100
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[torch.Tensor]] = {}
+
+    def note(self, what: str, event: Any) -> None:
+        self.seen[what] = [p.detach().clone() for p in event.run.model.parameters()]
+
+    def after_train_epoch(self, event: Any) -> None:
+        self.note("train", event)
+
+    def before_val_iter(self, event: Any) -> None:
+        self.note("val", event)
+
+    def after_val(self, event: Any) -> None:
+        self.note("after", event)
+
+    def before_test_iter(self, event: Any) -> None:
+        self.note("test", event)
+
+
+def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+
+
+def test_validation_and_test_see_the_average_and_training_the_raw_weights(job: SimpleNamespace) -> None:
+    reference, watch = Reference(0.3), Watch()
+    loop = job.loop(EMAHook(momentum=0.3), reference, watch, val_data=job.batches(1), test_data=job.batches(1))
+    loop.run()
+    assert equal(watch.seen["val"], reference.average)
+    assert equal(watch.seen["after"], watch.seen["train"])
+    assert not equal(watch.seen["val"], watch.seen["train"])
+    loop.test()
+    assert equal(watch.seen["test"], reference.average)
+    assert equal(list(loop.model.parameters()), watch.seen["train"])
+
+
+def test_until_it_begins_the_average_is_the_weights(job: SimpleNamespace) -> None:
+    reference, watch = Reference(0.3, begin=6), Watch()
+    loop = job.loop(EMAHook(momentum=0.3, begin_iter=6), reference, watch, val_data=job.batches(1), max_epochs=1)
+    loop.run()
+    assert equal(watch.seen["val"], watch.seen["train"])
+    loop = job.loop(EMAHook(momentum=0.3, begin_iter=6), reference, watch, val_data=job.batches(1))
+    loop.run()
+    assert equal(watch.seen["val"], reference.average)
+
+
+def test_an_accumulation_window_is_one_update(job: SimpleNamespace) -> None:
+    from hooks.optimizer import OptimizerHook
+
+    hook = EMAHook()
+    job.loop(OptimizerHook(accumulate=3), hook).run()
+    assert hook.average is not None
+    assert hook.average.steps == 4  # two windows per epoch of four batches
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_raw_weights_are_back_after_any_end_of_a_validation(job: SimpleNamespace, error: type[BaseException]) -> None:
+    def val_step(model: nn.Module, batch: Any) -> None:
+        raise error("stop here")
+
+    watch = Watch()
+    loop = job.loop(EMAHook(momentum=0.3), watch, val_data=job.batches(1), val_step=val_step)
+    with pytest.raises(error):
+        loop.run()
+    assert equal(list(loop.model.parameters()), watch.seen["train"])
+
+
+def test_a_break_out_of_ones_own_validation_puts_raw_weights_back(job: SimpleNamespace) -> None:
+    model, hook = job.model(), EMAHook(momentum=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bus = Bus()
+    bus.add(hook)
+    with Run(bus, model=model, optimizer=optimizer) as run:
+        for _ in run.epochs(1):
+            for batch in run.train(job.batches()):
+                optimizer.zero_grad()
+                job.loss(model, batch).backward()
+                optimizer.step()
+            raw = [p.detach().clone() for p in model.parameters()]
+            for _ in run.validate(job.batches()):
+                assert not equal(list(model.parameters()), raw)
+                break
+    assert equal(list(model.parameters()), raw)
+    assert hook.average is not None
+    assert hook.average.steps == 4
+
+
+def test_without_known_optimizers_every_iteration_is_an_update(job: SimpleNamespace) -> None:
+    hook = EMAHook()
+    bus = Bus()
+    bus.add(hook)
+    with Run(bus, model=job.model()) as run:
+        for _ in run.epochs(1):
+            for _ in run.train(job.batches()):
+                pass
+    assert hook.average is not None
+    assert hook.average.steps == 4
+
+
+def test_one_of_several_models_is_named(job: SimpleNamespace, tmp_path: Path) -> None:
+    models = {"g": job.model(), "d": job.model()}
+    optimizer = torch.optim.SGD(models["g"].parameters(), lr=0.1)
+
+    def step(models: dict[str, nn.Module], batch: Any) -> torch.Tensor:
+        return job.loss(models["g"], batch)
+
+    with pytest.raises(ConfigurationError, match="'g', 'd'"):
+        job.loop(EMAHook(), model=models, optimizer=optimizer, step=step).run()
+    hooks = (EMAHook(model="g", momentum=0.5), EMAHook(model="d", name="ema of d"), CheckpointHook(interval=1))
+    job.loop(*hooks, model=models, optimizer=optimizer, step=step, work_dir=tmp_path).run()
+    saved = load(tmp_path / "epoch_2.safetensors")
+    assert job.same(saved["ema_state_dict"]["g"], job.weights(models["g"]))
+    assert not job.same(saved["state_dict"]["g"], job.weights(models["g"]))
+    assert set(saved["ema_state_dict"]) == set(saved["state_dict"]) == {"g", "d"}
+
+
+# ----------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_checkpoints_hold_averaged_weights_and_the_raw_ones(job: SimpleNamespace, tmp_path: Path) -> None:
+    reference, watch = Reference(0.3), Watch()
+    metrics = {"acc": job.Scores(1.0, 2.0)}
+    hooks = (EMAHook(momentum=0.3), reference, watch, CheckpointHook(save_best="acc", save_last=False))
+    loop = job.loop(*hooks, work_dir=tmp_path, val_data=job.batches(1), metrics=metrics)
+    loop.run()
+    # This one is made in the validation, while the model has the averaged weights.
+    saved = load(tmp_path / "best_acc_epoch_2.safetensors")
+    names = [name for name, _ in loop.model.named_parameters()]
+    assert equal([saved["state_dict"][name] for name in names], reference.average)
+    assert equal([saved["ema_state_dict"][name] for name in names], watch.seen["train"])
+    assert saved["state_dict"]["1.num_batches_tracked"] == 8
+
+
+def test_saved_now_and_saved_in_a_validation_is_the_same(job: SimpleNamespace, tmp_path: Path) -> None:
+    class Now(Hook):
+        def before_val_iter(self, event: Any) -> None:
+            event.run.request_save("inside.safetensors")
+
+    hooks = (EMAHook(momentum=0.3), Now(), CheckpointHook(interval=1, max_keep_ckpts=1, out_dir=tmp_path / "other"))
+    job.loop(*hooks, work_dir=tmp_path, val_data=job.batches(1)).run()
+    inside, outside = load(tmp_path / "inside.safetensors"), load(tmp_path / "other" / "epoch_2.safetensors")
+    for key in ("state_dict", "ema_state_dict"):
+        assert job.same(inside[key], outside[key])
+
+
+@pytest.mark.parametrize("kind", [ExponentialMovingAverage, StochasticWeightAverage, MomentumAnnealingEMA])
+@pytest.mark.parametrize("stop", [3, 4, 6])
+def test_a_resumed_run_ends_with_the_same_bits(
+    job: SimpleNamespace, tmp_path: Path, kind: type[WeightAverage], stop: int
+) -> None:
+    def run(directory: Path, *more: Hook, resume: str | None = None) -> tuple[Any, Any]:
+        hook = EMAHook(kind, begin_iter=2, update_buffers=True)
+        loop = job.loop(hook, CheckpointHook(interval=1), *more, work_dir=directory, val_data=job.batches(1))
+        loop.run(resume=resume)
+        return job.weights(loop.model), dict(hook.average.tensors) if hook.average is not None else {}
+
+    whole = run(tmp_path / "whole")
+    run(tmp_path / "parts", job.StopAfter(stop))
+    rest = run(tmp_path / "parts", resume="auto")
+    assert job.same(whole[0], rest[0])
+    assert job.same(whole[1], rest[1])
+
+
+def test_a_checkpoint_without_an_average_warns_and_begins_with_its_weights(job: SimpleNamespace, tmp_path: Path) -> None:
+    loop = job.loop(CheckpointHook(interval=1), work_dir=tmp_path, max_epochs=1)
+    loop.run()
+    hook, watch = EMAHook(momentum=0.3), Watch()
+    resumed = job.loop(hook, CheckpointHook(), watch, work_dir=tmp_path, max_epochs=1, val_data=job.batches(1))
+    with capture_logs() as logs:
+        resumed.run(resume="auto")
+    assert any("no averaged weights" in entry["event"] for entry in logs)
+    assert equal(watch.seen["val"], list(loop.model.parameters()))
+
+
+def test_a_stripped_average_is_not_taken_from_the_hooks_state(job: SimpleNamespace, tmp_path: Path) -> None:
+    loop = job.loop(EMAHook(momentum=0.3), CheckpointHook(interval=1), work_dir=tmp_path, max_epochs=1)
+    loop.run()
+    tree = load(tmp_path / "epoch_1.safetensors")
+    del tree["ema_state_dict"]
+    save(tree, tmp_path / "stripped.safetensors")
+    hook, watch = EMAHook(momentum=0.3), Watch()
+    resumed = job.loop(hook, watch, max_epochs=1, val_data=job.batches(1))
+    resumed.run(resume=tmp_path / "stripped.safetensors")
+    assert hook.average is not None
+    assert hook.average.steps == 0
+    assert equal(watch.seen["val"], [tree["state_dict"][name] for name, _ in resumed.model.named_parameters()])
+
+
+def test_wrapper_names_are_left_out_of_checkpoints(job: SimpleNamespace, tmp_path: Path) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, inputs: torch.Tensor) -> Any:
+            return self.module(inputs)
+
+    inner = job.model()
+    job.loop(EMAHook(momentum=0.3), CheckpointHook(interval=1), model=Wrapper(inner), work_dir=tmp_path).run()
+    saved = load(tmp_path / "epoch_2.safetensors")
+    assert saved["state_dict"].keys() == saved["ema_state_dict"].keys() == inner.state_dict().keys()
+    assert not torch.equal(saved["state_dict"]["0.weight"], saved["ema_state_dict"]["0.weight"])
