@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from eventloop.events import Event, lineage, mount_points, resolve
+from eventloop.events import BUILTIN, Event, lineage, mount_points, resolve
 from eventloop.priority import Priority
 from eventloop.subscription import Stats, Subscription
 
@@ -33,18 +33,24 @@ class Description(msgspec.Struct, frozen=True):
     stats: bool = False
 
     def __rich__(self) -> RenderableType:
-        table = Table(title="Hooks in the order of a run", title_justify="left", row_styles=["", "dim"], pad_edge=False)
-        for heading in ("mount point", "priority", "hook", "runs", "filter", "lane"):
-            table.add_column(heading, overflow="fold")
+        # Narrow enough for a terminal of 80 columns: the mount point stands over its hooks, the lane beside the mode.
+        table = Table(title="Hooks in the order of a run", title_justify="left", box=None, padding=(0, 2, 0, 0))
+        table.add_column("mount point, hook", no_wrap=True)
+        table.add_column("priority", no_wrap=True)
+        table.add_column("runs", no_wrap=True)
+        table.add_column("filter", no_wrap=True)
         if self.stats:
             table.add_column("events", justify="right")
+        if any(row.stats.calls for row in self.rows):
             table.add_column("ms", justify="right")
         previous = ""
         for row in self.rows:
-            cells = ["" if row.mount_point == previous else row.mount_point, f"{row.priority_name} ({row.priority})"]
-            cells += [row.label, row.mode, row.filter, row.lane]
-            table.add_row(*cells, *(_figures(row.stats) if self.stats else ()))
-            previous = row.mount_point
+            if row.mount_point != previous:
+                table.add_row(row.mount_point, style="bold")
+                previous = row.mount_point
+            runs = f"{row.mode.removeprefix('offloaded: ')} {row.lane}" if row.lane else row.mode
+            cells = [f"  {_short(row)}", f"{row.priority} {row.priority_name}", runs, row.filter]
+            table.add_row(*cells, *(_figures(row.stats) if self.stats else ()), style="cyan" if row.lane else "")
         return table
 
     def __str__(self) -> str:
@@ -55,16 +61,22 @@ class Description(msgspec.Struct, frozen=True):
 
 
 def describe(subscriptions: Iterable[Subscription], *, stats: bool) -> Description:
-    """Build the table from subscriptions in dispatch order; those that hear everything come last, once."""
+    """Build the table from subscriptions in dispatch order; what hears everything, or a hook's own group, comes last, once."""
     heard = list(subscriptions)
     rows = [
         _row(name, subscription)
         for name in mount_points()
         for subscription in heard
-        if subscription.mount_point != "event" and subscription.mount_point in lineage(resolve(name))
+        if not _listed_apart(subscription) and subscription.mount_point in lineage(resolve(name))
     ]
-    rows += [_row("every event", subscription) for subscription in heard if resolve(subscription.mount_point) is Event]
+    rows += [_row(subscription.mount_point, subscription) for subscription in heard if _listed_apart(subscription)]
     return Description(rows, stats)
+
+
+def _listed_apart(subscription: Subscription) -> bool:
+    """True for one that hears everything, or a group of events that somebody made for themselves: one row says it."""
+    event = resolve(subscription.mount_point)
+    return event is Event or (event.group and subscription.mount_point not in BUILTIN)
 
 
 def _row(mount_point: str, subscription: Subscription) -> Row:
@@ -76,12 +88,18 @@ def _row(mount_point: str, subscription: Subscription) -> Row:
         priority_name=Priority.label(subscription.priority),
         mode=_MODES[subscription.mode],
         filter=str(subscription.filter or ""),
-        lane="" if lane is None else f"{lane.capacity}, {lane.full}",
+        lane="" if lane is None else f"{lane.capacity} {lane.full}",
         stats=subscription.stats,
     )
 
 
 _MODES = {"inline": "inline", "async": "offloaded: event loop", "thread": "offloaded: thread"}
+
+
+def _short(row: Row) -> str:
+    """Return the hook's name alone where its method is named like the mount point, as it nearly always is."""
+    hook, _, method = row.label.rpartition(".")
+    return hook if hook and method in lineage(resolve(row.mount_point)) else row.label
 
 
 def _figures(stats: Stats) -> tuple[str, str]:

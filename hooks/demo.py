@@ -135,6 +135,7 @@ def run_demo(*, out: Path | None = None, epochs: int = 30, seed: int = 0, resume
     Raises:
         ConfigurationError: there is nothing to resume, or scikit-learn is missing.
     """
+    torch.set_num_threads(1)  # the network is too small for more, and offloaded work has the other cores
     console = Console()
     work_dir = _run_to_resume(out) if resume else _free(out or DEFAULT)
     data = digits(seed)
