@@ -14,9 +14,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="trainbus side by side with its peers.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which to run (default all): {', '.join(BENCHMARKS)}")
     parser.add_argument("--quick", action="store_true", help="a few rounds only, to see that everything runs")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results", help="default: benchmarks/results"
-    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="default: benchmarks/results")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(BENCHMARKS):
         parser.error(f"no benchmark named {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from benchmarks.harness import SUBJECT, Budget, Comparison, Sample, Settings, measure, one_thread
-from benchmarks.peers import load
+from benchmarks.harness import Budget, Comparison, Sample, Settings, measure, one_thread
+from benchmarks.peers import load, trainbus
 
-PEERS = (SUBJECT, "averaged_model", "mmengine")
+PEERS = ("averaged_model", "mmengine")
 FLOOR = "one foreach lerp"
 LAYERS, WIDTH = 300, 182
 MOMENTUM = 0.001
@@ -21,7 +21,7 @@ Update = Callable[[], None]
 def run(settings: Settings) -> list[Comparison]:
     modules, left_out = load(PEERS)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    updates = {FLOOR: foreach_lerp(model)}
+    updates = {FLOOR: foreach_lerp(model)} | trainbus.ema(model, MOMENTUM)
     for module in modules.values():
         updates |= module.ema(model, MOMENTUM)
     with one_thread():

@@ -46,6 +46,10 @@ class Settings:
     def rounds(self, quick: int, full: int) -> int:
         return quick if self.quick else full
 
+    def tick_part(self, part: int, parts: int, done: int, rounds: int) -> None:
+        """The tick of one of several measurements of equal length."""
+        self.tick(part * rounds + done, parts * rounds)
+
 
 @dataclass(frozen=True)
 class Budget:

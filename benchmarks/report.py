@@ -71,9 +71,7 @@ def amount(seconds: float, unit: str) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.1f}" if abs(value) >= 10 else f"{value:,.2f}"
 
 
-def save(
-    name: str, comparisons: Sequence[Comparison], environment: Mapping[str, object], quick: bool, out: Path
-) -> list[Path]:
+def save(name: str, comparisons: Sequence[Comparison], environment: Mapping[str, object], quick: bool, out: Path) -> list[Path]:
     """Write ``name.json`` and, where matplotlib is installed, ``name.png``; returns what was written."""
     out.mkdir(parents=True, exist_ok=True)
     document = {"benchmark": name, "quick": quick, **environment, "comparisons": [as_dict(c) for c in comparisons]}

@@ -13,9 +13,9 @@ from types import ModuleType
 
 from benchmarks.digits import CHECKPOINT_INTERVAL, Job
 from benchmarks.harness import SUBJECT, Budget, Comparison, Sample, Settings, measure, one_thread
-from benchmarks.peers import TITLES, load
+from benchmarks.peers import handwritten, load, trainbus
 
-PEERS = (SUBJECT, "handwritten", "ignite", "mmengine", "lightning")
+PEERS = ("ignite", "mmengine", "lightning")
 BARE, FLOOR = "bare loop", "arithmetic inline"
 
 Train = Callable[[Job, Path], None]
@@ -23,11 +23,12 @@ Train = Callable[[Job, Path], None]
 
 def run(settings: Settings) -> list[Comparison]:
     modules, left_out = load(PEERS)
-    plain = modules[TITLES["handwritten"]]
     iterations = 100 if settings.quick else 300
     contenders = {
-        BARE: phase(plain.train_bare, iterations),
-        FLOOR: phase(plain.train_floor, iterations),
+        BARE: phase(handwritten.train_bare, iterations),
+        FLOOR: phase(handwritten.train_floor, iterations),
+        SUBJECT: phase(trainbus.train, iterations, trainbus),
+        "hand-written loop": phase(handwritten.train, iterations, handwritten),
         **{name: phase(module.train, iterations, module) for name, module in modules.items()},
     }
     with one_thread():

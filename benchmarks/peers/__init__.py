@@ -6,12 +6,14 @@ A module may define any of
 - ``ema(model) -> {name: update}``: functions that update an average of the model once;
 - ``train(job, work_dir)`` with ``CHECKPOINTS`` and ``SCALARS`` (patterns of the files it writes): the digits job.
 
-Modules import their library at the top; a peer that is not installed is left out with its name.
+Modules import their library at the top; a peer that is not installed is left out with its name. ``trainbus`` and
+``handwritten`` need nothing but what trainbus needs.
 """
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from types import ModuleType
 
 TITLES = {
@@ -23,8 +25,6 @@ TITLES = {
     "psygnal": "psygnal",
     "blinker": "blinker",
     "averaged_model": "AveragedModel",
-    "handwritten": "hand-written loop",
-    "trainbus": "trainbus",
 }
 
 
@@ -34,6 +34,8 @@ class Statement:
 
     code: str
     names: Mapping[str, object]
+    scope: AbstractContextManager[object] = field(default_factory=nullcontext)
+    """Entered before the statement is timed and left when the benchmark is over."""
 
 
 def load(names: tuple[str, ...]) -> tuple[dict[str, ModuleType], dict[str, str]]:

@@ -21,9 +21,7 @@ _run_number = itertools.count()
 
 
 class NoOp(Hook):
-    def after_train_iter(
-        self, runner: Runner, batch_idx: int, data_batch: object = None, outputs: object = None
-    ) -> None:
+    def after_train_iter(self, runner: Runner, batch_idx: int, data_batch: object = None, outputs: object = None) -> None:
         pass
 
 

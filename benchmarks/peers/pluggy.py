@@ -17,9 +17,7 @@ class OneEvent:
 
 class Fields:
     @hookspec
-    def after_train_iter(
-        self, run: object, progress: object, batch_idx: int, batch: object, outputs: object
-    ) -> None: ...
+    def after_train_iter(self, run: object, progress: object, batch_idx: int, batch: object, outputs: object) -> None: ...
 
 
 class NoOp:

@@ -8,7 +8,16 @@ from torch import nn
 from benchmarks.digits import CHECKPOINT_INTERVAL, MOMENTUM, Job
 from benchmarks.harness import SUBJECT
 from benchmarks.peers import Statement, direct, no_op_handlers
-from eventloop import Bus
+from eventloop import Bus, TrainLoop
+from hooks import (
+    CheckpointHook,
+    EMAHook,
+    ExponentialMovingAverage,
+    JSONLinesWriter,
+    LoggerHook,
+    ParamSchedulerHook,
+    RuntimeInfoHook,
+)
 
 CHECKPOINTS = "*.safetensors"
 SCALARS = "**/scalars.jsonl"
@@ -19,25 +28,22 @@ def dispatch(names: Mapping[str, object], handlers: int) -> Statement:
     for handler in no_op_handlers(handlers):
         bus.on("after_train_iter", handler)
     event = "event" if handlers else direct.CONSTRUCT
-    return Statement(f"bus.publish({event})", {**names, "bus": bus})
+    # Open, as it is while a run is under way.
+    return Statement(f"bus.publish({event})", {**names, "bus": bus}, scope=bus)
 
 
 def ema(model: nn.Module, momentum: float) -> dict[str, Callable[[], None]]:
-    from hooks import ExponentialMovingAverage
-
     average = ExponentialMovingAverage(model, momentum=momentum)
     return {SUBJECT: lambda: average.update_parameters(model)}
 
 
 def train(job: Job, work_dir: Path) -> None:
-    from eventloop import TrainLoop
-    from hooks import CheckpointHook, EMAHook, LoggerHook, ParamSchedulerHook
-
     optimizer = job.optimizer()
     bus = Bus()
     bus.add(
+        RuntimeInfoHook(),  # reports the learning rate
         EMAHook(momentum=MOMENTUM),
-        LoggerHook(interval=1),
+        LoggerHook(interval=1, writers=[JSONLinesWriter()]),
         ParamSchedulerHook(job.scheduler(optimizer), by="iter"),
         CheckpointHook(interval=CHECKPOINT_INTERVAL, by_epoch=False),
     )
