@@ -4,6 +4,8 @@ python .ci/write_overloads.py            # write
 python .ci/write_overloads.py --check    # exit 1 if the file is not what would be written
 """
 
+import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -115,7 +117,13 @@ def overloads() -> str:
     return HEAD + "".join(NAME.format(name=name, event=event) for name, event in names.items()) + "\n" + TAIL
 
 
+def in_sync() -> bool:
+    """Return True if the file says what would be written, however it is formatted."""
+    return ast.dump(ast.parse(TARGET.read_text())) == ast.dump(ast.parse(overloads()))
+
+
 if __name__ == "__main__":
     if "--check" in sys.argv:
-        sys.exit(TARGET.read_text() != overloads())
+        sys.exit(not in_sync())
     TARGET.write_text(overloads())
+    subprocess.run([sys.executable, "-m", "ruff", "format", TARGET], check=True)

@@ -322,7 +322,7 @@ def _check_options(filters: dict[str, Any]) -> None:
 def _check_counts(event: type[Event]) -> None:
     if event.counts != "publish" and "progress" not in event.__struct_fields__:
         raise SubscribeError(
-            f"{event.__name__}.counts is {event.counts!r}, but the event has no field `progress: Progress` to count by; add one, "
+            f"{event.__name__}.counts is {event.counts!r}, but the event has no field `progress: Progress` to count by; add it "
             "or leave `counts` out to count its publishes"
         )
 

@@ -245,7 +245,7 @@ def test_handlers_of_another_stage_are_not_called():
 
 
 def run_script(source: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return subprocess.run(  # noqa: S603 - a script of our own
         [sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60, check=False
     )
 

@@ -34,11 +34,11 @@ class Measured(Event):
     """A mount point of a user's own, with every kind of field."""
 
     value: float = 0.0
-    values: list[float] = []
+    values: list[float] = []  # noqa: RUF012 - msgspec copies it
     best: float | None = None
     name: str = ""
-    by_name: dict[str, float] = {}
-    notes: dict[str, Any] = {}
+    by_name: dict[str, float] = {}  # noqa: RUF012 - msgspec copies it
+    notes: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies it
     model: Live[Any] = msgspec.UNSET
     outputs: Scalars = msgspec.UNSET
     losses: Scalars = msgspec.UNSET
@@ -183,7 +183,7 @@ def test_a_detached_event_survives_encoding_also_with_nan(event, encode):
 
 def test_live_fields_of_a_decoded_event_raise():
     decoded = from_json(arrived(AfterTrainIter(run=object(), progress=P, outputs={"loss": 1.0})).to_json())
-    with pytest.raises(LiveFieldError, match="event.run"):
+    with pytest.raises(LiveFieldError, match=r"event.run"):
         _ = decoded.run
 
 
@@ -194,9 +194,9 @@ def test_nan_is_written_as_nan_and_never_as_null():
 
 
 def test_decoding_an_unknown_mount_point_names_the_nearest():
-    with pytest.raises(msgspec.ValidationError, match="'after_trian_iter'.*after_train_iter"):
+    with pytest.raises(msgspec.ValidationError, match=r"'after_trian_iter'.*after_train_iter"):
         from_json(b'{"event":"after_trian_iter"}')
-    with pytest.raises(msgspec.ValidationError, match="'after_trian_iter'.*after_train_iter"):
+    with pytest.raises(msgspec.ValidationError, match=r"'after_trian_iter'.*after_train_iter"):
         from_msgpack(msgspec.msgpack.encode({"event": "after_trian_iter"}))
 
 
@@ -256,12 +256,12 @@ def test_capturing_a_live_module_or_optimizer_is_a_clear_error(live, name):
 
 
 def test_capturing_the_whole_event_is_a_clear_error():
-    with pytest.raises(TypeError, match="returned the whole AfterTrainIter.*leave capture= out"):
+    with pytest.raises(TypeError, match=r"returned the whole AfterTrainIter.*leave capture= out"):
         stage(AfterTrainIter(progress=P))
 
 
 def test_capturing_what_cannot_be_copied_is_a_clear_error():
-    with pytest.raises(TypeError, match="returned a generator, which cannot be copied"):
+    with pytest.raises(TypeError, match=r"returned a generator, which cannot be copied"):
         stage(number for number in range(3))
 
 

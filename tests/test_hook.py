@@ -130,7 +130,7 @@ def test_add_takes_all_hooks_or_none():
         def after_runs(self, event): ...
 
     bus = Bus()
-    with pytest.raises(SubscribeError, match="Bad.after_runs"):
+    with pytest.raises(SubscribeError, match=r"Bad.after_runs"):
         bus.add(Good(), Bad())
     assert bus.subscriptions == ()
     assert bus.hooks == ()
@@ -148,7 +148,7 @@ def test_add_takes_all_hooks_or_none_on_an_open_bus_whose_loop_does_not_start(mo
 
     with Bus() as bus:
         monkeypatch.setattr("eventloop.offload.runtime.anyio.run", refuse)
-        with pytest.raises(RuntimeError, match="did not start"):
+        with pytest.raises(RuntimeError, match=r"did not start"):
             bus.add(Offloaded())
         assert bus.subscriptions == ()
         assert bus.hooks == ()
@@ -159,7 +159,7 @@ def test_a_hook_without_mount_points_is_an_error():
     class Empty(Hook):
         def compute(self): ...
 
-    with pytest.raises(SubscribeError, match="Empty has no method named like a mount point"):
+    with pytest.raises(SubscribeError, match=r"Empty has no method named like a mount point"):
         Bus().add(Empty())
 
 
@@ -224,7 +224,9 @@ def test_mount_on_a_method_that_names_no_mount_point_is_an_error():
         @mount(every=2)
         def histogram(self, event): ...
 
-    with pytest.raises(SubscribeError, match="Mounted.histogram is marked with @mount but there is no mount point 'histogram'"):
+    with pytest.raises(
+        SubscribeError, match=r"Mounted.histogram is marked with @mount but there is no mount point 'histogram'"
+    ):
         Bus().add(Mounted())
 
 
@@ -259,7 +261,7 @@ def test_the_same_hook_cannot_be_added_twice():
 
     bus = Bus()
     bus.add(hook := One())
-    with pytest.raises(SubscribeError, match="One is on this bus already"):
+    with pytest.raises(SubscribeError, match=r"One is on this bus already"):
         bus.add(hook)
 
 
@@ -280,7 +282,7 @@ class Counter(Hook):
 
 def test_two_hooks_with_state_need_two_names():
     bus = Bus()
-    with pytest.raises(SubscribeError, match="two hooks with state are named 'Counter'"):
+    with pytest.raises(SubscribeError, match=r"two hooks with state are named 'Counter'"):
         bus.add(Counter(), Counter())
     bus.add(Counter(), Counter(name="other"))
 

@@ -90,7 +90,7 @@ def test_timing_counts_calls_and_time_of_each_subscription():
 def test_a_handler_may_have_any_name(name):
     calls = []
     namespace: dict = {"calls": calls}
-    exec(f"def {name}(e): calls.append(e)", namespace)
+    exec(f"def {name}(e): calls.append(e)", namespace)  # noqa: S102
     bus = Bus(timing=True)
     bus.on("after_train_iter", namespace[name], when=lambda event: True, every=8, every_seconds=1, on_error="log")
     bus.publish(EVENT)

@@ -43,7 +43,7 @@ def offload(bus: Bus, function, kind: str, event="after_train_iter", **options):
 
 
 def held(bus: Bus, kind: str, **options):
-    """Subscribe a handler that waits in its first event until released. Returns subscription, events heard, started, release."""
+    """Subscribe a handler that waits in its first event. Returns its subscription, what it heard, started, release."""
     heard: list = []
     started, release = threading.Event(), threading.Event()
 
@@ -60,7 +60,7 @@ def held(bus: Bus, kind: str, **options):
         async def task(event):
             heard.append(event.batch_idx)
             started.set()
-            while not release.is_set():
+            while not release.is_set():  # noqa: ASYNC110 - released from another thread
                 await anyio.sleep(0.001)
 
         subscription = bus.on("after_train_iter", task, **options)
@@ -120,7 +120,7 @@ def test_async_handlers_run_on_the_backend_of_the_bus(backend):
     @bus.on("after_train_iter")
     async def handler(event):
         libraries.append(sniffio.current_async_library())
-        await anyio.sleep(0)
+        await anyio.lowlevel.checkpoint()
 
     with bus:
         bus.publish(EVENT)
@@ -483,7 +483,11 @@ def test_waiting_for_the_bus_in_one_of_its_handlers_is_an_error(bus, kind, call)
 def test_an_exit_that_cannot_deliver_in_time_is_an_error_that_names_the_handlers(kind, backend):
     bus = Bus(backend=backend, drain_timeout=0.02)
     subscription, _, started, release = held(bus, kind)
-    with capture_logs(), pytest.raises(OffloadError, match=r"drain_timeout=0.02 s: 3 for (handler|task) \(after_train_iter\)"), bus:
+    with (
+        capture_logs(),
+        pytest.raises(OffloadError, match=r"drain_timeout=0.02 s: 3 for (handler|task) \(after_train_iter\)"),
+        bus,
+    ):
         for i in range(3):
             bus.publish(iteration(i))
         started.wait()

@@ -1,0 +1,163 @@
+"""The import arrows of DESIGN.md, "The house", read from the source of every module."""
+
+import ast
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import eventloop
+
+ROOT = Path(eventloop.__file__).parent.parent
+FILES = sorted([*ROOT.glob("eventloop/**/*.py"), *ROOT.glob("hooks/**/*.py")])
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(file): file for file in FILES}
+
+
+class Import:
+    """One imported name: ``from module import name`` or ``import module``."""
+
+    def __init__(self, module: str, name: str | None, *, lazy: bool, typing: bool) -> None:
+        self.module = module
+        self.name = name
+        self.lazy = lazy
+        self.typing = typing
+
+    @property
+    def target(self) -> str:
+        """The module that is loaded."""
+        inner = f"{self.module}.{self.name}"
+        return inner if inner in MODULES else self.module
+
+    def __repr__(self) -> str:
+        return f"from {self.module} import {self.name}" if self.name else f"import {self.module}"
+
+
+def imports(name: str) -> list[Import]:
+    """All imports of a module, with whether they stand in a function and whether they are for type checkers only."""
+    found: list[Import] = []
+
+    def visit(node: ast.AST, *, lazy: bool, typing: bool) -> None:
+        if isinstance(node, ast.Import):
+            found.extend(Import(alias.name, None, lazy=lazy, typing=typing) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: imports are absolute"
+            found.extend(Import(node.module or "", alias.name, lazy=lazy, typing=typing) for alias in node.names)
+        inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for child in node.body:
+                visit(child, lazy=inside, typing=True)
+            for child in node.orelse:
+                visit(child, lazy=inside, typing=typing)
+            return
+        for child in ast.iter_child_nodes(node):
+            visit(child, lazy=inside, typing=typing)
+
+    visit(ast.parse(MODULES[name].read_text()), lazy=False, typing=False)
+    return found
+
+
+def house(name: str) -> list[Import]:
+    """What a module imports from the two packages."""
+    return [one for one in imports(name) if one.module.split(".")[0] in ("eventloop", "hooks")]
+
+
+def under(package: str) -> Iterator[str]:
+    return (name for name in MODULES if name == package or name.startswith(f"{package}."))
+
+
+def test_there_is_something_to_look_at():
+    assert {"eventloop.bus", "eventloop.offload.lane", "eventloop.checkpoint.stage", "hooks"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("name", sorted(under("hooks")))
+def test_hooks_use_public_names_of_eventloop_only(name):
+    for one in house(name):
+        if one.module.split(".")[0] == "hooks":
+            continue
+        assert one.module in ("eventloop", "eventloop.training", "eventloop.checkpoint"), f"{name}: {one!r}"
+        assert one.name, f"{name}: {one!r}; write `from eventloop import ...`"
+        assert not one.name.startswith("_"), f"{name}: {one!r}"
+        public = importlib.import_module(one.module).__all__
+        assert one.name in public, f"{name}: {one!r} is not in {one.module}.__all__"
+
+
+@pytest.mark.parametrize("name", sorted(under("eventloop")))
+def test_only_the_command_line_imports_hooks_and_does_so_lazily(name):
+    for one in house(name):
+        if one.module.split(".")[0] == "hooks":
+            assert name == "eventloop.cli", f"{name}: {one!r}"
+            assert one.lazy, f"{name}: {one!r} at the top of the module"
+
+
+@pytest.mark.parametrize("name", sorted(under("eventloop.checkpoint")))
+def test_checkpoints_know_no_bus(name):
+    for one in house(name):
+        assert one.target == "eventloop.errors" or one.target.startswith("eventloop.checkpoint"), f"{name}: {one!r}"
+
+
+STAIRS = {
+    "eventloop.errors": [],
+    "eventloop.view": [],
+    "eventloop.events": ["errors", "view"],
+    "eventloop.priority": ["errors"],
+    "eventloop.filters": ["errors", "events"],
+    "eventloop.hook": ["errors", "events", "priority"],
+    "eventloop.routes": ["events", "filters", "priority"],
+    "eventloop.scalars": [],
+    "eventloop.staged": ["errors", "events"],
+    "eventloop.detach": ["errors", "events", "scalars", "staged"],
+    "eventloop.offload.lane": ["errors"],
+    "eventloop.offload.consumer": ["errors", "offload.lane", "staged"],
+    "eventloop.offload.runtime": ["errors", "offload.consumer", "offload.lane"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(STAIRS))
+def test_the_mechanism_imports_only_what_stands_below(name):
+    below = {f"eventloop.{module}" for module in STAIRS[name]}
+    assert {one.target for one in house(name) if not one.typing} <= below
+
+
+def test_the_bus_knows_nothing_of_training_or_checkpoints():
+    above = ("eventloop.training", "eventloop.checkpoint", "eventloop.cli", "hooks")
+    for name in MODULES:
+        if name.startswith(("eventloop.training", "eventloop.checkpoint", "eventloop.cli", "eventloop.__main__", "hooks")):
+            continue
+        if name != "eventloop":
+            assert not [one for one in house(name) if one.target.startswith(above)], name
+
+
+def test_there_are_no_cycles_among_modules_at_run_time():
+    graph = {name: sorted({one.target for one in house(name) if not one.typing and not one.lazy} - {name}) for name in MODULES}
+    # The packages' own __init__ gather what stands in them; that a module's package is loaded before it is no arrow.
+    done: set[str] = set()
+
+    def walk(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"a cycle: {' → '.join([*path[path.index(name) :], name])}"
+        if name in done:
+            return
+        for target in graph.get(name, ()):
+            walk(target, (*path, name))
+        done.add(name)
+
+    for name in graph:
+        walk(name, ())
+
+
+def test_the_overloads_of_on_are_those_of_the_events():
+    script = ROOT / ".ci" / "write_overloads.py"
+    spec = importlib.util.spec_from_file_location("write_overloads", script)
+    writer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(writer)
+    builtin = {name: kind for name, kind in writer.events.registry.items() if kind.__module__ == "eventloop.events"}
+    writer.events = type("Events", (), {"registry": builtin})
+    assert writer.in_sync(), "run python .ci/write_overloads.py"

@@ -1,0 +1,190 @@
+"""Random subscriptions, cancels, failures and publishers against a simple model of what must arrive in which order."""
+
+import threading
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from eventloop import AfterTrainIter, Bus, Progress
+
+MODES = ["inline", "async", "thread"]
+FULL = ["block", "drop_old", "drop_new", "latest"]
+
+
+@dataclass
+class Planned:
+    """One subscription and what it does when it is called."""
+
+    priority: int
+    mode: str
+    every: int
+    after: int
+    fails_at: int  # iteration at which it raises; isolated
+    cancels: int | None  # index of the subscription it cancels when first called
+    subscribes: bool  # whether it subscribes another inline handler when first called
+    full: str = "block"
+    acted: bool = field(default=False, compare=False)
+
+    def hears(self, i: int) -> bool:
+        return i + 1 > self.after and (i + 1 - self.after) % self.every == 0
+
+
+plans = st.lists(
+    st.builds(
+        Planned,
+        priority=st.sampled_from([0, 10, 50, 50, 50, 90]),
+        mode=st.sampled_from(MODES),
+        every=st.integers(1, 4),
+        after=st.integers(0, 3),
+        fails_at=st.sampled_from([-1, -1, 2, 5]),
+        cancels=st.none() | st.integers(0, 5),
+        subscribes=st.booleans(),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def model(planned: list[Planned], events: int) -> dict[int, list[int]]:
+    """What each subscription hears; those made on the way have numbers from 100 on. Only inline ones act on the bus."""
+    heard: dict[int, list[int]] = {number: [] for number in range(len(planned))}
+    order: list[tuple[int, int, int]] = sorted((plan.priority, number, number) for number, plan in enumerate(planned))
+    acted: set[int] = set()
+    made = 100
+    for i in range(events):
+        for _, _, number in list(order):
+            plan = planned[number] if number < 100 else None
+            if plan is not None and not plan.hears(i):
+                continue
+            heard[number].append(i)
+            if plan is None or plan.mode != "inline" or number in acted:
+                continue
+            acted.add(number)
+            if plan.cancels is not None:
+                order = [entry for entry in order if entry[2] != plan.cancels]
+            if plan.subscribes:
+                heard[made] = []
+                order = sorted([*order, (50, made, made)])
+                made += 1
+    return heard
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(planned=plans, events=st.integers(1, 12), backend=st.sampled_from(["asyncio", "asyncio", "trio"]))
+def test_everything_arrives_as_the_model_says(planned, events, backend):
+    bus = Bus(backend=backend)
+    heard: dict[int, list[int]] = {}
+    inline_order: list[tuple[int, int]] = []
+    subscriptions = {}
+    made = iter(range(100, 200))
+
+    def subscribe(number: int, plan: Planned | None) -> None:
+        heard[number] = []
+
+        def handle(event: AfterTrainIter) -> None:
+            i = event.progress.iter
+            heard[number].append(i)
+            if plan is None:
+                return
+            if plan.mode == "inline":
+                inline_order.append((i, plan.priority))
+                if not plan.acted:
+                    plan.acted = True
+                    if plan.cancels in subscriptions:
+                        subscriptions[plan.cancels].cancel()
+                    if plan.subscribes:
+                        subscribe(next(made), None)
+            if i == plan.fails_at:
+                raise ValueError(i)
+
+        async def handle_async(event: AfterTrainIter) -> None:
+            handle(event)
+
+        if plan is None:
+            subscriptions[number] = bus.on(AfterTrainIter, handle)
+            return
+        subscriptions[number] = bus.on(
+            AfterTrainIter,
+            handle_async if plan.mode == "async" else handle,
+            priority=plan.priority,
+            every=plan.every,
+            after=plan.after,
+            on_error="log",
+            offload="thread" if plan.mode == "thread" else None,
+        )
+
+    for plan in planned:
+        plan.acted = False
+    for number, plan in enumerate(planned):
+        subscribe(number, plan)
+    with capture_logs(), bus:
+        for i in range(events):
+            bus.publish(AfterTrainIter(progress=Progress(iter=i)))
+    assert heard == model(planned, events)
+    assert inline_order == sorted(inline_order)
+    for number, plan in enumerate(planned):
+        stats = subscriptions[number].stats
+        failed = [i for i in heard[number] if i == plan.fails_at]
+        assert stats.failed == len(failed)
+        if plan.mode != "inline":
+            assert stats.published == len(heard[number])
+            assert stats.published == stats.delivered + stats.failed + stats.dropped + stats.pending
+            assert stats.dropped == stats.pending == 0
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    mode=st.sampled_from(["async", "thread"]),
+    full=st.sampled_from(FULL),
+    queue=st.integers(1, 5),
+    batch=st.none() | st.integers(1, 4),
+    linger=st.sampled_from([0, 0.001]),
+    publishers=st.integers(1, 3),
+    events=st.integers(1, 40),
+    fails=st.sets(st.integers(0, 40), max_size=5),
+)
+def test_from_several_threads_counts_add_up_and_the_order_of_each_thread_is_kept(
+    mode, full, queue, batch, linger, publishers, events, fails
+):
+    bus = Bus()
+    heard: list[tuple[int, int]] = []
+
+    def handle(what: AfterTrainIter | list[AfterTrainIter]) -> None:
+        arrived = what if isinstance(what, list) else [what]
+        heard.extend((event.progress.epoch, event.progress.iter) for event in arrived)
+        if any(event.progress.iter in fails for event in arrived):
+            raise ValueError
+
+    async def handle_async(what) -> None:
+        handle(what)
+
+    options = {"full": full, "queue": queue, "linger": linger, "on_error": "log"} | ({"batch": batch} if batch else {})
+    if mode == "thread":
+        subscription = bus.on(AfterTrainIter, handle, offload="thread", **options)
+    else:
+        subscription = bus.on(AfterTrainIter, handle_async, **options)
+
+    def publish(publisher: int) -> None:
+        for i in range(events):
+            bus.publish(AfterTrainIter(progress=Progress(epoch=publisher, iter=i)))
+            stats = subscription.stats
+            assert stats.published == stats.delivered + stats.failed + stats.dropped + stats.pending
+
+    with capture_logs(), bus:
+        threads = [threading.Thread(target=publish, args=(n,)) for n in range(publishers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    stats = subscription.stats
+    assert stats.published == publishers * events
+    assert stats.published == stats.delivered + stats.failed + stats.dropped
+    assert stats.delivered + stats.failed == len(heard)
+    assert stats.pending == 0
+    if full == "block":
+        assert stats.dropped == 0
+    for n in range(publishers):
+        mine = [i for publisher, i in heard if publisher == n]
+        assert mine == sorted(set(mine))
