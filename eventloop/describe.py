@@ -34,7 +34,7 @@ class Description(msgspec.Struct, frozen=True):
 
     def __rich__(self) -> RenderableType:
         # Narrow enough for a terminal of 80 columns: the mount point stands over its hooks, the lane beside the mode.
-        table = Table(title="Hooks in the order of a run", title_justify="left", box=None, padding=(0, 2, 0, 0))
+        table = Table(title="Hooks in the order of a run", title_justify="left", box=None, padding=(0, 1, 0, 0))
         table.add_column("mount point, hook", no_wrap=True)
         table.add_column("priority", no_wrap=True)
         table.add_column("runs", no_wrap=True)

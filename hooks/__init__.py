@@ -17,6 +17,7 @@ hook                         does
 
 from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WeightAverage
 from hooks.check_loss import CheckInvalidLossHook
+from hooks.checkpoint import CheckpointHook
 from hooks.ema import EMAHook
 from hooks.logger import LoggerHook
 from hooks.optimizer import OptimizerHook
@@ -28,6 +29,7 @@ from hooks.writers import ConsoleWriter, JSONLinesWriter, Writer
 
 __all__ = [
     "CheckInvalidLossHook",
+    "CheckpointHook",
     "ConsoleWriter",
     "EMAHook",
     "ExponentialMovingAverage",

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from eventloop import Bus, ConfigurationError, TrainLoop
+from eventloop import AfterRun, Bus, ConfigurationError, Description, TrainLoop
 from hooks.check_loss import CheckInvalidLossHook
 from hooks.checkpoint import CheckpointHook
 from hooks.ema import EMAHook
@@ -159,15 +159,28 @@ def run_demo(*, out: Path | None = None, epochs: int = 30, seed: int = 0, resume
     )
     sizes = ", ".join(f"{len(part)} {name}" for name, part in data.items())  # type: ignore[arg-type]  # TensorDataset has one
     console.print(f"[bold]trainbus demo[/]: handwritten digits ({sizes}), {epochs} epochs → {work_dir}", highlight=False)
+    tables = _tables_at_the_end(bus)
     began = time.perf_counter()
     loop.run(resume="auto" if resume else None)
     seconds = time.perf_counter() - began
     averaged = loop.test()["accuracy"]
     raw = TrainLoop(model, step=step, test_data=loaders["test"], metrics={"accuracy": Accuracy()}).test()["accuracy"]
     console.print()
-    console.print(bus.describe(stats=True))
+    console.print(*tables[:1])
     console.print(_summary(work_dir, seconds, loop.counters.iter, raw, averaged))
     return 0
+
+
+def _tables_at_the_end(bus: Bus) -> list[Description]:
+    """Return a list that gets the hook table at the end of each run, while the run's own checkpoint writer is in it."""
+    tables: list[Description] = []
+
+    @bus.on("after_run", priority="LOWEST")
+    def take_table(event: AfterRun) -> None:
+        bus.drain()  # so that all that was handed over is counted
+        tables.append(bus.describe(stats=True))
+
+    return tables
 
 
 def _summary(work_dir: Path, seconds: float, iterations: int, raw: float, averaged: float) -> Table:

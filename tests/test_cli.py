@@ -1,0 +1,82 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from eventloop import load_weights
+from eventloop.checkpoint import load
+from eventloop.cli import main
+
+pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning:sklearn")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_demo_leaves_checkpoints_scalars_of_every_iteration_and_a_summary(here, capsys):
+    assert main(["demo", "--epochs", "2"]) == 0
+    run = here / "runs/digits"
+    newest = run / (run / "last_checkpoint").read_text()
+    assert newest.name == "epoch_2.safetensors"
+    assert load(newest)["progress"]["epoch"] == 2
+    assert len(list(run.glob("best_accuracy_*.safetensors"))) == 1
+    lines = [json.loads(line) for line in (run / "scalars.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 69))
+    printed = capsys.readouterr().out
+    for word in ("after_train_iter", "EMAHook", "thread", "raw weights", "averaged weights", "epoch_2.safetensors"):
+        assert word in printed
+
+
+def test_a_second_run_does_not_overwrite_the_first(here):
+    main(["demo", "--epochs", "1"])
+    first = {path: path.read_bytes() for path in (here / "runs/digits").iterdir()}
+    main(["demo", "--epochs", "1"])
+    assert {path: path.read_bytes() for path in (here / "runs/digits").iterdir()} == first
+    assert (here / "runs/digits-2/last_checkpoint").exists()
+
+
+def test_out_that_holds_a_run_is_not_overwritten_either(here):
+    main(["demo", "--epochs", "1", "--out", "mine"])
+    main(["demo", "--epochs", "1", "--out", "mine"])
+    assert {path.name for path in here.iterdir()} == {"mine", "mine-2"}
+
+
+def test_resume_goes_on_from_the_last_checkpoint(here, capsys):
+    main(["demo", "--epochs", "1", "--out", "mine"])
+    capsys.readouterr()
+    assert main(["demo", "--epochs", "2", "--out", "mine", "--resume"]) == 0
+    assert load(here / "mine/epoch_2.safetensors")["progress"]["iter"] == 68
+    assert "68 iterations" in capsys.readouterr().out
+
+
+def test_resume_of_a_complete_run_tests_it_again(here, capsys):
+    main(["demo", "--epochs", "1"])
+    capsys.readouterr()
+    assert main(["demo", "--epochs", "1", "--resume"]) == 0
+    assert "averaged weights" in capsys.readouterr().out
+
+
+def test_resume_without_a_run_says_what_is_missing(here, capsys):
+    assert main(["demo", "--resume"]) == 2
+    assert "nothing to resume" in capsys.readouterr().err
+
+
+def test_the_same_seed_gives_the_same_weights(here):
+    from hooks.demo import network
+
+    for name in ("a", "b"):
+        main(["demo", "--epochs", "1", "--seed", "7", "--out", name])
+    one, other = (load(here / name / "epoch_1.safetensors")["state_dict"] for name in ("a", "b"))
+    assert all(one[key].equal(other[key]) for key in one)
+    load_weights(network(), one)
+
+
+@pytest.mark.parametrize("arguments", [["demo", "--epochs", "0"], ["demo", "--epochs", "x"], ["nonsense"], []])
+def test_a_mistake_in_the_call_ends_with_status_2_and_a_hint(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert "usage: trainbus" in capsys.readouterr().err
