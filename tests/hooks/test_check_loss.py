@@ -1,0 +1,65 @@
+"""A run ends when its loss is not finite."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from eventloop import Bus, ConfigurationError, Run, TrainingError
+from hooks.check_loss import CheckInvalidLossHook
+
+
+def breaking(job: SimpleNamespace, at: int, value: float, key: str = "loss") -> Any:
+    count = iter(range(1, 1000))
+
+    def step(model: Any, batch: Any) -> dict[str, torch.Tensor]:
+        loss = job.loss(model, batch)
+        outputs = {"loss": loss, "aux_loss": loss.detach() * 2, "acc": torch.tensor(0.5)}
+        if next(count) == at:
+            outputs[key] = outputs[key] * value
+        return outputs
+
+    return step
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("key", ["loss", "aux_loss"])
+def test_it_names_the_key_and_the_iteration(job: SimpleNamespace, key: str, value: float) -> None:
+    loop = job.loop(CheckInvalidLossHook(interval=3), step=breaking(job, 6, value, key))
+    with pytest.raises(TrainingError, match=rf"{key} is -?(nan|inf).* iteration 6 \(epoch 2\)"), capture_logs():
+        loop.run()
+
+
+def test_finite_losses_and_other_outputs_do_not_matter(job: SimpleNamespace) -> None:
+    job.loop(CheckInvalidLossHook(interval=1), step=breaking(job, 2, float("nan"), "acc")).run()
+
+
+def test_it_looks_only_every_so_often(job: SimpleNamespace) -> None:
+    step = breaking(job, 2, float("nan"), "aux_loss")
+    job.loop(CheckInvalidLossHook(interval=3), step=step).run()
+
+
+def test_other_outputs_can_be_named(job: SimpleNamespace) -> None:
+    loop = job.loop(CheckInvalidLossHook(interval=1, keys=["acc"]), step=breaking(job, 2, float("nan"), "acc"))
+    with pytest.raises(TrainingError, match="acc is nan"), capture_logs():
+        loop.run()
+
+
+def test_nothing_to_check_is_an_error_that_names_what_there_is(job: SimpleNamespace) -> None:
+    loop = job.loop(CheckInvalidLossHook(interval=1, keys="los"), step=breaking(job, 0, 1.0))
+    with pytest.raises(TrainingError, match=r"'los'.*'aux_loss'"), capture_logs():
+        loop.run()
+    bus = Bus()
+    bus.add(CheckInvalidLossHook(interval=1))
+    with pytest.raises(TrainingError, match="nothing to check"), capture_logs(), Run(bus, model=job.model()) as run:
+        for _ in run.epochs(1):
+            for _ in run.train(job.batches()):
+                run.report(acc=0.5)
+
+
+@pytest.mark.parametrize("options", [{"interval": 0}, {"interval": True}, {"keys": []}, {"keys": [1]}])
+def test_wrong_options_are_errors_when_the_hook_is_made(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        CheckInvalidLossHook(**options)

@@ -1,0 +1,427 @@
+"""When CheckpointHook saves, what its files are called, which of them stay, and how a run goes on from them."""
+
+import hashlib
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import nn
+
+from eventloop import (
+    CheckpointError,
+    CheckpointValueError,
+    ConfigurationError,
+    Hook,
+    TrainingError,
+    TrainLoop,
+)
+from eventloop.checkpoint import TEMPORARY_PREFIX, load
+from hooks.checkpoint import CheckpointHook
+from hooks.rules import find_rule
+
+
+def files(directory: Path) -> set[str]:
+    return {path.name.removesuffix(".safetensors") for path in directory.glob("*.safetensors")}
+
+
+class Committed(Hook):
+    """Notes what was committed, and what was there at that moment."""
+
+    priority = 95
+
+    def __init__(self) -> None:
+        self.names: list[list[str]] = []
+        self.there: list[set[str]] = []
+
+    def checkpoint_committed(self, event: Any) -> None:
+        self.names.append([Path(name).stem for name in event.names])
+        self.there.append(files(Path(event.path).parent))
+
+
+# ---------------------------------------------------------------------------------------------- when, and names
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"interval": 2, "save_begin": 5, "save_last": False}, {5, 7, 9}),
+        ({"interval": 2, "save_begin": 5}, {5, 7, 9, 10}),
+        ({"interval": 3}, {3, 6, 9, 10}),
+        ({"interval": 3, "max_keep_ckpts": 2}, {9, 10}),
+        ({}, {10}),
+        ({"save_last": False}, set()),
+    ],
+)
+def test_epochs_after_which_it_saves(job: SimpleNamespace, tmp_path: Path, options: dict[str, Any], expected: set[int]) -> None:
+    job.loop(CheckpointHook(**options), work_dir=tmp_path, max_epochs=10, train_data=job.batches(1)).run()
+    assert files(tmp_path) == {f"epoch_{n}" for n in expected}
+
+
+def test_only_the_newest_files_stay(job: SimpleNamespace, tmp_path: Path) -> None:
+    hook = CheckpointHook(interval=5, max_keep_ckpts=2)
+    job.loop(hook, work_dir=tmp_path, max_epochs=20, train_data=job.batches(1)).run()
+    assert files(tmp_path) == {"epoch_15", "epoch_20"}
+    assert (tmp_path / "last_checkpoint").read_text() == "epoch_20.safetensors"
+
+
+def test_iterations_after_which_it_saves(job: SimpleNamespace, tmp_path: Path) -> None:
+    hook = CheckpointHook(interval=3, by_epoch=False, filename_tmpl="model_{}.safetensors", save_begin=2)
+    job.loop(hook, work_dir=tmp_path, max_iters=10).run()
+    assert files(tmp_path) == {"model_2", "model_5", "model_8", "model_10"}
+    assert load(tmp_path / "model_5.safetensors")["progress"]["iter"] == 5
+
+
+def test_a_stopped_run_saves_where_it_was(job: SimpleNamespace, tmp_path: Path) -> None:
+    job.loop(CheckpointHook(interval=1), job.StopAfter(6), work_dir=tmp_path).run()
+    assert files(tmp_path) == {"epoch_1", "iter_6"}
+
+
+def test_a_save_within_an_accumulation_window_waits_for_its_step(job: SimpleNamespace, tmp_path: Path) -> None:
+    from hooks.optimizer import OptimizerHook
+
+    hook = CheckpointHook(interval=2, by_epoch=False, save_last=False)
+    job.loop(OptimizerHook(accumulate=3), hook, work_dir=tmp_path, max_iters=6).run()
+    assert load(tmp_path / "iter_2.safetensors")["progress"]["iter"] == 3
+    assert (tmp_path / "iter_4.safetensors").samefile(tmp_path / "iter_6.safetensors")
+
+
+def test_parts_of_the_state_can_be_left_out(job: SimpleNamespace, tmp_path: Path) -> None:
+    from hooks.schedule import ParamSchedulerHook
+
+    model = job.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = ParamSchedulerHook(torch.optim.lr_scheduler.StepLR(optimizer, 2), by="iter")
+    hook = CheckpointHook(save_optimizer=False, save_param_scheduler=False)
+    job.loop(hook, schedule, model=model, optimizer=optimizer, work_dir=tmp_path).run()
+    assert not {"optimizer", "param_schedulers"} & load(tmp_path / "epoch_2.safetensors").keys()
+
+
+def test_another_directory_is_found_again_from_the_work_dir(job: SimpleNamespace, tmp_path: Path) -> None:
+    work, out = tmp_path / "work", tmp_path / "out"
+    job.loop(CheckpointHook(interval=1, out_dir=out), work_dir=work, max_epochs=1).run()
+    assert files(out) == {"epoch_1"}
+    assert (work / "last_checkpoint").read_text() == "../out/epoch_1.safetensors"
+    hook = CheckpointHook(interval=1, out_dir=out)
+    job.loop(hook, work_dir=work).run(resume="auto")
+    assert load(out / "epoch_2.safetensors")["progress"]["iter"] == 8
+    assert (out / "last_checkpoint").read_text() == "epoch_2.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"interval": 0}, "interval"),
+        ({"save_begin": -1}, "save_begin"),
+        ({"max_keep_ckpts": 0}, "max_keep_ckpts"),
+        ({"rule": "more"}, "rule"),
+        ({"save_best": "speed"}, "speed"),
+        ({"save_best": ["auto", "acc"]}, "auto"),
+        ({"save_best": []}, "save_best"),
+        ({"filename_tmpl": "epoch.safetensors"}, "filename_tmpl"),
+        ({"filename_tmpl": "epoch_{}.pth"}, "safetensors"),
+        ({"filename_tmpl": "a/{}.safetensors"}, "filename_tmpl"),
+        ({"on_error": "ignore"}, "on_error"),
+        ({"published_keys": []}, "published_keys"),
+    ],
+)
+def test_wrong_options_are_errors_when_the_hook_is_made(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        CheckpointHook(**options)
+
+
+def test_without_a_place_for_files_training_does_not_begin(job: SimpleNamespace, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="out_dir"):
+        job.loop(CheckpointHook(interval=1)).run()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="no directory"):
+        job.loop(CheckpointHook(interval=1, out_dir=tmp_path / "file")).run()
+
+
+def test_a_value_that_cannot_be_saved_is_an_error_at_the_first_iteration(job: SimpleNamespace, tmp_path: Path) -> None:
+    class Bad(Hook):
+        def before_run(self, event: Any) -> None: ...
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"thread": threading.Lock()}
+
+    loop = job.loop(CheckpointHook(interval=100), Bad(), work_dir=tmp_path)
+    with pytest.raises(CheckpointValueError, match="thread"):
+        loop.run()
+    assert loop.counters.iter == 0
+
+
+# ------------------------------------------------------------------------------------------------- the best
+
+
+def best_loop(job: SimpleNamespace, directory: Path, hook: CheckpointHook, *scores: Any, **options: Any) -> TrainLoop:
+    options.setdefault("max_epochs", len(scores))
+    metrics = {"acc": job.Scores(*scores)}
+    loop: TrainLoop = job.loop(hook, work_dir=directory, val_data=job.batches(1), metrics=metrics, **options)
+    return loop
+
+
+def test_the_best_replaces_the_one_before_it(job: SimpleNamespace, tmp_path: Path) -> None:
+    best_loop(job, tmp_path, CheckpointHook(save_best="acc", save_last=False), 0.5, 0.4, 0.6, 0.6, None).run()
+    assert files(tmp_path) == {"best_acc_epoch_3"}
+
+
+def test_less_can_be_better(job: SimpleNamespace, tmp_path: Path) -> None:
+    best_loop(job, tmp_path, CheckpointHook(save_best="acc", rule="less", save_last=False), 0.5, 0.4, 0.6).run()
+    assert files(tmp_path) == {"best_acc_epoch_2"}
+
+
+def test_nan_is_never_the_best(job: SimpleNamespace, tmp_path: Path) -> None:
+    best_loop(job, tmp_path, CheckpointHook(save_best="acc", save_last=False), float("nan"), 0.1, float("nan")).run()
+    assert files(tmp_path) == {"best_acc_epoch_2"}
+
+
+def test_auto_is_the_first_metric(job: SimpleNamespace, tmp_path: Path) -> None:
+    hook = CheckpointHook(save_best="auto", save_last=False)
+    best_loop(job, tmp_path, hook, 0.5, max_epochs=1, val_step=lambda model, batch: {"a/loss": torch.tensor(1.0)}).run()
+    assert files(tmp_path) == {"best_a_loss_epoch_1"}
+
+
+def test_several_metrics_have_a_best_each(job: SimpleNamespace, tmp_path: Path) -> None:
+    best_loop(job, tmp_path, CheckpointHook(save_best=["acc", "loss"], save_last=False), 0.5, 0.4).run()
+    best = files(tmp_path)
+    assert "best_acc_epoch_1" in best
+    assert len([name for name in best if name.startswith("best_loss_epoch_")]) == 1
+
+
+def test_a_metric_that_is_not_there_is_an_error_that_names_the_others(job: SimpleNamespace, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="'loss', 'acc'"):
+        best_loop(job, tmp_path, CheckpointHook(save_best="accuracy"), 0.5).run()
+
+
+def test_best_checkpoints_of_a_validation_alone(job: SimpleNamespace, tmp_path: Path) -> None:
+    loop = TrainLoop(
+        job.model(),
+        step=job.loss,
+        val_data=job.batches(1),
+        metrics={"acc": job.Scores(0.5)},
+        work_dir=tmp_path,
+    )
+    loop.bus.add(CheckpointHook(save_best="acc"))
+    loop.val()
+    assert files(tmp_path) == {"best_acc_epoch_0"}
+    assert job.same(load(tmp_path / "best_acc_epoch_0.safetensors")["state_dict"], loop.model.state_dict())
+
+
+def test_one_write_per_step_under_several_names(job: SimpleNamespace, tmp_path: Path) -> None:
+    committed = Committed()
+    loop = best_loop(job, tmp_path, CheckpointHook(interval=1, save_best="acc"), 0.5, 0.6)
+    loop.bus.add(committed)
+    loop.run()
+    assert committed.names == [["epoch_1"], ["best_acc_epoch_1"], ["epoch_2"], ["best_acc_epoch_2"]]
+    assert (tmp_path / "epoch_2.safetensors").samefile(tmp_path / "best_acc_epoch_2.safetensors")
+
+
+def test_iteration_based_runs_count_iterations(job: SimpleNamespace, tmp_path: Path) -> None:
+    hook = CheckpointHook(save_best="acc", save_last=False)
+    best_loop(job, tmp_path, hook, 0.5, 0.6, max_epochs=None, max_iters=4, val_interval=2).run()
+    assert files(tmp_path) == {"best_acc_iter_4"}
+
+
+def test_the_best_has_the_weights_that_were_validated(job: SimpleNamespace, tmp_path: Path) -> None:
+    """Also in the middle of an accumulation window, and it resumes from there with the same bits."""
+    from hooks.optimizer import OptimizerHook
+
+    def run(directory: Path, resume: Path | None = None) -> Any:
+        hooks = (OptimizerHook(accumulate=3), CheckpointHook(save_best="acc", by_epoch=False))
+        metrics = {"acc": job.Scores(0.5, 0.4)}
+        loop = job.loop(*hooks, work_dir=directory, val_data=job.batches(1), metrics=metrics, max_iters=8, val_interval=4)
+        loop.run(resume=resume)
+        return job.weights(loop.model)
+
+    whole = run(tmp_path)
+    saved = load(tmp_path / "best_acc_iter_4.safetensors")
+    assert saved["progress"]["update"] == 1
+    assert job.same(run(tmp_path / "resumed", tmp_path / "best_acc_iter_4.safetensors"), whole)
+
+
+@pytest.mark.parametrize(
+    ("metric", "rule"),
+    [
+        ("accuracy/top1", "greater"),
+        ("LOSS", "less"),
+        ("val_loss", "less"),
+        ("coco/bbox_mAP", "greater"),
+        ("auc_loss", "greater"),  # greater keys inside the name come first
+    ],
+)
+def test_rules_are_inferred_from_names(metric: str, rule: str) -> None:
+    assert find_rule(metric) == rule
+
+
+def test_own_keys_replace_the_built_in_ones() -> None:
+    assert find_rule("speed", ["Speed"], ["time"]) == "greater"
+    with pytest.raises(ConfigurationError, match="acc"):
+        find_rule("acc", ["speed"], ["time"])
+
+
+# ------------------------------------------------------------------------------------------- nothing gets lost
+
+
+def test_nothing_is_deleted_before_its_successor_is_durable(job: SimpleNamespace, tmp_path: Path) -> None:
+    committed = Committed()
+    hook = CheckpointHook(interval=1, max_keep_ckpts=1, save_best="acc")
+    loop = best_loop(job, tmp_path, hook, 0.1, 0.2, 0.3)
+    loop.bus.add(committed, priority=0)  # before the hook deletes
+    loop.run()
+    for names, there in zip(committed.names, committed.there, strict=True):
+        assert set(names) <= there
+    assert {"epoch_1", "epoch_2", "best_acc_epoch_1"} <= committed.there[2]
+    assert files(tmp_path) == {"epoch_3", "best_acc_epoch_3"}
+
+
+def break_directory(directory: Path) -> None:
+    """Have a directory refuse new files, also those of root."""
+    directory.rename(directory.with_name("away"))
+    directory.touch()
+
+
+def mend_directory(directory: Path) -> None:
+    directory.unlink()
+    directory.with_name("away").rename(directory)
+
+
+class Breaks(Hook):
+    """Takes the directory away while the second epoch is saved."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def checkpoint_staged(self, event: Any) -> None:
+        if event.progress.epoch == 1:
+            break_directory(self.directory)
+
+    def checkpoint_failed(self, event: Any) -> None:
+        mend_directory(self.directory)
+
+
+def test_a_failed_save_costs_no_file(job: SimpleNamespace, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    hook = CheckpointHook(interval=1, max_keep_ckpts=1, out_dir=out, on_error="log", save_last=False)
+    with capture_logs() as logs:
+        job.loop(hook, Breaks(out), work_dir=tmp_path, max_epochs=2, train_data=job.batches(1)).run()
+    assert any(entry["event"] == "checkpoint not written" for entry in logs)
+    assert files(out) == {"epoch_1"}
+
+
+def test_a_failed_save_ends_the_run_unless_told_otherwise(job: SimpleNamespace, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    hook = CheckpointHook(interval=1, max_keep_ckpts=1, out_dir=out)
+    with pytest.raises(CheckpointError), capture_logs():
+        job.loop(hook, Breaks(out), max_epochs=3, train_data=job.batches(1)).run()
+    assert files(out) == {"epoch_1"}
+
+
+def test_a_lower_score_is_the_best_where_the_higher_one_could_not_be_saved(job: SimpleNamespace, tmp_path: Path) -> None:
+    class BreaksBest(Breaks):
+        def checkpoint_staged(self, event: Any) -> None:
+            if event.path.endswith("best_acc_epoch_2.safetensors"):
+                break_directory(self.directory)
+
+        def after_val(self, event: Any) -> None:
+            event.run.wait_for_saves()
+
+    out = tmp_path / "out"
+    hook = CheckpointHook(save_best="acc", out_dir=out, on_error="log", save_last=False)
+    with capture_logs():
+        loop = best_loop(job, tmp_path, hook, 0.1, 0.9, 0.5)
+        loop.bus.add(BreaksBest(out))
+        loop.run()
+    assert files(out) == {"best_acc_epoch_3"}
+
+
+def test_leftovers_of_a_killed_process_are_swept_but_not_what_is_being_written(job: SimpleNamespace, tmp_path: Path) -> None:
+    old, new = tmp_path / f"{TEMPORARY_PREFIX}old.tmp", tmp_path / f"{TEMPORARY_PREFIX}new.tmp"
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (0, 0))
+    job.loop(CheckpointHook(interval=1), work_dir=tmp_path).run()
+    assert not old.exists()
+    assert new.exists()
+
+
+# ------------------------------------------------------------------------------------------------------ resume
+
+
+def test_the_best_score_survives_a_resume(job: SimpleNamespace, tmp_path: Path) -> None:
+    options = {"save_best": "acc", "interval": 1, "max_keep_ckpts": 1}
+    best_loop(job, tmp_path, CheckpointHook(**options), 0.5, 0.6).run()
+    # Resumed before the second validation, as the file of that epoch was made; it is made again.
+    best_loop(job, tmp_path, CheckpointHook(**options), 0.6, 0.55, 0.58, max_epochs=4).run(resume="auto")
+    assert files(tmp_path) == {"epoch_4", "best_acc_epoch_2"}
+    best_loop(job, tmp_path, CheckpointHook(**options), 0.58, 0.7, max_epochs=5).run(resume="auto")
+    assert files(tmp_path) == {"epoch_5", "best_acc_epoch_5"}
+
+
+def test_a_best_file_that_is_gone_is_not_remembered(job: SimpleNamespace, tmp_path: Path) -> None:
+    best_loop(job, tmp_path, CheckpointHook(save_best="acc", save_last=False), 0.9, max_epochs=1).run()
+    (tmp_path / "best_acc_epoch_1.safetensors").rename(tmp_path / "mine.safetensors")
+    hook = CheckpointHook(save_best="acc", save_last=False)
+    best_loop(job, tmp_path, hook, 0.3, 0.2, max_epochs=3).run(resume=tmp_path / "mine.safetensors")
+    assert files(tmp_path) == {"mine", "best_acc_epoch_2"}
+
+
+def test_what_a_killed_process_did_not_come_to_delete_goes_later(job: SimpleNamespace, tmp_path: Path) -> None:
+    class Killed(CheckpointHook):
+        def checkpoint_committed(self, event: Any) -> None: ...
+
+    options = {"save_best": "acc", "max_keep_ckpts": 1, "interval": 1, "name": "checkpoints"}
+    best_loop(job, tmp_path, Killed(**options), 0.1, 0.2).run()
+    assert files(tmp_path) == {"epoch_1", "epoch_2", "best_acc_epoch_1", "best_acc_epoch_2"}
+    best_loop(job, tmp_path, CheckpointHook(**options), 0.2, 0.1, max_epochs=3).run(resume="auto")
+    assert files(tmp_path) == {"epoch_3", "best_acc_epoch_2"}
+
+
+@pytest.mark.parametrize("which", ["epoch_1", "best_acc_epoch_1", "iter_6"])
+def test_every_file_resumes_to_the_same_bits(job: SimpleNamespace, tmp_path: Path, which: str) -> None:
+    def run(directory: Path, *more: Hook, resume: Path | None = None) -> Any:
+        hook = CheckpointHook(interval=1, save_best="acc")
+        metrics = {"acc": job.Scores(0.9, 0.8, 0.7)}
+        loop = job.loop(hook, *more, work_dir=directory, val_data=job.batches(1), metrics=metrics, seed=3)
+        loop.run(resume=resume)
+        return job.weights(loop.model)
+
+    whole = run(tmp_path / "whole")
+    run(tmp_path / "parts", job.StopAfter(6))
+    file = tmp_path / "parts" / f"{which}.safetensors"
+    assert job.same(run(tmp_path / "resumed", resume=file), whole)
+
+
+# -------------------------------------------------------------------------------------------------- publishing
+
+
+def test_published_copies_are_named_by_their_content(job: SimpleNamespace, tmp_path: Path) -> None:
+    hook = CheckpointHook(interval=1, save_best="acc", published_keys=["state_dict", "info"])
+    best_loop(job, tmp_path, hook, 0.9, 0.1).run()
+    published = [path for path in tmp_path.glob("*.safetensors") if "-" in path.name]
+    assert sorted(path.name.split("-")[0] for path in published) == ["best_acc_epoch_1", "epoch_2"]
+    for path in published:
+        assert path.stem.split("-")[1] == hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+        assert load(path).keys() == {"state_dict", "info"}
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_resuming_is_not_misled_by_a_published_copy(job: SimpleNamespace, tmp_path: Path) -> None:
+    job.loop(CheckpointHook(interval=1, published_keys="state_dict"), work_dir=tmp_path, max_epochs=1).run()
+    (tmp_path / "last_checkpoint").unlink()
+    loop = job.loop(CheckpointHook(interval=1), work_dir=tmp_path)
+    loop.run(resume="auto")
+    assert loop.counters.iter == 8
+
+
+def test_what_was_built_is_usable_for_inference(job: SimpleNamespace, tmp_path: Path) -> None:
+    loop = job.loop(CheckpointHook(published_keys="state_dict"), work_dir=tmp_path)
+    loop.run()
+    (published,) = (path for path in tmp_path.glob("*-*.safetensors"))
+    model: nn.Module = job.model()
+    model.load_state_dict(load(published)["state_dict"])
+    assert job.same(model.state_dict(), loop.model.state_dict())

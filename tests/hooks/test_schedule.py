@@ -1,0 +1,161 @@
+"""When schedulers step, and their place in checkpoints."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch.optim import lr_scheduler
+
+from eventloop import ConfigurationError, Hook, TrainingError, TrainLoop
+from eventloop.checkpoint import load
+from hooks.checkpoint import CheckpointHook
+from hooks.optimizer import OptimizerHook
+from hooks.schedule import ParamSchedulerHook
+
+
+class Rates(Hook):
+    """Notes the learning rate that each forward pass is made with."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def before_forward(self, event: Any) -> None:
+        (optimizer,) = event.run.optimizers.values()
+        self.seen.append(optimizer.param_groups[0]["lr"])
+
+
+def halving(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def scheduled(job: SimpleNamespace, by: Any, *more: Hook, make: Any = halving, monitor: Any = None, **options: Any) -> Any:
+    model = job.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    rates = Rates()
+    hook = ParamSchedulerHook(make(optimizer), by=by, monitor=monitor)
+    return job.loop(hook, rates, *more, model=model, optimizer=optimizer, **options), rates
+
+
+def test_by_iteration_steps_after_each_update(job: SimpleNamespace) -> None:
+    loop, rates = scheduled(job, "iter", max_epochs=1)
+    loop.run()
+    assert rates.seen == [1, 0.5, 0.25, 0.125]
+
+
+def test_an_accumulation_window_is_one_step(job: SimpleNamespace) -> None:
+    loop, rates = scheduled(job, "iter", OptimizerHook(accumulate=2), max_epochs=1)
+    loop.run()
+    assert rates.seen == [1, 1, 0.5, 0.5]
+
+
+def test_by_epoch_steps_after_each_epoch(job: SimpleNamespace) -> None:
+    loop, rates = scheduled(job, "epoch")
+    loop.run()
+    assert rates.seen == [1] * 4 + [0.5] * 4
+
+
+def test_by_metric_steps_with_it_after_validations_of_training_only(job: SimpleNamespace) -> None:
+    def plateau(optimizer: torch.optim.Optimizer) -> lr_scheduler.ReduceLROnPlateau:
+        return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+    metrics = {"error": job.Scores(1.0, 2.0, 3.0, 4.0)}
+    validation = {"val_data": job.batches(1), "metrics": metrics}
+    loop, rates = scheduled(job, "metric", make=plateau, monitor="error", max_epochs=3, **validation)
+    loop.run()
+    assert rates.seen == [1] * 8 + [0.5] * 4
+    loop.val()
+    (optimizer,) = (hook.schedulers["ReduceLROnPlateau"].optimizer for hook in loop.bus.hooks[:1])
+    assert optimizer.param_groups[0]["lr"] == 0.25  # of the third validation, none of the last
+
+
+def test_a_missing_metric_is_an_error_that_names_the_others(job: SimpleNamespace) -> None:
+    loop, _ = scheduled(job, "metric", make=lr_scheduler.ReduceLROnPlateau, monitor="acc", val_data=job.batches(1))
+    with pytest.raises(TrainingError, match=r"'acc'.*'loss'"):
+        loop.run()
+
+
+def test_with_several_optimizers_a_scheduler_follows_its_own(job: SimpleNamespace) -> None:
+    model = job.model()
+    first = torch.optim.SGD(model[0].parameters(), lr=1.0)
+    second = torch.optim.SGD(model[2].parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step(model: Any, batch: Any) -> torch.Tensor:  # a loss that does not reach the second
+        return model[0](batch[0]).square().mean()
+
+    schedules = ParamSchedulerHook({"first": halving(first), "second": halving(second)}, by="iter")
+    optimizers = {"first": first, "second": second}
+    hooks = (OptimizerHook(scaler=scaler), schedules)
+    job.loop(*hooks, model=model, optimizer=optimizers, step=step, max_iters=2).run()
+    assert (first.param_groups[0]["lr"], second.param_groups[0]["lr"]) == (0.25, 1.0)
+
+
+@pytest.mark.parametrize("by", ["iter", "epoch", "metric"])
+@pytest.mark.parametrize("stop", [2, 4, 7])
+def test_a_resumed_schedule_ends_with_the_same_bits(job: SimpleNamespace, tmp_path: Path, by: str, stop: int) -> None:
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        if by == "metric":
+            return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+        return lr_scheduler.CosineAnnealingLR(optimizer, 5)
+
+    def run(directory: Path, *more: Hook, resume: str | None = None) -> Any:
+        monitor = "loss" if by == "metric" else None
+        hooks = (CheckpointHook(interval=1), *more)
+        loop, _ = scheduled(
+            job, by, *hooks, make=make, monitor=monitor, work_dir=directory, max_epochs=3, val_data=job.batches(1)
+        )
+        loop.run(resume=resume)
+        return job.weights(loop.model)
+
+    whole = run(tmp_path / "whole")
+    run(tmp_path / "parts", job.StopAfter(stop))
+    assert job.same(run(tmp_path / "parts", resume="auto"), whole)
+    assert "param_schedulers" in load(tmp_path / "whole" / "epoch_3.safetensors")
+
+
+def test_a_checkpoint_without_schedules_warns(job: SimpleNamespace, tmp_path: Path) -> None:
+    job.loop(CheckpointHook(), work_dir=tmp_path, max_epochs=1).run()
+    loop, _ = scheduled(job, "iter", work_dir=tmp_path)
+    loop.model.load_state_dict(job.model().state_dict())
+    with capture_logs() as logs:
+        loop.run(resume="auto")
+    assert any("no state for this scheduler" in entry["event"] for entry in logs)
+
+
+def test_two_hooks_with_schedulers_of_one_name_are_an_error(job: SimpleNamespace, tmp_path: Path) -> None:
+    model = job.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    hooks = [ParamSchedulerHook(halving(optimizer), by=by) for by in ("iter", "epoch")]
+    loop: TrainLoop = job.loop(*hooks, CheckpointHook(), model=model, optimizer=optimizer, work_dir=tmp_path)
+    with pytest.raises(ConfigurationError, match="'ExponentialLR'"):
+        loop.run()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"by": "step"}, "by='step'"),
+        ({"by": "metric"}, "monitor"),
+        ({"by": "iter", "monitor": "loss"}, "monitor"),
+        ({"by": "metric", "monitor": "loss"}, "without a metric"),
+    ],
+)
+def test_wrong_options_are_errors_when_the_hook_is_made(job: SimpleNamespace, options: Any, message: str) -> None:
+    optimizer = torch.optim.SGD(job.model().parameters(), lr=1.0)
+    with pytest.raises(ConfigurationError, match=message):
+        ParamSchedulerHook(halving(optimizer), **options)
+
+
+def test_what_is_no_scheduler_is_an_error(job: SimpleNamespace) -> None:
+    optimizer = torch.optim.SGD(job.model().parameters(), lr=1.0)
+    with pytest.raises(ConfigurationError, match='by="metric"'):
+        ParamSchedulerHook(lr_scheduler.ReduceLROnPlateau(optimizer), by="epoch")
+    with pytest.raises(ConfigurationError, match="with step"):
+        ParamSchedulerHook(optimizer.param_groups[0]["lr"], by="iter")
+    with pytest.raises(ConfigurationError, match="mapping"):
+        ParamSchedulerHook([halving(optimizer), halving(optimizer)], by="iter")
+    with pytest.raises(ConfigurationError, match="at least one"):
+        ParamSchedulerHook([], by="iter")
