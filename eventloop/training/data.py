@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.training.rng import get_rng_state, set_rng_state
 
 _MISSING: Any = object()
+_END: Any = object()
 
 
 class Feed:
@@ -32,33 +33,34 @@ class Feed:
         self.loader = loader
         self.length = length_of(loader)
         self.used = 0
+        self.passes = 0  # earlier ones of the same epoch, in iteration-based training
         self._device = device
         self._name = name
         self._iterator: Iterator[Any] | None = None
         self._ahead: Any = _MISSING
+        self._place: Any = _MISSING  # the loader's own state before it was asked for the batch ahead
         self._start: dict[str, Any] | None = None
         self._skip = 0
         self.resuming = False
 
     def begin(self) -> None:
         """Make the iterator of a new pass, or of the pass that a resumed run was in the middle of."""
-        if isinstance(self.loader, Iterator) and self._iterator is not None:
-            raise TrainingError(f"{self._name} is an iterator and is used up; give a loader that can be iterated again")
+        self._ahead = self._place = _MISSING
         if self._skip:
             self._begin_in_the_middle(self._skip)
         else:
-            self._start = {"rng": get_rng_state(), "generators": _generators(self.loader)}
+            workers = _persistent_workers(self.loader)
+            self._start = {"rng": get_rng_state(), "generators": _generators(self.loader), "workers": workers}
             self.used = 0
             self._iterator = iter(self.loader)
         self._skip = 0
         self.resuming = False
-        # Without a length only a look ahead can tell which batch is the last one of the epoch.
-        self._ahead = next(self._iterator, _MISSING) if self.length is None and self._iterator is not None else _MISSING
 
     def end(self) -> None:
-        """Forget the iterator; workers of a DataLoader end with it."""
+        """End the pass; workers of a DataLoader end with its iterator."""
         self._iterator = None
-        self._ahead = _MISSING
+        self._ahead = self._place = _MISSING
+        self.used = 0
 
     def next(self) -> Any:
         """Return the next batch on its device.
@@ -72,6 +74,10 @@ class Feed:
         try:
             batch = self._take()
         except StopIteration:
+            if self.used == 0 and isinstance(self.loader, Iterator):
+                raise TrainingError(
+                    f"{self._name} is an iterator and used up (or empty); give a loader that can be iterated again"
+                ) from None
             if self.used == 0:
                 raise TrainingError(
                     f"{self._name} yielded no batch; is the dataset smaller than a batch with drop_last?"
@@ -82,21 +88,34 @@ class Feed:
 
     @property
     def last(self) -> bool:
-        """True if the batch returned last is the last one of the pass."""
-        return self._ahead is _MISSING if self.length is None else self.used >= self.length
+        """True if the batch returned last is the last one of the pass; where there is no length, a look ahead tells."""
+        if self.length is not None or self._iterator is None:
+            return self.length is not None and self.used >= self.length
+        if self._ahead is _MISSING:
+            self._place = self.loader.state_dict() if hasattr(self.loader, "state_dict") else _MISSING
+            self._ahead = next(self._iterator, _END)
+        return self._ahead is _END
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data: batches used up (not those prefetched) and how the order of this pass came about."""
-        state: dict[str, Any] = {"used": self.used, "start": self._start, "generators": _generators(self.loader)}
+        state: dict[str, Any] = {
+            "used": self.used,
+            "passes": self.passes,
+            "start": self._start,
+            "generators": _generators(self.loader),
+        }
         if hasattr(self.loader, "state_dict"):
-            state["loader"] = self.loader.state_dict()
+            state["loader"] = self.loader.state_dict() if self._place is _MISSING else self._place
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the next :meth:`begin` go on where ``state`` was taken."""
         self.used = self._skip = int(state["used"])
+        self.passes = int(state["passes"])
         self.resuming = True
         self._start = state["start"]
+        if self._start is not None:
+            _start_persistent_workers(self.loader)
         if not self.used:
             # Between two passes; in the middle of one, the draws are made again from its start.
             _set_generators(self.loader, state["generators"])
@@ -105,11 +124,11 @@ class Feed:
 
     def _take(self) -> Any:
         assert self._iterator is not None  # noqa: S101 - next() made it
-        if self.length is not None:
-            return next(self._iterator)
         if self._ahead is _MISSING:
+            return next(self._iterator)
+        if self._ahead is _END:
             raise StopIteration
-        batch, self._ahead = self._ahead, next(self._iterator, _MISSING)
+        batch, self._ahead, self._place = self._ahead, _MISSING, _MISSING
         return batch
 
     def _begin_in_the_middle(self, used: int) -> None:
@@ -117,20 +136,31 @@ class Feed:
             self._iterator = iter(self.loader)
             return
         now = get_rng_state()
+        self._set_start()
+        again = self._set_start if self._start is not None and self._start["workers"] else None
+        self._iterator = skip_batches(self.loader, used, again)
+        set_rng_state(now)
+
+    def _set_start(self) -> None:
         if self._start is not None:
             set_rng_state(self._start["rng"])
             _set_generators(self.loader, self._start["generators"])
-        self._iterator = skip_batches(self.loader, used)
-        set_rng_state(now)
 
 
-def skip_batches(loader: Iterable[Any], used: int) -> Iterator[Any]:
+def skip_batches(loader: Iterable[Any], used: int, again: Callable[[], None] | None = None) -> Iterator[Any]:
     """Return an iterator over ``loader`` without its first ``used`` batches, making the same random draws.
 
     A map-style DataLoader is not asked for the skipped samples. Anything else is read and thrown away, with a warning.
+
+    Args:
+        loader: the data.
+        used: how many batches to leave out.
+        again: puts the random states back that the pass began with, where it began without a draw for its workers.
     """
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        return _skip_by_index(loader, used)
+        return _skip_by_index(loader, used, again)
+    if isinstance(loader, list | tuple):
+        return iter(loader[used:])
     warnings.warn(
         f"resuming reads and throws away {used} batches, because {type(loader).__name__} can neither skip nor say where it is "
         "(no state_dict); random numbers that it draws while reading are drawn again",
@@ -144,9 +174,9 @@ def skip_batches(loader: Iterable[Any], used: int) -> Iterator[Any]:
     return iterator
 
 
-def _skip_by_index(loader: DataLoader[Any], used: int) -> Iterator[Any]:
+def _skip_by_index(loader: DataLoader[Any], used: int, again: Callable[[], None] | None) -> Iterator[Any]:
     batched = loader.batch_sampler is not None
-    sampler = _SkippingSampler(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, used)
+    sampler = _SkippingSampler(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, used, again)
     rebuilt: DataLoader[Any] = DataLoader(
         loader.dataset,
         **({"batch_sampler": sampler} if batched else {"sampler": sampler, "batch_size": None}),
@@ -168,9 +198,10 @@ def _skip_by_index(loader: DataLoader[Any], used: int) -> Iterator[Any]:
 class _SkippingSampler:
     """Yields what a sampler yields after the first ``used``. The draws come after the loader's own, as they did then."""
 
-    def __init__(self, sampler: Iterable[Any], used: int) -> None:
+    def __init__(self, sampler: Iterable[Any], used: int, again: Callable[[], None] | None) -> None:
         self._sampler = sampler
         self._used = used
+        self._again = again
         self._iterator: Iterator[Any] | None = None
         self._skipped = False
 
@@ -192,6 +223,8 @@ class _SkippingSampler:
         if self._skipped or self._iterator is None:
             return
         self._skipped = True
+        if self._again is not None:
+            self._again()
         for _ in range(self._used):
             next(self._iterator, None)
 
@@ -251,16 +284,21 @@ def length_of(loader: Iterable[Any]) -> int | None:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with its tensors on ``device``: any nesting of dicts, lists, tuples, and objects with ``.to()``."""
+    """Return ``batch`` with its tensors on ``device``: any nesting of dicts, lists, tuples, and objects with ``.to()``.
+
+    What has a ``.to()`` of its own knows best, be it a mapping (a tokenizer's output) or a tuple (a packed sequence).
+    """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=batch.device.type == "cpu" and device.type == "cuda" and batch.is_pinned())
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
     if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(to_device(value, device) for value in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(to_device(value, device) for value in batch)
-    return batch.to(device) if hasattr(batch, "to") else batch
+    return batch
 
 
 def _generators(loader: Iterable[Any]) -> list[torch.Tensor | None]:
@@ -272,6 +310,19 @@ def _set_generators(loader: Iterable[Any], states: list[torch.Tensor | None]) ->
     for generator, state in zip(_own_generators(loader), states, strict=True):
         if generator is not None and state is not None:
             generator.set_state(state)
+
+
+def _persistent_workers(loader: Iterable[Any]) -> bool:
+    """True if a DataLoader has workers from an earlier pass, and will not draw a seed for new ones."""
+    return getattr(loader, "_iterator", None) is not None
+
+
+def _start_persistent_workers(loader: Iterable[Any]) -> None:
+    """Have the workers that an uninterrupted run would have by now, so that later passes draw what they would have drawn."""
+    if isinstance(loader, DataLoader) and loader.persistent_workers and not _persistent_workers(loader):
+        now = get_rng_state()
+        iter(loader)
+        set_rng_state(now)
 
 
 def _own_generators(loader: Iterable[Any]) -> list[torch.Generator | None]:

@@ -103,7 +103,7 @@ class TrainBatches:
         except StopIteration:
             if not self._endless:
                 return None
-        self._feed.begin()
+        self._order.begin_pass(self._feed)
         return (self._feed.next(),)
 
 

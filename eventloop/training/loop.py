@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ class TrainLoop:
         self._data = {"train": train_data, "val": val_data, "test": test_data}
         self._metrics = dict(metrics or {})
         self._optimizer = optimizer
-        self._run: Run | None = None
+        self._running: Run | None = None
         self._options: dict[str, Any] = {
             "work_dir": work_dir,
             "device": device,
@@ -122,7 +123,7 @@ class TrainLoop:
         """
         self._check_trainable()
         metrics: dict[str, Any] = {}
-        with self._new_run(resume=resume, strict=strict) as run:
+        with self._begun(resume=resume, strict=strict) as run:
             for _ in run.epochs(self.max_epochs, max_iters=self.max_iters):
                 if run.counters.phase == "val" and self.max_iters is not None:  # resumed before this one
                     metrics = self._validate(run) or metrics
@@ -136,23 +137,23 @@ class TrainLoop:
 
     def val(self) -> dict[str, Any]:
         """Validate once, with ``before_run`` and ``after_run`` of its own; return the metrics."""
-        with self._new_run() as run:
+        with self._begun() as run:
             return self._evaluate(run, run.validate(self._need("val"), self._metrics), self._val_step)
 
     def test(self) -> dict[str, Any]:
         """Test once, with ``before_run`` and ``after_run`` of its own; return the metrics."""
-        with self._new_run() as run:
+        with self._begun() as run:
             return self._evaluate(run, run.test(self._need("test"), self._metrics), self._test_step)
 
     def stop(self, reason: str = "") -> None:
         """End the run under way at the next safe mount point; from any thread. Without one, nothing happens."""
-        if self._run is not None:
-            self._run.stop(reason)
+        if self._running is not None:
+            self._running.stop(reason)
 
     def checkpoint_now(self) -> None:
         """Save at the next safe mount point of the run under way; from any thread. Without one, nothing happens."""
-        if self._run is not None:
-            self._run.checkpoint_now()
+        if self._running is not None:
+            self._running.checkpoint_now()
 
     def _forward(self, run: Run, batch: Any) -> None:
         run.publish(BeforeForward, batch=batch)
@@ -178,8 +179,8 @@ class TrainLoop:
             return True
         return done >= self.val_begin and done % self.val_interval == 0
 
-    def _new_run(self, **options: Any) -> Run:
-        run = LoopRun(
+    def _new_run(self, **options: Any) -> LoopRun:
+        return LoopRun(
             self.bus,
             model=self.model,
             optimizer=self._optimizer,
@@ -187,9 +188,16 @@ class TrainLoop:
             **self._options,
             **options,
         )
+
+    @contextmanager
+    def _begun(self, **options: Any) -> Iterator[Run]:
+        run = self._running = self._new_run(**options)
         run.order.validation_follows = self._iteration_is_validated
-        self._run = run
-        return run
+        try:
+            with run:
+                yield run
+        finally:
+            self._running = None
 
     def _iteration_is_validated(self) -> bool:
         return self.max_iters is not None and self._validation_due()

@@ -116,10 +116,16 @@ class Order:
         self.scopes.enter("epoch")
         self.go_on()
         if not feed.resuming:
-            self.counters.batches = 0
+            self.counters.batches = feed.passes = 0
         self.progress = self.counters.snapshot()
-        set_epoch(feed.loader, self.counters.epoch)
+        set_epoch(feed.loader, self.counters.epoch + feed.passes)
         self._publish(ev.BeforeTrainEpoch)
+        feed.begin()
+
+    def begin_pass(self, feed: Feed) -> None:
+        """Begin the data anew within the epoch."""
+        feed.passes += 1
+        set_epoch(feed.loader, self.counters.epoch + feed.passes)
         feed.begin()
 
     def end_epoch(self) -> None:
@@ -247,6 +253,11 @@ class Order:
         """End a validation or test that was left in its middle, by ``break`` or a stop, without its ``after_x``."""
         for scope in ("val", "test"):
             self.scopes.leave(scope)
+
+    def forget_data(self) -> None:
+        """Let go of what leads to the loader."""
+        self.feed = None
+        self.validation_follows = _never
 
     def _evaluation_mode(self) -> None:
         modes = [(module, module.training) for model in self._models for module in model.modules()]

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import structlog
 import torch
 
 from eventloop.checkpoint import load
 from eventloop.errors import CheckpointDamagedError, CheckpointError
+from eventloop.log import get_logger
 from eventloop.training.rng import get_rng_state, set_rng_state
 from eventloop.training.savepoint import LAST, SaveRequest
 
@@ -23,7 +23,7 @@ FORMAT = 1
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod)\.")
 
-log = structlog.get_logger("trainbus")
+log = get_logger()
 
 
 def gather(run: Run, request: SaveRequest) -> dict[str, Any]:
@@ -57,9 +57,11 @@ def apply(run: Run, state: Mapping[str, Any], *, strict: bool = True) -> None:
     """
     _check(state)
     models = state["state_dict"] if set(run.models) != {"model"} else {"model": state["state_dict"]}
-    for name, model in run.models.items():
-        load_weights(model, models[name], name, strict=strict)
-    _load_each("optimizer", run.optimizers, state.get("optimizer"))
+    if lacking := sorted(run.models.keys() - models.keys()):
+        raise CheckpointError(f"the checkpoint has no model {', '.join(map(repr, lacking))} but {', '.join(map(repr, models))}")
+    fitted = [load_weights(model, models[name], name, strict=strict) for name, model in run.models.items()]
+    # What an optimizer knows of parameters of another shape would fail at its first step.
+    _load_each("optimizer", run.optimizers, state.get("optimizer") if all(fitted) else None)
     _load_each("stateful", run.stateful, state["stateful"])
     run.counters.load_state_dict(state["progress"])
     run.info.update(state["info"])
@@ -68,8 +70,8 @@ def apply(run: Run, state: Mapping[str, Any], *, strict: bool = True) -> None:
     set_rng_state(state["rng"])
 
 
-def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], name: str = "model", *, strict: bool = True) -> None:
-    """Load ``weights`` (keys without wrapper names) into ``model``.
+def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], name: str = "model", *, strict: bool = True) -> bool:
+    """Load ``weights`` (keys without wrapper names) into ``model``; return True if they fit in full.
 
     Args:
         model: the model, wrapped or not.
@@ -99,6 +101,7 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], name: str =
         log.warning("the checkpoint does not fit in full", model=name, **problems)
     fitting = {key: weights[short] for short, (key, _) in own.items() if short in weights and short not in shapes}
     model.load_state_dict(fitting, strict=False)
+    return not found
 
 
 def unwrapped_state(model: torch.nn.Module) -> dict[str, Any]:
@@ -169,7 +172,7 @@ def _lacking(state: Mapping[str, Any]) -> list[str]:
 def _load_each(kind: str, things: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
     if saved is None:
         if things:
-            log.warning("the checkpoint was saved without this; it starts afresh", what=kind)
+            log.warning("the checkpoint has nothing that fits; it starts afresh", what=kind)
         return
     for name, thing in things.items():
         if name in saved:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import structlog
 import torch
 
 from eventloop import events as ev
@@ -24,6 +23,7 @@ from eventloop.bus import Bus
 from eventloop.checkpoint import load
 from eventloop.errors import ConfigurationError
 from eventloop.events import Event, Progress
+from eventloop.log import get_logger
 from eventloop.training import resume
 from eventloop.training.data import Feed
 from eventloop.training.iterators import Epochs, EvaluationBatches, TrainBatches
@@ -37,7 +37,7 @@ from eventloop.training.update import Update
 Models = torch.nn.Module | Mapping[str, torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 
-log = structlog.get_logger("trainbus")
+log = get_logger()
 
 
 class Run:
@@ -84,6 +84,7 @@ class Run:
         self.stateful = _checked_stateful(stateful or {})
         self.work_dir = None if work_dir is None else Path(work_dir)
         self.device = _device(device, self.models)
+        self._moves = device is not None
         self.seed = seed
         self.name = name or (self.work_dir.name if self.work_dir else "run")
         self.config = config or {}
@@ -285,10 +286,11 @@ class Run:
 
     def _begin(self) -> None:
         self.order.scopes.enter("run")
+        self.defer(self._forget_data)
         self._check_update()
         if self.seed is not None:
             seed_everything(self.seed)
-        for model in self.models.values():
+        for model in self.models.values() if self._moves else ():
             model.to(self.device)
         for name, optimizer in self.optimizers.items():
             self.order.watch_steps(name, optimizer)
@@ -396,6 +398,12 @@ class Run:
         self.resumed_from = path
         self.order.progress = self.counters.snapshot()
         log.info("resumed", path=str(path), epoch=self.counters.epoch, iter=self.counters.iter)
+
+    def _forget_data(self) -> None:
+        # A run is a cycle of references. Were a DataLoader with persistent workers collected as part of one, its queues would
+        # end before its iterator, and torch would wait 5 s for each of the workers.
+        self._feed = None
+        self.order.forget_data()
 
     def _feed_of(self, loader: Iterable[Any]) -> Feed:
         if self._feed is None or self._feed.loader is not loader:

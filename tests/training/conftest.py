@@ -109,7 +109,8 @@ class Parts:
         if "max_iters" not in options:
             options.setdefault("max_epochs", 2)
         model = options.pop("model", None) or make_model()
-        options.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        if "optimizer" not in options:
+            options["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         options.setdefault("step", step)
         options.setdefault("train_data", make_batches(3))
         options.setdefault("val_data", make_batches(2, seed=2))

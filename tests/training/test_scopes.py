@@ -9,7 +9,7 @@ import traceback
 import pytest
 import torch
 
-from eventloop import Bus, Hook, TrainingError, Update
+from eventloop import Bus, Hook, Run, TrainingError, Update
 from eventloop.training import order as order_module
 from eventloop.training import run as run_module
 from eventloop.training.scopes import Scopes
@@ -213,7 +213,7 @@ def test_an_interrupt_inside_an_undo_does_not_lose_the_other_undos():
 
 def test_defer_outside_of_a_run_is_an_error(parts):
     with pytest.raises(RuntimeError, match="outside of a run"):
-        parts.loop()._run.defer(print)
+        Run(model=parts.model()).defer(print)
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])

@@ -1,0 +1,313 @@
+"""Where batches come from: loaders of every kind, and how batches reach the device."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from eventloop import ConfigurationError, Run, SeededDataset, TrainingError, Update
+from eventloop.training.data import to_device
+
+META = torch.device("meta")
+
+
+class Sized:
+    """A loader with a length that makes a new generator for every pass."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return (batch for batch in self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+class Unsized:
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+class Rewinding:
+    """An iterator that begins anew when it is asked for an iterator, as those of some data pipelines do."""
+
+    def __init__(self, batches):
+        self.batches = batches
+        self.left = []
+
+    def __iter__(self):
+        self.left = list(self.batches)
+        return self
+
+    def __next__(self):
+        if not self.left:
+            raise StopIteration
+        return self.left.pop(0)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, Sized, Unsized, Rewinding])
+@pytest.mark.parametrize(("options", "iterations"), [({"max_epochs": 2}, 6), ({"max_iters": 7}, 7)])
+def test_any_iterable_of_batches_will_do(parts, bus, trace, kind, options, iterations):
+    parts.loop(bus, train_data=kind(parts.batches(3)), val_data=kind(parts.batches(2)), **options).run()
+    assert len(trace.of("after_train_iter")) == iterations
+    assert trace.names[-1] == "after_run"
+
+
+def test_a_generator_is_good_for_one_epoch(parts, bus, trace):
+    parts.loop(bus, train_data=(b for b in parts.batches(3)), val_data=None, max_epochs=1).run()
+    assert len(trace.of("after_train_iter")) == 3
+
+
+@pytest.mark.parametrize("options", [{"max_epochs": 2}, {"max_iters": 5}])
+def test_a_generator_that_is_used_up_is_an_error_that_says_so(parts, bus, trace, options):
+    with pytest.raises(TrainingError, match="train_data is an iterator and used up"):
+        parts.loop(bus, train_data=(b for b in parts.batches(3)), val_data=None, **options).run()
+    assert len(trace.of("after_train_iter")) == 3
+
+
+def test_a_generator_of_validation_data_that_is_used_up_is_an_error_that_says_so(parts):
+    with pytest.raises(TrainingError, match="val_data is an iterator and used up"):
+        parts.loop(val_data=(b for b in parts.batches(2))).run()
+
+
+@pytest.mark.parametrize("empty", [[], Unsized([]), DataLoader([1, 2], batch_size=4, drop_last=True)])
+def test_an_empty_loader_is_an_error_that_names_it(parts, bus, trace, empty):
+    with pytest.raises(TrainingError, match="train_data yielded no batch; is the dataset smaller than a batch"):
+        parts.loop(bus, train_data=empty).run()
+    with pytest.raises(TrainingError, match="val_data yielded no batch"):
+        parts.loop(val_data=empty).val()
+    with pytest.raises(TrainingError, match="test_data yielded no batch"):
+        parts.loop(test_data=empty).test()
+    assert trace.names[-1] == "on_exception"
+
+
+@pytest.mark.parametrize("stage", ["train", "val", "test"])
+def test_what_cannot_be_iterated_is_a_clear_error(parts, stage):
+    loop = parts.loop(**{f"{stage}_data": 5})
+    with pytest.raises(ConfigurationError, match=f"{stage}_data must be an iterable of batches, not int"):
+        {"train": loop.run, "val": loop.val, "test": loop.test}[stage]()
+
+
+def test_a_loader_without_a_length_knows_its_last_batch_for_a_partial_window(parts, bus, trace):
+    bus.add(Update(accumulate=2))
+    parts.loop(bus, train_data=Unsized(parts.batches(3)), val_data=None, max_epochs=1).run()
+    assert trace.of("after_run")[0].progress.update == 2
+
+
+def test_a_loader_without_a_length_is_read_ahead_only_where_somebody_asks(parts, bus):
+    read = []
+
+    class Noting(Unsized):
+        def __iter__(self):
+            for index, batch in enumerate(self.batches):
+                read.append(index)
+                yield batch
+
+    seen = []
+    bus.on("after_train_iter", lambda e: seen.append(list(read)))
+    parts.loop(bus, train_data=Noting(parts.batches(3)), val_data=None, max_epochs=1).run()
+    assert seen == [[0], [0, 1], [0, 1, 2]]
+
+
+def test_none_is_a_batch_like_any_other(parts, bus, trace):
+    model = parts.model()
+    batch = parts.batches(1)[0]
+    parts.loop(bus, model=model, step=lambda m, b: parts.step(m, batch), train_data=[None] * 3, val_data=None).run()
+    assert len(trace.of("after_train_iter")) == 6
+
+
+def test_the_length_of_an_iterable_dataset_is_not_trusted(parts, bus, trace):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([(torch.randn(4), 0), (torch.randn(4), 1), (torch.randn(4), 2)] * 2)
+
+        def __len__(self):
+            return 100
+
+    seen = []
+    bus.on("after_train_iter", lambda e: seen.append(e.run.last_batch))
+    parts.loop(bus, train_data=DataLoader(Stream(), batch_size=3), val_data=None, max_epochs=1).run()
+    assert seen == [False, True]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_of_a_data_loader_arrive_in_its_order(parts, bus, trace, workers):
+    loader = DataLoader([(torch.full((4,), float(i)), 0) for i in range(8)], batch_size=2, shuffle=True, num_workers=workers)
+    torch.manual_seed(3)
+    expected = [inputs for inputs, _ in loader]
+    seen = []
+    bus.on("before_train_iter", lambda e: seen.append(e.batch[0].clone()))
+    parts.loop(bus, train_data=loader, val_data=None, max_epochs=1, seed=3).run()
+    parts.assert_same(seen, expected)
+
+
+def test_before_train_epoch_comes_before_the_loader_is_asked_for_anything(parts, bus):
+    calls = []
+
+    class Noting(Unsized):
+        def __iter__(self):
+            calls.append("iter")
+            return super().__iter__()
+
+    bus.on("before_train_epoch", lambda e: calls.append("before_train_epoch"))
+    parts.loop(bus, train_data=Noting(parts.batches(2)), val_data=None, max_epochs=1).run()
+    assert calls == ["before_train_epoch", "iter"]
+
+
+# ------------------------------------------------------------------------------------------------------------ devices
+
+Pair = namedtuple("Pair", "inputs labels")  # noqa: PYI024 - what collate functions yield
+
+
+class Tokens(dict):
+    """A mapping that moves itself, as tokenizers' outputs do."""
+
+    def to(self, device):
+        return Tokens({key: value.to(device) for key, value in self.items()})
+
+
+class Graph:
+    def __init__(self, nodes):
+        self.nodes = nodes
+
+    def to(self, device):
+        return Graph(self.nodes.to(device))
+
+
+def test_nested_batches_are_moved_and_keep_their_types():
+    tensor = torch.ones(2)
+    batch = {
+        "pair": Pair(tensor, [tensor, (tensor, 3)]),
+        "graph": Graph(tensor),
+        "tokens": Tokens(ids=tensor),
+        "name": "x",
+        "none": None,
+        "number": 2.5,
+    }
+    moved = to_device(batch, META)
+    assert isinstance(moved["pair"], Pair)
+    assert moved["pair"].inputs.device == moved["pair"].labels[0].device == moved["pair"].labels[1][0].device == META
+    assert isinstance(moved["pair"].labels, list)
+    assert isinstance(moved["pair"].labels[1], tuple)
+    assert moved["graph"].nodes.device == META
+    assert isinstance(moved["tokens"], Tokens)
+    assert moved["tokens"]["ids"].device == META
+    assert (moved["pair"].labels[1][1], moved["name"], moved["none"], moved["number"]) == (3, "x", None, 2.5)
+
+
+def test_a_mapping_that_is_no_dict_is_moved_to_a_dict():
+    class View(Mapping):
+        def __getitem__(self, key):
+            return {"a": torch.ones(1)}[key]
+
+        def __iter__(self):
+            return iter(["a"])
+
+        def __len__(self):
+            return 1
+
+    assert to_device(View(), META)["a"].device == META
+
+
+def test_a_packed_sequence_moves_itself():
+    packed = to_device(pack_sequence([torch.ones(3, 2), torch.ones(1, 2)]), torch.device("cpu"))
+    assert packed.batch_sizes.device.type == "cpu"
+
+
+def test_what_is_on_the_device_already_is_not_copied(parts):
+    batch = parts.batches(1)[0]
+    assert to_device(batch, torch.device("cpu"))[0] is batch[0]
+
+
+def test_device_moves_the_model_and_the_batches_of_all_stages(parts, bus):
+    devices = {}
+    for name in ("before_train_iter", "before_val_iter", "before_test_iter"):
+        bus.on(name, lambda e: devices.setdefault(e.mount_point, e.batch[0].device))
+    model = parts.model()
+
+    def step(model, batch):
+        return model(batch[0].float()).sum() * 0 + torch.zeros((), device=batch[0].device)
+
+    loop = parts.loop(bus, model=model, step=step, device="meta", test_data=parts.batches(1), max_epochs=1)
+    with pytest.raises(Exception, match="meta"):  # nothing can be read from it; far enough to see where things are
+        loop.run()
+    assert next(model.parameters()).device == META
+    assert devices["before_train_iter"] == META
+
+
+def test_without_device_a_model_stays_where_it_is_even_in_two_places(parts, bus):
+    class Split(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.here = parts.model()
+            self.elsewhere = torch.nn.Linear(4, 4, device="meta")
+
+        def forward(self, inputs):
+            return self.here(inputs)
+
+    model = Split()
+    with Run(bus, model=model):
+        assert next(model.elsewhere.parameters()).device == META
+        assert next(model.here.parameters()).device.type == "cpu"
+
+
+def test_a_device_that_does_not_exist_is_a_clear_error(parts):
+    with pytest.raises(ConfigurationError, match="device='gpu'"):
+        parts.loop(device="gpu")
+
+
+# ------------------------------------------------------------------------------------------------------ SeededDataset
+
+
+class Random(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.rand(4), index % 3
+
+
+def test_a_seeded_dataset_depends_on_seed_epoch_and_index_only():
+    one, other = SeededDataset(Random(), seed=1), SeededDataset(Random(), seed=1)
+    torch.manual_seed(9)
+    first = [one[i][0] for i in range(4)]
+    torch.manual_seed(10)
+    assert all(torch.equal(other[i][0], first[i]) for i in reversed(range(4)))
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(SeededDataset(Random(), seed=2)[0][0], first[0])
+    other.set_epoch(1)
+    assert not torch.equal(other[0][0], first[0])
+
+
+def test_a_seeded_dataset_leaves_the_global_generators_alone():
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    SeededDataset(Random())[0]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("options", [{"max_epochs": 3}, {"max_iters": 6}])
+def test_a_run_gives_every_pass_over_a_seeded_dataset_other_random_numbers(parts, bus, options):
+    seen = []
+    bus.on("before_train_iter", lambda e: seen.append(e.batch[0].clone()))
+    loader = DataLoader(SeededDataset(Random()), batch_size=2)
+    parts.loop(bus, train_data=loader, val_data=None, **options).run()
+    assert len({tuple(inputs.flatten().tolist()) for inputs in seen}) == 6
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_hear_of_the_next_epoch_of_a_seeded_dataset(parts, bus, persistent):
+    seen = []
+    bus.on("before_train_iter", lambda e: seen.append(e.batch[0].clone()))
+    loader = DataLoader(SeededDataset(Random()), batch_size=4, num_workers=1, persistent_workers=persistent)
+    parts.loop(bus, train_data=loader, val_data=None, max_epochs=2).run()
+    assert not torch.equal(seen[0], seen[1])

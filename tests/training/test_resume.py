@@ -1,0 +1,666 @@
+"""Weights after resuming are bitwise those of a run that was never stopped."""
+
+from __future__ import annotations
+
+import gc
+import random
+import shutil
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+
+from eventloop import (
+    Bus,
+    CheckpointDamagedError,
+    CheckpointError,
+    ConfigurationError,
+    Hook,
+    Run,
+    SeededDataset,
+    TrainLoop,
+    Update,
+    load_weights,
+)
+from eventloop.checkpoint import load
+
+SAMPLES = 22  # five batches of four, and one of two
+
+
+def samples() -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    return TensorDataset(torch.randn(SAMPLES, 4, generator=generator), torch.arange(SAMPLES) % 3)
+
+
+class Augmented(Dataset):
+    """Draws from all three global generators."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        noise = torch.rand(4) + np.random.rand() + random.random()
+        return torch.full((4,), float(index)) * 0.1 + noise, index % 3
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(samples())
+
+
+class StatefulLoader:
+    """Knows its place, as torchdata's StatefulDataLoader does; has a length or not."""
+
+    def __init__(self, batches, *, sized=True):
+        self.batches = batches
+        self.position = self.start = 0
+        self.reads = 0
+        if sized:
+            self.__class__ = SizedStatefulLoader
+
+    def __iter__(self):
+        for position in range(self.start, len(self.batches)):
+            self.start = 0
+            self.position = position + 1
+            self.reads += 1
+            yield self.batches[position]
+        self.start = self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = self.start = state["position"]
+
+
+class SizedStatefulLoader(StatefulLoader):
+    def __len__(self):
+        return len(self.batches)
+
+
+def shuffled(**options: Any) -> DataLoader:
+    return DataLoader(options.pop("dataset", None) or samples(), batch_size=4, shuffle=True, **options)
+
+
+LOADERS: dict[str, Callable[[Any], Any]] = {
+    "shuffled": lambda parts: shuffled(),
+    "two workers": lambda parts: shuffled(num_workers=2),
+    "generator of its own": lambda parts: shuffled(generator=torch.Generator().manual_seed(9)),
+    "sampler with a generator of its own": lambda parts: DataLoader(
+        samples(), batch_size=4, sampler=RandomSampler(samples(), generator=torch.Generator().manual_seed(9))
+    ),
+    "with replacement": lambda parts: DataLoader(samples(), batch_size=4, sampler=RandomSampler(samples(), replacement=True)),
+    "batches from the sampler": lambda parts: DataLoader(
+        samples(), batch_size=None, sampler=BatchSampler(RandomSampler(samples()), 4, drop_last=False)
+    ),
+    "seeded augmentation": lambda parts: shuffled(dataset=SeededDataset(Augmented(), seed=3)),
+    "seeded augmentation in workers": lambda parts: shuffled(dataset=SeededDataset(Augmented(), seed=3), num_workers=2),
+    "persistent workers": lambda parts: shuffled(num_workers=2, persistent_workers=True),
+    "a list": lambda parts: parts.batches(6),
+    "stateful": lambda parts: StatefulLoader(parts.batches(6)),
+    "stateful without a length": lambda parts: StatefulLoader(parts.batches(6), sized=False),
+}
+
+
+def step(model, batch):
+    inputs, labels = batch
+    loss = F.cross_entropy(model(inputs), labels)
+    return {"loss": loss, "noise": torch.rand(()) + random.random() + np.random.rand()}
+
+
+class Job:
+    """A training job in which everything depends on everything: what a resume forgets shows in the weights."""
+
+    def __init__(
+        self, parts, work_dir: Path, loader: str = "shuffled", *, update: Update | None = None, **options: Any
+    ) -> None:
+        self.bus = Bus()
+        self.model = parts.model(dropout=0.3)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.9)
+        by_iter = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.95)
+        by_metric = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, factor=0.5, patience=0)
+        if update is not None:
+            self.bus.add(update)
+        self.bus.on("after_train_iter", lambda e: by_iter.step() if e.run.updated else None, priority=70)
+        # The metric is random: validations must draw what they would have drawn, and be made once.
+        self.bus.on("after_val_epoch", lambda e: by_metric.step(e.metrics["noise"]), priority=70)
+        self.trace = parts.Trace(self.bus)
+        if "max_iters" not in options:
+            options.setdefault("max_epochs", 2)
+        self.loop = TrainLoop(
+            self.model,
+            self.optimizer,
+            step=step,
+            train_data=LOADERS[loader](parts),
+            val_data=shuffled(),
+            bus=self.bus,
+            work_dir=work_dir,
+            seed=7,
+            stateful={"by_iter": by_iter, "by_metric": by_metric},
+            **options,
+        )
+
+    def save_at(self, mount_point: str, count: int) -> Job:
+        heard = []
+
+        def save(event):
+            heard.append(event)
+            if len(heard) == count:
+                event.run.request_save("here.safetensors")
+
+        self.bus.on(mount_point, save, priority=95)
+        return self
+
+    def run(self, **options: Any) -> Job:
+        self.loop.run(**options)
+        return self
+
+    @property
+    def resumed_from(self) -> Path | None:
+        return self.trace.of("before_run")[0].run.resumed_from
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "torch": torch.get_rng_state(),
+            "numpy": np.random.get_state()[1].tolist(),
+            "python": random.getstate(),
+            "counters": self.loop.counters.state_dict(),
+        }
+
+
+def check(parts, tmp_path, mount_point, count, *, warns=None, make_update=lambda: None, **options):
+    """Run through; save on the way; resume from that save in another job. All three end the same."""
+    through = Job(parts, tmp_path / "a", update=make_update(), **options).run().outcome
+    saving = Job(parts, tmp_path / "b", update=make_update(), **options).save_at(mount_point, count).run()
+    parts.assert_same(saving.outcome, through)
+    resumed = Job(parts, tmp_path / "c", update=make_update(), **options)
+    with pytest.warns(RuntimeWarning, match=warns) if warns else nullcontext():
+        resumed.run(resume=tmp_path / "b" / "here.safetensors")
+    parts.assert_same(resumed.outcome, through)
+    return resumed
+
+
+@pytest.mark.parametrize(
+    ("mount_point", "count"),
+    [
+        ("before_run", 1),
+        ("before_train", 1),
+        ("before_train_epoch", 1),
+        ("before_train_iter", 1),
+        ("before_train_iter", 3),
+        ("after_train_iter", 1),
+        ("after_train_iter", 5),
+        ("after_train_iter", 6),  # the last of its epoch
+        ("before_train_epoch", 2),
+        ("after_train_iter", 8),
+        ("after_train_iter", 12),
+        ("after_train_epoch", 1),
+        ("after_train_epoch", 2),
+        ("before_val", 1),
+        ("before_val_epoch", 2),
+        ("before_val_iter", 1),
+        ("after_val_iter", 3),
+        ("after_val_iter", 6),
+        ("after_val_epoch", 1),
+        ("after_val", 1),
+        ("after_val", 2),
+        ("after_train", 1),
+        ("after_run", 1),
+    ],
+)
+def test_a_resumed_run_ends_bitwise_like_one_that_was_never_stopped(parts, tmp_path, mount_point, count):
+    check(parts, tmp_path, mount_point, count)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize(("mount_point", "count"), [("after_train_iter", 8), ("after_train_epoch", 1)])
+def test_resume_finds_the_place_in_the_data_of_every_kind_of_loader(parts, tmp_path, loader, mount_point, count):
+    check(parts, tmp_path, mount_point, count, loader=loader)
+
+
+@pytest.mark.parametrize(
+    ("mount_point", "count"),
+    [
+        *(("after_train_iter", 2), ("after_train_iter", 6), ("after_train_iter", 9), ("after_train_iter", 14)),
+        *(("before_val_iter", 2), ("after_val_iter", 20), ("after_val", 1), ("after_val_epoch", 3)),
+        *(("after_train_epoch", 1), ("after_train", 1)),
+    ],
+)
+def test_resume_of_an_iteration_based_run_in_any_pass_over_the_data(parts, tmp_path, mount_point, count):
+    check(parts, tmp_path, mount_point, count, max_iters=14, val_interval=4)
+
+
+@pytest.mark.parametrize("loader", ["seeded augmentation", "stateful without a length", "two workers"])
+@pytest.mark.parametrize("count", [3, 6, 8, 13])
+def test_resume_of_an_iteration_based_run_with_other_loaders(parts, tmp_path, loader, count):
+    check(parts, tmp_path, "after_train_iter", count, loader=loader, max_iters=14, val_interval=4)
+
+
+@pytest.mark.parametrize("count", [2, 4, 6, 7])
+def test_resume_with_accumulation_goes_on_after_a_whole_window(parts, tmp_path, count):
+    check(parts, tmp_path, "after_train_iter", count, make_update=lambda: Update(accumulate=4))
+
+
+@pytest.mark.parametrize(("mount_point", "count"), [("after_val_epoch", 1), ("after_val_iter", 1), ("after_train_iter", 3)])
+def test_resume_from_a_save_in_or_before_a_validation_inside_an_accumulation_window(parts, tmp_path, mount_point, count):
+    options = {"max_iters": 8, "val_interval": 3, "make_update": lambda: Update(accumulate=4)}
+    check(parts, tmp_path, mount_point, count, **options)
+
+
+def test_an_iterable_dataset_is_read_again_with_a_warning(parts, tmp_path, monkeypatch):
+    monkeypatch.setitem(LOADERS, "stream", lambda parts: DataLoader(Stream(), batch_size=4))
+    check(parts, tmp_path, "after_train_iter", 8, loader="stream", warns="reads and throws away 2 batches")
+
+
+def test_resuming_asks_a_map_style_dataset_for_no_skipped_sample(parts, tmp_path, monkeypatch):
+    asked = []
+
+    class Noted(Augmented):
+        def __getitem__(self, index):
+            asked.append(index)
+            return super().__getitem__(index)
+
+    monkeypatch.setitem(LOADERS, "noted", lambda parts: shuffled(dataset=SeededDataset(Noted())))
+    Job(parts, tmp_path, "noted", max_epochs=1).save_at("after_train_iter", 4).run()
+    asked.clear()
+    Job(parts, tmp_path, "noted", max_epochs=1).run(resume=tmp_path / "here.safetensors")
+    assert len(asked) == SAMPLES - 16
+
+
+def test_a_loader_with_a_state_is_asked_for_its_place_and_not_skipped(parts, tmp_path, monkeypatch):
+    loader = StatefulLoader(parts.batches(6), sized=False)
+    monkeypatch.setitem(LOADERS, "this one", lambda parts: loader)
+    Job(parts, tmp_path, "this one", max_epochs=1).save_at("after_train_iter", 4).run()
+    loader.reads = 0
+    Job(parts, tmp_path, "this one", max_epochs=1).run(resume=tmp_path / "here.safetensors")
+    assert loader.reads == 2
+
+
+def test_nothing_holds_a_loader_in_a_cycle_once_its_run_is_over(parts):
+    """As part of one, the garbage collector would end the queues of its persistent workers first: 5 s of waiting for each."""
+    loader = shuffled()
+    gone = weakref.ref(loader)
+    loop = parts.loop(train_data=loader)
+    loop.run()
+    loop.val()
+    gc.disable()
+    try:
+        del loop, loader
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_progress_goes_on_where_it_was(parts, tmp_path):
+    Job(parts, tmp_path).save_at("after_train_iter", 8).run()
+    resumed = Job(parts, tmp_path).run(resume=tmp_path / "here.safetensors")
+    assert [(e.progress.epoch, e.progress.iter, e.batch_idx) for e in resumed.trace.of("after_train_iter")] == [
+        (1, 8, 2),
+        (1, 9, 3),
+        (1, 10, 4),
+        (1, 11, 5),
+    ]
+
+
+def test_a_resumed_run_publishes_after_load_checkpoint_and_then_goes_on(parts, tmp_path):
+    Job(parts, tmp_path).save_at("after_train_iter", 8).run()
+    names = Job(parts, tmp_path).run(resume=tmp_path / "here.safetensors").trace.names
+    assert names[:5] == ["before_run", "after_load_checkpoint", "before_train", "before_train_epoch", "before_train_iter"]
+
+
+def test_a_save_during_validation_resumes_with_that_validation_from_its_start(parts, tmp_path):
+    Job(parts, tmp_path).save_at("after_val_iter", 3).run()
+    names = Job(parts, tmp_path).run(resume=tmp_path / "here.safetensors").trace.names
+    assert names[2:7] == ["before_train", "before_val", "before_val_epoch", "before_val_iter", "after_val_iter"]
+    assert names.count("before_train_epoch") == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"max_iters": 14, "val_interval": 4}])
+@pytest.mark.parametrize("mount_point", ["before_val_iter", "after_train_epoch", "after_train_iter", "before_val"])
+def test_a_run_that_was_stopped_and_saved_at_its_end_resumes_bitwise(parts, tmp_path, mount_point, options):
+    """The save is made in after_train, long after the stop cut something short."""
+    through = Job(parts, tmp_path / "a", **options).run().outcome
+    stopped = Job(parts, tmp_path / "b", **options).save_at("after_train", 1)
+    stopped.bus.on(mount_point, lambda e: e.run.stop())
+    stopped.run()
+    resumed = Job(parts, tmp_path / "c", **options).run(resume=tmp_path / "b" / "here.safetensors")
+    parts.assert_same(resumed.outcome, through)
+
+
+def test_a_stopped_loop_that_runs_again_validates_first_if_that_was_cut_off(parts, tmp_path):
+    job = Job(parts, tmp_path)
+    stop = job.bus.on("before_val_iter", lambda e: e.run.stop())
+    job.run()
+    stop.cancel()
+    job.trace.events.clear()
+    job.run()
+    assert job.trace.names[:3] == ["before_run", "before_train", "before_val"]
+
+
+def test_a_finished_run_can_go_further_with_a_larger_limit(parts, tmp_path):
+    through = Job(parts, tmp_path / "a", max_epochs=3).run().outcome
+    Job(parts, tmp_path / "b", max_epochs=2).save_at("after_train", 1).run()
+    further = Job(parts, tmp_path / "c", max_epochs=3).run(resume=tmp_path / "b" / "here.safetensors")
+    parts.assert_same(further.outcome, through)
+
+
+def test_resuming_twice_in_the_same_place_is_the_same_run(parts, tmp_path):
+    """The second save is made before the resumed run has come to its data."""
+    through = Job(parts, tmp_path / "a").run().outcome
+    Job(parts, tmp_path / "b").save_at("after_train_iter", 8).run()
+    again = Job(parts, tmp_path / "c").save_at("before_train", 1)
+    again.run(resume=tmp_path / "b" / "here.safetensors")
+    last = Job(parts, tmp_path / "d").run(resume=tmp_path / "c" / "here.safetensors")
+    parts.assert_same(last.outcome, through)
+
+
+def test_resume_restores_the_gradient_scaler_and_other_hooks(parts, tmp_path):
+    class Counting(Hook):
+        def __init__(self):
+            self.count = 0
+
+        def after_train_iter(self, event):
+            self.count += 1
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    def job(name):
+        made = Job(parts, tmp_path / name, update=Update(scaler=torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)))
+        made.bus.add(counting := Counting())
+        return made, counting
+
+    first, counted = job("a")
+    first.save_at("after_train_iter", 8).run()
+    second, counting = job("b")
+    second.run(resume=tmp_path / "a" / "here.safetensors")
+    assert counting.count == counted.count == 12
+    parts.assert_same(second.outcome, first.outcome)
+    assert load(tmp_path / "a" / "here.safetensors")["bus"]["hooks"]["training.update"]["scaler"]["scale"] == 4.0 * 2**4
+
+
+def test_counts_of_events_without_progress_survive_a_resume(parts, tmp_path):
+    job = Job(parts, tmp_path)
+    job.bus.on("before_run", lambda e: None, every=2)
+    job.save_at("after_train_iter", 1).run()
+    assert load(tmp_path / "here.safetensors")["bus"]["publishes"]["before_run"] == 1
+
+
+# --------------------------------------------------------------------------------------------- resume="auto" and paths
+
+
+def test_auto_begins_where_there_is_no_checkpoint(parts, tmp_path):
+    through = Job(parts, tmp_path / "a").run().outcome
+    parts.assert_same(Job(parts, tmp_path / "b").run(resume="auto").outcome, through)
+
+
+def test_auto_takes_the_newest_checkpoint(parts, tmp_path):
+    job = Job(parts, tmp_path)
+    job.bus.on("after_train_iter", lambda e: e.run.request_save(f"iter_{e.progress.iter + 1}.safetensors"), every=4)
+    job.run()
+    resumed = Job(parts, tmp_path).run(resume="auto")
+    assert resumed.resumed_from == tmp_path / "iter_12.safetensors"
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_auto_reports_a_damaged_file_and_takes_the_one_before(parts, tmp_path, capsys):
+    through = Job(parts, tmp_path / "a").run().outcome
+    job = Job(parts, tmp_path / "b")
+    job.bus.on("after_train_iter", lambda e: e.run.request_save(f"iter_{e.progress.iter + 1}.safetensors"), every=4)
+    job.run()
+    damage(tmp_path / "b" / "iter_12.safetensors")
+    resumed = Job(parts, tmp_path / "b").run(resume="auto")
+    assert resumed.resumed_from == tmp_path / "b" / "iter_8.safetensors"
+    parts.assert_same(resumed.outcome, through)
+    out = capsys.readouterr().out
+    assert "damaged" in out
+    assert "iter_12.safetensors" in out
+
+
+def test_auto_with_nothing_but_damaged_files_is_an_error(parts, tmp_path):
+    Job(parts, tmp_path).save_at("after_train_iter", 1).run()
+    damage(tmp_path / "here.safetensors")
+    with pytest.raises(CheckpointDamagedError, match="no good checkpoint"):
+        Job(parts, tmp_path).run(resume="auto")
+
+
+def test_an_explicit_path_that_is_damaged_or_missing_is_an_error(parts, tmp_path):
+    Job(parts, tmp_path).save_at("after_train_iter", 1).run()
+    damage(tmp_path / "here.safetensors")
+    with pytest.raises(CheckpointDamagedError, match=r"here\.safetensors is damaged"):
+        Job(parts, tmp_path).run(resume=tmp_path / "here.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.safetensors"):
+        Job(parts, tmp_path).run(resume=tmp_path / "nowhere.safetensors")
+
+
+def test_auto_survives_a_last_checkpoint_that_names_a_file_that_is_gone(parts, tmp_path):
+    Job(parts, tmp_path).save_at("after_train_iter", 8).run()
+    shutil.copy(tmp_path / "here.safetensors", tmp_path / "older.safetensors")
+    (tmp_path / "here.safetensors").unlink()
+    resumed = Job(parts, tmp_path).run(resume="auto")
+    assert resumed.resumed_from == tmp_path / "older.safetensors"
+
+
+def test_auto_needs_a_work_dir(parts):
+    with pytest.raises(ConfigurationError, match="give one"):
+        parts.loop().run(resume="auto")
+
+
+# ------------------------------------------------------------------------------------------------- another model
+
+
+def save_of(parts, tmp_path, model, **options):
+    bus = Bus()
+    bus.on("after_train", lambda e: e.run.request_save("here.safetensors"))
+    parts.loop(bus, model=model, max_epochs=1, work_dir=tmp_path, **options).run()
+    return tmp_path / "here.safetensors"
+
+
+def other_model():
+    return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+
+
+def test_a_checkpoint_of_another_model_lists_the_keys(parts, tmp_path):
+    path = save_of(parts, tmp_path, parts.model())
+    with pytest.raises(CheckpointError) as caught:
+        parts.loop(model=other_model()).run(resume=path)
+    message = str(caught.value)
+    assert "missing: 2.bias, 2.weight" in message
+    assert "unexpected: 1.bias, 1.num_batches_tracked" in message
+    assert "of another shape: 0.weight (saved (8, 4), here (16, 4))" in message
+
+
+def test_a_refused_checkpoint_leaves_the_model_as_it_was(parts, tmp_path):
+    path = save_of(parts, tmp_path, parts.model())
+    model = other_model()
+    before = parts.weights(model)
+    with pytest.raises(CheckpointError):
+        parts.loop(model=model).run(resume=path)
+    parts.assert_same(dict(model.state_dict()), before)
+
+
+def test_load_weights_with_strict_false_loads_what_fits(parts, tmp_path):
+    saved = load(save_of(parts, tmp_path, parts.model()))["state_dict"]
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 5))
+    load_weights(model, saved, strict=False)
+    assert torch.equal(model[0].weight, saved["0.weight"])
+
+
+def test_a_run_resumed_with_strict_false_goes_on_with_what_fits(parts, tmp_path):
+    path = save_of(parts, tmp_path, parts.model())
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
+    seen = []
+    bus = Bus()
+    bus.on("before_train", lambda e: seen.append(model[0].weight.detach().clone()))
+    parts.loop(bus, model=model, max_epochs=2).run(resume=path, strict=False)
+    assert torch.equal(seen[0], load(path)["state_dict"]["0.weight"])
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, inputs):
+        return self.module(inputs)
+
+
+@pytest.mark.parametrize("saved_wrapped", [True, False])
+def test_names_of_wrappers_do_not_matter(parts, tmp_path, saved_wrapped):
+    wrapped, plain = Wrapper(parts.model(1)), parts.model(1)
+    one, other = (wrapped, plain) if saved_wrapped else (plain, wrapped)
+    path = save_of(parts, tmp_path, one)
+    assert "0.weight" in load(path)["state_dict"]
+    parts.loop(model=other, max_epochs=1).run(resume=path)
+    parts.assert_same(list(other.state_dict().values()), list(one.state_dict().values()))
+
+
+def test_several_models_and_optimizers_are_saved_by_name(parts, tmp_path):
+    def make():
+        models = {"generator": parts.model(1), "critic": parts.model(2)}
+        optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for name, model in models.items()}
+        bus = Bus()
+        bus.on("after_train_iter", lambda e: e.run.request_save("here.safetensors"), once=2)
+
+        def both(models, batch):
+            return parts.step(models["generator"], batch) + parts.step(models["critic"], batch)
+
+        loop = parts.loop(bus, model=models, optimizer=optimizers, step=both, val_data=None, work_dir=tmp_path)
+        return loop, models
+
+    loop, models = make()
+    loop.run()
+    assert load(tmp_path / "here.safetensors")["state_dict"].keys() == {"generator", "critic"}
+    resumed, others = make()
+    resumed.run(resume=tmp_path / "here.safetensors")
+    for name, model in models.items():
+        parts.assert_same(dict(others[name].state_dict()), dict(model.state_dict()))
+
+
+def test_a_checkpoint_of_other_models_names_them(parts, tmp_path):
+    path = save_of(parts, tmp_path, parts.model())
+    models = {"generator": parts.model()}
+    with pytest.raises(CheckpointError, match="generator"):
+        parts.loop(model=models, optimizer=torch.optim.SGD(models["generator"].parameters(), lr=0.1)).run(resume=path)
+
+
+def test_a_file_that_is_no_checkpoint_of_a_run_says_so(parts, tmp_path):
+    from eventloop.checkpoint import save
+
+    save({"state_dict": {}}, tmp_path / "weights.safetensors")
+    with pytest.raises(CheckpointError, match="no checkpoint of a run"):
+        parts.loop().run(resume=tmp_path / "weights.safetensors")
+
+
+def test_after_load_checkpoint_may_change_what_is_applied(parts, tmp_path):
+    path = save_of(parts, tmp_path, parts.model())
+    model = parts.model()
+    bus = Bus()
+    seen = []
+    bus.on("after_load_checkpoint", lambda e: e.checkpoint["state_dict"]["0.bias"].fill_(7.0))
+    bus.on("after_run", lambda e: seen.append(model[0].bias.detach().clone()))
+    parts.loop(bus, model=model, max_epochs=1).run(resume=path)
+    assert torch.equal(seen[0], torch.full((8,), 7.0))
+
+
+# --------------------------------------------------------------------------------------------- bring your own loop
+
+
+class Decay:
+    """A schedule that does not mind when it is stepped before the optimizer, as torch's do after a resume."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.steps = 0
+
+    def step(self):
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.1 * 0.9**self.steps
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+def own_loop(parts, tmp_path, *, resume=None, nested=False):
+    model = parts.model(dropout=0.3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = Decay(optimizer)
+    bus = Bus()
+    trace = parts.Trace(bus)
+    requests = {"after_train_iter": 8, "after_train_epoch": 1, "after_val_iter": 4, "after_val": 1}
+    for mount_point, count in requests.items():
+        heard = []
+        bus.on(
+            mount_point,
+            lambda e, heard=heard, count=count: (
+                heard.append(e) or (len(heard) == count and e.run.request_save(f"{e.mount_point}.safetensors"))
+            ),
+            priority=95,
+        )
+    train, val = shuffled(), shuffled()
+    indices = []
+    with Run(
+        bus,
+        model=model,
+        optimizer=optimizer,
+        work_dir=tmp_path,
+        seed=7,
+        stateful={"schedule": schedule},
+        resume=resume,
+    ) as run:
+        for epoch in run.epochs(2):
+            indices.append(epoch)
+            for batch in run.train(train):
+                loss = parts.step(model, batch)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                run.report(loss=loss)
+                if nested and run.progress.iter % 4 == 3:
+                    for val_batch in run.validate(val):
+                        run.report(loss=parts.step(model, val_batch))
+            for val_batch in run.validate(val):
+                run.report(loss=parts.step(model, val_batch) + torch.rand(()))
+            schedule.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "torch": torch.get_rng_state()}, indices, trace
+
+
+@pytest.mark.parametrize(
+    ("saved", "indices"),
+    [("after_train_iter", [1]), ("after_train_epoch", [0, 1]), ("after_val_iter", [0, 1])],
+)
+def test_a_loop_of_ones_own_resumes_bitwise(parts, tmp_path, saved, indices):
+    through, all_indices, _ = own_loop(parts, tmp_path)
+    assert all_indices == [0, 1]
+    resumed, found, _ = own_loop(parts, tmp_path / "again", resume=tmp_path / f"{saved}.safetensors")
+    assert found == indices
+    parts.assert_same(resumed, through)
+
+
+def test_a_save_in_a_validation_inside_the_epoch_resumes_in_that_epoch(parts, tmp_path):
+    own_loop(parts, tmp_path, nested=True)
+    _, indices, trace = own_loop(parts, tmp_path / "again", resume=tmp_path / "after_val_iter.safetensors", nested=True)
+    assert indices == [0, 1]
+    assert [e.progress.iter for e in trace.of("after_train_iter")] == list(range(4, 12))
