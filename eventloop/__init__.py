@@ -69,6 +69,7 @@ from eventloop.events import (
     mount_points,
 )
 from eventloop.hook import Hook, mount
+from eventloop.log import get_logger
 from eventloop.offload import DrainReport
 from eventloop.priority import Priority
 from eventloop.subscription import Options, Stats, Subscription
@@ -155,6 +156,7 @@ __all__ = [
     "detach",
     "from_json",
     "from_msgpack",
+    "get_logger",
     "load_weights",
     "mount",
     "mount_points",

@@ -9,13 +9,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Self
 
-import structlog
-
 from eventloop._on import TypedOn
 from eventloop.describe import Description, describe
 from eventloop.errors import BusStateError, OffloadError, SubscribeError
 from eventloop.events import Event, lineage, name_of, resolve
 from eventloop.hook import Hook, subscriptions_of
+from eventloop.log import get_logger
 from eventloop.offload import DrainReport, Runtime
 from eventloop.offload.runtime import Backend
 from eventloop.priority import PriorityLike
@@ -24,7 +23,7 @@ from eventloop.subscription import Stats, Subscription
 
 State = Literal["idle", "open", "draining"]
 
-log = structlog.get_logger("trainbus")
+log = get_logger()
 
 
 class Bus(TypedOn):

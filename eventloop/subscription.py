@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, cast
 
 import msgspec
-import structlog
 
 from eventloop.detach import detach
 from eventloop.errors import SubscribeError
 from eventloop.events import Event, name_of
 from eventloop.filters import FILTERS, Filter, make_filter
 from eventloop.hook import Hook
+from eventloop.log import get_logger
 from eventloop.offload.lane import FULL, Full, Lane, LaneStats
 from eventloop.priority import Priority, PriorityLike
 from eventloop.staged import check_capture, stage
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["inline", "async", "thread"]
 
-log = structlog.get_logger("trainbus")
+log = get_logger()
 
 
 class Options(TypedDict, total=False):

@@ -6,8 +6,6 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import structlog
-
 from eventloop import (
     AfterRun,
     AfterTrain,
@@ -24,6 +22,7 @@ from eventloop import (
     Priority,
     RunView,
     TrainingError,
+    get_logger,
 )
 from eventloop.checkpoint import remove
 from hooks.publishing import publish_checkpoint, sweep
@@ -32,7 +31,7 @@ from hooks.rules import GREATER, LESS, Rule, check_rule, find_rule, is_better
 
 SUFFIX = ".safetensors"
 
-log = structlog.get_logger("trainbus")
+log = get_logger()
 
 
 class CheckpointHook(Hook):

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import MutableMapping
 from typing import Any
 
-import structlog
 import torch
 
 from eventloop import (
@@ -20,10 +19,11 @@ from eventloop import (
     Hook,
     Priority,
     RunView,
+    get_logger,
 )
 from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WeightAverage
 
-log = structlog.get_logger("trainbus")
+log = get_logger()
 
 _BUILTIN: dict[str, type[WeightAverage]] = {
     kind.__name__: kind for kind in (ExponentialMovingAverage, StochasticWeightAverage, MomentumAnnealingEMA)

@@ -14,8 +14,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
-import structlog
-
 from eventloop import (
     AfterRun,
     AfterTestEpoch,
@@ -31,6 +29,7 @@ from eventloop import (
     Progress,
     RunEvent,
     Scalars,
+    get_logger,
     mount,
 )
 from hooks.smoothing import Smoother, checked_count
@@ -40,7 +39,7 @@ from hooks.writers.fanout import Fanout
 from hooks.writers.json_lines import JSONLinesWriter
 from hooks.writers.outbox import send
 
-log = structlog.get_logger("trainbus")
+log = get_logger()
 
 _tokens = count(1)
 

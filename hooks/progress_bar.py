@@ -9,7 +9,6 @@ from datetime import timedelta
 from math import isfinite
 from typing import Any
 
-import structlog
 from rich import get_console
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -24,10 +23,11 @@ from eventloop import (
     Priority,
     RunEvent,
     Scalars,
+    get_logger,
     mount,
 )
 
-log = structlog.get_logger("trainbus")
+log = get_logger()
 
 # Pointrix' smoothing of the losses it shows: how much of a new value goes into the old one.
 _NEW = 0.4

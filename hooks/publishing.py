@@ -8,12 +8,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-import structlog
-
-from eventloop import CheckpointError
+from eventloop import CheckpointError, get_logger
 from eventloop.checkpoint import TEMPORARY_PREFIX, link, load, remove, save
 
-log = structlog.get_logger("trainbus")
+log = get_logger()
 
 _STILL = 60.0  # seconds without a change after which nobody can be writing a temporary file
 

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
-import structlog
 import torch
 
 from eventloop import (
@@ -22,11 +21,12 @@ from eventloop import (
     Priority,
     RunView,
     TrainingError,
+    get_logger,
 )
 
 By = Literal["iter", "epoch", "metric"]
 
-log = structlog.get_logger("trainbus")
+log = get_logger()
 
 KEY = "param_schedulers"
 """Where checkpoints hold the states of schedulers, by name."""

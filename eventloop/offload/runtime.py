@@ -9,15 +9,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Literal
 
 import anyio
-import structlog
 
 from eventloop.errors import BusStateError
+from eventloop.log import get_logger
 from eventloop.offload.consumer import Consumer, TaskConsumer, ThreadConsumer
 from eventloop.offload.lane import DrainReport, Lane
 
 Backend = Literal["asyncio", "trio"]
 
-log = structlog.get_logger("trainbus")
+log = get_logger()
 
 
 class Runtime:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import structlog
 
 from eventloop.bus import Bus
 from eventloop.checkpoint import StageBuffer, Staged, commit_bytes, link, stage, write
 from eventloop.detach import Owned
-from eventloop.errors import ConfigurationError
+from eventloop.errors import CheckpointError, ConfigurationError
 from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointStaged, Progress
+from eventloop.log import get_logger
 from eventloop.priority import Priority
 
 OnError = Literal["raise", "log"]
@@ -28,7 +28,7 @@ OnError = Literal["raise", "log"]
 LAST = "last_checkpoint"
 """File in a checkpoint directory (and in the work dir) that holds the path from there to the newest committed checkpoint."""
 
-log = structlog.get_logger("trainbus")
+log = get_logger()
 
 
 class SaveRequest(msgspec.Struct, frozen=True):
@@ -159,7 +159,7 @@ class SavePoints:
         source, size = job.source, 0
         try:
             for path in job.paths:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                _make(path.parent)
                 if source is not None:
                     link(source, path)
                 elif job.staged is not None:
@@ -176,7 +176,7 @@ class SavePoints:
     def _point_to(self, path: Path, home: Path | None = None) -> None:
         """Make ``path`` the newest checkpoint of its directory, and of the work dir ``home``."""
         for directory in dict.fromkeys((path.parent, home or path.parent)):
-            directory.mkdir(parents=True, exist_ok=True)
+            _make(directory)
             commit_bytes(directory / LAST, os.path.relpath(path, directory).encode())
 
     def _tell_committed(self, job: SaveJob, done: list[Path], size: int, seconds: float) -> None:
@@ -204,6 +204,13 @@ class SavePoints:
             return False
         has = self._written[1]
         return has.save_optimizer >= wanted.save_optimizer and has.save_param_scheduler >= wanted.save_param_scheduler
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot make the directory {directory}: {error}") from error
 
 
 def _job(event: CheckpointStaged) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import structlog
+from eventloop.log import get_logger
 
-log = structlog.get_logger("trainbus")
+log = get_logger()
 
 
 class Scopes:

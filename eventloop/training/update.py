@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import structlog
 import torch
 
 from eventloop.errors import ConfigurationError, TrainingError
@@ -22,10 +21,11 @@ from eventloop.events import (
     BeforeValIter,
 )
 from eventloop.hook import Hook, mount
+from eventloop.log import get_logger
 from eventloop.priority import Priority, PriorityLike
 from eventloop.view import RunView
 
-log = structlog.get_logger("trainbus")
+log = get_logger()
 
 Precision = Literal["bf16", "fp16"]
 

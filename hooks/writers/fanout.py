@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import structlog
-
+from eventloop import get_logger
 from hooks.smoothing import Smoother
 from hooks.writers.base import RunFacts, Where, Writer
 
-log = structlog.get_logger("trainbus")
+log = get_logger()
 
 _MOST_FAILURES = 3
 
