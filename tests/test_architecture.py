@@ -117,7 +117,7 @@ STAIRS = {
     "eventloop.detach": ["errors", "events", "scalars", "staged"],
     "eventloop.offload.lane": ["errors"],
     "eventloop.offload.consumer": ["errors", "offload.lane", "staged"],
-    "eventloop.offload.runtime": ["errors", "offload.consumer", "offload.lane"],
+    "eventloop.offload.runtime": ["errors", "log", "offload.consumer", "offload.lane"],
 }
 
 
