@@ -1,0 +1,71 @@
+"""Options of a TrainLoop that cannot work, and what it needs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from eventloop import ConfigurationError, TrainLoop
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_epochs": None}, "how long to train"),
+        ({"max_epochs": 1, "max_iters": 1}, "give one of them"),
+        ({"max_epochs": 0}, "max_epochs=0"),
+        ({"max_epochs": -1}, "max_epochs=-1"),
+        ({"max_epochs": True}, "max_epochs=True"),
+        ({"max_iters": 0}, "max_iters=0"),
+        ({"max_iters": 1.5}, "max_iters=1.5"),
+        ({"val_interval": 0}, "val_interval=0"),
+        ({"val_begin": 0}, "val_begin=0"),
+        ({"step": 3}, "step=3"),
+        ({"val_step": "x"}, "val_step='x'"),
+        ({"optimizer": "adam"}, "optimizer 'optimizer' is a str"),
+        ({"optimizer": {"a": 1}}, "optimizer 'a' is a int"),
+        ({"stateful": {"x": object()}}, r"stateful\['x'\] \(object\) has no state_dict"),
+    ],
+)
+def test_an_option_that_cannot_work_is_an_error_when_the_loop_is_made(parts, options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        parts.loop(**options)
+
+
+@pytest.mark.parametrize(("model", "message"), [(3, "model 'model' is a int"), ({}, "at least one model")])
+def test_a_model_that_is_none_is_an_error(parts, model, message):
+    with pytest.raises(ConfigurationError, match=message):
+        TrainLoop(model, step=parts.step)
+
+
+def test_training_needs_data_and_an_optimizer(parts):
+    with pytest.raises(ConfigurationError, match="nothing to train on"):
+        parts.loop(train_data=None).run()
+    with pytest.raises(ConfigurationError, match="nothing to train with"):
+        parts.loop(optimizer=None).run()
+
+
+def test_val_and_test_need_data_and_nothing_else(parts):
+    loop = TrainLoop(parts.model(), step=parts.step, val_data=parts.batches(1), test_data=parts.batches(1))
+    assert loop.val().keys() == loop.test().keys() == {"loss"}
+    empty = TrainLoop(parts.model(), step=parts.step)
+    with pytest.raises(ConfigurationError, match="nothing to val on"):
+        empty.val()
+    with pytest.raises(ConfigurationError, match="nothing to test on"):
+        empty.test()
+
+
+def test_a_seed_makes_two_runs_the_same(parts):
+    def weights():
+        model = parts.model(dropout=0.5)
+        torch.seed()
+        parts.loop(model=model, seed=5, val_data=None).run()
+        return dict(model.state_dict())
+
+    parts.assert_same(weights(), weights())
+
+
+def test_val_step_and_test_step_are_used_where_they_are_given(parts):
+    loop = parts.loop(val_step=lambda m, b: {"v": 1.0}, test_step=lambda m, b: {"t": 2.0}, test_data=parts.batches(1))
+    assert loop.val() == {"v": 1.0}
+    assert loop.test() == {"t": 2.0}

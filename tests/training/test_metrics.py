@@ -1,0 +1,87 @@
+"""Metrics of a validation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from eventloop import ConfigurationError, TrainingError
+
+
+class Accuracy:
+    """As torchmetrics writes them."""
+
+    def __init__(self):
+        self.reset()
+
+    def update(self, logits, labels):
+        self.right += (logits.argmax(1) == labels).sum()
+        self.seen += len(labels)
+
+    def compute(self):
+        return self.right / self.seen
+
+    def reset(self):
+        self.right, self.seen = torch.zeros(()), 0
+
+
+class Sums(Accuracy):
+    def update(self, loss, weight=2.0):
+        self.right += loss * weight
+        self.seen += 1
+
+    def compute(self):
+        return {"sum": self.right, "count": self.seen}
+
+
+class Everything(Accuracy):
+    def update(self, **outputs):
+        self.names = sorted(outputs)
+
+    def compute(self):
+        return len(self.names)
+
+
+def val_step(model, batch):
+    logits = model(batch[0])
+    return {"loss": torch.nn.functional.cross_entropy(logits, batch[1]), "logits": logits, "labels": batch[1]}
+
+
+def test_a_metric_gets_the_entries_that_its_update_names(parts):
+    model = parts.model().eval()
+    found = parts.loop(model=model, val_step=val_step, metrics={"accuracy": Accuracy()}).val()
+    batches = parts.batches(2, seed=2)
+    right = sum((model(inputs).argmax(1) == labels).sum().item() for inputs, labels in batches)
+    losses = [parts.step(model, batch).item() for batch in batches]
+    assert found == {"loss": pytest.approx(sum(losses) / 2), "accuracy": pytest.approx(right / 8)}
+    assert isinstance(found["accuracy"], float)
+
+
+def test_a_metric_that_returns_a_mapping_gives_several_values(parts):
+    found = parts.loop(val_step=lambda m, b: {"loss": 3.0}, metrics={"sums": Sums()}).val()
+    assert found == {"loss": 3.0, "sums/sum": 12.0, "sums/count": 2}
+
+
+def test_a_metric_that_takes_any_keyword_gets_all_outputs(parts):
+    metric = Everything()
+    assert parts.loop(val_step=val_step, metrics={"n": metric}).val()["n"] == 3
+    assert metric.names == ["labels", "logits", "loss"]
+
+
+def test_a_missing_entry_is_an_error_at_the_first_batch(parts, bus, trace):
+    with pytest.raises(
+        TrainingError, match="metric 'accuracy' needs 'logits', 'labels' from the step's outputs, which have 'loss'"
+    ):
+        parts.loop(bus, metrics={"accuracy": Accuracy()}).val()
+    assert len(trace.of("before_val_iter")) == 1
+
+
+def test_metrics_begin_anew_with_every_validation(parts, bus, trace):
+    parts.loop(bus, val_step=val_step, metrics={"sums": Sums()}).run()
+    assert [e.metrics["sums/count"] for e in trace.of("after_val_epoch")] == [2, 2]
+
+
+@pytest.mark.parametrize("metric", [object(), {"a": 1}])
+def test_what_is_no_metric_is_an_error_when_the_loop_is_made(parts, metric):
+    with pytest.raises(ConfigurationError, match=r"metric 'x' .* has no"):
+        parts.loop(metrics={"x": metric})

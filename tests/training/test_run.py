@@ -1,0 +1,224 @@
+"""Bring your own loop: a Run around the user's own body."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from eventloop import Bus, ConfigurationError, Run, Update
+
+ITER = "before_train_iter after_train_iter"
+VAL = "before_val before_val_epoch 2*(before_val_iter after_val_iter) after_val_epoch after_val"
+EPOCH = f"before_train_epoch 3*({ITER}) after_train_epoch"
+
+
+@pytest.fixture
+def job(parts, bus):
+    model = parts.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = Run(bus, model=model, optimizer=optimizer)
+
+    def learn(batch):
+        loss = parts.step(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.report(loss=loss)
+
+    return run, learn
+
+
+def evaluate(run, batches):
+    for _ in batches:
+        run.report(loss=torch.ones(()))
+    return batches.metrics
+
+
+def test_a_loop_of_ones_own_publishes_what_a_train_loop_does(parts, bus, job, trace):
+    run, learn = job
+    epochs = []
+    with run:
+        for epoch in run.epochs(2):
+            epochs.append(epoch)
+            for batch in run.train(parts.batches(3)):
+                learn(batch)
+            assert evaluate(run, run.validate(parts.batches(2))) == {"loss": 1.0}
+    assert epochs == [0, 1]
+    assert trace.names == parts.spell(f"before_run before_train {EPOCH} {VAL} {EPOCH} {VAL} after_train after_run")
+    assert [e.progress.iter for e in trace.of("after_train_iter")] == list(range(6))
+    assert all("loss" in e.outputs for e in trace.of("after_train_iter"))
+
+
+def test_steps_of_the_body_are_counted_and_published(parts, bus, job):
+    trace = parts.Trace(bus, inside=True)
+    run, learn = job
+    with run:
+        for _ in run.epochs(1):
+            for index, batch in enumerate(run.train(parts.batches(4))):
+                if index % 2:
+                    learn(batch)
+    assert len(trace.of("before_optimizer_step")) == len(trace.of("after_optimizer_step")) == 2
+    assert [e.progress.update for e in trace.of("before_train_iter")] == [0, 0, 1, 1]
+    assert trace.of("after_run")[0].progress.update == 2
+
+
+def test_break_ends_the_iteration_without_after_train_iter_and_the_epoch_normally(parts, job, trace):
+    run, learn = job
+    loader = parts.batches(3)
+    with run:
+        for _ in run.epochs(2):
+            for index, batch in enumerate(run.train(loader)):
+                learn(batch)
+                if index == 1:
+                    break
+    epoch = f"before_train_epoch {ITER} before_train_iter after_train_epoch"
+    assert trace.names == parts.spell(f"before_run before_train {epoch} {epoch} after_train after_run")
+    assert [(e.progress.iter, e.batch_idx) for e in trace.of("before_train_iter")] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert trace.of("after_run")[0].progress.update == 4
+
+
+def test_break_and_then_validate_ends_the_epoch_before_the_validation(parts, job, trace):
+    run, learn = job
+    with run:
+        for _ in run.epochs(1):
+            for batch in run.train(parts.batches(3)):
+                learn(batch)
+                break
+            evaluate(run, run.validate(parts.batches(2)))
+    assert trace.names == parts.spell(
+        f"before_run before_train before_train_epoch before_train_iter after_train_epoch {VAL} after_train after_run"
+    )
+
+
+def test_break_out_of_both_loops_cuts_the_epoch_short(parts, job, trace):
+    run, learn = job
+    with run:
+        for _ in run.epochs(2):
+            for batch in run.train(parts.batches(3)):
+                learn(batch)
+                break
+            break
+    assert trace.names == parts.spell("before_run before_train before_train_epoch before_train_iter after_train after_run")
+    assert (run.progress.iter, run.progress.update) == (1, 1)
+
+
+def test_break_out_of_a_validation_publishes_no_after_val_and_training_goes_on(parts, job, trace):
+    run, learn = job
+    with run:
+        for _ in run.epochs(2):
+            for batch in run.train(parts.batches(3)):
+                learn(batch)
+            for _ in run.validate(parts.batches(2)):
+                break
+    cut = "before_val before_val_epoch before_val_iter"
+    assert trace.names == parts.spell(f"before_run before_train {EPOCH} {cut} {EPOCH} {cut} after_train after_run")
+    assert run.model.training
+
+
+def test_an_exception_in_the_body_is_an_exception_and_no_break(parts, bus, job, trace):
+    run, _ = job
+    with pytest.raises(ZeroDivisionError), run:
+        for _ in run.epochs(1):
+            for _ in run.train(parts.batches(3)):
+                1 / 0  # noqa: B018
+    assert trace.names == parts.spell("before_run before_train before_train_epoch before_train_iter on_exception")
+    assert bus.state == "idle"
+
+
+def test_validate_in_the_body_of_train_ends_that_iteration_first(parts, job, trace):
+    run, learn = job
+    with run:
+        for _ in run.epochs(1):
+            for batch in run.train(parts.batches(2)):
+                learn(batch)
+                assert torch.is_grad_enabled()
+                evaluate(run, run.validate(parts.batches(2)))
+                assert run.model.training
+    assert trace.names == parts.spell(
+        f"before_run before_train before_train_epoch {ITER} {VAL} {ITER} {VAL} after_train_epoch after_train after_run"
+    )
+
+
+def test_two_passes_over_different_loaders_are_two_epochs(parts, job, trace):
+    run, learn = job
+    with run:
+        for _ in run.epochs(2):
+            for loader in (parts.batches(1), parts.batches(2)):
+                for batch in run.train(loader):
+                    learn(batch)
+    assert len(trace.of("after_train_iter")) == 3
+    assert len(trace.of("after_train_epoch")) == 2
+
+
+def test_iteration_based_training_of_ones_own(parts, job, trace):
+    run, learn = job
+    with run:
+        for _ in run.epochs(max_iters=5):
+            for batch in run.train(parts.batches(2), endless=True):
+                learn(batch)
+    assert trace.names == parts.spell(
+        f"before_run before_train before_train_epoch 5*({ITER}) after_train_epoch after_train after_run"
+    )
+
+
+def test_stop_ends_a_loop_of_ones_own(parts, bus, job, trace):
+    run, learn = job
+    bus.on("after_train_iter", lambda e: e.run.stop(), once=2)
+    with run:
+        for _ in run.epochs(5):
+            for batch in run.train(parts.batches(3)):
+                learn(batch)
+            evaluate(run, run.validate(parts.batches(2)))
+    assert trace.names == parts.spell(f"before_run before_train before_train_epoch 2*({ITER}) after_train after_run")
+
+
+def test_test_and_several_runs_on_one_bus(parts, bus, trace):
+    with bus:
+        for _ in range(2):
+            with Run(bus, model=parts.model()) as run:
+                evaluate(run, run.test(parts.batches(1)))
+            assert bus.state == "open"
+    test = "before_test before_test_epoch before_test_iter after_test_iter after_test_epoch after_test"
+    assert trace.names == parts.spell(f"before_run {test} after_run") * 2
+
+
+def test_a_run_opens_and_closes_a_bus_that_is_idle(parts, bus):
+    with Run(bus, model=parts.model()):
+        assert bus.state == "open"
+    assert bus.state == "idle"
+
+
+def test_an_exception_leaves_a_bus_open_that_the_user_opened(parts):
+    with Bus() as bus:
+        with pytest.raises(ZeroDivisionError), Run(bus, model=parts.model()):
+            1 / 0  # noqa: B018
+        assert bus.state == "open"
+
+
+def test_an_update_on_the_bus_is_an_error_in_a_loop_of_ones_own(parts, bus):
+    bus.add(Update())
+    with pytest.raises(ConfigurationError, match="the body makes the update"), Run(bus, model=parts.model()):
+        pass
+    assert bus.state == "idle"
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_epochs": 1, "max_iters": 1}])
+def test_epochs_takes_one_limit(parts, bus, limits):
+    with pytest.raises(ConfigurationError, match="one of them"), Run(bus, model=parts.model()) as run:
+        run.epochs(**limits)
+
+
+def test_its_weights_are_those_of_a_plain_loop(parts, job):
+    run, learn = job
+    plain = parts.model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with run:
+        for _ in run.epochs(2):
+            for batch in run.train(parts.batches(3)):
+                learn(batch)
+    for _ in range(2):
+        for batch in parts.batches(3):
+            optimizer.zero_grad()
+            parts.step(plain, batch).backward()
+            optimizer.step()
+    parts.assert_same(dict(run.model.state_dict()), dict(plain.state_dict()))

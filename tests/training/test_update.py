@@ -1,0 +1,175 @@
+"""The loop's own update compared with plain torch, number by number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from eventloop import ConfigurationError, TrainingError, Update
+
+
+def plain(parts, batches, *, epochs=1, accumulate=1, clip=None, optimizer_class=torch.optim.SGD, **options):
+    model = parts.model()
+    optimizer = optimizer_class(model.parameters(), **options)
+    norms = []
+    for _ in range(epochs):
+        for start in range(0, len(batches), accumulate):
+            window = batches[start : start + accumulate]
+            optimizer.zero_grad()
+            for batch in window:
+                (parts.step(model, batch) / len(window)).backward()
+            if clip is not None:
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip))
+            optimizer.step()
+    return model, norms
+
+
+def trained(parts, bus, batches, *, update=None, epochs=1, optimizer_class=torch.optim.SGD, **options):
+    if update is not None:
+        bus.add(update)
+    model = parts.model()
+    optimizer = optimizer_class(model.parameters(), **options)
+    parts.loop(bus, model=model, optimizer=optimizer, train_data=batches, val_data=None, max_epochs=epochs).run()
+    return model
+
+
+def test_a_train_loop_ends_bitwise_where_a_plain_loop_does(parts, bus):
+    dataset = TensorDataset(torch.randn(22, 4), torch.arange(22) % 3)
+
+    def make():
+        model = parts.model(dropout=0.5)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01), DataLoader(dataset, batch_size=4, shuffle=True)
+
+    model, optimizer, loader = make()
+    parts.loop(bus, model=model, optimizer=optimizer, train_data=loader, val_data=None, max_epochs=3, seed=11).run()
+    expected, optimizer, loader = make()
+    torch.manual_seed(11)
+    for _ in range(3):
+        for batch in loader:
+            optimizer.zero_grad()
+            parts.step(expected, batch).backward()
+            optimizer.step()
+    parts.assert_same(dict(model.state_dict()), dict(expected.state_dict()))
+
+
+@pytest.mark.parametrize(("count", "accumulate"), [(4, 2), (5, 2), (7, 4), (2, 4)])
+def test_accumulation_steps_with_the_mean_gradient_also_of_a_partial_window(parts, bus, count, accumulate):
+    batches = parts.batches(count)
+    model = trained(parts, bus, batches, update=Update(accumulate=accumulate), epochs=2, lr=0.1, momentum=0.9)
+    expected, _ = plain(parts, batches, epochs=2, accumulate=accumulate, lr=0.1, momentum=0.9)
+    torch.testing.assert_close(dict(model.state_dict()), dict(expected.state_dict()))
+
+
+def test_clipping_reports_the_norm_before_it(parts, bus):
+    norms = []
+    bus.on("after_train_iter", lambda e: norms.append(e.outputs["grad_norm"]), priority=50)
+    batches = parts.batches(3)
+    model = trained(parts, bus, batches, update=Update(grad_clip=0.1), lr=0.1)
+    expected, expected_norms = plain(parts, batches, clip=0.1, lr=0.1)
+    parts.assert_same(dict(model.state_dict()), dict(expected.state_dict()))
+    parts.assert_same(norms, expected_norms)
+    assert all(norm > 0.1 for norm in norms)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_scaler_skips_is_no_update(parts, bus, fused):
+    trace = parts.Trace(bus, inside=True)
+    bus.add(Update(scaler=torch.amp.GradScaler("cpu", init_scale=2.0, enabled=True)))
+    model = parts.model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
+    weights = []
+    bus.on("after_train_iter", lambda e: weights.append(e.run.model[0].weight.detach().clone()), priority=50)
+
+    def step(model, batch):
+        loss = parts.step(model, batch)
+        return loss * float("inf") if len(weights) == 1 else loss
+
+    parts.loop(bus, model=model, optimizer=optimizer, step=step, val_data=None, max_epochs=1).run()
+    assert [e.progress.update for e in trace.of("before_train_iter")] == [0, 1, 1]
+    assert trace.of("after_run")[0].progress.update == 2
+    assert len(trace.of("after_optimizer_step")) == 2
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[1], weights[2])
+
+
+def test_bf16_runs_the_forward_pass_under_autocast_and_leaves_it(parts, bus):
+    dtypes = []
+    bus.add(Update(amp="bf16"))
+
+    def step(model, batch):
+        dtypes.append(model[0](batch[0]).dtype)
+        return parts.step(model, batch)
+
+    bus.on("after_train_iter", lambda e: dtypes.append(torch.is_autocast_enabled("cpu")))
+    parts.loop(bus, step=step, train_data=parts.batches(1), val_data=None, max_epochs=1).run()
+    assert dtypes == [torch.bfloat16, False]
+
+
+def test_several_optimizers_step_in_one_update(parts, bus, trace):
+    models = {"a": parts.model(1), "b": parts.model(2)}
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
+    names = []
+    bus.on("after_optimizer_step", lambda e: names.append(e.name))
+    parts.loop(
+        bus,
+        model=models,
+        optimizer=optimizers,
+        step=lambda models, batch: parts.step(models["a"], batch) + parts.step(models["b"], batch),
+        train_data=parts.batches(2),
+        val_data=None,
+        max_epochs=1,
+    ).run()
+    assert names == ["a", "b"] * 2
+    assert trace.of("after_run")[0].progress.update == 2
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ({"accuracy": 1.0}, "no 'loss' but 'accuracy'"),
+        ({}, "an empty dict"),
+        (None, "is a NoneType"),
+        (1.5, "is a float"),
+        (torch.ones(3), r"shape \(3,\)"),
+        (torch.ones(()), "requires_grad is False"),
+    ],
+)
+def test_a_loss_that_the_update_cannot_use_is_a_clear_error(parts, result, message):
+    with pytest.raises(TrainingError, match=message):
+        parts.loop(step=lambda model, batch: result).run()
+
+
+def test_a_loss_of_one_element_will_do(parts, bus, trace):
+    parts.loop(bus, step=lambda model, batch: parts.step(model, batch).reshape(1, 1)).run()
+    assert trace.of("after_train_iter")[0].outputs["loss"].dim() == 0
+
+
+def test_step_may_return_a_mapping_whose_entries_are_outputs(parts, bus, trace):
+    parts.loop(bus, step=lambda model, batch: {"loss": parts.step(model, batch), "size": len(batch[0])}).run()
+    assert {e.outputs["size"] for e in trace.of("after_train_iter")} == {4}
+
+
+def test_two_updates_are_an_error(parts, bus):
+    loop = parts.loop(bus)
+    second = Update()
+    second.name = "second"
+    bus.add(second)
+    with pytest.raises(ConfigurationError, match="2 optimizer updates"):
+        loop.run()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate": 0},
+        {"accumulate": True},
+        {"accumulate": 1.5},
+        {"amp": "fp8"},
+        {"grad_clip": 0},
+        {"grad_clip": {"norm": 1}},
+    ],
+)
+def test_options_out_of_range_are_errors(options):
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        Update(**options)
