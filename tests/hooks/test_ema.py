@@ -9,7 +9,7 @@ import torch
 from structlog.testing import capture_logs
 from torch import nn
 
-from eventloop import Bus, CheckpointError, ConfigurationError, Hook, Run
+from eventloop import Bus, CheckpointError, ConfigurationError, Hook, Run, TrainingError
 from eventloop.checkpoint import load, save
 from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WeightAverage
 from hooks.checkpoint import CheckpointHook
@@ -393,3 +393,22 @@ def test_wrapper_names_are_left_out_of_checkpoints(job: SimpleNamespace, tmp_pat
     saved = load(tmp_path / "epoch_2.safetensors")
     assert saved["state_dict"].keys() == saved["ema_state_dict"].keys() == inner.state_dict().keys()
     assert not torch.equal(saved["state_dict"]["0.weight"], saved["ema_state_dict"]["0.weight"])
+
+
+def test_an_average_is_not_updated_while_it_is_lent() -> None:
+    model = nn.Linear(2, 2)
+    average = ExponentialMovingAverage(model)
+    average.update_parameters(model)
+    average.swap(model)
+    with pytest.raises(TrainingError, match="swap them back"):
+        average.update_parameters(model)
+
+
+def test_all_new_storage_in_a_large_model_is_seen_within_a_few_updates() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(100)))
+    average = ExponentialMovingAverage(model, momentum=0.5)
+    average.update_parameters(model)
+    model[70].weight.data = torch.full((2, 2), 100.0)
+    for _ in range(8):
+        average.update_parameters(model)
+    assert (average.tensors["70.weight"] > 90).all()
