@@ -300,6 +300,9 @@ class Breaks(Hook):
         if event.progress.epoch == 1:
             break_directory(self.directory)
 
+    def before_train_epoch(self, event: Any) -> None:
+        event.run.wait_for_saves()
+
     def checkpoint_failed(self, event: Any) -> None:
         mend_directory(self.directory)
 
