@@ -421,7 +421,7 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_auto_reports_a_damaged_file_and_takes_the_one_before(parts, tmp_path, capsys):
+def test_auto_reports_a_damaged_file_and_takes_the_one_before(parts, tmp_path, capfd):
     through = Job(parts, tmp_path / "a").run().outcome
     job = Job(parts, tmp_path / "b")
     job.bus.on("after_train_iter", lambda e: e.run.request_save(f"iter_{e.progress.iter + 1}.safetensors"), every=4)
@@ -430,9 +430,9 @@ def test_auto_reports_a_damaged_file_and_takes_the_one_before(parts, tmp_path, c
     resumed = Job(parts, tmp_path / "b").run(resume="auto")
     assert resumed.resumed_from == tmp_path / "b" / "iter_8.safetensors"
     parts.assert_same(resumed.outcome, through)
-    out = capsys.readouterr().out
-    assert "damaged" in out
-    assert "iter_12.safetensors" in out
+    told = "".join(capfd.readouterr())
+    assert "damaged" in told
+    assert "iter_12.safetensors" in told
 
 
 def test_auto_with_nothing_but_damaged_files_is_an_error(parts, tmp_path):
