@@ -307,6 +307,7 @@ class Run:
         self.order.progress = self.counters.snapshot()
         self.publish(ev.AfterRun)
         self._save_if_asked(force=True)
+        self.wait_for_saves()  # on a bus that stays open, too: what comes next may want to resume from it
         self.order.scopes.leave("run")
 
     def _abort(self, error: BaseException) -> None:
@@ -334,7 +335,11 @@ class Run:
                 "or use TrainLoop"
             )
         if len(updates) > 1:
-            raise ConfigurationError(f"{len(updates)} optimizer updates are on the bus; each would step, so leave one")
+            names = " and ".join(update.label for update in updates)
+            raise ConfigurationError(
+                f"{names} are both optimizer updates, and each would step; leave one. (TrainLoop adds one to a bus that has "
+                "none when the loop is made: add yours before.)"
+            )
 
     @property
     def _loop_driven(self) -> bool:

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from eventloop import CheckpointError, CheckpointValueError, ConfigurationError, Run, Update
+from eventloop import Bus, CheckpointError, CheckpointValueError, ConfigurationError, Run, Update
 from eventloop.checkpoint import load
 
 
@@ -125,3 +125,10 @@ def test_everything_asked_for_is_durable_when_run_returns(parts, bus, tmp_path):
     parts.loop(bus, max_epochs=1, work_dir=tmp_path).run()
     assert (tmp_path / "last_checkpoint").read_text() == "iter_3.safetensors"
     assert load(tmp_path / "iter_3.safetensors")["progress"]["epoch"] == 1
+
+
+def test_a_run_on_a_bus_that_stays_open_ends_with_its_last_checkpoint_on_disk(tmp_path):
+    with Bus() as bus:
+        with Run(bus, model=torch.nn.Linear(2, 2), work_dir=tmp_path) as run:
+            run.request_save("again.safetensors")
+        assert (tmp_path / "last_checkpoint").read_text() == "again.safetensors"

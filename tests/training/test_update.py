@@ -155,7 +155,7 @@ def test_two_updates_are_an_error(parts, bus):
     second = Update()
     second.name = "second"
     bus.add(second)
-    with pytest.raises(ConfigurationError, match="2 optimizer updates"):
+    with pytest.raises(ConfigurationError, match="both optimizer updates"):
         loop.run()
 
 
