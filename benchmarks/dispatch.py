@@ -7,10 +7,9 @@ announced: an event for trainbus, the arguments for the others; the floor is the
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from timeit import Timer
 
-from benchmarks.harness import SUBJECT, Budget, Comparison, Sample, Settings, measure
+from benchmarks.harness import SUBJECT, Budget, Comparison, Sample, Samples, Settings, Tick, in_blocks, measure
 from benchmarks.peers import Statement, direct, load, trainbus
 from eventloop import AfterTrainIter, Progress
 
@@ -36,28 +35,18 @@ def compare(settings: Settings, handlers: int, title: str, floor: str, budget: B
     dispatchers: dict[str, Dispatch] = {floor: direct.calls, SUBJECT: trainbus.dispatch, "for-loop": direct.for_loop}
     dispatchers |= {peer: module.dispatch for peer, module in modules.items()}
 
-    # Where the allocator happens to put functions and code moves such short calls by up to 15 %, for as long as they live:
-    # everything is made anew several times over.
-    blocks = 1 if settings.quick else 12
-    samples: dict[str, list[float]] = {name: [] for name in dispatchers}
-    for block in range(blocks):
-        tick = partial(settings.tick_part, block, blocks)
-        for name, times in one_block(dispatchers, handlers, settings.rounds(quick=5, full=15), tick).items():
-            samples[name] += times
+    def block(tick: Tick) -> Samples:
+        names = announcement()
+        with ExitStack() as scopes:
+            samples = {EMPTY_LOOP: timed(Statement("pass", {}))}
+            for name, dispatch in dispatchers.items():
+                statement = dispatch(names, handlers)
+                scopes.enter_context(statement.scope)
+                samples[name] = timed(statement)
+            return without_loop(measure(samples, settings.rounds(quick=5, full=15), tick))
+
+    samples = in_blocks(settings, 12, block)
     return Comparison(title, "ns", floor, samples, budget=budget, left_out=left_out)
-
-
-def one_block(
-    dispatchers: Mapping[str, Dispatch], handlers: int, rounds: int, tick: Callable[[int, int], None]
-) -> dict[str, list[float]]:
-    names = announcement()
-    with ExitStack() as scopes:
-        samples = {EMPTY_LOOP: timed(Statement("pass", {}))}
-        for name, dispatch in dispatchers.items():
-            statement = dispatch(names, handlers)
-            scopes.enter_context(statement.scope)
-            samples[name] = timed(statement)
-        return without_loop(measure(samples, rounds, tick))
 
 
 def announcement() -> dict[str, object]:
@@ -80,7 +69,7 @@ def timed(statement: Statement) -> Sample:
     return sample
 
 
-def without_loop(samples: dict[str, list[float]]) -> dict[str, list[float]]:
+def without_loop(samples: Samples) -> Samples:
     """Take off what the timing loop itself costs: its least, since a disturbed loop would make everybody else too fast."""
     loop = min(samples.pop(EMPTY_LOOP))
     return {name: [time - loop for time in times] for name, times in samples.items()}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from benchmarks.harness import Budget, Comparison, Sample, Settings, measure, one_thread
+from benchmarks.harness import Budget, Comparison, Sample, Samples, Settings, Tick, in_blocks, measure, one_thread
 from benchmarks.peers import load, trainbus
 
 PEERS = ("averaged_model", "mmengine")
@@ -20,16 +20,24 @@ Update = Callable[[], None]
 
 def run(settings: Settings) -> list[Comparison]:
     modules, left_out = load(PEERS)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    updates = {FLOOR: foreach_lerp(model)} | trainbus.ema(model, MOMENTUM)
-    for module in modules.values():
-        updates |= module.ema(model, MOMENTUM)
-    with one_thread():
+
+    def block(tick: Tick) -> Samples:
+        model = make_model()
+        updates = {FLOOR: foreach_lerp(model)} | trainbus.ema(model, MOMENTUM)
+        for module in modules.values():
+            updates |= module.ema(model, MOMENTUM)
         contenders = {name: timed(update) for name, update in updates.items()}
-        samples = measure(contenders, settings.rounds(quick=5, full=150), settings.tick)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+        return measure(contenders, settings.rounds(quick=5, full=25), tick)
+
+    with one_thread():
+        samples = in_blocks(settings, 6, block)
+    parameters = sum(parameter.numel() for parameter in make_model().parameters())
     title = f"One update, {parameters / 1e6:.0f} M parameters in {2 * LAYERS} tensors"
     return [Comparison(title, "ms", FLOOR, samples, budget=Budget(7, 1.05), left_out=left_out)]
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
 
 def foreach_lerp(model: nn.Module) -> Update:

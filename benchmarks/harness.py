@@ -34,21 +34,22 @@ LIBRARIES = (
 Sample = Callable[[], float]
 """Does the work a few times and returns seconds per operation."""
 
+Samples = dict[str, list[float]]
+"""Seconds per operation, one entry a round, by contender."""
+
+Tick = Callable[[int, int], None]
+"""Told after every round how many of how many are done."""
+
 
 @dataclass(frozen=True)
 class Settings:
     """How long to measure."""
 
     quick: bool = False
-    tick: Callable[[int, int], None] = lambda done, rounds: None
-    """Told after every round how many of how many are done."""
+    tick: Tick = lambda done, rounds: None
 
     def rounds(self, quick: int, full: int) -> int:
         return quick if self.quick else full
-
-    def tick_part(self, part: int, parts: int, done: int, rounds: int) -> None:
-        """The tick of one of several measurements of equal length."""
-        self.tick(part * rounds + done, parts * rounds)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Comparison:
     title: str
     unit: str
     floor: str
-    samples: Mapping[str, list[float]]
+    samples: Samples
     baseline: str | None = None
     """A contender whose time is taken off everybody else's in the same round; the rows are then *added* time."""
     budget: Budget | None = None
@@ -121,9 +122,26 @@ class Comparison:
         return min(self.samples[name]) - (min(self.samples[self.baseline]) if self.baseline else 0.0)
 
 
-def measure(contenders: Mapping[str, Sample], rounds: int, tick: Callable[[int, int], None]) -> dict[str, list[float]]:
+def in_blocks(settings: Settings, blocks: int, measure_block: Callable[[Tick], Samples]) -> Samples:
+    """Measure several times over with contenders made anew, and put the rounds together.
+
+    Where the allocator happens to put functions, code and tensors makes the same work up to 15 % faster or slower for as
+    long as they live; one set of contenders would measure its luck.
+    """
+    samples: Samples = {}
+    for block in range(1 if settings.quick else blocks):
+
+        def tick(done: int, rounds: int, before: int = block) -> None:
+            settings.tick(before * rounds + done, blocks * rounds)
+
+        for name, times in measure_block(tick).items():
+            samples.setdefault(name, []).extend(times)
+    return samples
+
+
+def measure(contenders: Mapping[str, Sample], rounds: int, tick: Tick) -> Samples:
     """Run every contender once per round, in turn, after one round that does not count."""
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    samples: Samples = {name: [] for name in contenders}
     # What is alive now stays alive: without it each collection between the rounds would walk all of torch.
     gc.collect()
     gc.freeze()
