@@ -138,9 +138,11 @@ class Bus(TypedOn):
 
     def wants(self, event: type[Event] | str) -> bool:
         """Return True if somebody hears ``event``; False lets a caller skip building it."""
-        event_type = event if isinstance(event, type) else resolve(event)
-        route = self._routes.get(event_type)
-        return (route or self._find_route(resolve(event_type))) is not ignore
+        try:
+            return self._routes[event] is not ignore  # type: ignore[index]  # a name is in no route, so it takes the way below
+        except KeyError:
+            # Routes are empty while an offloaded failure waits to be raised: somebody does want the next publish.
+            return bool(self._failures) or self._find_route(resolve(event)) is not ignore
 
     # ------------------------------------------------------------------------------------------------ looking in
 

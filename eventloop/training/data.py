@@ -288,6 +288,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     What has a ``.to()`` of its own knows best, be it a mapping (a tokenizer's output) or a tuple (a packed sequence).
     """
+    kind = type(batch)  # exact types first: isinstance with torch.Tensor runs Python code in its metaclass
+    if kind is torch.Tensor and batch.device == device:
+        return batch
+    if kind is tuple or kind is list:
+        return kind([to_device(value, device) for value in batch])
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=batch.device.type == "cpu" and device.type == "cuda" and batch.is_pinned())
     if callable(getattr(batch, "to", None)):

@@ -246,6 +246,8 @@ def _checked_outputs(outputs: Any) -> dict[str, Any]:
             f"step() returned no 'loss' but {', '.join(map(repr, outputs)) or 'an empty dict'}; the update needs one"
         )
     loss = outputs["loss"]
+    if type(loss) is torch.Tensor and loss.dim() == 0:  # the usual case, quickly
+        return dict(outputs)
     if not isinstance(loss, torch.Tensor):
         raise TrainingError(f"the loss that step() returned is a {type(loss).__name__}; it must be a scalar tensor")
     if loss.numel() != 1:

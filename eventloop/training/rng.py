@@ -19,7 +19,13 @@ def seed_everything(seed: int) -> None:
 
 def get_rng_state() -> dict[str, Any]:
     """Return the states of all global generators, in a form that a checkpoint can hold."""
-    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    version, words, gauss = random.getstate()
+    # 625 Python integers as one array: a checkpoint has this twice, and would take longer over them than over the weights.
+    state = {
+        "python": (version, np.array(words, np.uint32), gauss),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch: unannotated
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
@@ -27,7 +33,8 @@ def get_rng_state() -> dict[str, Any]:
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Put back what :func:`get_rng_state` returned; CUDA states only where as many devices are there."""
-    random.setstate(state["python"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state.get("cuda", ())) == torch.cuda.device_count():

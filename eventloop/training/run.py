@@ -181,7 +181,8 @@ class Run:
 
     def publish(self, event: type[Event], **payload: Any) -> None:
         """Publish an event of this class, with this run and its progress filled in."""
-        self.bus.publish(event(run=self, progress=self.order.progress, **payload))
+        if self.bus.wants(event):
+            self.bus.publish(event(run=self, progress=self.order.progress, **payload))
 
     def defer(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` when the innermost open scope ends, however it ends; last registered, first called."""

@@ -144,7 +144,7 @@ class Update(Hook):
         loss = event.outputs["loss"]
         if not self._count:
             for optimizer in run.optimizers.values():
-                optimizer.zero_grad(set_to_none=True)
+                _zero_grad(optimizer)
         self._count += 1
         self._backward(run, loss if self.accumulate == 1 else loss / self.accumulate)
         if self._count >= self.accumulate or run.last_batch:
@@ -198,6 +198,16 @@ class Update(Hook):
         if self._autocast is not None:
             autocast, self._autocast = self._autocast, None
             autocast.__exit__(None, None, None)
+
+
+def _zero_grad(optimizer: torch.optim.Optimizer) -> None:
+    """Forget gradients; torch's own way, without the profiler range that makes up most of its time."""
+    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+        optimizer.zero_grad(set_to_none=True)
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
