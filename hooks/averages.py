@@ -64,11 +64,11 @@ class WeightAverage:
         self._pairs = _Pairs(model, update_buffers, {})
 
     def blend(self, averages: Tensors, weights: Tensors) -> None:
-        """Move ``averages`` towards ``weights``, in place and without gradients.
+        """Move ``averages`` towards ``weights``, in place.
 
         Args:
-            averages: of one device and type.
-            weights: the model's tensors, in the same order.
+            averages: of one device and type; neither they nor the weights require gradients.
+            weights: the model's tensors, detached, in the same order.
         """
         raise NotImplementedError(f"{type(self).__name__} must define blend(averages, weights)")
 
@@ -86,9 +86,8 @@ class WeightAverage:
         if self.steps == 0:
             self._copy()
         elif self.steps % self.interval == 0:
-            with torch.no_grad():
-                for averages, weights in self._pairs.groups:
-                    self.blend(averages, weights)
+            for averages, weights in self._pairs.groups:  # all detached: nothing is recorded for gradients
+                self.blend(averages, weights)
         self.steps += 1
 
     def swap(self, model: torch.nn.Module) -> None:
