@@ -12,6 +12,7 @@ hook                         does
 :class:`ProgressBar`         the progress of a run on a terminal
 :class:`CheckInvalidLossHook` ends a run whose loss is no longer finite
 :class:`CheckpointHook`      saves, keeps the newest and the best
+:class:`PreemptionHook`      on a signal: saves, and ends the run in order
 ===========================  ========================================================================
 """
 
@@ -21,6 +22,7 @@ from hooks.checkpoint import CheckpointHook
 from hooks.ema import EMAHook
 from hooks.logger import LoggerHook
 from hooks.optimizer import OptimizerHook
+from hooks.preemption import PreemptionHook
 from hooks.progress_bar import ProgressBar
 from hooks.runtime_info import RuntimeInfoHook
 from hooks.schedule import ParamSchedulerHook
@@ -39,6 +41,7 @@ __all__ = [
     "MomentumAnnealingEMA",
     "OptimizerHook",
     "ParamSchedulerHook",
+    "PreemptionHook",
     "ProgressBar",
     "RuntimeInfoHook",
     "StochasticWeightAverage",

@@ -104,7 +104,8 @@ class Run:
             raise ConfigurationError('resume="auto" looks for checkpoints in the work_dir; give one, or a path as resume=')
         self._opened = False
         self._saves: SavePoints | None = None
-        self._save_now = False
+        self._save_now = False  # no threading.Event: its lock is not re-entrant, and a signal handler may set this
+        self._stop_reason = ""
         self._feed: Feed | None = None
         self._evaluated: Feed | None = None
         self._saved_place: Mapping[str, Any] | None = None
@@ -191,10 +192,14 @@ class Run:
         """End the run at the next safe mount point: after an iteration whose accumulation window is complete.
 
         The scopes that this cuts short (epoch, validation) do not publish their ``after_x``; the train scope and the run
-        end in order. Safe from any thread and from signal handlers.
+        end in order. Safe from any thread and from signal handlers: nothing is locked or logged here.
+
+        Args:
+            reason: for the record; in ``run.info["stop_reason"]`` at ``after_run``.
         """
         if reason:
-            self.info["stop_reason"] = reason
+            # Not into run.info yet: a signal handler may strike while the training thread goes through it.
+            self._stop_reason = reason
         self.order.stop = True
 
     def checkpoint_now(self) -> None:
@@ -305,6 +310,8 @@ class Run:
         self.order.break_epoch()
         self.order.end_train()
         self.order.progress = self.counters.snapshot()
+        if self._stop_reason:
+            self.info["stop_reason"] = self._stop_reason
         self.publish(ev.AfterRun)
         self._save_if_asked(force=True)
         self.order.scopes.leave("run")
