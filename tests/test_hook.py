@@ -147,7 +147,7 @@ def test_add_takes_all_hooks_or_none_on_an_open_bus_whose_loop_does_not_start(mo
         raise LookupError("No such backend: trio")
 
     with Bus() as bus:
-        monkeypatch.setattr("eventloop.offload.runtime.anyio.run", refuse)
+        monkeypatch.setattr("eventloop.offload.loops.anyio.run", refuse)
         with pytest.raises(RuntimeError, match=r"did not start"):
             bus.add(Offloaded())
         assert bus.subscriptions == ()

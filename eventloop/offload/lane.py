@@ -15,7 +15,6 @@ afterwards, so at least one of the two sees the other.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Literal, get_args
@@ -23,6 +22,7 @@ from typing import Any, Final, Literal, get_args
 import msgspec
 
 from eventloop.errors import LaneClosedError, LaneFullError
+from eventloop.offload.deadline import Deadline
 
 Full = Literal["block", "drop_old", "drop_new", "latest", "raise"]
 FULL: tuple[str, ...] = get_args(Full)
@@ -192,8 +192,8 @@ class Lane:
     def _wait_for_room(self) -> threading.Lock:
         if self._owns():
             raise LaneFullError(
-                f"the lane of {self.label} is full ({self.capacity} events wait) and its publisher runs on a thread of its own "
-                "bus, so waiting could be a deadlock; give the lane a larger queue= or another full= policy"
+                f"the lane of {self.label} is full ({self.capacity} events wait) and its publisher runs on a thread or event "
+                "loop of its bus, so waiting could be a deadlock; give the lane a larger queue= or another full= policy"
             )
         return self._bell()
 
@@ -217,7 +217,12 @@ class Lane:
     # -------------------------------------------------------------------------------------------- consumer's side
 
     def attach(self, wake: Callable[[], object], owns: Callable[[], bool]) -> None:
-        """Open the lane to publishers. ``wake`` rouses the consumer; ``owns`` says if this thread belongs to the bus."""
+        """Open the lane to publishers.
+
+        Args:
+            wake: rouses the consumer.
+            owns: True on a thread that must not wait for a place; may raise instead.
+        """
         with self._lock:
             self._wake = wake
             self._owns = owns
@@ -319,8 +324,8 @@ class Lane:
             pending = published - self._delivered - self._failed - self._dropped
             return LaneStats(published, self._delivered, self._failed, self._dropped, pending)
 
-    def join(self, deadline: float | None) -> bool:
-        """Wait until all that was published before this call is done; False if ``deadline`` (monotonic) came first."""
+    def join(self, deadline: Deadline) -> bool:
+        """Wait until all that was published before this call is done; False if ``deadline`` came first."""
         self.wake()
         target = None
         while True:
@@ -331,10 +336,10 @@ class Lane:
                 if self._returned + self._delivered + self._failed + self._dropped - self._refused >= target:
                     return True
                 bell = self._bell()
-            left = _POLL if deadline is None else min(_POLL, deadline - time.monotonic())
-            if left <= 0:
+            left = deadline.left
+            if not left:
                 return False
-            bell.acquire(timeout=left)
+            bell.acquire(timeout=min(_POLL, left))  # looks again, too, as the deadline may have been moved nearer
 
     def become_inert(self) -> None:
         """In a forked child there is no consumer, and another thread may have held the lock for ever."""

@@ -4,6 +4,7 @@ import pytest
 
 from eventloop import LaneClosedError, LaneFullError
 from eventloop.offload import Lane, LaneStats
+from eventloop.offload.deadline import Deadline
 
 
 def make(capacity: int = 3, full: str = "block", prepare=lambda event: event) -> Lane:
@@ -100,7 +101,7 @@ def test_waiting_on_a_thread_of_ones_own_bus_would_be_a_deadlock_and_is_an_error
     lane = make(capacity=1)
     lane.attach(lambda: None, lambda: True)
     lane.put(0)
-    with pytest.raises(LaneFullError, match=r"thread of its own bus.*larger queue="):
+    with pytest.raises(LaneFullError, match=r"thread or event loop of its bus.*larger queue="):
         lane.put(1)
 
 
@@ -167,7 +168,7 @@ def test_a_wake_up_that_was_interrupted_is_made_up_for_by_the_next_publisher():
 def test_join_waits_for_what_was_published_before_it_and_not_for_later_events():
     lane = make(capacity=10)
     fill(lane, 2)
-    thread, result = in_thread(lane.join, None)
+    thread, result = in_thread(lane.join, Deadline(None))
     wait_until_waiting(lane)
     lane.put(2)
     lane.take(2)
@@ -191,16 +192,16 @@ def test_join_is_not_misled_by_refused_or_returned_events():
     with pytest.raises(ValueError):
         lane.put("broken")
     fill(lane, 3)
-    assert not lane.join(0.0)
+    assert not lane.join(Deadline(0))
     lane.take(1)
     lane.delivered(1)
-    assert lane.join(0.0)
+    assert lane.join(Deadline(0))
 
 
 def test_join_gives_up_at_its_deadline():
     lane = make()
     lane.put(0)
-    assert not lane.join(deadline=0.0)
+    assert not lane.join(Deadline(0))
 
 
 def test_what_is_left_when_the_consumer_goes_is_dropped_and_counted():
@@ -208,7 +209,7 @@ def test_what_is_left_when_the_consumer_goes_is_dropped_and_counted():
     fill(lane, 3)
     lane.detach()
     assert lane.stats == LaneStats(published=3, dropped=3)
-    assert lane.join(0.0)
+    assert lane.join(Deadline(0))
 
 
 def test_an_event_appended_after_the_consumer_has_gone_is_dropped_and_counted():

@@ -427,7 +427,7 @@ def test_a_bus_whose_loop_does_not_start_stays_idle_and_works_later(monkeypatch,
         raise LookupError("No such backend: trio")
 
     with monkeypatch.context() as patched:
-        patched.setattr("eventloop.offload.runtime.anyio.run", refuse)
+        patched.setattr("eventloop.offload.loops.anyio.run", refuse)
         with pytest.raises(BusStateError, match="event loop did not start: No such backend"):
             bus.open()
     assert bus.state == "idle"
