@@ -19,7 +19,7 @@ from eventloop.events import ABSENT, Event, Progress, name_of, registry, suggest
 from eventloop.scalars import Gathered, fill, take_scalars
 from eventloop.staged import IMMUTABLE, Copies, Owned, Staged, fences, stage
 
-__all__ = ["Owned", "Staged", "detach", "detached_type", "from_json", "from_msgpack", "stage"]
+__all__ = ["Owned", "Staged", "detach", "detached_type", "from_json", "from_msgpack", "is_plain", "stage"]
 
 
 def detach(event: Event) -> Event | Staged:
@@ -28,6 +28,14 @@ def detach(event: Event) -> Event | Staged:
     Events whose fields are all plain and immutable are returned as they are.
     """
     return _detacher(type(event))(event)
+
+
+def is_plain(event_type: type[Event]) -> bool:
+    """True if all fields of ``event_type`` are plain and immutable, so that :func:`detach` has nothing to do."""
+    try:
+        return all(plan == "keep" for plan in _plans(event_type).values())
+    except EventDefinitionError:
+        return False  # told when one is published
 
 
 def from_json(data: bytes | str) -> Event:

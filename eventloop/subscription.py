@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, cast
 
 import msgspec
 
-from eventloop.detach import detach
+from eventloop.detach import detach, is_plain
 from eventloop.errors import SubscribeError
 from eventloop.events import Event, name_of
 from eventloop.filters import FILTERS, Filter, make_filter
@@ -148,10 +148,11 @@ class Subscription:
 
     # ------------------------------------------------------------------------------------- for routes and the bus
 
-    @property
-    def call(self) -> Callable[[Any], object]:
-        """What a route calls: the handler itself, or the hand-off to its lane."""
-        return self.handler if self.lane is None else self.lane.put
+    def call_for(self, event_type: type[Event]) -> Callable[[Any], object]:
+        """Return what the route of ``event_type`` calls: the handler itself, or the hand-off to its lane."""
+        if self.lane is None:
+            return self.handler
+        return self.lane.put_as_is if self._detaches and is_plain(event_type) else self.lane.put
 
     @property
     def isolated(self) -> bool:
@@ -228,6 +229,7 @@ class Subscription:
                 )
             return None
         capture, batch = options.pop("capture", None), options.pop("batch", None)
+        self._detaches = capture is None  # nothing else is done to an event on its way into the lane
         queue, full, linger = options.get("queue", 1024), options.get("full", "block"), options.get("linger", 0.01)
         for name, value in (("queue", queue), ("batch", batch if batch is not None else 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -1,3 +1,4 @@
+import sys
 import threading
 
 import pytest
@@ -16,6 +17,11 @@ def make(capacity: int = 3, full: str = "block", prepare=lambda event: event) ->
 def fill(lane: Lane, number: int) -> None:
     for i in range(number):
         lane.put(i)
+
+
+def fill_by(put, number: int) -> None:
+    for i in range(number):
+        put(i)
 
 
 def in_thread(function, *args) -> tuple[threading.Thread, list]:
@@ -140,6 +146,45 @@ def test_only_a_publisher_who_finds_the_lane_disarmed_wakes_the_consumer():
     lane.put(0)
     lane.put(1)
     assert len(rings) == 2
+
+
+def test_publishers_who_pass_each_other_at_every_instruction_neither_lose_a_count_nor_overfill_the_lane(request):
+    lane = make(capacity=5)
+    most = 0
+    every = sys.getswitchinterval()
+    request.addfinalizer(lambda: sys.setswitchinterval(every))
+    sys.setswitchinterval(1e-6)
+    threads = [in_thread(fill_by, put, 3000)[0] for put in (lane.put, lane.put_as_is) * 2]
+    taken = 0
+    while taken < 12_000:
+        most = max(most, len(lane._queue))
+        items = lane.take(2)
+        taken += len(items)
+        lane.delivered(len(items))
+    for thread in threads:
+        thread.join()
+    assert most <= 5
+    assert lane.stats == LaneStats(published=12_000, delivered=12_000)
+    lane.close()
+    assert lane.finished()
+
+
+@pytest.mark.parametrize("put", [Lane.put, Lane.put_as_is])
+@pytest.mark.parametrize("end", [lambda lane: lane.close("over"), lambda lane: lane.detach(), lambda lane: lane.become_inert()])
+def test_a_lane_that_was_open_lets_nobody_in_once_it_is_not(put, end):
+    lane = make()
+    put(lane, 0)
+    end(lane)
+    with pytest.raises(LaneClosedError):
+        put(lane, 1)
+
+
+def test_an_event_that_goes_as_it_is_meets_the_same_policy():
+    lane = make(capacity=2, full="drop_old")
+    for i in range(5):
+        lane.put_as_is(i)
+    assert lane.take(9) == [3, 4]
+    assert lane.stats == LaneStats(published=5, dropped=3, pending=2)
 
 
 def test_the_consumer_must_not_sleep_when_something_came_in():

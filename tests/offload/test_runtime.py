@@ -582,7 +582,7 @@ def test_of_many_errors_of_a_handler_the_first_is_raised(bus, kind):
     subscription = failing(bus, kind)
     with capture_logs(), pytest.raises(ValueError, match="event 0"), bus:
         for i in range(5):
-            subscription.call(iteration(i))  # past bus.publish, which would raise the error itself
+            subscription.lane.put(iteration(i))  # past bus.publish, which would raise the error itself
 
 
 def test_an_error_is_logged_at_once_and_the_lane_goes_on(bus, kind):
