@@ -237,15 +237,19 @@ class Bus(TypedOn):
         """
         runtime = self._opened()
         _check_may_wait(runtime, "drain")
-        return self._drained(runtime.drain(Deadline(timeout)))
+        report = runtime.drain(Deadline(timeout))
+        self.raise_failures()
+        return report
 
     async def adrain(self, timeout: float | None = None) -> DrainReport:  # noqa: ASYNC109 - reports, and does not cancel
         """Like :meth:`drain`, without blocking the event loop; on any bus that is open, also one with a thread of its own."""
         runtime = self._opened()
         _check_not_inside(runtime, "adrain")
         deadline = Deadline(timeout)
-        work = partial(runtime.drain, deadline)
-        return self._drained(await in_thread(work, "trainbus drains", cancelled=partial(deadline.shorten, 0)))
+        stop = partial(deadline.shorten, 0)
+        report = await in_thread(partial(runtime.drain, deadline), "trainbus drains", cancelled=stop)
+        self.raise_failures()
+        return report
 
     def __enter__(self) -> Self:
         self.open()
@@ -312,7 +316,7 @@ class Bus(TypedOn):
     def release_thread(self, interrupt: Callable[[], object]) -> None:
         """Undo :meth:`adopt_thread` with the same ``interrupt``."""
         with self._lock:
-            self._training = tuple(one for one in self._training if one.interrupt is not interrupt)
+            self._training = tuple(one for one in self._training if one.interrupt != interrupt)
 
     def annotate(self, error: BaseException, subscription: Entry, event: Event) -> None:
         """Add a note to ``error`` that says whose it is, where and when."""
@@ -334,6 +338,16 @@ class Bus(TypedOn):
             self._failures.setdefault(subscription, error)
             # Emptied, so that the next publish misses and comes past _raise_failures; costs nothing until then.
             self._routes = {}
+
+    def raise_failures(self) -> None:
+        """Raise what offloaded handlers have left, if this is the thread to raise it on, as the next publish would."""
+        if self._raises_here():
+            _raise(self._take_failures())
+
+    @property
+    def hosted_here(self) -> bool:
+        """True on the thread whose event loop ``async with bus:`` uses, which nothing may block."""
+        return self._runtime is not None and self._runtime.in_host_loop
 
     def remove(self, *subscriptions: Subscription) -> None:
         """Let go of subscriptions; of those that are gone already nothing happens."""
@@ -397,11 +411,6 @@ class Bus(TypedOn):
             )
         _raise(failures)
 
-    def _drained(self, report: DrainReport) -> DrainReport:
-        if self._raises_here():
-            _raise(self._take_failures())
-        return report
-
     def _raises_here(self) -> bool:
         """True if offloaded handlers have left errors, and this is the thread to raise them on."""
         if not self._failures:
@@ -417,9 +426,9 @@ class Bus(TypedOn):
                 one.interrupt()
 
     def _subscriptions_of(self, hook: Hook, priority: PriorityLike | None) -> Iterator[Subscription]:
-        for event, method, mark in subscriptions_of(hook):
+        for events, method, mark in subscriptions_of(hook):
             chosen = next(choice for choice in (priority, mark.priority, hook.priority) if choice is not None)
-            yield Subscription(self, event, method, hook=hook, **{"priority": chosen, **mark.options})
+            yield Subscription(self, events, method, hook=hook, **{"priority": chosen, **mark.options})
 
     def _check_names(self, hooks: list[Hook]) -> None:
         for index, hook in enumerate(hooks):
@@ -449,22 +458,21 @@ class Bus(TypedOn):
 
     def _replace(self, subscriptions: list[Subscription], changed: list[Subscription]) -> None:
         """Put a new table in place; a publish that is under way goes on with the route it has."""
-        names = {subscription.mount_point for subscription in changed}
+        names = {name for subscription in changed for name in subscription.mount_points}
         self._subscriptions = tuple(subscriptions)
         self._compiled = {kind: route for kind, route in self._compiled.items() if names.isdisjoint(lineage(kind))}
         self._routes = {} if self._failures else dict(self._compiled)
 
     def _heard_by(self, event_type: type[Event]) -> list[Subscription]:
-        names = lineage(event_type)
-        return [subscription for subscription in self._subscriptions if subscription.mount_point in names]
+        names = set(lineage(event_type))
+        return [subscription for subscription in self._subscriptions if not names.isdisjoint(subscription.mount_points)]
 
     def _route(self, event_type: type) -> Route:
         """Find the route of an event that has none cached, after raising what offloaded handlers left behind."""
         if not issubclass(event_type, Event):
             what = "a class: make an instance of it" if issubclass(event_type, type) else event_type.__name__
             raise TypeError(f"bus.publish takes an event, an instance of an Event class, not {what}")
-        if self._raises_here():
-            _raise(self._take_failures())
+        self.raise_failures()
         return self._find_route(event_type)
 
     def _find_route(self, event_type: type[Event]) -> Route:

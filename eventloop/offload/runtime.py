@@ -12,6 +12,8 @@ from eventloop.offload.deadline import Deadline
 from eventloop.offload.lane import DrainReport, Lane
 from eventloop.offload.loops import Backend, HostLoop, LoopThread, ended
 
+_LOOP_GRACE = 0.5  # seconds that tasks have to end at least: threads that hang leave them none
+
 log = get_logger()
 
 
@@ -126,7 +128,7 @@ class Runtime:
             consumer.abandon()
         threads = [consumer.thread for consumer in consumers if isinstance(consumer, ThreadConsumer)]
         behind = [thread.name for thread in threads if thread is not None and not ended(thread, deadline.left)]
-        if not self._loop.stop(deadline.left):
+        if not self._loop.stop(max(_LOOP_GRACE, deadline.left)):
             behind.append(self._loop.name)
         for consumer in consumers:
             consumer.lane.detach()
