@@ -112,12 +112,16 @@ STAIRS = {
     "eventloop.filters": ["errors", "events"],
     "eventloop.hook": ["errors", "events", "priority"],
     "eventloop.routes": ["events", "filters", "priority"],
-    "eventloop.scalars": [],
+    "eventloop.ring": [],
+    "eventloop.scalars": ["ring"],
     "eventloop.staged": ["errors", "events"],
-    "eventloop.detach": ["errors", "events", "scalars", "staged"],
-    "eventloop.offload.lane": ["errors"],
+    "eventloop.detach": ["errors", "events", "ring", "scalars", "staged"],
+    "eventloop.offload.deadline": [],
+    "eventloop.offload.loops": ["errors"],
+    "eventloop.offload.in_thread": ["offload.loops"],
+    "eventloop.offload.lane": ["errors", "offload.deadline"],
     "eventloop.offload.consumer": ["errors", "offload.lane", "staged"],
-    "eventloop.offload.runtime": ["errors", "log", "offload.consumer", "offload.lane"],
+    "eventloop.offload.runtime": ["log", "offload.consumer", "offload.deadline", "offload.lane", "offload.loops"],
 }
 
 
