@@ -94,14 +94,14 @@ TAIL = '''    # A mount point of the user's own, by name: the checker cannot kno
 
         As a decorator (``@bus.on("after_train_iter", priority=50)``) it returns the function unchanged; called with a
         function it returns a :class:`Subscription`. Plain functions run inline, on the publisher's thread; async ones on
-        the bus's event loop; ``offload="thread"`` gives blocking work a thread of its own.
+        the bus's event loop; ``offload="thread"`` gives blocking work a thread of its own, ``offload="process"`` a process.
 
         Args:
             event: the class or the name; ``Event`` hears everything, a group (``"after_iter"``) all its events.
             handler: takes one argument: the event, what ``capture`` returned, or with ``batch`` a list of either.
-            **options: ``priority`` and filters, ``offload``, ``queue``, ``full``, ``linger``, ``on_error`` and
-                ``disable_after`` (:class:`eventloop.Options`), and for offloaded handlers ``capture``, which picks on the
-                publisher's thread what the handler gets a copy of, and ``batch``, the most events per call.
+            **options: ``priority`` and filters, ``offload``, ``queue``, ``full``, ``linger``, ``max_bytes``, ``timeout``,
+                ``on_error`` and ``disable_after`` (:class:`eventloop.Options`), and for offloaded handlers ``capture``, which
+                picks on the publisher's thread what the handler gets a copy of, and ``batch``, the most events per call.
 
         Raises:
             UnknownEventError: no event declares the name.

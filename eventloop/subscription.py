@@ -8,7 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, cast
+from typing import Any, Literal, Protocol, Self, TypedDict, cast
 
 import msgspec
 
@@ -19,6 +19,7 @@ from eventloop.filters import FILTERS, Filter, make_filter
 from eventloop.hook import Hook
 from eventloop.log import get_logger
 from eventloop.offload.lane import FULL, Full, Lane, LaneStats
+from eventloop.offload.runtime import Runtime
 from eventloop.offload.process import ProcessWorker
 from eventloop.offload.sized import SizedLane
 from eventloop.offload.target import target_of
@@ -26,15 +27,24 @@ from eventloop.offload.worker import MakeThread, ThreadWorker, Worker
 from eventloop.priority import Priority, PriorityLike
 from eventloop.staged import check_capture
 
-if TYPE_CHECKING:
-    from eventloop.bus import Bus
-    from eventloop.offload.runtime import Runtime
-
 Mode = Literal["inline", "async", "thread", "process"]
 
 _MOST_TIMEOUTS = 3  # handlers that hang in threads left behind, or worker processes that do not start, before it is retired
 
 log = get_logger()
+
+
+class Owner(Protocol):
+    """What a subscription needs to know of its bus."""
+
+    def annotate(self, error: BaseException, subscription: Any, event: Event) -> None:
+        """Add a note to ``error`` that says whose it is, where and when."""
+
+    def fail(self, subscription: Any, error: BaseException) -> None:
+        """Have ``error`` raised on the training thread."""
+
+    def remove(self, *subscriptions: Any) -> None:
+        """Let go of subscriptions."""
 
 
 class Options(TypedDict, total=False):
@@ -93,7 +103,7 @@ class Subscription:
 
     def __init__(
         self,
-        bus: Bus,
+        bus: Owner,
         event: type[Event] | tuple[type[Event], ...],
         handler: Callable[..., Any],
         *,
@@ -141,6 +151,9 @@ class Subscription:
                 "batch": batch,
             }
             self.lane = self._make_lane({name: option for name, option in lane.items() if option is not None})
+            if self.lane is not None:
+                # A batch has many publishers: its handler sees the subscriber's context variables.
+                self.lane.contextual = batch is None and self.mode in ("async", "thread")
         self.batch = batch
         self.timeout = timeout
         self.disable_after = disable_after
@@ -338,8 +351,8 @@ def _mode(handler: Callable[..., Any], offload: str | None) -> Mode:
         raise SubscribeError("a handler with `yield` in it is a generator: calling it would run nothing; return instead")
     if offload not in (None, "inline", "thread", "process"):
         raise SubscribeError(
-            f'offload={offload!r}: blocking work goes to offload="thread" or "process"; async functions are offloaded by nature; '
-            "anything else runs inline"
+            f'offload={offload!r}: blocking work goes to offload="thread" or "process"; async functions are offloaded by '
+            "nature; anything else runs inline"
         )
     if not is_async(handler):
         return cast("Mode", offload or "inline")
@@ -350,8 +363,8 @@ def _mode(handler: Callable[..., Any], offload: str | None) -> Mode:
         )
     if offload is not None:
         raise SubscribeError(
-            f'an async function needs no offload="{offload}": it runs on the bus\'s event loop. Leave offload= out, or make it a '
-            f"plain function to run it in a {offload}"
+            f'an async function needs no offload="{offload}": it runs on the bus\'s event loop. Leave offload= out, or make it '
+            f"a plain function to run it in a {offload}"
         )
     return "async"
 

@@ -120,8 +120,23 @@ STAIRS = {
     "eventloop.offload.loops": ["errors"],
     "eventloop.offload.in_thread": ["offload.loops"],
     "eventloop.offload.lane": ["errors", "offload.deadline"],
-    "eventloop.offload.consumer": ["errors", "offload.lane", "staged"],
-    "eventloop.offload.runtime": ["log", "offload.consumer", "offload.deadline", "offload.lane", "offload.loops"],
+    "eventloop.offload.contexts": [],
+    "eventloop.offload.worker": ["errors"],
+    "eventloop.offload.sized": ["errors", "offload.lane", "staged"],
+    "eventloop.offload.target": ["errors"],
+    "eventloop.offload.segment": [],
+    "eventloop.offload.parcel": ["detach", "events", "offload.segment", "offload.target"],
+    "eventloop.offload.child": ["offload.parcel", "offload.segment", "offload.target"],
+    "eventloop.offload.process": [
+        "errors",
+        "log",
+        *(f"offload.{module}" for module in ("child", "parcel", "segment", "target", "worker")),
+    ],
+    "eventloop.offload.consumer": ["errors", "offload.contexts", "offload.lane", "offload.loops", "offload.worker", "staged"],
+    "eventloop.offload.runtime": [
+        "log",
+        *(f"offload.{module}" for module in ("consumer", "contexts", "deadline", "lane", "loops", "worker")),
+    ],
 }
 
 
