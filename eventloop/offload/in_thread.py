@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextvars
-import sys
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import anyio
 
+from eventloop.offload.contexts import set_library
 from eventloop.offload.loops import threadsafe_call
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ async def in_thread(function: Callable[[], T], name: str, *, cancelled: Callable
             return
 
     context = contextvars.copy_context()
-    _forget_library(context)
+    set_library(context, None)  # there is no event loop on that thread
     threading.Thread(target=context.run, args=(run,), name=name, daemon=True).start()
     try:
         await over.wait()
@@ -79,10 +79,3 @@ class _Work(Generic[T]):
     def result(self) -> T:
         self.check()
         return self._results[0]
-
-
-def _forget_library(context: contextvars.Context) -> None:
-    """Have ``sniffio`` (which anyio asks) find no event loop on a thread that runs in a copy of a task's context."""
-    sniffio = sys.modules.get("sniffio")
-    if sniffio is not None:
-        context.run(sniffio.current_async_library_cvar.set, None)

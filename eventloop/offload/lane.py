@@ -23,6 +23,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any, Final, Literal, get_args
 
 import msgspec
@@ -33,7 +34,7 @@ from eventloop.offload.deadline import Deadline
 Full = Literal["block", "drop_old", "drop_new", "latest", "raise"]
 FULL: tuple[str, ...] = get_args(Full)
 
-_POLL = 0.2  # seconds after which somebody who waits looks again, in case Ctrl-C swallowed a notice
+POLL = 0.2  # seconds after which somebody who waits looks again, in case Ctrl-C swallowed a notice
 _SHUT: Final = -1  # a gate that nobody passes
 _HAS_GIL: Final = getattr(sys, "_is_gil_enabled", lambda: True)()
 _DROPPED: Final = threading.Lock()  # instead of a bell: there is nothing to wait for
@@ -79,6 +80,9 @@ class Lane:
         linger: float = 0.01,
     ) -> None:
         self.label = label
+        self.contextual = False
+        """Whether items are queued as tuples of the publisher's context and the item (some 50 ns)."""
+        self.context = copy_context()  # of the subscriber, for handlers whose items come without one
         self.linger = linger
         self.capacity = capacity
         self.full = full
@@ -100,6 +104,8 @@ class Lane:
         self._owns: Callable[[], bool] = _nobody
         self._closed = True
         self._retired = False
+        self.given_up = False
+        """True once nothing of what is queued will be delivered any more."""
         self._reason = ""
 
     # ------------------------------------------------------------------------------------------- publisher's side
@@ -134,8 +140,10 @@ class Lane:
                 if bell is not None:
                     waited = True
                     self.wake()  # it may be lingering, and there is nothing to save by that now
-                    bell.acquire(timeout=_POLL)
+                    bell.acquire(timeout=POLL)
             item = self._prepare(event)
+            if self.contextual:
+                item = (copy_context(), item)
         except BaseException:
             while reserved:
                 try:
@@ -179,13 +187,13 @@ class Lane:
     def _make_room(self, *, waited: bool) -> threading.Lock | None:
         """Called with the lock held. None if there is a place now, else what to wait for, or that the event was dropped."""
         if self._closed or (self._retired and waited):
-            if self._retired and not waited:
+            if self._retired and (not waited or self.full != "block"):
                 self._refuse()  # of a cancelled subscription, by a publish that was under way when the bus closed
                 return _DROPPED
             raise self._closed_error()
         match self.full:
             case "block":
-                return self._wait_for_room()
+                return self._wait_for_room(f"{self.capacity} events wait")
             case "raise":
                 raise LaneFullError(
                     f"the lane of {self.label} is full ({self.capacity} events wait); its handler is slower than its "
@@ -215,10 +223,10 @@ class Lane:
             self._queue.popleft()
         self._notify()
 
-    def _wait_for_room(self) -> threading.Lock:
+    def _wait_for_room(self, what: str) -> threading.Lock:
         if self._owns():
             raise LaneFullError(
-                f"the lane of {self.label} is full ({self.capacity} events wait) and its publisher runs on a thread or event "
+                f"the lane of {self.label} is full ({what}) and its publisher runs on a thread or event "
                 "loop of its bus, so waiting could be a deadlock; give the lane a larger queue= or another full= policy"
             )
         return self._bell()
@@ -277,6 +285,12 @@ class Lane:
             self._reason = reason
             self._notify()
         self.wake()
+
+    def give_up(self, reason: str) -> None:
+        """Retire, and drop what is queued, and what publishes that are under way still queue."""
+        self.given_up = True
+        self.retire(reason)
+        self.discard()
 
     def detach(self) -> None:
         """Forget the consumer: it is gone, and so may be the loop it ran on. What is still queued is dropped."""
@@ -372,7 +386,7 @@ class Lane:
             left = deadline.left
             if not left:
                 return False
-            bell.acquire(timeout=min(_POLL, left))  # looks again, too, as the deadline may have been moved nearer
+            bell.acquire(timeout=min(POLL, left))  # looks again, too, as the deadline may have been moved nearer
 
     def become_inert(self) -> None:
         """In a forked child there is no consumer, and another thread may have held the lock for ever."""
