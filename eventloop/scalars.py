@@ -5,7 +5,8 @@ dtype and device; a consumer turns rows into numbers later, many at a time.
 
 What is a scalar among the outputs of an iteration is nearly always what was one before, so it is noted down in a plan, and an
 iteration only checks that the plan still holds. Floating tensors on the CPU become rows of float64, which holds each of their
-values exactly, so their dtypes need no checking; elsewhere, and for integers, a row has the dtype of its tensors.
+values exactly (and integers that take their place, up to 2**53), so their dtypes need no checking; elsewhere, and for
+integers, a row has the dtype of its tensors.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Scalars:
         if plan is not None:
             try:
                 taken = plan.take(values)
-            except (RuntimeError, TypeError):  # what was a scalar tensor has another shape now, or is no tensor
+            except (RuntimeError, TypeError, AttributeError):  # what was a scalar tensor has another shape now, or is no tensor
                 taken = None
             if taken is not None:
                 return taken
@@ -92,7 +93,7 @@ class Plan:
         """Take what is planned; None if the values are of other kinds than planned.
 
         Raises:
-            RuntimeError, TypeError: what was planned as a scalar tensor is none.
+            RuntimeError, TypeError, AttributeError: what was planned as a scalar tensor is none.
         """
         numbers: tuple[Any, ...] = ()
         if self._rest is not None:
