@@ -10,6 +10,7 @@ from eventloop.errors import (
     CheckpointValueError,
     ConfigurationError,
     EventDefinitionError,
+    HandlerTimeoutError,
     LaneClosedError,
     LaneFullError,
     LiveFieldError,
@@ -19,6 +20,7 @@ from eventloop.errors import (
     TrainbusError,
     TrainingError,
     UnknownEventError,
+    WorkerDiedError,
 )
 from eventloop.events import (
     AfterBackward,
@@ -73,7 +75,8 @@ from eventloop.hook import Hook, mount
 from eventloop.log import get_logger
 from eventloop.offload import DrainReport
 from eventloop.priority import Priority
-from eventloop.subscription import Options, Stats, Subscription
+from eventloop.stream import Stream
+from eventloop.subscription import Options, Stats, StreamOptions, Subscription
 from eventloop.training import Metric, Run, SeededDataset, TrainLoop, Update, checkpoint_keys, load_weights
 from eventloop.view import RunView
 
@@ -127,6 +130,7 @@ __all__ = [
     "DrainReport",
     "Event",
     "EventDefinitionError",
+    "HandlerTimeoutError",
     "Hook",
     "LaneClosedError",
     "LaneFullError",
@@ -147,6 +151,8 @@ __all__ = [
     "Scalars",
     "SeededDataset",
     "Stats",
+    "Stream",
+    "StreamOptions",
     "SubscribeError",
     "Subscription",
     "TrainLoop",
@@ -154,6 +160,7 @@ __all__ = [
     "TrainingError",
     "UnknownEventError",
     "Update",
+    "WorkerDiedError",
     "checkpoint_keys",
     "detach",
     "from_json",

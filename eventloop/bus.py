@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, cast
 
 from eventloop._on import TypedOn
 from eventloop.describe import Description, describe
@@ -16,13 +16,14 @@ from eventloop.errors import BusStateError, OffloadError, SubscribeError
 from eventloop.events import Event, lineage, name_of, resolve
 from eventloop.hook import Hook, subscriptions_of
 from eventloop.log import get_logger
-from eventloop.offload import DrainReport, Runtime
+from eventloop.offload import DrainReport, Lane, Runtime
 from eventloop.offload.deadline import Deadline
 from eventloop.offload.in_thread import in_thread
 from eventloop.offload.loops import Backend, HostLoop
 from eventloop.priority import PriorityLike
 from eventloop.routes import Entry, Route, Source, compile_route, ignore, route_source
-from eventloop.subscription import Stats, Subscription
+from eventloop.stream import Stream
+from eventloop.subscription import Stats, StreamOptions, Subscription, stream
 
 State = Literal["idle", "open", "draining"]
 
@@ -83,6 +84,19 @@ class Bus(TypedOn):
             return function
 
         return subscribe
+
+    def _stream(self, event: type[Event] | str, options: dict[str, Any]) -> Any:
+        for name in options:
+            if name not in StreamOptions.__annotations__ and name != "capture":
+                known = ", ".join(["capture", *StreamOptions.__annotations__])
+                raise SubscribeError(f"bus.stream takes no {name}=; its options are {known}")
+        subscription = Subscription(self, resolve(event), stream, **{"full": "drop_old", **options})
+        try:
+            made = Stream[Any](subscription, cast("Lane", subscription.lane), self._interrupt)
+        except RuntimeError as error:
+            raise BusStateError(f"bus.stream() is for async code, and there is no event loop here: {error}") from None
+        self._insert([subscription])
+        return made
 
     def off(self, what: Callable[..., Any] | Hook | Subscription) -> None:
         """Cancel every subscription of a function, all those of a hook, or one :class:`Subscription`.
@@ -504,6 +518,7 @@ class Bus(TypedOn):
             )
         finally:
             with self._lock:
+                self.remove(*(one for one in self._subscriptions if one.mode == "stream"))
                 self._runtime = None
                 self._state = "idle"
                 # The routes of an open bus hide its handlers from the garbage collector (see routes.py).

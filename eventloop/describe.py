@@ -93,7 +93,12 @@ def _row(mount_point: str, subscription: Subscription) -> Row:
     )
 
 
-_MODES = {"inline": "inline", "async": "offloaded: event loop", "thread": "offloaded: thread", "process": "offloaded: process"}
+_MODES = {"inline": "inline"} | {
+    "async": "offloaded: event loop",
+    "thread": "offloaded: thread",
+    "process": "offloaded: process",
+    "stream": "offloaded: stream",
+}
 
 
 def _lane(subscription: Subscription) -> str:

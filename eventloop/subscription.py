@@ -19,15 +19,15 @@ from eventloop.filters import FILTERS, Filter, make_filter
 from eventloop.hook import Hook
 from eventloop.log import get_logger
 from eventloop.offload.lane import FULL, Full, Lane, LaneStats
-from eventloop.offload.runtime import Runtime
 from eventloop.offload.process import ProcessWorker
+from eventloop.offload.runtime import Runtime
 from eventloop.offload.sized import SizedLane
 from eventloop.offload.target import target_of
 from eventloop.offload.worker import MakeThread, ThreadWorker, Worker
 from eventloop.priority import Priority, PriorityLike
 from eventloop.staged import check_capture
 
-Mode = Literal["inline", "async", "thread", "process"]
+Mode = Literal["inline", "async", "thread", "process", "stream"]
 
 _MOST_TIMEOUTS = 3  # handlers that hang in threads left behind, or worker processes that do not start, before it is retired
 
@@ -76,6 +76,22 @@ class Options(TypedDict, total=False):
     timeout: float
     on_error: Literal["raise", "log"]
     disable_after: int
+
+
+class StreamOptions(TypedDict, total=False):
+    """Keyword options of ``bus.stream``, which also takes ``capture``: filters and the lane, as in :class:`Options`."""
+
+    priority: PriorityLike
+    every: int
+    once: int | Iterable[int]
+    after: int
+    before: int
+    when: Callable[[Any], object]
+    every_seconds: float
+    queue: int
+    max_bytes: int
+    full: Full
+    linger: float
 
 
 class Stats(msgspec.Struct, frozen=True):
@@ -215,7 +231,7 @@ class Subscription:
 
     def serve(self, runtime: Runtime) -> None:
         """Start the consumer of an offloaded subscription."""
-        if self.lane is None:
+        if self.lane is None or self.mode == "stream":
             return
         if self.mode == "async":
             handler = cast("Callable[[Any], Awaitable[object]]", self.handler)
@@ -346,7 +362,13 @@ def is_async(handler: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__)
 
 
+def stream(event: Any) -> None:
+    """Stands in for the handler of a stream, whose events are taken by whoever iterates over it."""
+
+
 def _mode(handler: Callable[..., Any], offload: str | None) -> Mode:
+    if handler is stream:
+        return "stream"
     if inspect.isgeneratorfunction(handler) or inspect.isasyncgenfunction(handler):
         raise SubscribeError("a handler with `yield` in it is a generator: calling it would run nothing; return instead")
     if offload not in (None, "inline", "thread", "process"):

@@ -70,6 +70,9 @@ class Lane:
         linger: seconds the consumer waits before it looks again.
     """
 
+    chunk = 64
+    """Items that the consumer takes at once for a handler that gets them one by one."""
+
     def __init__(
         self,
         label: str,

@@ -8,9 +8,11 @@ from typing import Any
 
 from eventloop.log import get_logger
 from eventloop.offload.consumer import Consumer, TaskConsumer, ThreadConsumer
+from eventloop.offload.contexts import handling
 from eventloop.offload.deadline import Deadline
 from eventloop.offload.lane import DrainReport, Lane
 from eventloop.offload.loops import Backend, HostLoop, LoopThread, ended
+from eventloop.offload.worker import MakeThread, Worker
 
 _LOOP_GRACE = 0.5  # seconds that tasks have to end at least: threads that hang leave them none
 
@@ -29,6 +31,7 @@ class Runtime:
         self.hosted = isinstance(loop, HostLoop)
         self._loop = loop if isinstance(loop, HostLoop) else LoopThread(loop, self._loop_thread)
         self._interrupt = interrupt
+        self._mark = object()
         self._consumers: set[Consumer] = set()
         self._past = DrainReport()  # of consumers that have ended
         self._lock = threading.Lock()
@@ -40,15 +43,21 @@ class Runtime:
         failed: Callable[[Exception], None],
         broken: Callable[[BaseException], None],
         batch: int | None,
+        worker: Callable[[MakeThread], Worker] | None = None,
     ) -> None:
-        """Start a thread that delivers ``lane`` to ``handler``; the rest as in :class:`Consumer`."""
+        """Start a thread that delivers ``lane`` to ``handler``, or has a ``worker`` call it; else as in :class:`Consumer`."""
+
+        def make_thread(run: Callable[[], None]) -> OwnedThread:
+            return OwnedThread(self, run, f"trainbus {lane.label}")
+
         consumer = ThreadConsumer(
             lane,
             handler,
             failed,
             broken,
             batch,
-            thread=lambda run: OwnedThread(self, run, f"trainbus {lane.label}"),
+            worker=None if worker is None else lambda: worker(make_thread),
+            thread=make_thread,
             began=self._began,
             ended=self._ended,
         )
@@ -62,11 +71,21 @@ class Runtime:
         failed: Callable[[Exception], None],
         broken: Callable[[BaseException], None],
         batch: int | None,
+        timeout: float | None = None,
     ) -> None:
         """Start a task in the event loop that delivers ``lane`` to the async ``handler``."""
         self._loop.start()
         consumer = TaskConsumer(
-            lane, handler, failed, broken, batch, spawn=self._loop.spawn, began=self._began, ended=self._ended
+            lane,
+            handler,
+            failed,
+            broken,
+            batch,
+            timeout=timeout,
+            mark=self._mark,
+            spawn=self._loop.spawn,
+            began=self._began,
+            ended=self._ended,
         )
         self._began(consumer)  # not only once the loop gets to it: a drain must know of it
         lane.attach(lambda: self._loop.call_soon(consumer.ring), self._must_not_wait)
@@ -76,7 +95,7 @@ class Runtime:
     def inside(self) -> bool:
         """True in an offloaded handler, which would wait for itself if it waited for the bus."""
         thread = threading.current_thread()
-        return isinstance(thread, OwnedThread) and thread.owner is self
+        return handling.get() is self._mark or (isinstance(thread, OwnedThread) and thread.owner is self)
 
     @property
     def in_host_loop(self) -> bool:
@@ -125,7 +144,7 @@ class Runtime:
                 consumer.lane.join(deadline)
         left = {consumer.lane.label: pending for consumer in consumers if (pending := consumer.lane.stats.pending)}
         for consumer in consumers:
-            consumer.abandon()
+            consumer.abandon(now=abandon)
         threads = [consumer.thread for consumer in consumers if isinstance(consumer, ThreadConsumer)]
         behind = [thread.name for thread in threads if thread is not None and not ended(thread, deadline.left)]
         if not self._loop.stop(max(_LOOP_GRACE, deadline.left)):

@@ -27,6 +27,8 @@ class SizedLane(Lane):
         **options: of :class:`Lane`.
     """
 
+    chunk = 1  # what was taken holds its bytes, and cannot be dropped any more
+
     def __init__(self, label: str, capture: Callable[[Any], Any], *, max_bytes: int | None = None, **options: Any) -> None:
         super().__init__(label, self._captured, **options)
         self._capture = capture
@@ -91,6 +93,8 @@ class SizedLane(Lane):
                 "budget, or capture less"
             )
         if self._closed or (self._retired and waited):
+            if self._retired and self.full != "block":
+                raise _Refused  # a stream that was left: nobody is told of an error
             raise self._closed_error()
         if self.full == "block":
             return self._wait_for_room(f"{self._bytes:,} of {budget:,} bytes wait")
