@@ -167,12 +167,13 @@ class Lane:
 
     def put_as_is(self, event: Any) -> None:
         """:meth:`put` for an event that needs no preparing: it is queued as it is."""
+        item = (copy_context(), event) if self.contextual else event
         if self._reserved >= self._gate:
             self.put(event)
             return
         # No call since the comparison, and none before the append: there is nothing to undo when Ctrl-C strikes.
         self._reserved += 1
-        self._queue.append(event)
+        self._queue.append(item)
         if not self._armed:
             self._rouse()
 
