@@ -8,7 +8,7 @@ hook                         does
 :class:`EMAHook`             averaged weights for validation, test and checkpoints
 :class:`RuntimeInfoHook`     facts of the run in ``run.info``
 :class:`IterTimerHook`       time per iteration and per batch, time left
-:class:`LoggerHook`          scalars to writers: the terminal, JSON lines, your own
+:class:`LoggerHook`          scalars to writers: the terminal, JSON lines, TensorBoard, your own
 :class:`ProgressBar`         the progress of a run on a terminal
 :class:`CheckInvalidLossHook` ends a run whose loss is no longer finite
 :class:`CheckpointHook`      saves, keeps the newest and the best
@@ -27,7 +27,7 @@ from hooks.progress_bar import ProgressBar
 from hooks.runtime_info import RuntimeInfoHook
 from hooks.schedule import ParamSchedulerHook
 from hooks.timer import IterTimerHook
-from hooks.writers import ConsoleWriter, JSONLinesWriter, Writer
+from hooks.writers import ConsoleWriter, JSONLinesWriter, TensorBoardWriter, Writer
 
 __all__ = [
     "CheckInvalidLossHook",
@@ -45,6 +45,7 @@ __all__ = [
     "ProgressBar",
     "RuntimeInfoHook",
     "StochasticWeightAverage",
+    "TensorBoardWriter",
     "WeightAverage",
     "Writer",
 ]
