@@ -1,4 +1,4 @@
-"""``python -m benchmarks [dispatch] [ema] [training] [--quick] [--out DIR]``."""
+"""``python -m benchmarks [dispatch] [ema] [offload] [training] [--quick] [--out DIR]``."""
 
 import argparse
 import importlib
@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks import report
 from benchmarks.harness import Settings, environment
 
-BENCHMARKS = ("dispatch", "ema", "training")
+BENCHMARKS = ("dispatch", "ema", "offload", "training")
 
 
 def main() -> None:

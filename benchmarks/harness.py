@@ -29,6 +29,8 @@ LIBRARIES = (
     "pyee",
     "psygnal",
     "blinker",
+    "anyio",
+    "bubus",
 )
 
 Sample = Callable[[], float]
