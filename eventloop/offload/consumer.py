@@ -111,18 +111,17 @@ class ThreadConsumer(Consumer):
         broken: Callable[[BaseException], None],
         batch: int | None,
         *,
-        worker: Callable[[], Worker] | None,
+        worker: Worker | None,
         thread: Callable[[Callable[[], None]], threading.Thread],
         began: Callable[[Consumer], None],
         ended: Callable[[Consumer], None],
     ) -> None:
-        super().__init__(lane, handler, failed, broken, batch)
+        super().__init__(lane, handler if worker is None else worker.call, failed, broken, batch)
         self._bell = threading.Lock()  # taken: asleep until somebody releases it; a raw lock cannot be left half set
         self._bell.acquire()
         self._abandoned = False
         self._starting = threading.Lock()
-        self._make_worker = worker
-        self._worker: Worker | None = None
+        self._worker = worker
         self._make_thread = thread
         self._began = began
         self._ended = ended
@@ -141,18 +140,12 @@ class ThreadConsumer(Consumer):
     def abandon(self, *, now: bool) -> None:
         """Deliver nothing more after the item in progress, which a worker process does not finish."""
         self._abandoned = True
-        with self._starting:
-            worker = self._worker
-        if worker is not None:
-            worker.interrupt(now=now)
+        if self._worker is not None:
+            self._worker.interrupt(now=now)
         self.ring()
 
     def _start(self) -> None:
         self._began(self)
-        if self._make_worker is not None:
-            # One for each thread: the thread before this one may still be ending its own.
-            self._worker = self._make_worker()
-            self._handler = self._worker.call
         # Assigned first: Ctrl-C can come while start() waits for a thread that runs already.
         self.thread = self._make_thread(self._run)
         try:
@@ -163,14 +156,11 @@ class ThreadConsumer(Consumer):
             raise
 
     def _run(self) -> None:
-        worker = self._worker
         try:
             self._serve()
         except BaseException as error:  # noqa: BLE001 - SystemExit from a handler, a logger that raises: told, never hung
             self._break(error)
-        finally:
-            if worker is not None:
-                worker.stop()
+            self._stop_worker()
 
     def _serve(self) -> None:
         lingered = False
@@ -187,8 +177,16 @@ class ThreadConsumer(Consumer):
                 self._bell.acquire()
                 lingered = False
         self._drop_held()
+        self._stop_worker()
+
+    def _stop_worker(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
 
     def _finish(self) -> bool:
+        if self.lane.finished():
+            # While the bus, as it closes, still waits for this thread. Should another event come, another worker is started.
+            self._stop_worker()
         with self._starting:
             if not self.lane.finished():
                 return False

@@ -9,7 +9,6 @@ import pickle
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
@@ -194,6 +193,7 @@ class _Process:
         if not in_order:
             self._process.kill()
         self._process.join()
+        _processes.discard(self)
         self.code = self._process.exitcode
         self._process.close()
         self._pipe.close()
@@ -230,7 +230,7 @@ def _how(code: int | None) -> str:
         return f"signal {-code}"
 
 
-_processes: weakref.WeakSet[_Process] = weakref.WeakSet()
+_processes: set[_Process] = set()  # that may be running
 
 
 def _forget_after_fork() -> None:

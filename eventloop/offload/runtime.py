@@ -56,7 +56,7 @@ class Runtime:
             failed,
             broken,
             batch,
-            worker=None if worker is None else lambda: worker(make_thread),
+            worker=None if worker is None else worker(make_thread),
             thread=make_thread,
             began=self._began,
             ended=self._ended,
