@@ -68,7 +68,7 @@ def hand_offs(
     contenders: Mapping[str, HandOffs], scenarios: list[Scenario], settings: Settings
 ) -> list[dict[str, list[Round]]]:
     """The rounds of every contender, for each scenario."""
-    rounds = settings.rounds(quick=2, full=15)
+    rounds = settings.rounds(quick=1, full=9)
     measured: list[dict[str, list[Round]]] = [{name: [] for name in contenders} for _ in scenarios]
     for number in range(rounds):
         for scenario, figures in zip(scenarios, measured, strict=True):
@@ -151,7 +151,7 @@ def events_per_second(contenders: Mapping[str, HandOffs], settings: Settings) ->
     """The rate of a burst that is published as fast as it can be, until its last event has arrived."""
     sizes = {name: long_enough(hand_off) for name, hand_off in contenders.items() if name != stdlib.FLOOR}
     rates: dict[str, list[float]] = {name: [] for name in sizes}
-    rounds = settings.rounds(quick=1, full=7)
+    rounds = settings.rounds(quick=1, full=5)
     for number in range(rounds):
         for name, events in sizes.items():
             rates[name].append(events / burst(contenders[name], events))
@@ -197,7 +197,7 @@ def interference(settings: Settings) -> Comparison:
             left_out[f"{SUBJECT}, {mode}"] = str(error)
         else:
             contenders[f"{SUBJECT}, {mode}"] = partial(python_steps, bus, number)
-    samples = measure(contenders, settings.rounds(quick=2, full=15), partial(settings.tick_part, 2, 3))
+    samples = measure(contenders, settings.rounds(quick=2, full=9), partial(settings.tick_part, 2, 3))
     title = "A step of plain Python beside a handler that needs half as much Python"
     return Comparison(title, "µs", "no handler", samples, left_out=left_out)
 
