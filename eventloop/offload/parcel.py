@@ -93,7 +93,7 @@ class _Pickler(pickle.Pickler):
         """Take a plain tensor out; what is sparse, quantised or of a subclass goes torch's own way."""
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_quantized:
             return None
-        flat = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+        flat = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
         self.tensors.append(flat.view(torch.uint8).numpy())
         return len(self.tensors) - 1, value.dtype, tuple(value.shape)
 
