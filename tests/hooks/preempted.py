@@ -36,13 +36,17 @@ def make_loop(work_dir: Path | None, *hooks: Any, workers: int = 0) -> TrainLoop
         model,
         optimizer,
         step=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
-        train_data=DataLoader(data, batch_size=4, shuffle=True, num_workers=workers),
+        train_data=DataLoader(data, batch_size=4, shuffle=True, num_workers=workers, worker_init_fn=ignore_sigterm),
         val_data=DataLoader(data, batch_size=4),
         bus=bus,
         max_epochs=4,
         work_dir=work_dir,
         seed=0,
     )
+
+
+def ignore_sigterm(worker: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def main(at: str, iteration: int, times: int, signals: list[int], work_dir: str | None, workers: int) -> None:

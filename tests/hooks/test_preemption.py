@@ -141,13 +141,15 @@ def test_ctrl_c_stops_in_order_and_a_second_one_interrupts(tmp_path):
     assert "KeyboardInterrupt" in log
 
 
-def test_ctrl_c_at_a_terminal_reaches_the_workers_of_a_loader_too_and_still_saves(tmp_path):
-    with Child(tmp_path, signals=[signal.SIGINT], workers=1) as child:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_process_group_reaches_the_workers_of_a_loader_too_and_the_run_still_saves(tmp_path, number):
+    """As Ctrl-C at a terminal does, or a scheduler; for SIGTERM the loader has the docstring's ``worker_init_fn``."""
+    with Child(tmp_path, signals=[number], workers=1) as child:
         child.wait_until_it_is_there()
-        child.send(signal.SIGINT, group=True)
+        child.send(number, group=True)
         child.go_on()
         status, said, log = child.end()
-    assert (status, said[:2]) == (0, ["signal SIGINT", "8 iterations"]), log
+    assert (status, said[:2]) == (0, [f"signal {number.name}", "8 iterations"]), log
     assert load(tmp_path / "iter_8.safetensors")["progress"]["iter"] == 8
 
 
