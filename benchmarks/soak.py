@@ -108,10 +108,8 @@ def sample(events: int, began: float, *, show: bool) -> dict:
         "worker_rss_mb": round(resident(workers[0].pid), 1) if workers else 0.0,
     }
     if show:
-        print(
-            "{events:>12,} events  {seconds:>7.1f} s  {rss_mb:>7.1f} MB  worker {worker_rss_mb:>7.1f} MB".format(**entry),
-            flush=True,
-        )
+        row = "{events:>12,} events  {seconds:>7.1f} s  {rss_mb:>7.1f} MB  worker {worker_rss_mb:>7.1f} MB"
+        print(row.format(**entry), flush=True)
     return entry
 
 

@@ -97,8 +97,10 @@ class StreamOptions(TypedDict, total=False):
 class Stats(msgspec.Struct, frozen=True):
     """What happened to one subscription so far.
 
-    For offloaded ones ``published == delivered + failed + dropped + pending``. Inline ones count their errors in ``failed``;
-    ``calls`` and ``seconds`` are counted while ``bus.timing`` is on (of an offloaded one, the hand-off on the publisher).
+    ``published == delivered + failed + dropped + pending`` at every moment. Offloaded ones count always; inline ones count
+    isolated errors always and what they delivered only while ``bus.timing`` is on, because counting costs as much as a call.
+    ``bytes`` is the size of the captured tensors that are pending; ``calls`` and ``seconds`` are counted while ``bus.timing``
+    is on (of an offloaded one, the hand-off on the publisher).
     """
 
     published: int = 0
@@ -197,7 +199,11 @@ class Subscription:
     @property
     def stats(self) -> Stats:
         """The counts at this moment."""
-        lane = self.lane.stats if self.lane is not None else LaneStats(failed=self._failed)
+        if self.lane is not None:
+            lane = self.lane.stats
+        else:
+            with self._counting:  # a timed call that raises is no call
+                lane = LaneStats(self._calls + self._failed, self._calls, self._failed)
         counts = msgspec.structs.asdict(lane)
         pending_bytes = self.lane.bytes if isinstance(self.lane, SizedLane) else 0
         return Stats(**counts, bytes=pending_bytes, calls=self._calls, seconds=self._nanoseconds / 1e9)
