@@ -66,7 +66,15 @@ def verdict(comparison: Comparison) -> str:
     if met is None:
         return ""
     word = "[green]pass[/]" if met else "[red]FAIL[/]"
-    return f"{word}: row {comparison.budget.row}, ≤ {comparison.budget.limit:.2f}"
+    return f"{word}: row {comparison.budget.row}, ≤ {goal(comparison)}"
+
+
+def goal(comparison: Comparison) -> str:
+    """What the subject's figure is to be, as a multiple of the floor or in the comparison's unit."""
+    budget = comparison.budget
+    if budget.seconds is not None:
+        return f"{amount(budget.seconds, comparison.unit)} {comparison.unit}"
+    return f"{budget.limit:.2f}"
 
 
 def amount(seconds: float, unit: str) -> str:
@@ -101,7 +109,9 @@ def as_dict(comparison: Result) -> dict[str, object]:
         "floor": comparison.floor,
         "taken_off": comparison.baseline,
         "rounds": len(next(iter(comparison.samples.values()))),
-        "budget": None if budget is None else {"row": budget.row, "limit": budget.limit, "met": comparison.verdict()},
+        "budget": None
+        if budget is None
+        else {"row": budget.row, "limit": budget.limit, "seconds": budget.seconds, "met": comparison.verdict()},
         "contenders": [row_as_dict(row) for row in comparison.rows()],
         "seconds": {name: {"median": median, "minimum": low} for name, (median, low) in comparison.raw().items()},
         "left_out": dict(comparison.left_out),

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import msgspec
@@ -64,22 +64,21 @@ class Ring:
         index = next(page.free, None)
         if index is None:
             page, index = self._turn()
-        return self._write(page, index, tensors)
-
-    def _write(self, page: Page, index: int, tensors: Tensors) -> Cell:
         views = page.views[index] or page.open_row(index)
-        enabled = _is_grad_enabled()
-        _set_grad_enabled(False)
-        try:
+        if _is_grad_enabled():
+            _set_grad_enabled(False)
+            try:
+                _foreach_copy(views, tensors)
+            finally:
+                _set_grad_enabled(True)
+        else:
             _foreach_copy(views, tensors)
-        finally:
-            _set_grad_enabled(enabled)
         page.written[index] = 1
         return Cell(page, index)
 
     def _turn(self) -> tuple[Page, int]:
         try:
-            sheet = self._spare.popleft()
+            sheet = self._spare.pop()  # the last one used, which is the one in the caches
         except IndexError:
             sheet = _Sheet(self._dtype, self._device, self._width)
         page = self._page = self._bind(sheet)
@@ -89,27 +88,36 @@ class Ring:
         return Page(sheet, self._spare)
 
 
-class CudaRing(Ring):
-    """The same on a GPU: rows of a page are written on one stream, and read through pinned memory on another."""
+class CudaRing:
+    """The same on a GPU: a ring for each stream that is written on; a page is read behind what its stream has queued."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, width: int) -> None:
-        super().__init__(dtype, device, width)
         self._current_stream = torch._C._cuda_getCurrentRawStream
         self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._rings: dict[int, _StreamRing] = {}
+        self._make = partial(_StreamRing, dtype, device, width)
 
     def write(self, tensors: Tensors) -> Cell:
         """Copy the values that ``tensors`` will have, once what is queued before is done, into a row."""
-        page = self._page
-        index = next(page.free, None)
-        if index is None or page.stream_id != self._current_stream(self._index):
-            page, index = self._turn()
-        return self._write(page, index, tensors)
+        stream = self._current_stream(self._index)
+        ring = self._rings.get(stream)
+        if ring is None:
+            ring = self._rings[stream] = self._make()
+        return ring.write(tensors)
+
+
+class _StreamRing(Ring):
+    """Rows that are written on the stream that was current when the ring was made, and read through pinned memory."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, width: int) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        super().__init__(dtype, device, width)
 
     def _bind(self, sheet: _Sheet) -> Page:
-        return CudaPage(sheet, self._spare)
+        return CudaPage(sheet, self._spare, self._stream)
 
 
-def make_ring(dtype: torch.dtype, device: torch.device, width: int) -> Ring:
+def make_ring(dtype: torch.dtype, device: torch.device, width: int) -> Ring | CudaRing:
     """Return the ring for scalars like these."""
     return (CudaRing if device.type == "cuda" else Ring)(dtype, device, width)
 
@@ -148,8 +156,6 @@ class _Sheet:
 class Page:
     """One filling of a sheet."""
 
-    stream_id = 0
-
     def __init__(self, sheet: _Sheet, spare: deque[_Sheet]) -> None:
         self.free = iter(range(ROWS))
         self.views = sheet.views
@@ -187,14 +193,11 @@ class Page:
 
 
 class CudaPage(Page):
-    """Rows on a GPU."""
+    """Rows on a GPU, written on ``stream``."""
 
-    def __init__(self, sheet: _Sheet, spare: deque[_Sheet]) -> None:
+    def __init__(self, sheet: _Sheet, spare: deque[_Sheet], stream: torch.cuda.Stream) -> None:
         super().__init__(sheet, spare)
-        device = sheet.tensor.device
-        # The rows are written on the stream that is current now; who writes on another turns the page.
-        self._stream = torch.cuda.current_stream(device)
-        self.stream_id: int = torch._C._cuda_getCurrentRawStream(device.index)
+        self._stream = stream
         self._copies: list[tuple[torch.Tensor, torch.cuda.Event, int, int] | None] = [None] * ROWS
         self._copying = threading.Lock()
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 import torch
 
-from eventloop.ring import Cell, Ring, make_ring
+from eventloop.ring import Cell, CudaRing, Ring, make_ring
 
 Kind = Literal["number", "tensor", "array", "other"]
 
@@ -39,7 +39,7 @@ class Scalars:
 
     def __init__(self) -> None:
         self._plans: dict[tuple[str, ...], Plan] = {}
-        self._rings: dict[tuple[torch.dtype, torch.device, int], Ring] = {}
+        self._rings: dict[tuple[torch.dtype, torch.device, int], Ring | CudaRing] = {}
 
     def take(self, outputs: Mapping[str, Any]) -> Taken:
         """Take what is a scalar in ``outputs``; entries that are none (logits, batches, objects) are left out."""
@@ -48,6 +48,8 @@ class Scalars:
         plan = self._plans.get(names)
         if plan is not None:
             try:
+                if plan.write is not None:
+                    return plan, (), (plan.write(values),)
                 taken = plan.take(values)
             except (RuntimeError, TypeError, AttributeError):  # what was a scalar tensor has another shape now, or is no tensor
                 taken = None
@@ -59,7 +61,7 @@ class Scalars:
         self._plans[names] = plan
         return cast("Taken", plan.take(values))
 
-    def _ring(self, dtype: torch.dtype, device: torch.device, width: int) -> Ring:
+    def _ring(self, dtype: torch.dtype, device: torch.device, width: int) -> Ring | CudaRing:
         key = (dtype, device, width)
         if key not in self._rings:
             self._rings[key] = make_ring(dtype, device, width)
@@ -70,7 +72,7 @@ class Plan:
     """What is a scalar in a mapping with these names, and how it is taken."""
 
     def __init__(
-        self, names: Sequence[str], values: Sequence[Any], ring: Callable[[torch.dtype, torch.device, int], Ring]
+        self, names: Sequence[str], values: Sequence[Any], ring: Callable[[torch.dtype, torch.device, int], Ring | CudaRing]
     ) -> None:
         kinds = [_kind(value) for value in values]
         of_kind = {kind: [i for i, found in enumerate(kinds) if found == kind] for kind in get_args(Kind)}
@@ -84,7 +86,9 @@ class Plan:
         # What has dimensions could have none the next time.
         self._others = _getter([i for i in of_kind["other"] if hasattr(values[i], "ndim")])
         self._groups = [_Group(key, positions, ring) for key, positions in _grouped(of_kind["tensor"], values).items()]
-        self._all = len(self._groups) == 1 and not rest
+        # Of the commonest kind of outputs, all of them tensors of one kind, one call takes everything.
+        alone = len(self._groups) == 1 and not rest and not self._groups[0].checked
+        self.write = self._groups[0].write if alone else None
         taken = [*numbers, *(position for group in self._groups for position in group.positions)]
         self._names = [names[position] for position in sorted(taken)]
         self._order = _getter([taken.index(position) for position in sorted(taken)])
@@ -109,7 +113,7 @@ class Plan:
                 numbers = tuple([value.item() if isinstance(value, np.ndarray) else value for value in numbers])
         cells: tuple[Cell, ...] = ()
         for group in self._groups:
-            tensors = values if self._all else group.pick(values)
+            tensors = group.pick(values)
             if group.checked and not group.fits(tensors):
                 return None
             cells += (group.write(tensors),)
@@ -130,7 +134,7 @@ class _Group:
         self,
         key: tuple[torch.dtype, torch.device],
         positions: list[int],
-        ring: Callable[[torch.dtype, torch.device, int], Ring],
+        ring: Callable[[torch.dtype, torch.device, int], Ring | CudaRing],
     ) -> None:
         dtype, device = key
         self.positions = positions

@@ -5,6 +5,7 @@ A module may define any of
 - ``dispatch(names, handlers) -> Statement``: announce "after train iter" to that many no-op handlers;
 - ``ema(model) -> {name: update}``: functions that update an average of the model once;
 - ``offload() -> {name: hand_off}``: ways to hand an event to a consumer elsewhere, each a context manager over ``receive``;
+- ``LOGS = {name: logs}``: ways to log the scalars of an iteration (see ``Logs``);
 - ``train(job, work_dir)`` with ``CHECKPOINTS`` and ``SCALARS`` (patterns of the files it writes): the digits job.
 
 Modules import their library at the top; a peer that is not installed is left out with its name. ``trainbus``, ``handwritten``
@@ -15,6 +16,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +24,8 @@ import msgspec
 
 TITLES = {
     "mmengine": "MMEngine",
+    "mlflow": "MLflow",
+    "tensorboard": "TensorBoard",
     "ignite": "Ignite",
     "lightning": "Lightning",
     "pluggy": "pluggy",
@@ -66,6 +70,19 @@ class HandOff:
 
 
 HandOffs = Callable[[Receive], AbstractContextManager[HandOff]]
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A statement that logs the scalars of one iteration."""
+
+    statement: Statement
+    settle: Callable[[], object] = lambda: None
+    """Waits until everything is written; not timed."""
+
+
+Logs = Callable[[Path, Mapping[str, object]], AbstractContextManager[Logged]]
+"""Gets ready to log these scalars into a directory."""
 
 
 def load(names: tuple[str, ...]) -> tuple[dict[str, ModuleType], dict[str, str]]:

@@ -10,8 +10,8 @@ from torch import nn
 
 from benchmarks.digits import CHECKPOINT_INTERVAL, MOMENTUM, Job
 from benchmarks.harness import SUBJECT
-from benchmarks.peers import HandOff, HandOffs, Receive, Statement, direct, no_op_handlers
-from eventloop import Bus, Event, TrainLoop
+from benchmarks.peers import HandOff, HandOffs, Logged, Logs, Receive, Statement, direct, no_op_handlers
+from eventloop import AfterTrainIter, Bus, Event, Run, TrainLoop
 from hooks import (
     CheckpointHook,
     EMAHook,
@@ -20,6 +20,8 @@ from hooks import (
     LoggerHook,
     ParamSchedulerHook,
     RuntimeInfoHook,
+    TensorBoardWriter,
+    Writer,
 )
 
 CHECKPOINTS = "*.safetensors"
@@ -128,3 +130,19 @@ def train(job: Job, work_dir: Path) -> None:
         work_dir=work_dir,
     )
     loop.run()
+
+
+def logs(writer: Callable[[], Writer]) -> Logs:
+    @contextmanager
+    def prepared(work_dir: Path, scalars: Mapping[str, object]) -> Iterator[Logged]:
+        bus = Bus()
+        bus.add(LoggerHook(interval=1, writers=[writer()]))
+        with Run(bus, model=nn.Linear(1, 1), work_dir=work_dir) as run:
+            code = "bus.publish(AfterTrainIter(run=run, progress=progress, batch_idx=6, batch=None, outputs=scalars))"
+            names = {"bus": bus, "AfterTrainIter": AfterTrainIter, "run": run, "progress": run.progress, "scalars": scalars}
+            yield Logged(Statement(code, names), bus.drain)
+
+    return prepared
+
+
+LOGS = {SUBJECT: logs(JSONLinesWriter), f"{SUBJECT}, TensorBoard": logs(TensorBoardWriter)}
