@@ -293,7 +293,7 @@ class Server(uvicorn.Server):
     """Ends the run when it is told to end itself: pages that listen to the run would keep it waiting otherwise."""
 
     def __init__(self, trainer: Trainer, host: str = "127.0.0.1", port: int = 8000) -> None:
-        super().__init__(uvicorn.Config(make_app(trainer), host=host, port=port, log_level="warning"))
+        super().__init__(uvicorn.Config(make_app(trainer), host=host, port=port, log_level="warning", ws="none"))
         self.trainer = trainer
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
