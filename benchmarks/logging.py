@@ -21,8 +21,8 @@ PEERS = ("tensorboard", "mmengine", "mlflow")
 LEFT_OUT = {"wandb": "it is not installed here, and what it does by default needs its service"}
 NAMES = ("loss", "accuracy", "grad_norm", "lr", "time", "data_time")
 SECONDS_PER_SAMPLE = 0.002
-MOST = 100  # iterations per sample, so that no more wait for the writer than beside steps of 0.1 ms
-WARM = 20
+MOST = 200  # iterations per sample; with those before, less than a third of what a lane holds
+WARM = 100  # iterations before each sample: the contender before left its own code and data in the caches
 AWAKE = 0.002  # seconds after which a consumer that was woken waits for more, as it does all the time beside a step
 
 
@@ -66,7 +66,7 @@ def timed(logged: Logged) -> Sample:
     def sample() -> float:
         timer.timeit(1)
         time.sleep(AWAKE)
-        timer.timeit(min(number, WARM))  # the contender before left its own code and data in the caches
+        timer.timeit(min(number, WARM))
         seconds = timer.timeit(number) / number
         logged.settle()
         return seconds
