@@ -62,7 +62,8 @@ def mount(
         *events: the mount point, where the method's name is not it; or several. An offloaded method that hears several has
             one lane for all of them, so that they arrive in the order in which they were published.
         priority: of this method, instead of the hook's.
-        **options: filters, ``offload``, ``capture``, ``queue``, ``full``, ``batch``, ``linger``, ``on_error``,
+        **options: filters, ``offload`` (``"process"`` only for a ``@staticmethod``: the hook itself stays in this process),
+            ``capture``, ``queue``, ``full``, ``batch``, ``linger``, ``max_bytes``, ``timeout``, ``on_error``,
             ``disable_after``. An ``operator.attrgetter`` takes the value from the hook when it is added to a bus, such as
             ``every=attrgetter("interval")`` for what the hook's constructor was given (not for ``when`` and ``capture``,
             which are functions themselves).

@@ -33,6 +33,7 @@ class Runtime:
         self._interrupt = interrupt
         self._mark = object()
         self._consumers: set[Consumer] = set()
+        self._over = False
         self._past = DrainReport()  # of consumers that have ended
         self._lock = threading.Lock()
 
@@ -87,8 +88,15 @@ class Runtime:
             began=self._began,
             ended=self._ended,
         )
-        self._began(consumer)  # not only once the loop gets to it: a drain must know of it
-        lane.attach(lambda: self._loop.call_soon(consumer.ring), self._must_not_wait)
+
+        def wake() -> None:
+            # Not only once the loop gets to it, also when a task that has ended starts again: a drain must know of it.
+            self._began(consumer)
+            self._loop.call_soon(consumer.ring)
+            if self._over:  # the loop may have ended before it got to it, and then nobody will
+                lane.detach()
+
+        lane.attach(wake, self._must_not_wait)
         lane.wake()
 
     @property
@@ -149,7 +157,9 @@ class Runtime:
         behind = [thread.name for thread in threads if thread is not None and not ended(thread, deadline.left)]
         if not self._loop.stop(max(_LOOP_GRACE, deadline.left)):
             behind.append(self._loop.name)
-        for consumer in consumers:
+        self._over = True
+        # Those that a late publisher has woken, too: it sees that it is over, or is seen here.
+        for consumer in {*consumers, *self._serving()}:
             consumer.lane.detach()
         if behind:
             log.warning("offloaded handlers did not end and were left behind", threads=behind)

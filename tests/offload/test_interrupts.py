@@ -79,6 +79,7 @@ def test_thousands_of_interrupts_lose_nothing(kind, quick_workers, no_worker_is_
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
         gc.enable()
+        torch.set_grad_enabled(True)  # Ctrl-C in torch's own no_grad() leaves it off
     stats = subscription.stats
     assert stats.failed == stats.dropped == stats.pending == stats.bytes == 0  # twice, or out of order, would be a failure
     assert published - strikes <= stats.published == stats.delivered <= published

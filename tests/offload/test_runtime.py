@@ -301,6 +301,18 @@ def test_cancelling_during_a_publish_takes_effect_at_the_next_one(bus, kind):
     assert heard == [0] * 50
 
 
+def test_an_event_on_its_way_to_a_cancelled_handler_is_delivered_even_if_the_bus_closes_at_once(bus, kind):
+    heard = []
+    for _ in range(30):
+        subscription = offload(bus, lambda event: heard.append(event.batch_idx), kind)
+        canceller = bus.on("after_train_iter", lambda event, mine=subscription: (mine.cancel(), bus.drain()), priority=1)
+        with bus:
+            bus.publish(iteration(0))
+            canceller.cancel()
+        assert subscription.stats.pending == 0
+    assert len(heard) == 30
+
+
 def test_cancelled_lanes_leave_no_thread_and_nothing_to_report_twice(bus):
     with bus:
         for _ in range(30):
