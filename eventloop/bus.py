@@ -280,10 +280,12 @@ class Bus(TypedOn):
         try:
             await in_thread(partial(self._open, runtime), "trainbus opens", cancelled=_nothing)
         except BaseException:
-            if self._runtime is runtime:  # cancelled meanwhile
-                await self.aclose(abort=True)
-            host.end()
-            await host.close()
+            try:
+                if self._runtime is runtime:  # cancelled meanwhile
+                    await self.aclose(abort=True)
+            finally:
+                host.end()
+                await host.close()
             raise
         self._host = host
         return self
