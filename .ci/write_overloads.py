@@ -1,4 +1,4 @@
-"""Write eventloop/_on.py, the overloads of ``Bus.on`` per mount-point name, from the events.
+"""Write eventloop/_on.py, the overloads of ``Bus.on`` and ``Bus.stream`` per mount-point name, from the events.
 
 python .ci/write_overloads.py            # write
 python .ci/write_overloads.py --check    # exit 1 if the file is not what would be written
@@ -13,7 +13,7 @@ from eventloop import events
 
 TARGET = Path(__file__).parent.parent / "eventloop" / "_on.py"
 
-HEAD = '''"""``Bus.on``, one overload per mount-point name. Generated from the events by .ci/write_overloads.py."""
+HEAD = '''"""``Bus.on`` and ``Bus.stream``, by mount-point name. Written from the events by .ci/write_overloads.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol, TypeVar, Unpack, overload
 
 from eventloop import events as ev
-from eventloop.subscription import Options, Subscription
+from eventloop.stream import Stream
+from eventloop.subscription import Options, StreamOptions, Subscription
 
 E = TypeVar("E", bound=ev.Event)
 T = TypeVar("T")
@@ -37,9 +38,12 @@ class Listens(Protocol[Heard]):
 
 
 class TypedOn:
-    """Carries the signature of ``Bus.on``, so that a handler with the wrong annotation fails the type checker."""
+    """Carries the signatures of ``Bus.on`` and ``Bus.stream``, so that wrong annotations fail the type checker."""
 
     def _on(self, event: type[ev.Event] | str, handler: Callable[..., Any] | None, options: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def _stream(self, event: type[ev.Event] | str, options: dict[str, Any]) -> Any:
         raise NotImplementedError
 
     # What capture= returns, or a list of events, is what the handler takes.
@@ -94,27 +98,64 @@ TAIL = '''    # A mount point of the user's own, by name: the checker cannot kno
 
         As a decorator (``@bus.on("after_train_iter", priority=50)``) it returns the function unchanged; called with a
         function it returns a :class:`Subscription`. Plain functions run inline, on the publisher's thread; async ones on
-        the bus's event loop; ``offload="thread"`` gives blocking work a thread of its own.
+        the bus's event loop; ``offload="thread"`` gives blocking work a thread of its own, ``offload="process"`` a process.
 
         Args:
             event: the class or the name; ``Event`` hears everything, a group (``"after_iter"``) all its events.
             handler: takes one argument: the event, what ``capture`` returned, or with ``batch`` a list of either.
-            **options: ``priority`` and filters, ``offload``, ``queue``, ``full``, ``linger``, ``on_error`` and
-                ``disable_after`` (:class:`eventloop.Options`), and for offloaded handlers ``capture``, which picks on the
-                publisher's thread what the handler gets a copy of, and ``batch``, the most events per call.
+            **options: ``priority`` and filters, ``offload``, ``queue``, ``full``, ``linger``, ``max_bytes``, ``timeout``,
+                ``on_error`` and ``disable_after`` (:class:`eventloop.Options`), and for offloaded handlers ``capture``, which
+                picks on the publisher's thread what the handler gets a copy of, and ``batch``, the most events per call.
 
         Raises:
             UnknownEventError: no event declares the name.
             SubscribeError: an option that cannot work.
         """
         return self._on(event, handler, options)
+
+    @overload
+    def stream(
+        self, event: type[E], /, *, capture: Callable[[E], T], **options: Unpack[StreamOptions]
+    ) -> Stream[T]: ...
+    @overload
+    def stream(self, event: str, /, *, capture: Callable[[Any], T], **options: Unpack[StreamOptions]) -> Stream[T]: ...
+    @overload
+    def stream(self, event: type[E], /, **options: Unpack[StreamOptions]) -> Stream[E]: ...
+'''
+
+STREAMED = """    @overload
+    def stream(self, event: Literal["{name}"], /, **options: Unpack[StreamOptions]) -> Stream[ev.{event}]: ...
+"""
+
+STREAM_TAIL = '''    @overload
+    def stream(self, event: str, /, **options: Unpack[StreamOptions]) -> Stream[Any]: ...
+    def stream(self, event: type[ev.Event] | str, /, **options: Any) -> Any:
+        """Subscribe by iterating: ``async for event in bus.stream("after_train_iter", every=10)``, in asyncio or trio.
+
+        The events are those that an offloaded handler gets. Heard from this call on until the bus closes, which ends the
+        iteration, or the stream is left (:class:`eventloop.Stream`). The bus need not be open yet. An application that reads
+        slowly does not hold up the training: unlike a handler's lane, a full one drops its oldest events by default.
+
+        Args:
+            event: as for :meth:`on`.
+            **options: filters, ``priority``, ``queue``, ``full``, ``linger``, ``max_bytes``
+                (:class:`eventloop.StreamOptions`), and ``capture``.
+
+        Raises:
+            BusStateError: no event loop is running here.
+            UnknownEventError: no event declares the name.
+            SubscribeError: an option that cannot work.
+        """
+        return self._stream(event, options)
 '''
 
 
 def overloads() -> str:
     """Return the whole module."""
     names = {name: event.__name__ for name, event in events.registry.items()} | {"event": "Event"}
-    return HEAD + "".join(NAME.format(name=name, event=event) for name, event in names.items()) + "\n" + TAIL
+    named = "".join(NAME.format(name=name, event=event) for name, event in names.items())
+    streamed = "".join(STREAMED.format(name=name, event=event) for name, event in names.items())
+    return HEAD + named + "\n" + TAIL + streamed + STREAM_TAIL
 
 
 def in_sync() -> bool:

@@ -1,16 +1,20 @@
-"""``python -m benchmarks [dispatch] [ema] [training] [--quick] [--out DIR]``."""
+"""``python -m benchmarks [dispatch] [ema] [logging] [offload] [training] [--quick] [--out DIR]``; or ``soak``, alone."""
 
 import argparse
 import importlib
+import sys
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks import report, soak
 from benchmarks.harness import Settings, environment
 
-BENCHMARKS = ("dispatch", "ema", "training")
+BENCHMARKS = ("dispatch", "ema", "logging", "offload", "training")
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["soak"]:  # no comparison: it has options and a verdict of its own
+        soak.main(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="trainbus side by side with its peers.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which to run (default all): {', '.join(BENCHMARKS)}")
     parser.add_argument("--quick", action="store_true", help="a few rounds only, to see that everything runs")

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.harness import SUBJECT, TIMES, Comparison, Row
-from benchmarks.report import amount
+from benchmarks.report import amount, goal
 
 INK, MUTED = "#1f2328", "#656d76"
 SUBJECT_BAR, FLOOR_BAR, PEER_BAR = "#0969da", "#57606a", "#c9d1d9"
@@ -64,7 +64,7 @@ def label(row: Row, comparison: Comparison) -> str:
     sign = "+" if comparison.baseline else ""
     text = f"{row.ratio:.{decimals}f} {TIMES}   {sign}{amount(row.median, comparison.unit)} {comparison.unit}"
     if row.name == SUBJECT and comparison.budget is not None:
-        text += f"   (goal ≤ {comparison.budget.limit:.2f} {TIMES})"
+        text += f"   (goal ≤ {goal(comparison)}{'' if comparison.budget.seconds else f' {TIMES}'})"
     return text
 
 

@@ -8,7 +8,10 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.handoff import HandOffFigures
 from benchmarks.harness import SUBJECT, TIMES, Comparison, Row
+
+Result = Comparison | HandOffFigures
 
 UNITS = {"ns": 1e9, "µs": 1e6, "ms": 1e3}
 
@@ -34,9 +37,9 @@ def progress(name: str) -> Iterator[Callable[[int, int], None]]:
         console.print(" " * 60, end="\r")
 
 
-def tables(comparisons: Sequence[Comparison]) -> None:
+def tables(comparisons: Sequence[Result]) -> None:
     for comparison in comparisons:
-        console.print(table(comparison))
+        console.print(table(comparison) if isinstance(comparison, Comparison) else comparison.table())
     left_out = {peer: reason for comparison in comparisons for peer, reason in comparison.left_out.items()}
     for peer, reason in left_out.items():
         console.print(f"{peer} is left out: {reason}", style="yellow")
@@ -63,7 +66,15 @@ def verdict(comparison: Comparison) -> str:
     if met is None:
         return ""
     word = "[green]pass[/]" if met else "[red]FAIL[/]"
-    return f"{word}: row {comparison.budget.row}, ≤ {comparison.budget.limit:.2f}"
+    return f"{word}: row {comparison.budget.row}, ≤ {goal(comparison)}"
+
+
+def goal(comparison: Comparison) -> str:
+    """What the subject's figure is to be, as a multiple of the floor or in the comparison's unit."""
+    budget = comparison.budget
+    if budget.seconds is not None:
+        return f"{amount(budget.seconds, comparison.unit)} {comparison.unit}"
+    return f"{budget.limit:.2f}"
 
 
 def amount(seconds: float, unit: str) -> str:
@@ -71,31 +82,36 @@ def amount(seconds: float, unit: str) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.1f}" if abs(value) >= 10 else f"{value:,.2f}"
 
 
-def save(name: str, comparisons: Sequence[Comparison], environment: Mapping[str, object], quick: bool, out: Path) -> list[Path]:
+def save(name: str, comparisons: Sequence[Result], environment: Mapping[str, object], quick: bool, out: Path) -> list[Path]:
     """Write ``name.json`` and, where matplotlib is installed, ``name.png``; returns what was written."""
     out.mkdir(parents=True, exist_ok=True)
     document = {"benchmark": name, "quick": quick, **environment, "comparisons": [as_dict(c) for c in comparisons]}
     data = out / f"{name}.json"
     data.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
     try:
-        from benchmarks import chart
+        from benchmarks import chart, handoff_chart
     except ImportError as error:
         console.print(f"no chart: {error}", style="yellow")
         return [data]
     picture = out / f"{name}.png"
-    chart.draw(comparisons, environment, picture)
+    handed_over = any(isinstance(comparison, HandOffFigures) for comparison in comparisons)
+    (handoff_chart if handed_over else chart).draw(comparisons, environment, picture)
     return [data, picture]
 
 
-def as_dict(comparison: Comparison) -> dict[str, object]:
+def as_dict(comparison: Result) -> dict[str, object]:
     """Everything in seconds per operation, unrounded."""
+    if isinstance(comparison, HandOffFigures):
+        return comparison.as_dict()
     budget = comparison.budget
     return {
         "title": comparison.title,
         "floor": comparison.floor,
         "taken_off": comparison.baseline,
         "rounds": len(next(iter(comparison.samples.values()))),
-        "budget": None if budget is None else {"row": budget.row, "limit": budget.limit, "met": comparison.verdict()},
+        "budget": None
+        if budget is None
+        else {"row": budget.row, "limit": budget.limit, "seconds": budget.seconds, "met": comparison.verdict()},
         "contenders": [row_as_dict(row) for row in comparison.rows()],
         "seconds": {name: {"median": median, "minimum": low} for name, (median, low) in comparison.raw().items()},
         "left_out": dict(comparison.left_out),

@@ -10,14 +10,17 @@ from eventloop.errors import (
     CheckpointValueError,
     ConfigurationError,
     EventDefinitionError,
+    HandlerTimeoutError,
     LaneClosedError,
     LaneFullError,
     LiveFieldError,
     OffloadError,
+    RunCancelled,
     SubscribeError,
     TrainbusError,
     TrainingError,
     UnknownEventError,
+    WorkerDiedError,
 )
 from eventloop.events import (
     AfterBackward,
@@ -72,7 +75,8 @@ from eventloop.hook import Hook, mount
 from eventloop.log import get_logger
 from eventloop.offload import DrainReport
 from eventloop.priority import Priority
-from eventloop.subscription import Options, Stats, Subscription
+from eventloop.stream import Stream
+from eventloop.subscription import Options, Stats, StreamOptions, Subscription
 from eventloop.training import Metric, Run, SeededDataset, TrainLoop, Update, checkpoint_keys, load_weights
 from eventloop.view import RunView
 
@@ -126,6 +130,7 @@ __all__ = [
     "DrainReport",
     "Event",
     "EventDefinitionError",
+    "HandlerTimeoutError",
     "Hook",
     "LaneClosedError",
     "LaneFullError",
@@ -140,11 +145,14 @@ __all__ = [
     "Priority",
     "Progress",
     "Run",
+    "RunCancelled",
     "RunEvent",
     "RunView",
     "Scalars",
     "SeededDataset",
     "Stats",
+    "Stream",
+    "StreamOptions",
     "SubscribeError",
     "Subscription",
     "TrainLoop",
@@ -152,6 +160,7 @@ __all__ = [
     "TrainingError",
     "UnknownEventError",
     "Update",
+    "WorkerDiedError",
     "checkpoint_keys",
     "detach",
     "from_json",

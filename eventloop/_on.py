@@ -1,4 +1,4 @@
-"""``Bus.on``, one overload per mount-point name. Generated from the events by .ci/write_overloads.py."""
+"""``Bus.on`` and ``Bus.stream``, by mount-point name. Written from the events by .ci/write_overloads.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol, TypeVar, Unpack, overload
 
 from eventloop import events as ev
-from eventloop.subscription import Options, Subscription
+from eventloop.stream import Stream
+from eventloop.subscription import Options, StreamOptions, Subscription
 
 E = TypeVar("E", bound=ev.Event)
 T = TypeVar("T")
@@ -22,9 +23,12 @@ class Listens(Protocol[Heard]):
 
 
 class TypedOn:
-    """Carries the signature of ``Bus.on``, so that a handler with the wrong annotation fails the type checker."""
+    """Carries the signatures of ``Bus.on`` and ``Bus.stream``, so that wrong annotations fail the type checker."""
 
     def _on(self, event: type[ev.Event] | str, handler: Callable[..., Any] | None, options: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def _stream(self, event: type[ev.Event] | str, options: dict[str, Any]) -> Any:
         raise NotImplementedError
 
     # What capture= returns, or a list of events, is what the handler takes.
@@ -390,17 +394,160 @@ class TypedOn:
 
         As a decorator (``@bus.on("after_train_iter", priority=50)``) it returns the function unchanged; called with a
         function it returns a :class:`Subscription`. Plain functions run inline, on the publisher's thread; async ones on
-        the bus's event loop; ``offload="thread"`` gives blocking work a thread of its own.
+        the bus's event loop; ``offload="thread"`` gives blocking work a thread of its own, ``offload="process"`` a process.
 
         Args:
             event: the class or the name; ``Event`` hears everything, a group (``"after_iter"``) all its events.
             handler: takes one argument: the event, what ``capture`` returned, or with ``batch`` a list of either.
-            **options: ``priority`` and filters, ``offload``, ``queue``, ``full``, ``linger``, ``on_error`` and
-                ``disable_after`` (:class:`eventloop.Options`), and for offloaded handlers ``capture``, which picks on the
-                publisher's thread what the handler gets a copy of, and ``batch``, the most events per call.
+            **options: ``priority`` and filters, ``offload``, ``queue``, ``full``, ``linger``, ``max_bytes``, ``timeout``,
+                ``on_error`` and ``disable_after`` (:class:`eventloop.Options`), and for offloaded handlers ``capture``, which
+                picks on the publisher's thread what the handler gets a copy of, and ``batch``, the most events per call.
 
         Raises:
             UnknownEventError: no event declares the name.
             SubscribeError: an option that cannot work.
         """
         return self._on(event, handler, options)
+
+    @overload
+    def stream(self, event: type[E], /, *, capture: Callable[[E], T], **options: Unpack[StreamOptions]) -> Stream[T]: ...
+    @overload
+    def stream(self, event: str, /, *, capture: Callable[[Any], T], **options: Unpack[StreamOptions]) -> Stream[T]: ...
+    @overload
+    def stream(self, event: type[E], /, **options: Unpack[StreamOptions]) -> Stream[E]: ...
+    @overload
+    def stream(self, event: Literal["run_event"], /, **options: Unpack[StreamOptions]) -> Stream[ev.RunEvent]: ...
+    @overload
+    def stream(self, event: Literal["before_epoch"], /, **options: Unpack[StreamOptions]) -> Stream[ev.BeforeEpoch]: ...
+    @overload
+    def stream(self, event: Literal["after_epoch"], /, **options: Unpack[StreamOptions]) -> Stream[ev.AfterEpoch]: ...
+    @overload
+    def stream(self, event: Literal["before_iter"], /, **options: Unpack[StreamOptions]) -> Stream[ev.BeforeIter]: ...
+    @overload
+    def stream(self, event: Literal["after_iter"], /, **options: Unpack[StreamOptions]) -> Stream[ev.AfterIter]: ...
+    @overload
+    def stream(self, event: Literal["before_run"], /, **options: Unpack[StreamOptions]) -> Stream[ev.BeforeRun]: ...
+    @overload
+    def stream(
+        self, event: Literal["after_load_checkpoint"], /, **options: Unpack[StreamOptions]
+    ) -> Stream[ev.AfterLoadCheckpoint]: ...
+    @overload
+    def stream(self, event: Literal["before_train"], /, **options: Unpack[StreamOptions]) -> Stream[ev.BeforeTrain]: ...
+    @overload
+    def stream(
+        self, event: Literal["before_train_epoch"], /, **options: Unpack[StreamOptions]
+    ) -> Stream[ev.BeforeTrainEpoch]: ...
+    @overload
+    def stream(
+        self, event: Literal["before_train_iter"], /, **options: Unpack[StreamOptions]
+    ) -> Stream[ev.BeforeTrainIter]: ...
+    @overload
+    def stream(self, event: Literal["before_forward"], /, **options: Unpack[StreamOptions]) -> Stream[ev.BeforeForward]: ...
+    @overload
+    def stream(self, event: Literal["after_forward"], /, **options: Unpack[StreamOptions]) -> Stream[ev.AfterForward]: ...
+    @overload
+    def stream(self, event: Literal["after_train_iter"], /, **options: Unpack[StreamOptions]) -> Stream[ev.AfterTrainIter]: ...
+    @overload
+    def stream(self, event: Literal["before_backward"], /, **options: Unpack[StreamOptions]) -> Stream[ev.BeforeBackward]: ...
+    @overload
+    def stream(self, event: Literal["after_backward"], /, **options: Unpack[StreamOptions]) -> Stream[ev.AfterBackward]: ...
+    @overload
+    def stream(
+        self, event: Literal["before_optimizer_step"], /, **options: Unpack[StreamOptions]
+    ) -> Stream[ev.BeforeOptimizerStep]: ...
+    @overload
+    def stream(
+        self, event: Literal["after_optimizer_step"], /, **options: Unpack[StreamOptions]
+    ) -> Stream[ev.AfterOptimizerStep]: ...
+    @overload
+    def stream(
+        self, event: Literal["after_train_epoch"], /, **options: Unpack[StreamOptions]
+    ) -> Stream[ev.AfterTrainEpoch]: ...
+    @overload
+    def stream(self, event: Literal["before_val"], /, **options: Unpack[StreamOptions]) -> Stream[ev.BeforeVal]: ...
+    @overload
+    def stream(self, event: Literal["before_val_epoch"], /, **options: Unpack[StreamOptions]) -> Stream[ev.BeforeValEpoch]: ...
+    @overload
+    def stream(self, event: Literal["before_val_iter"], /, **options: Unpack[StreamOptions]) -> Stream[ev.BeforeValIter]: ...
+    @overload
+    def stream(self, event: Literal["after_val_iter"], /, **options: Unpack[StreamOptions]) -> Stream[ev.AfterValIter]: ...
+    @overload
+    def stream(self, event: Literal["after_val_epoch"], /, **options: Unpack[StreamOptions]) -> Stream[ev.AfterValEpoch]: ...
+    @overload
+    def stream(self, event: Literal["after_val"], /, **options: Unpack[StreamOptions]) -> Stream[ev.AfterVal]: ...
+    @overload
+    def stream(
+        self, event: Literal["before_save_checkpoint"], /, **options: Unpack[StreamOptions]
+    ) -> Stream[ev.BeforeSaveCheckpoint]: ...
+    @overload
+    def stream(
+        self, event: Literal["checkpoint_staged"], /, **options: Unpack[StreamOptions]
+    ) -> Stream[ev.CheckpointStaged]: ...
+    @overload
+    def stream(
+        self, event: Literal["checkpoint_committed"], /, **options: Unpack[StreamOptions]
+    ) -> Stream[ev.CheckpointCommitted]: ...
+    @overload
+    def stream(
+        self, event: Literal["checkpoint_failed"], /, **options: Unpack[StreamOptions]
+    ) -> Stream[ev.CheckpointFailed]: ...
+    @overload
+    def stream(self, event: Literal["after_train"], /, **options: Unpack[StreamOptions]) -> Stream[ev.AfterTrain]: ...
+    @overload
+    def stream(self, event: Literal["before_test"], /, **options: Unpack[StreamOptions]) -> Stream[ev.BeforeTest]: ...
+    @overload
+    def stream(
+        self, event: Literal["before_test_epoch"], /, **options: Unpack[StreamOptions]
+    ) -> Stream[ev.BeforeTestEpoch]: ...
+    @overload
+    def stream(self, event: Literal["before_test_iter"], /, **options: Unpack[StreamOptions]) -> Stream[ev.BeforeTestIter]: ...
+    @overload
+    def stream(self, event: Literal["after_test_iter"], /, **options: Unpack[StreamOptions]) -> Stream[ev.AfterTestIter]: ...
+    @overload
+    def stream(self, event: Literal["after_test_epoch"], /, **options: Unpack[StreamOptions]) -> Stream[ev.AfterTestEpoch]: ...
+    @overload
+    def stream(self, event: Literal["after_test"], /, **options: Unpack[StreamOptions]) -> Stream[ev.AfterTest]: ...
+    @overload
+    def stream(self, event: Literal["on_exception"], /, **options: Unpack[StreamOptions]) -> Stream[ev.OnException]: ...
+    @overload
+    def stream(self, event: Literal["after_run"], /, **options: Unpack[StreamOptions]) -> Stream[ev.AfterRun]: ...
+    @overload
+    def stream(self, event: Literal["module_event"], /, **options: Unpack[StreamOptions]) -> Stream[ev.ModuleEvent]: ...
+    @overload
+    def stream(
+        self, event: Literal["before_module_forward"], /, **options: Unpack[StreamOptions]
+    ) -> Stream[ev.BeforeModuleForward]: ...
+    @overload
+    def stream(
+        self, event: Literal["after_module_forward"], /, **options: Unpack[StreamOptions]
+    ) -> Stream[ev.AfterModuleForward]: ...
+    @overload
+    def stream(
+        self, event: Literal["before_module_backward"], /, **options: Unpack[StreamOptions]
+    ) -> Stream[ev.BeforeModuleBackward]: ...
+    @overload
+    def stream(
+        self, event: Literal["after_module_backward"], /, **options: Unpack[StreamOptions]
+    ) -> Stream[ev.AfterModuleBackward]: ...
+    @overload
+    def stream(self, event: Literal["event"], /, **options: Unpack[StreamOptions]) -> Stream[ev.Event]: ...
+    @overload
+    def stream(self, event: str, /, **options: Unpack[StreamOptions]) -> Stream[Any]: ...
+    def stream(self, event: type[ev.Event] | str, /, **options: Any) -> Any:
+        """Subscribe by iterating: ``async for event in bus.stream("after_train_iter", every=10)``, in asyncio or trio.
+
+        The events are those that an offloaded handler gets. Heard from this call on until the bus closes, which ends the
+        iteration, or the stream is left (:class:`eventloop.Stream`). The bus need not be open yet. An application that reads
+        slowly does not hold up the training: unlike a handler's lane, a full one drops its oldest events by default.
+
+        Args:
+            event: as for :meth:`on`.
+            **options: filters, ``priority``, ``queue``, ``full``, ``linger``, ``max_bytes``
+                (:class:`eventloop.StreamOptions`), and ``capture``.
+
+        Raises:
+            BusStateError: no event loop is running here.
+            UnknownEventError: no event declares the name.
+            SubscribeError: an option that cannot work.
+        """
+        return self._stream(event, options)

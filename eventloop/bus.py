@@ -7,7 +7,8 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Self
+from functools import partial
+from typing import Any, Literal, NamedTuple, Self, cast
 
 from eventloop._on import TypedOn
 from eventloop.describe import Description, describe
@@ -15,11 +16,14 @@ from eventloop.errors import BusStateError, OffloadError, SubscribeError
 from eventloop.events import Event, lineage, name_of, resolve
 from eventloop.hook import Hook, subscriptions_of
 from eventloop.log import get_logger
-from eventloop.offload import DrainReport, Runtime
-from eventloop.offload.runtime import Backend
+from eventloop.offload import DrainReport, Lane, Runtime
+from eventloop.offload.deadline import Deadline
+from eventloop.offload.in_thread import in_thread
+from eventloop.offload.loops import Backend, HostLoop
 from eventloop.priority import PriorityLike
 from eventloop.routes import Entry, Route, Source, compile_route, ignore, route_source
-from eventloop.subscription import Stats, Subscription
+from eventloop.stream import Stream
+from eventloop.subscription import Stats, StreamOptions, Subscription, stream
 
 State = Literal["idle", "open", "draining"]
 
@@ -30,10 +34,11 @@ class Bus(TypedOn):
     """An in-process event bus. Plain handlers run inline, in order of priority; async and blocking ones are offloaded.
 
     Inline handlers work at any time. Offloaded ones need the bus to be open: ``with bus:``, which a ``Run`` or
-    ``TrainLoop`` does by itself. A clean exit waits until everything is delivered.
+    ``TrainLoop`` does by itself, runs async handlers in an event loop on a thread of the bus; ``async with bus:`` runs them
+    as tasks of the event loop it is written in, asyncio's or trio's. A clean exit waits until everything is delivered.
 
     Args:
-        backend: of the event loop thread for async handlers, ``"asyncio"`` or ``"trio"``.
+        backend: of the event loop thread for async handlers, ``"asyncio"`` (on uvloop where that is installed) or ``"trio"``.
         timing: measure every call (``stats.seconds``); costs two clock reads per handler, nothing when off.
         drain_timeout: seconds that a clean exit waits for offloaded handlers before it raises OffloadError.
         abort_timeout: the same for an exit by exception, which then reports what is left instead of raising.
@@ -59,6 +64,8 @@ class Bus(TypedOn):
         self._timing = timing
         self._backend: Backend = backend
         self._runtime: Runtime | None = None
+        self._host: HostLoop | None = None
+        self._training: tuple[_Training, ...] = ()
         self._state: State = "idle"
         self._inert = False
         self.drain_timeout = drain_timeout
@@ -77,6 +84,19 @@ class Bus(TypedOn):
             return function
 
         return subscribe
+
+    def _stream(self, event: type[Event] | str, options: dict[str, Any]) -> Any:
+        for name in options:
+            if name not in StreamOptions.__annotations__ and name != "capture":
+                known = ", ".join(["capture", *StreamOptions.__annotations__])
+                raise SubscribeError(f"bus.stream takes no {name}=; its options are {known}")
+        subscription = Subscription(self, resolve(event), stream, **{"full": "drop_old", **options})
+        try:
+            made = Stream[Any](subscription, cast("Lane", subscription.lane), self._interrupt)
+        except RuntimeError as error:
+            raise BusStateError(f"bus.stream() is for async code, and there is no event loop here: {error}") from None
+        self._insert([subscription])
+        return made
 
     def off(self, what: Callable[..., Any] | Hook | Subscription) -> None:
         """Cancel every subscription of a function, all those of a hook, or one :class:`Subscription`.
@@ -137,12 +157,13 @@ class Bus(TypedOn):
         return self._route(type(event))(event)
 
     def wants(self, event: type[Event] | str) -> bool:
-        """Return True if somebody hears ``event``; False lets a caller skip building it."""
+        """Return True if publishing ``event`` does anything; False lets a caller skip building it."""
         try:
             return self._routes[event] is not ignore  # type: ignore[index]  # a name is in no route, so it takes the way below
         except KeyError:
-            # Routes are empty while an offloaded failure waits to be raised: somebody does want the next publish.
-            return bool(self._failures) or self._find_route(resolve(event)) is not ignore
+            route = self._find_route(resolve(event))
+        # Publishing may raise what an offloaded handler left behind, though nobody hears it.
+        return route is not ignore or self._raises_here()
 
     # ------------------------------------------------------------------------------------------------ looking in
 
@@ -184,22 +205,8 @@ class Bus(TypedOn):
         Raises:
             BusStateError: it is open already (whoever opened it closes it).
         """
-        with self._lock:
-            if self._state != "idle":
-                raise BusStateError(f"this bus is {self._state} already; whoever opened it closes it")
-            runtime = Runtime(self._backend)
-            self._failures = {}
-            try:
-                for subscription in self._subscriptions:
-                    subscription.serve(runtime)
-            except BaseException:
-                runtime.close(1.0, "its bus could not be opened", abandon=True)
-                raise
-            self._runtime = runtime
-            self._state = "open"
-            self._compiled = {}
-            self._routes = {}
-        _open_buses.add(self)
+        self._check_idle()
+        self._open(Runtime(self._backend, self._interrupt))
 
     def close(self, *, abort: bool = False) -> None:
         """Deliver what is pending, end the consumers. Idempotent.
@@ -208,36 +215,28 @@ class Bus(TypedOn):
             abort: wait for ``abort_timeout`` only, and report what is left or failed instead of raising it.
 
         Raises:
-            BusStateError: this is an offloaded handler of the same bus.
+            BusStateError: this is an offloaded handler of the same bus, or it was opened by ``async with bus:``.
             OffloadError: not everything could be delivered within ``drain_timeout``.
             Exception: what offloaded handlers with ``on_error="raise"`` raised (an ExceptionGroup if several did).
         """
         runtime = self._runtime
-        if runtime is not None and runtime.owns_thread():
-            raise BusStateError("bus.close() was called from an offloaded handler of the same bus: it would wait for itself")
-        with self._lock:
-            if self._state != "open" or runtime is None:
-                return
-            self._state = "draining"
-        settled = False
-        try:
-            settled = runtime.settle(self.abort_timeout if abort else self.drain_timeout)
-        finally:
-            left = self._shut(runtime, 5.0 if settled else 1.0, abandon=not settled)
-            failures = self._take_failures()
-        if abort:
-            if left:
-                log.warning("events were not delivered before the bus closed", events=left)
+        if runtime is not None:
+            _check_may_wait(runtime, "close")
+            if runtime.hosted:
+                raise BusStateError("this bus was opened by `async with bus:`, which closes it when its block ends")
+        self._close(_Patience(self, abort=abort))
+
+    async def aclose(self, *, abort: bool = False) -> None:
+        """Like :meth:`close`, without blocking the event loop. Cancelled, it goes on like ``abort=True``, and then ends.
+
+        ``async with bus:`` does it; what is left to its end then is to leave the block.
+        """
+        runtime = self._runtime
+        if runtime is None:
             return
-        if left:
-            missed = ", ".join(f"{number} for {label}" for label, number in left.items())
-            failures.append(
-                OffloadError(
-                    f"the bus closed with events undelivered after drain_timeout={self.drain_timeout:g} s: {missed}. "
-                    "Give Bus a longer drain_timeout=, or those handlers less to do"
-                )
-            )
-        _raise(failures)
+        _check_not_inside(runtime, "aclose")
+        patience = _Patience(self, abort=abort)
+        await in_thread(partial(self._close, patience), "trainbus closes", cancelled=patience.abort)
 
     def drain(self, timeout: float | None = None) -> DrainReport:
         """Wait until everything published before this call is delivered, dropped or failed.
@@ -246,14 +245,23 @@ class Bus(TypedOn):
             timeout: seconds; None waits for as long as it takes. What is ``pending`` afterwards is in the report.
 
         Raises:
-            BusStateError: the bus is not open, or this is an offloaded handler of the same bus.
-            Exception: what offloaded handlers with ``on_error="raise"`` raised.
+            BusStateError: the bus is not open, this is an offloaded handler of the same bus, or its event loop.
+            Exception: what offloaded handlers with ``on_error="raise"`` raised; while a run is open, on its thread only.
         """
-        runtime = self._runtime
-        if runtime is None:
-            raise BusStateError("only an open bus can be drained: use `with bus:`")
-        report = runtime.drain(timeout)
-        _raise(self._take_failures())
+        runtime = self._opened()
+        _check_may_wait(runtime, "drain")
+        report = runtime.drain(Deadline(timeout))
+        self.raise_failures()
+        return report
+
+    async def adrain(self, timeout: float | None = None) -> DrainReport:  # noqa: ASYNC109 - reports, and does not cancel
+        """Like :meth:`drain`, without blocking the event loop; on any bus that is open, also one with a thread of its own."""
+        runtime = self._opened()
+        _check_not_inside(runtime, "adrain")
+        deadline = Deadline(timeout)
+        stop = partial(deadline.shorten, 0)
+        report = await in_thread(partial(runtime.drain, deadline), "trainbus drains", cancelled=stop)
+        self.raise_failures()
         return report
 
     def __enter__(self) -> Self:
@@ -262,6 +270,32 @@ class Bus(TypedOn):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         self.close(abort=error is not None)
+
+    async def __aenter__(self) -> Self:
+        self._check_idle()
+        host = HostLoop()
+        runtime = Runtime(host, self._interrupt)
+        await host.open()
+        try:
+            await in_thread(partial(self._open, runtime), "trainbus opens", cancelled=_nothing)
+        except BaseException:
+            try:
+                if self._runtime is runtime:  # cancelled meanwhile
+                    await self.aclose(abort=True)
+            finally:
+                host.end()
+                await host.close()
+            raise
+        self._host = host
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        host, self._host = self._host, None
+        try:
+            await self.aclose(abort=error is not None)
+        finally:
+            if host is not None:
+                await host.close()
 
     # ---------------------------------------------------------------------------------------------- saved state
 
@@ -285,6 +319,20 @@ class Bus(TypedOn):
 
     # --------------------------------------------------------------------------- for subscriptions and their lanes
 
+    def adopt_thread(self, interrupt: Callable[[], object]) -> None:
+        """Make this thread the one on which errors of offloaded handlers are raised: a run is open on it.
+
+        Args:
+            interrupt: called when the thread is about to wait for a place in a lane; may raise instead.
+        """
+        with self._lock:
+            self._training = (*self._training, _Training(threading.get_ident(), interrupt))
+
+    def release_thread(self, interrupt: Callable[[], object]) -> None:
+        """Undo :meth:`adopt_thread` with the same ``interrupt``."""
+        with self._lock:
+            self._training = tuple(one for one in self._training if one.interrupt != interrupt)
+
     def annotate(self, error: BaseException, subscription: Entry, event: Event) -> None:
         """Add a note to ``error`` that says whose it is, where and when."""
         progress = getattr(event, "progress", None)
@@ -295,7 +343,9 @@ class Bus(TypedOn):
         )
 
     def fail(self, subscription: Subscription, error: BaseException) -> None:
-        """Have ``error`` raised by the next publish (on a thread that is not the bus's own), drain or close.
+        """Have ``error`` raised by the next publish or drain on the training thread, or by close.
+
+        That is the thread with an open run; without one, any that is not the bus's own.
 
         Of several errors of one subscription the first is kept: a handler that always fails would pile them up.
         """
@@ -303,6 +353,16 @@ class Bus(TypedOn):
             self._failures.setdefault(subscription, error)
             # Emptied, so that the next publish misses and comes past _raise_failures; costs nothing until then.
             self._routes = {}
+
+    def raise_failures(self) -> None:
+        """Raise what offloaded handlers have left, if this is the thread to raise it on, as the next publish would."""
+        if self._raises_here():
+            _raise(self._take_failures())
+
+    @property
+    def hosted_here(self) -> bool:
+        """True on the thread whose event loop ``async with bus:`` uses, which nothing may block."""
+        return self._runtime is not None and self._runtime.in_host_loop
 
     def remove(self, *subscriptions: Subscription) -> None:
         """Let go of subscriptions; of those that are gone already nothing happens."""
@@ -314,10 +374,76 @@ class Bus(TypedOn):
 
     # -------------------------------------------------------------------------------------------------- internals
 
+    def _check_idle(self) -> None:
+        if self._state != "idle":
+            where = " in an event loop by `async with bus:`" if self._runtime is not None and self._runtime.hosted else ""
+            raise BusStateError(f"this bus is {self._state}{where} already; whoever opened it closes it")
+
+    def _opened(self) -> Runtime:
+        if self._runtime is None:
+            raise BusStateError("only an open bus can be drained: use `with bus:` or `async with bus:`")
+        return self._runtime
+
+    def _open(self, runtime: Runtime) -> None:
+        with self._lock:
+            self._check_idle()
+            self._failures = {}
+            try:
+                for subscription in self._subscriptions:
+                    subscription.serve(runtime)
+            except BaseException:
+                runtime.close(1.0, "its bus could not be opened", abandon=True)
+                raise
+            self._runtime = runtime
+            self._state = "open"
+            self._compiled = {}
+            self._routes = {}
+        _open_buses.add(self)
+
+    def _close(self, patience: _Patience) -> None:
+        with self._lock:
+            runtime = self._runtime
+            if self._state != "open" or runtime is None:
+                return
+            self._state = "draining"
+        settled = False
+        try:
+            settled = runtime.settle(patience)
+        finally:
+            left = self._shut(runtime, 5.0 if settled else 1.0, abandon=not settled)
+            failures = self._take_failures()
+        if patience.aborted:
+            if left:
+                log.warning("events were not delivered before the bus closed", events=left)
+            return
+        if left:
+            missed = ", ".join(f"{number} for {label}" for label, number in left.items())
+            failures.append(
+                OffloadError(
+                    f"the bus closed with events undelivered after drain_timeout={self.drain_timeout:g} s: {missed}. "
+                    "Give Bus a longer drain_timeout=, or those handlers less to do"
+                )
+            )
+        _raise(failures)
+
+    def _raises_here(self) -> bool:
+        """True if offloaded handlers have left errors, and this is the thread to raise them on."""
+        if not self._failures:
+            return False
+        if self._training:
+            here = threading.get_ident()
+            return any(one.ident == here for one in self._training)
+        return self._runtime is None or not self._runtime.inside
+
+    def _interrupt(self) -> None:
+        for one in self._training:
+            if one.ident == threading.get_ident():
+                one.interrupt()
+
     def _subscriptions_of(self, hook: Hook, priority: PriorityLike | None) -> Iterator[Subscription]:
-        for event, method, mark in subscriptions_of(hook):
+        for events, method, mark in subscriptions_of(hook):
             chosen = next(choice for choice in (priority, mark.priority, hook.priority) if choice is not None)
-            yield Subscription(self, event, method, hook=hook, **{"priority": chosen, **mark.options})
+            yield Subscription(self, events, method, hook=hook, **{"priority": chosen, **mark.options})
 
     def _check_names(self, hooks: list[Hook]) -> None:
         for index, hook in enumerate(hooks):
@@ -347,22 +473,21 @@ class Bus(TypedOn):
 
     def _replace(self, subscriptions: list[Subscription], changed: list[Subscription]) -> None:
         """Put a new table in place; a publish that is under way goes on with the route it has."""
-        names = {subscription.mount_point for subscription in changed}
+        names = {name for subscription in changed for name in subscription.mount_points}
         self._subscriptions = tuple(subscriptions)
         self._compiled = {kind: route for kind, route in self._compiled.items() if names.isdisjoint(lineage(kind))}
         self._routes = {} if self._failures else dict(self._compiled)
 
     def _heard_by(self, event_type: type[Event]) -> list[Subscription]:
-        names = lineage(event_type)
-        return [subscription for subscription in self._subscriptions if subscription.mount_point in names]
+        names = set(lineage(event_type))
+        return [subscription for subscription in self._subscriptions if not names.isdisjoint(subscription.mount_points)]
 
     def _route(self, event_type: type) -> Route:
         """Find the route of an event that has none cached, after raising what offloaded handlers left behind."""
         if not issubclass(event_type, Event):
             what = "a class: make an instance of it" if issubclass(event_type, type) else event_type.__name__
             raise TypeError(f"bus.publish takes an event, an instance of an Event class, not {what}")
-        if self._failures and not (self._runtime is not None and self._runtime.owns_thread()):
-            _raise(self._take_failures())
+        self.raise_failures()
         return self._find_route(event_type)
 
     def _find_route(self, event_type: type[Event]) -> Route:
@@ -389,9 +514,12 @@ class Bus(TypedOn):
 
     def _shut(self, runtime: Runtime, grace: float, *, abandon: bool) -> dict[str, int]:
         try:
-            return runtime.close(grace, "the bus has closed: events are published inside `with bus:`", abandon=abandon)
+            return runtime.close(
+                grace, "the bus has closed: events are published inside `with bus:` (or `async with bus:`)", abandon=abandon
+            )
         finally:
             with self._lock:
+                self.remove(*(one for one in self._subscriptions if one.mode == "stream"))
                 self._runtime = None
                 self._state = "idle"
                 # The routes of an open bus hide its handlers from the garbage collector (see routes.py).
@@ -406,6 +534,8 @@ class Bus(TypedOn):
         self._routes = {}
         self._compiled = {}
         self._runtime = None
+        self._host = None
+        self._training = ()
         self._state = "idle"
         _open_buses.discard(self)
         for subscription in self._subscriptions:
@@ -428,6 +558,41 @@ class _Count:
             return self.value
 
 
+class _Training(NamedTuple):
+    """A thread with an open run."""
+
+    ident: int
+    interrupt: Callable[[], object]
+
+
+class _Patience(Deadline):
+    """How long closing waits for handlers. What aborts it can come later, and from another thread."""
+
+    def __init__(self, bus: Bus, *, abort: bool) -> None:
+        super().__init__(bus.abort_timeout if abort else bus.drain_timeout)
+        self._abort_timeout = bus.abort_timeout
+        self.aborted = abort
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.shorten(self._abort_timeout)
+
+
+def _check_not_inside(runtime: Runtime, call: str) -> None:
+    if runtime.inside:
+        raise BusStateError(f"bus.{call}() was called from an offloaded handler of the same bus: it would wait for itself")
+
+
+def _check_may_wait(runtime: Runtime, call: str) -> None:
+    _check_not_inside(runtime, call)
+    if runtime.in_host_loop:
+        raise BusStateError(f"bus.{call}() would block the event loop that this bus runs in: use `await bus.a{call}()`")
+
+
+def _nothing() -> None:
+    """There is nothing to cancel: it is over in a moment."""
+
+
 def _raise(failures: list[BaseException]) -> None:
     if len(failures) == 1:
         raise failures[0]
@@ -442,7 +607,7 @@ _open_buses: set[Bus] = set()
 def _close_at_exit() -> None:
     for bus in list(_open_buses):
         log.warning("the interpreter exits while a bus is open; use `with bus:` so that nothing is lost")
-        bus.close(abort=True)
+        bus._close(_Patience(bus, abort=True))
 
 
 def _inert_after_fork() -> None:

@@ -9,6 +9,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from eventloop.events import BUILTIN, Event, lineage, mount_points, resolve
+from eventloop.offload.sized import SizedLane
 from eventloop.priority import Priority
 from eventloop.subscription import Stats, Subscription
 
@@ -67,20 +68,19 @@ def describe(subscriptions: Iterable[Subscription], *, stats: bool) -> Descripti
         _row(name, subscription)
         for name in mount_points()
         for subscription in heard
-        if not _listed_apart(subscription) and subscription.mount_point in lineage(resolve(name))
+        if any(heard_at in lineage(resolve(name)) and not _listed_apart(heard_at) for heard_at in subscription.mount_points)
     ]
-    rows += [_row(subscription.mount_point, subscription) for subscription in heard if _listed_apart(subscription)]
+    rows += [_row(name, subscription) for subscription in heard for name in subscription.mount_points if _listed_apart(name)]
     return Description(rows, stats)
 
 
-def _listed_apart(subscription: Subscription) -> bool:
-    """True for one that hears everything, or a group of events that somebody made for themselves: one row says it."""
-    event = resolve(subscription.mount_point)
-    return event is Event or (event.group and subscription.mount_point not in BUILTIN)
+def _listed_apart(mount_point: str) -> bool:
+    """True for everything, and for a group of events that somebody made for themselves: one row says it."""
+    event = resolve(mount_point)
+    return event is Event or (event.group and mount_point not in BUILTIN)
 
 
 def _row(mount_point: str, subscription: Subscription) -> Row:
-    lane = subscription.lane
     return Row(
         mount_point=mount_point,
         priority=subscription.priority,
@@ -88,12 +88,38 @@ def _row(mount_point: str, subscription: Subscription) -> Row:
         priority_name=Priority.label(subscription.priority),
         mode=_MODES[subscription.mode],
         filter=str(subscription.filter or ""),
-        lane="" if lane is None else f"{lane.capacity} {lane.full}",
+        lane=_lane(subscription),
         stats=subscription.stats,
     )
 
 
-_MODES = {"inline": "inline", "async": "offloaded: event loop", "thread": "offloaded: thread"}
+_MODES = {"inline": "inline"} | {
+    "async": "offloaded: event loop",
+    "thread": "offloaded: thread",
+    "process": "offloaded: process",
+    "stream": "offloaded: stream",
+}
+
+
+def _lane(subscription: Subscription) -> str:
+    """Queue and policy; the byte budget and the timeout, where there are any."""
+    lane = subscription.lane
+    if lane is None:
+        return ""
+    parts = [f"{lane.capacity} {lane.full}"]
+    if isinstance(lane, SizedLane) and lane.max_bytes is not None:
+        parts.append(_human(lane.max_bytes))
+    if subscription.timeout is not None:
+        parts.append(f"{subscription.timeout:g} s")
+    return ", ".join(parts)
+
+
+def _human(size: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.4g} {unit}"
+        size /= 1000
+    return f"{size:.4g} GB"
 
 
 def _short(row: Row) -> str:

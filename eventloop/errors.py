@@ -1,6 +1,6 @@
 """Every exception that trainbus raises on purpose.
 
-All of them derive from :class:`TrainbusError`, and also from the builtin that describes them best, so that
+All errors derive from :class:`TrainbusError`, and also from the builtin that describes them best, so that
 ``except ValueError`` keeps its meaning for a caller who has never heard of trainbus.
 """
 
@@ -41,6 +41,26 @@ class LaneClosedError(TrainbusError, RuntimeError):
 
 class OffloadError(TrainbusError, RuntimeError):
     """Several offloaded handlers failed, or what they left could not be delivered in time."""
+
+
+class RunCancelled(BaseException):  # as in asyncio and trio: nothing that `except Exception` takes
+    """Somebody called ``run.cancel()``, or cancelled ``await loop.arun()``; raised on the training thread."""
+
+
+class HandlerTimeoutError(TrainbusError, TimeoutError):
+    """An offloaded handler took longer than its ``timeout=``."""
+
+
+class WorkerDiedError(OffloadError):
+    """The worker process of an ``offload="process"`` handler ended in a call, or could not be started.
+
+    Attributes:
+        started: False if it never came so far as to take events.
+    """
+
+    def __init__(self, message: str, *, started: bool = True) -> None:
+        super().__init__(message)
+        self.started = started
 
 
 class ConfigurationError(TrainbusError, ValueError):

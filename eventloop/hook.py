@@ -52,24 +52,26 @@ class Hook:
 
 
 def mount(
-    event: type[Event] | str | None = None,
-    *,
+    *events: type[Event] | str,
     priority: PriorityLike | None = None,
     **options: Any,
 ) -> Callable[[Method], Method]:
     """Give one method of a :class:`Hook` options of its own; they are those of ``bus.on``.
 
     Args:
-        event: the mount point, where the method's name is not it.
+        *events: the mount point, where the method's name is not it; or several. An offloaded method that hears several has
+            one lane for all of them, so that they arrive in the order in which they were published.
         priority: of this method, instead of the hook's.
-        **options: filters, ``offload``, ``capture``, ``queue``, ``full``, ``batch``, ``linger``, ``on_error``,
+        **options: filters, ``offload`` (``"process"`` only for a ``@staticmethod``: the hook itself stays in this process),
+            ``capture``, ``queue``, ``full``, ``batch``, ``linger``, ``max_bytes``, ``timeout``, ``on_error``,
             ``disable_after``. An ``operator.attrgetter`` takes the value from the hook when it is added to a bus, such as
             ``every=attrgetter("interval")`` for what the hook's constructor was given (not for ``when`` and ``capture``,
             which are functions themselves).
     """
 
     def mark(method: Method) -> Method:
-        vars(method)["__trainbus_mount__"] = Mount(event, priority, options)
+        # Over or under @staticmethod, which a handler for a worker process has to be.
+        vars(getattr(method, "__func__", method))["__trainbus_mount__"] = Mount(events, priority, options)
         return method
 
     return mark
@@ -78,11 +80,11 @@ def mount(
 class Mount:
     """What :func:`mount` noted down on a method."""
 
-    __slots__ = ("event", "options", "priority")
+    __slots__ = ("events", "options", "priority")
     unmarked: ClassVar[Mount]
 
-    def __init__(self, event: type[Event] | str | None, priority: PriorityLike | None, options: dict[str, Any]) -> None:
-        self.event = event
+    def __init__(self, events: tuple[type[Event] | str, ...], priority: PriorityLike | None, options: dict[str, Any]) -> None:
+        self.events = events
         self.priority = priority
         self.options = options
 
@@ -92,14 +94,14 @@ class Mount:
             name: value(hook) if isinstance(value, attrgetter) and name not in ("when", "capture") else value
             for name, value in self.options.items()
         }
-        return Mount(self.event, self.priority, options)
+        return Mount(self.events, self.priority, options)
 
 
-Mount.unmarked = Mount(None, None, {})
+Mount.unmarked = Mount((), None, {})
 
 
-def subscriptions_of(hook: Hook) -> Iterator[tuple[type[Event], Callable[..., Any], Mount]]:
-    """Yield event, bound method and options for every subscription that ``hook`` asks for, in order of definition.
+def subscriptions_of(hook: Hook) -> Iterator[tuple[tuple[type[Event], ...], Callable[..., Any], Mount]]:
+    """Yield events, bound method and options for every subscription that ``hook`` asks for, in order of definition.
 
     Raises:
         SubscribeError: a class instead of an instance, a method named like a mount point that does not exist, or a hook
@@ -109,11 +111,11 @@ def subscriptions_of(hook: Hook) -> Iterator[tuple[type[Event], Callable[..., An
     found = False
     for name in _method_names(type(hook)):
         mark: Mount = getattr(getattr(type(hook), name), "__trainbus_mount__", Mount.unmarked)
-        if mark.event is None and name not in registry:
+        if not mark.events and name not in registry:
             _check_spelling(hook, name, marked=mark is not Mount.unmarked)
             continue
         found = True
-        yield resolve(mark.event if mark.event is not None else name), getattr(hook, name), mark.options_for(hook)
+        yield tuple(map(resolve, mark.events or (name,))), getattr(hook, name), mark.options_for(hook)
     if not found:
         raise SubscribeError(
             f"{hook.label} has no method named like a mount point, so it would never be called; "

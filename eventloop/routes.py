@@ -36,9 +36,8 @@ _compiling = threading.Lock()
 class Entry(Protocol):
     """What a route needs to know of a subscription."""
 
-    @property
-    def call(self) -> Callable[[Any], object]:
-        """The handler of an inline subscription, the hand-off to its lane of an offloaded one."""
+    def call_for(self, event_type: type[Event]) -> Callable[[Any], object]:
+        """Return the handler of an inline subscription, the hand-off to its lane of an offloaded one."""
 
     @property
     def label(self) -> str:
@@ -153,7 +152,7 @@ class _Writer:
     def _entry(self, index: int, entry: Entry) -> None:
         terms, bound = entry.filter.terms(str(index)) if entry.filter is not None else ([], {})
         call = f"{_identifier(entry.label)}_{index}"
-        self.bound |= bound | {call: entry.call}
+        self.bound |= bound | {call: entry.call_for(self._event_type)}
         block = [f"{call}(event)  # {_comment(entry)}"]
         if self._timing:
             self.bound[f"_spent_{index}"] = entry.spent

@@ -1,94 +1,183 @@
 """The scalars of an event, taken on the training thread as they are now, without waiting for a device.
 
-Numbers are taken as they are. 0-dim tensors of a kind are gathered into one tensor by one ``torch.stack``, which costs what
-one ``torch._foreach_copy_`` into a ready-made row does (2.4 µs for six) and needs no such row; the consumer turns it into
-numbers later.
+Numbers are taken as they are. 0-dim tensors are copied into a row on their device (:mod:`eventloop.ring`), one row for each
+dtype and device; a consumer turns rows into numbers later, many at a time.
+
+What is a scalar among the outputs of an iteration is nearly always what was one before, so it is noted down in a plan, and an
+iteration only checks that the plan still holds. Floating tensors on the CPU become rows of float64, which holds each of their
+values exactly (and integers that take their place, up to 2**53), so their dtypes need no checking; elsewhere, and for
+integers, a row has the dtype of its tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter, itemgetter
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
 
-Kind = Literal["number", "tensor", "numpy", "other"]
+from eventloop.ring import Cell, CudaRing, Ring, make_ring
 
-Gathered = list[tuple[list[str], torch.Tensor]]
-"""Names and values of the tensors of one event, by dtype and device."""
+Kind = Literal["number", "tensor", "array", "other"]
 
-_set_grad_enabled = torch._C._set_grad_enabled  # ten times cheaper than entering torch.no_grad()
+Taken = tuple["Plan", tuple[Any, ...], tuple[Cell, ...]]
+"""How to put them together again, the numbers, and where the tensors' values are."""
 
+_MOST_PLANS = 64  # for outputs whose names never repeat; planning anew costs some 10 µs
 
-def take_scalars(outputs: Mapping[str, Any]) -> tuple[dict[str, Any], Gathered]:
-    """Return the scalar entries of ``outputs`` in their order, and what the consumer has to fill in.
+_ANY_FLOAT = (torch.float64, torch.device("cpu"))
 
-    Entries that are no scalars (logits, batches, objects) are left out.
-    """
-    taken: dict[str, Any] = {}
-    names: list[str] = []
-    tensors: list[torch.Tensor] = []
-    for name, value in outputs.items():
-        kind = type(value)
-        if kind is float:
-            taken[name] = value
-            continue
-        what = _kinds.get(kind) or _classify(kind)
-        if what == "tensor":
-            if value.dim() == 0:
-                taken[name] = None  # keeps the order of the outputs
-                names.append(name)
-                tensors.append(value)
-        elif what == "number":
-            taken[name] = value
-        elif what == "numpy" and value.ndim == 0:
-            taken[name] = value.item()
-    return taken, _gather(names, tensors) if tensors else []
+_dtype = attrgetter("dtype")
+_device = attrgetter("device")
+_is_cpu = attrgetter("is_cpu")
 
 
-def fill(taken: dict[str, Any], gathered: Gathered) -> None:
-    """Put the numbers where :func:`take_scalars` left room for them; on the consumer's thread, which may wait for a device."""
-    for names, values in gathered:
-        taken.update(zip(names, values.tolist(), strict=True))
+class Scalars:
+    """Takes the scalars of mappings that are mostly alike, such as the outputs of iterations."""
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[str, ...], Plan] = {}
+        self._rings: dict[tuple[torch.dtype, torch.device, int], Ring | CudaRing] = {}
+
+    def take(self, outputs: Mapping[str, Any]) -> Taken:
+        """Take what is a scalar in ``outputs``; entries that are none (logits, batches, objects) are left out."""
+        names = tuple(outputs)
+        values = tuple(outputs.values())
+        plan = self._plans.get(names)
+        if plan is not None:
+            try:
+                if plan.write is not None:
+                    return plan, (), (plan.write(values),)
+                taken = plan.take(values)
+            except (RuntimeError, TypeError, AttributeError):  # what was a scalar tensor has another shape now, or is no tensor
+                taken = None
+            if taken is not None:
+                return taken
+        plan = Plan(names, values, self._ring)
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        self._plans[names] = plan
+        return cast("Taken", plan.take(values))
+
+    def _ring(self, dtype: torch.dtype, device: torch.device, width: int) -> Ring | CudaRing:
+        key = (dtype, device, width)
+        if key not in self._rings:
+            self._rings[key] = make_ring(dtype, device, width)
+        return self._rings[key]
 
 
-def _gather(names: list[str], tensors: list[torch.Tensor]) -> Gathered:
-    dtype = tensors[0].dtype
-    for tensor in tensors:
-        if tensor.dtype is not dtype:  # stacking would convert them
-            return _gather_groups(names, tensors)
-    enabled = torch.is_grad_enabled()
-    _set_grad_enabled(False)
-    try:
-        return [(names, torch.stack(tensors))]
-    except RuntimeError:  # on several devices
-        if len({tensor.device for tensor in tensors}) == 1:
-            raise
-        return _gather_groups(names, tensors)
-    finally:
-        _set_grad_enabled(enabled)
+class Plan:
+    """What is a scalar in a mapping with these names, and how it is taken."""
+
+    def __init__(
+        self, names: Sequence[str], values: Sequence[Any], ring: Callable[[torch.dtype, torch.device, int], Ring | CudaRing]
+    ) -> None:
+        kinds = [_kind(value) for value in values]
+        of_kind = {kind: [i for i, found in enumerate(kinds) if found == kind] for kind in get_args(Kind)}
+        numbers = [*of_kind["number"], *of_kind["array"]]
+        self._number = _getter(numbers)
+        self._arrays = bool(of_kind["array"])
+        # All but scalar tensors: those are known for what they are by copying them.
+        rest = [i for i, kind in enumerate(kinds) if kind != "tensor"]
+        self._rest = _getter(rest) if rest else None
+        self._rest_types = [type(values[i]) for i in rest]
+        # What has dimensions could have none the next time.
+        self._others = _getter([i for i in of_kind["other"] if hasattr(values[i], "ndim")])
+        self._groups = [_Group(key, positions, ring) for key, positions in _grouped(of_kind["tensor"], values).items()]
+        # Of the commonest kind of outputs, all of them tensors of one kind, one call takes everything.
+        alone = len(self._groups) == 1 and not rest and not self._groups[0].checked
+        self.write = self._groups[0].write if alone else None
+        taken = [*numbers, *(position for group in self._groups for position in group.positions)]
+        self._names = [names[position] for position in sorted(taken)]
+        self._order = _getter([taken.index(position) for position in sorted(taken)])
+
+    def take(self, values: tuple[Any, ...]) -> Taken | None:
+        """Take what is planned; None if the values are of other kinds than planned.
+
+        Raises:
+            RuntimeError, TypeError, AttributeError: what was planned as a scalar tensor is none.
+        """
+        numbers: tuple[Any, ...] = ()
+        if self._rest is not None:
+            if [*map(type, self._rest(values))] != self._rest_types:
+                return None
+            for value in self._others(values):
+                if not value.ndim:
+                    return None
+            numbers = self._number(values)
+            if self._arrays:
+                if any(value.ndim for value in numbers if isinstance(value, np.ndarray)):
+                    return None
+                numbers = tuple([value.item() if isinstance(value, np.ndarray) else value for value in numbers])
+        cells: tuple[Cell, ...] = ()
+        for group in self._groups:
+            tensors = group.pick(values)
+            if group.checked and not group.fits(tensors):
+                return None
+            cells += (group.write(tensors),)
+        return self, numbers, cells
+
+    def numbers(self, numbers: Iterable[Any], cells: Iterable[Cell]) -> dict[str, Any]:
+        """Put together what :meth:`take` has taken, in the order of the outputs; on the consumer's thread, which may wait."""
+        found = [value.item() if isinstance(value, np.generic) else value for value in numbers]
+        for cell in cells:
+            found += cell.numbers()
+        return dict(zip(self._names, self._order(found), strict=True))
 
 
-def _gather_groups(names: list[str], tensors: list[torch.Tensor]) -> Gathered:
-    groups: dict[tuple[torch.dtype, torch.device], tuple[list[str], list[torch.Tensor]]] = {}
-    for name, tensor in zip(names, tensors, strict=True):
-        group = groups.setdefault((tensor.dtype, tensor.device), ([], []))
-        group[0].append(name)
-        group[1].append(tensor)
-    return [part for group in groups.values() for part in _gather(*group)]
+class _Group:
+    """The scalars that share a row."""
+
+    def __init__(
+        self,
+        key: tuple[torch.dtype, torch.device],
+        positions: list[int],
+        ring: Callable[[torch.dtype, torch.device, int], Ring | CudaRing],
+    ) -> None:
+        dtype, device = key
+        self.positions = positions
+        self.pick = _getter(positions)
+        self.write = ring(dtype, device, len(positions)).write
+        self._dtypes = None if key == _ANY_FLOAT else [dtype] * len(positions)
+        self._devices = [device] * len(positions)
+        self._on_cpu = device.type == "cpu"
+        # Where there is no accelerator, tensors are nowhere else.
+        self.checked = self._dtypes is not None or torch.accelerator.is_available()
+
+    def fits(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+        """Return True if copying keeps every value as it is and crosses no devices (which would wait)."""
+        if self._dtypes is not None and [*map(_dtype, tensors)] != self._dtypes:
+            return False
+        return all(map(_is_cpu, tensors)) if self._on_cpu else [*map(_device, tensors)] == self._devices
 
 
-def _classify(kind: type) -> Kind:
-    what: Kind = "other"
-    if issubclass(kind, torch.Tensor):
-        what = "tensor"
-    elif issubclass(kind, np.generic | np.ndarray):  # before numbers: np.float64 is a float
-        what = "numpy"
-    elif issubclass(kind, int | float | str):
-        what = "number"
-    _kinds[kind] = what
-    return what
+def _grouped(positions: Iterable[int], values: Sequence[Any]) -> dict[tuple[torch.dtype, torch.device], list[int]]:
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for position in positions:
+        value = values[position]
+        wide = value.is_cpu and value.is_floating_point()
+        groups.setdefault(_ANY_FLOAT if wide else (value.dtype, value.device), []).append(position)
+    return groups
 
 
-_kinds: dict[type, Kind] = {}
+def _kind(value: Any) -> Kind:
+    if isinstance(value, torch.Tensor):
+        return "other" if value.ndim else "tensor"
+    if isinstance(value, np.ndarray):
+        return "other" if value.ndim else "array"
+    return "number" if isinstance(value, int | float | str | np.generic) else "other"
+
+
+def _getter(positions: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    if not positions:
+        return _nothing
+    if len(positions) == 1:
+        (position,) = positions
+        return lambda values: (values[position],)
+    return itemgetter(*positions)
+
+
+def _nothing(values: Sequence[Any]) -> tuple[Any, ...]:
+    return ()

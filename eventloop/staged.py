@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -35,6 +35,16 @@ class Owned(Generic[T]):
         self.value = value
 
 
+class Copying(Protocol):
+    """A copy under way to the host: a ``torch.cuda.Event``, or a row of a ring."""
+
+    def query(self) -> bool:
+        """Return True if it has arrived."""
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+
+
 class Staged(msgspec.Struct, eq=False):
     """A value under way to another thread; :meth:`resolve` waits for its copies and returns it, or what ``finish`` makes of it.
 
@@ -42,18 +52,19 @@ class Staged(msgspec.Struct, eq=False):
     """
 
     value: Any
-    copied: tuple[torch.cuda.Event, ...] = ()
+    copied: tuple[Copying, ...] = ()
     finish: Callable[[Any], Any] | None = None
+    nbytes: int = 0  # of captured tensors and arrays, where a lane counts them
 
     @property
     def ready(self) -> bool:
         """True if :meth:`resolve` has nothing to wait for."""
-        return all(event.query() for event in self.copied)  # type: ignore[no-untyped-call]
+        return all(one.query() for one in self.copied)
 
     def resolve(self) -> Any:
         """Return the value; called once, on the consumer's thread."""
-        for event in self.copied:
-            event.synchronize()
+        for one in self.copied:
+            one.synchronize()
         return self.value if self.finish is None else self.finish(self.value)
 
 

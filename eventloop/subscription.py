@@ -8,36 +8,56 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, cast
+from typing import Any, Literal, Protocol, Self, TypedDict, cast
 
 import msgspec
 
-from eventloop.detach import detach
-from eventloop.errors import SubscribeError
+from eventloop.detach import detacher, is_plain
+from eventloop.errors import HandlerTimeoutError, SubscribeError, WorkerDiedError
 from eventloop.events import Event, name_of
 from eventloop.filters import FILTERS, Filter, make_filter
 from eventloop.hook import Hook
 from eventloop.log import get_logger
 from eventloop.offload.lane import FULL, Full, Lane, LaneStats
+from eventloop.offload.process import ProcessWorker
+from eventloop.offload.runtime import Runtime
+from eventloop.offload.sized import SizedLane
+from eventloop.offload.target import target_of
+from eventloop.offload.worker import MakeThread, ThreadWorker, Worker
 from eventloop.priority import Priority, PriorityLike
-from eventloop.staged import check_capture, stage
+from eventloop.staged import check_capture
 
-if TYPE_CHECKING:
-    from eventloop.bus import Bus
-    from eventloop.offload.runtime import Runtime
+Mode = Literal["inline", "async", "thread", "process", "stream"]
 
-Mode = Literal["inline", "async", "thread"]
+_MOST_TIMEOUTS = 3  # handlers that hang in threads left behind, or worker processes that do not start, before it is retired
 
 log = get_logger()
+
+
+class Owner(Protocol):
+    """What a subscription needs to know of its bus."""
+
+    def annotate(self, error: BaseException, subscription: Any, event: Event) -> None:
+        """Add a note to ``error`` that says whose it is, where and when."""
+
+    def fail(self, subscription: Any, error: BaseException) -> None:
+        """Have ``error`` raised on the training thread."""
+
+    def remove(self, *subscriptions: Any) -> None:
+        """Let go of subscriptions."""
 
 
 class Options(TypedDict, total=False):
     """Keyword options of ``bus.on`` and ``@mount``, which also take ``capture`` and ``batch`` (see ``Bus.on``).
 
     ``every``, ``once``, ``after``, ``before``, ``when``, ``every_seconds``: filters, see :mod:`eventloop.filters`.
-    ``offload``: ``"thread"`` for a blocking handler; ``"inline"`` says out loud what a plain function does anyway.
+    ``offload``: ``"thread"`` for a blocking handler, ``"process"`` for one that computes in Python (a function at the top level
+    of a module, called in a worker process); ``"inline"`` says out loud what a plain function does anyway.
     ``queue``, ``full``, ``linger``: the lane of an offloaded handler: its places (1024), what happens when they are
     taken (``"block"``, ``"drop_old"``, ``"drop_new"``, ``"latest"``, ``"raise"``), seconds between looks (0.01).
+    ``max_bytes``: with ``capture``, bytes of tensors that may wait or be in the handler's hands; ``full`` applies to them, too.
+    ``timeout``: seconds after which a call of an offloaded handler has failed: async it is cancelled, in a thread left behind
+    (three times, then the handler is retired), in a process killed with its worker, which is replaced.
     ``on_error``: ``"raise"`` or ``"log"``. ``disable_after``: retire the handler after so many errors (implies "log").
     """
 
@@ -48,19 +68,39 @@ class Options(TypedDict, total=False):
     before: int
     when: Callable[[Any], object]
     every_seconds: float
-    offload: Literal["inline", "thread"]
+    offload: Literal["inline", "thread", "process"]
     queue: int
     full: Full
     linger: float
+    max_bytes: int
+    timeout: float
     on_error: Literal["raise", "log"]
     disable_after: int
+
+
+class StreamOptions(TypedDict, total=False):
+    """Keyword options of ``bus.stream``, which also takes ``capture``: filters and the lane, as in :class:`Options`."""
+
+    priority: PriorityLike
+    every: int
+    once: int | Iterable[int]
+    after: int
+    before: int
+    when: Callable[[Any], object]
+    every_seconds: float
+    queue: int
+    max_bytes: int
+    full: Full
+    linger: float
 
 
 class Stats(msgspec.Struct, frozen=True):
     """What happened to one subscription so far.
 
-    For offloaded ones ``published == delivered + failed + dropped + pending``. Inline ones count their errors in ``failed``;
-    ``calls`` and ``seconds`` are counted while ``bus.timing`` is on (of an offloaded one, the hand-off on the publisher).
+    ``published == delivered + failed + dropped + pending`` at every moment. Offloaded ones count always; inline ones count
+    isolated errors always and what they delivered only while ``bus.timing`` is on, because counting costs as much as a call.
+    ``bytes`` is the size of the captured tensors that are pending; ``calls`` and ``seconds`` are counted while ``bus.timing``
+    is on (of an offloaded one, the hand-off on the publisher).
     """
 
     published: int = 0
@@ -68,6 +108,7 @@ class Stats(msgspec.Struct, frozen=True):
     failed: int = 0
     dropped: int = 0
     pending: int = 0
+    bytes: int = 0
     calls: int = 0
     seconds: float = 0.0
 
@@ -80,8 +121,8 @@ class Subscription:
 
     def __init__(
         self,
-        bus: Bus,
-        event: type[Event],
+        bus: Owner,
+        event: type[Event] | tuple[type[Event], ...],
         handler: Callable[..., Any],
         *,
         hook: Hook | None = None,
@@ -91,12 +132,16 @@ class Subscription:
         queue: int | None = None,
         full: Full | None = None,
         linger: float | None = None,
+        max_bytes: int | None = None,
+        timeout: float | None = None,
         batch: int | None = None,
         on_error: Literal["raise", "log"] | None = None,
         disable_after: int | None = None,
         **filters: Any,
     ) -> None:
-        self.mount_point = name_of(event)
+        events = event if isinstance(event, tuple) else (event,)
+        self.mount_points = tuple(map(name_of, events))
+        self.mount_point = ", ".join(self.mount_points)
         self.handler = handler
         self.hook = hook
         self.label = _label(handler, hook)
@@ -108,19 +153,34 @@ class Subscription:
             self.priority = Priority.parse(priority)
             self.filter: Filter | None = make_filter(**filters)
             if self.filter is not None and self.filter.counted:
-                _check_counts(event)
+                for one in events:
+                    _check_counts(one)
             self.mode: Mode = _mode(handler, offload)
             _check_arity(handler, batched=batch is not None)
             self._check_errors(on_error, disable_after)
-            lane = {"capture": capture, "queue": queue, "full": full, "linger": linger, "batch": batch}
+            self._target = target_of(handler) if self.mode == "process" else None
+            lane = {
+                "capture": capture,
+                "queue": queue,
+                "full": full,
+                "linger": linger,
+                "max_bytes": max_bytes,
+                "timeout": timeout,
+                "batch": batch,
+            }
             self.lane = self._make_lane({name: option for name, option in lane.items() if option is not None})
+            if self.lane is not None:
+                # A batch has many publishers: its handler sees the subscriber's context variables.
+                self.lane.contextual = batch is None and self.mode in ("async", "thread")
         self.batch = batch
+        self.timeout = timeout
         self.disable_after = disable_after
         self.on_error: Literal["raise", "log"] = on_error or ("log" if disable_after else "raise")
         self.active = True
         self._bus = bus
         self._counting = threading.Lock()
         self._failed = 0
+        self._hung = 0
         self._calls = 0
         self._nanoseconds = 0
 
@@ -139,19 +199,25 @@ class Subscription:
     @property
     def stats(self) -> Stats:
         """The counts at this moment."""
-        lane = self.lane.stats if self.lane is not None else LaneStats(failed=self._failed)
+        if self.lane is not None:
+            lane = self.lane.stats
+        else:
+            with self._counting:  # a timed call that raises is no call
+                lane = LaneStats(self._calls + self._failed, self._calls, self._failed)
         counts = msgspec.structs.asdict(lane)
-        return Stats(**counts, calls=self._calls, seconds=self._nanoseconds / 1e9)
+        pending_bytes = self.lane.bytes if isinstance(self.lane, SizedLane) else 0
+        return Stats(**counts, bytes=pending_bytes, calls=self._calls, seconds=self._nanoseconds / 1e9)
 
     def __repr__(self) -> str:
         return f"<Subscription {self.label} to {self.mount_point}, priority {self.priority}, {self.mode}>"
 
     # ------------------------------------------------------------------------------------- for routes and the bus
 
-    @property
-    def call(self) -> Callable[[Any], object]:
-        """What a route calls: the handler itself, or the hand-off to its lane."""
-        return self.handler if self.lane is None else self.lane.put
+    def call_for(self, event_type: type[Event]) -> Callable[[Any], object]:
+        """Return what the route of ``event_type`` calls: the handler itself, or the hand-off to its lane."""
+        if self.lane is None:
+            return self.handler
+        return self.lane.put_as_is if self._detaches and is_plain(event_type) else self.lane.put
 
     @property
     def isolated(self) -> bool:
@@ -171,13 +237,13 @@ class Subscription:
 
     def serve(self, runtime: Runtime) -> None:
         """Start the consumer of an offloaded subscription."""
-        if self.lane is None:
+        if self.lane is None or self.mode == "stream":
             return
-        if self.mode == "thread":
-            runtime.serve_thread(self.lane, self.handler, self._lane_failed, self._lane_broke, self.batch)
-        else:
+        if self.mode == "async":
             handler = cast("Callable[[Any], Awaitable[object]]", self.handler)
-            runtime.serve_task(self.lane, handler, self._lane_failed, self._lane_broke, self.batch)
+            runtime.serve_task(self.lane, handler, self._lane_failed, self._lane_broke, self.batch, self.timeout)
+        else:
+            runtime.serve_thread(self.lane, self.handler, self._lane_failed, self._lane_broke, self.batch, self._worker())
 
     def ended(self) -> None:
         """Take the news that the bus has let go of this subscription."""
@@ -187,11 +253,34 @@ class Subscription:
 
     # ------------------------------------------------------------------------------------------------ internals
 
+    def _worker(self) -> Callable[[MakeThread], Worker] | None:
+        label, timeout = f"{self.label} ({self.mount_point})", self.timeout
+        if self._target is not None:
+            target, batched = self._target, self.batch is not None
+            return lambda _: ProcessWorker(target, self.handler, label, batched=batched, timeout=timeout)
+        if timeout is not None:
+            return lambda make_thread: ThreadWorker(self.handler, timeout, label, make_thread)
+        return None
+
     def _lane_failed(self, error: Exception) -> None:
         self._note_offloaded(error)
         if self.on_error == "raise":
             self._bus.fail(self, error)
         self._report(error)
+        # A thread that hangs cannot be ended, and what does not start today will not start tomorrow.
+        if (self.mode == "thread" and isinstance(error, HandlerTimeoutError)) or (
+            isinstance(error, WorkerDiedError) and not error.started
+        ):
+            self._hung += 1
+            if self._hung == _MOST_TIMEOUTS:
+                self._retire()
+
+    def _retire(self) -> None:
+        if self.active:
+            log.error("handler retired", handler=self.label, mount_point=self.mount_point, failures=self._failed)
+            if self.lane is not None:
+                self.lane.give_up("its handler was retired, because it failed too often")
+            self.cancel()
 
     def _lane_broke(self, error: BaseException) -> None:
         # Not an Exception (SystemExit, say): never isolated, just as in an inline handler.
@@ -215,9 +304,8 @@ class Subscription:
             failures=failures,
             exc_info=error,
         )
-        if self.disable_after is not None and failures >= self.disable_after and self.active:
-            log.error("handler retired", handler=self.label, mount_point=self.mount_point, failures=failures)
-            self.cancel()
+        if self.disable_after is not None and failures >= self.disable_after:
+            self._retire()
 
     def _make_lane(self, options: dict[str, Any]) -> Lane | None:
         if self.mode == "inline":
@@ -228,6 +316,7 @@ class Subscription:
                 )
             return None
         capture, batch = options.pop("capture", None), options.pop("batch", None)
+        self._detaches = capture is None  # nothing else is done to an event on its way into the lane
         queue, full, linger = options.get("queue", 1024), options.get("full", "block"), options.get("linger", 0.01)
         for name, value in (("queue", queue), ("batch", batch if batch is not None else 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -236,10 +325,18 @@ class Subscription:
             raise SubscribeError(f"full={full!r}: a full lane can {', '.join(map(repr, FULL))}")
         if isinstance(linger, bool) or not isinstance(linger, int | float) or not 0 <= linger <= 60:
             raise SubscribeError(f"linger={linger!r}: give seconds between 0 and 60")
+        timeout, max_bytes = options.get("timeout"), options.get("max_bytes")
+        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e6):
+            raise SubscribeError(f"timeout={timeout!r}: give the seconds after which a call of the handler has failed")
+        if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
+            raise SubscribeError(f"max_bytes={max_bytes!r}: give a positive number of bytes")
+        label = f"{self.label} ({self.mount_point})"
         if capture is not None:
             check_capture(capture)
-        prepare = detach if capture is None else _capturing(capture)
-        return Lane(f"{self.label} ({self.mount_point})", prepare, capacity=queue, full=full, linger=linger)
+            return SizedLane(label, capture, max_bytes=max_bytes, capacity=queue, full=full, linger=linger)
+        if max_bytes is not None:
+            raise SubscribeError("max_bytes= counts the tensors that capture= picks; for events without, queue= is the bound")
+        return Lane(label, detacher(), capacity=queue, full=full, linger=linger)
 
     def _check_errors(self, on_error: str | None, disable_after: int | None) -> None:
         if on_error not in (None, "raise", "log"):
@@ -266,34 +363,36 @@ class _naming:  # noqa: N801 - used like a function
             raise SubscribeError(f"cannot subscribe {which.label} to {which.mount_point}: {error}") from None
 
 
-def _capturing(capture: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda event: stage(capture(event))
-
-
 def is_async(handler: Callable[..., Any]) -> bool:
     """True for coroutine functions, partials of them, and objects with an async ``__call__``."""
     return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__)
 
 
+def stream(event: Any) -> None:
+    """Stands in for the handler of a stream, whose events are taken by whoever iterates over it."""
+
+
 def _mode(handler: Callable[..., Any], offload: str | None) -> Mode:
+    if handler is stream:
+        return "stream"
     if inspect.isgeneratorfunction(handler) or inspect.isasyncgenfunction(handler):
         raise SubscribeError("a handler with `yield` in it is a generator: calling it would run nothing; return instead")
-    if offload not in (None, "inline", "thread"):
+    if offload not in (None, "inline", "thread", "process"):
         raise SubscribeError(
-            f'offload={offload!r}: blocking work goes to offload="thread"; async functions are offloaded by nature; '
-            "anything else runs inline"
+            f'offload={offload!r}: blocking work goes to offload="thread" or "process"; async functions are offloaded by '
+            "nature; anything else runs inline"
         )
     if not is_async(handler):
-        return "thread" if offload == "thread" else "inline"
+        return cast("Mode", offload or "inline")
     if offload == "inline":
         raise SubscribeError(
             "an async function cannot run inline: publishing never awaits. Leave offload= out to run it on the bus's event "
             "loop, or make it a plain function"
         )
-    if offload == "thread":
+    if offload is not None:
         raise SubscribeError(
-            'an async function needs no offload="thread": it runs on the bus\'s event loop. Leave offload= out, or make it a '
-            "plain function to run it on a thread"
+            f'an async function needs no offload="{offload}": it runs on the bus\'s event loop. Leave offload= out, or make it '
+            f"a plain function to run it in a {offload}"
         )
     return "async"
 

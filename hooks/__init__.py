@@ -8,10 +8,11 @@ hook                         does
 :class:`EMAHook`             averaged weights for validation, test and checkpoints
 :class:`RuntimeInfoHook`     facts of the run in ``run.info``
 :class:`IterTimerHook`       time per iteration and per batch, time left
-:class:`LoggerHook`          scalars to writers: the terminal, JSON lines, your own
+:class:`LoggerHook`          scalars to writers: the terminal, JSON lines, TensorBoard, your own
 :class:`ProgressBar`         the progress of a run on a terminal
 :class:`CheckInvalidLossHook` ends a run whose loss is no longer finite
 :class:`CheckpointHook`      saves, keeps the newest and the best
+:class:`PreemptionHook`      on a signal: saves, and ends the run in order
 ===========================  ========================================================================
 """
 
@@ -21,11 +22,12 @@ from hooks.checkpoint import CheckpointHook
 from hooks.ema import EMAHook
 from hooks.logger import LoggerHook
 from hooks.optimizer import OptimizerHook
+from hooks.preemption import PreemptionHook
 from hooks.progress_bar import ProgressBar
 from hooks.runtime_info import RuntimeInfoHook
 from hooks.schedule import ParamSchedulerHook
 from hooks.timer import IterTimerHook
-from hooks.writers import ConsoleWriter, JSONLinesWriter, Writer
+from hooks.writers import ConsoleWriter, JSONLinesWriter, TensorBoardWriter, Writer
 
 __all__ = [
     "CheckInvalidLossHook",
@@ -39,9 +41,11 @@ __all__ = [
     "MomentumAnnealingEMA",
     "OptimizerHook",
     "ParamSchedulerHook",
+    "PreemptionHook",
     "ProgressBar",
     "RuntimeInfoHook",
     "StochasticWeightAverage",
+    "TensorBoardWriter",
     "WeightAverage",
     "Writer",
 ]

@@ -2,9 +2,9 @@
 
 How it keeps its order. Every subscription has a lane and a thread of its own, so handlers of ``after_train_iter`` and
 ``after_val_epoch`` that were offloaded one by one could overtake each other: a validation's line before the last training
-line, closing before the last write. The hook's methods therefore run inline and only publish a record of their own
-(:class:`LogEvent`), and one offloaded subscription hears all of those: one lane, first in, first out. On the way the records
-are detached as any event is, so the training thread never waits for a device or a disk.
+line, closing before the last write. So one method hears everything on one lane, first in, first out: the training iterations
+themselves, and a record (:class:`LogEvent`) of whatever else there is to write. The methods that run inline only publish
+such records. On the way to the lane events are detached, so the training thread never waits for a device or a disk.
 """
 
 from __future__ import annotations
@@ -60,12 +60,10 @@ class LogOpened(LogEvent, kw_only=True):
     config: dict[str, Any]
 
 
-class LogTrainScalars(LogEvent, kw_only=True):
-    """A training iteration has reported ``outputs``."""
+class LogEpochBegan(LogEvent, kw_only=True):
+    """A training epoch of so many batches begins."""
 
-    batch_idx: int = 0
     epoch_length: int | None = None
-    outputs: Scalars
 
 
 class LogEpochEnded(LogEvent, kw_only=True):
@@ -147,8 +145,9 @@ class LoggerHook(Hook):
             new_smoother=lambda: Smoother(window_size, mean_pattern, custom_cfg),
         )
         self._token = next(_tokens)
+        # Of the lane's thread, as is the fanout.
         self._epoch_length: int | None = None
-        self._facts: RunFacts | None = None  # of the lane's thread, as is self._fanout
+        self._facts: RunFacts | None = None
 
     # --------------------------------------------------------------------------------- inline: on the training thread
 
@@ -160,18 +159,8 @@ class LoggerHook(Hook):
         run.publish(LogOpened, logger=self._token, name=run.name, work_dir=work_dir, seed=run.seed, config=config)
 
     def before_train_epoch(self, event: BeforeTrainEpoch) -> None:
-        """Look up how long the epoch is, once."""
-        self._epoch_length = event.run.epoch_length
-
-    def after_train_iter(self, event: AfterTrainIter) -> None:
-        """Hand the iteration's scalars over."""
-        event.run.publish(
-            LogTrainScalars,
-            logger=self._token,
-            batch_idx=event.batch_idx,
-            epoch_length=self._epoch_length,
-            outputs=event.outputs,
-        )
+        """Tell how long the epoch is."""
+        event.run.publish(LogEpochBegan, logger=self._token, epoch_length=event.run.epoch_length)
 
     def after_train_epoch(self, event: AfterTrainEpoch) -> None:
         """Have the last line written, if it is wanted."""
@@ -202,20 +191,22 @@ class LoggerHook(Hook):
 
     # Errors are logged, not raised: three weeks of training are worth more than a log line. Only here, not above: what an
     # inline method publishes may raise an error that some other offloaded handler left for the training thread.
-    @mount(LogEvent, offload="thread", batch=256, on_error="log")
-    def write(self, events: list[LogEvent]) -> None:
-        """Write what is there."""
+    @mount(AfterTrainIter, LogEvent, offload="thread", batch=256, on_error="log")
+    def write(self, events: list[AfterTrainIter | LogEvent]) -> None:
+        """Write what is there: of iterations the scalars in ``outputs``, and the records that were made for it."""
         for event in events:
-            if event.logger == self._token:
+            if isinstance(event, AfterTrainIter):
+                where = _where(event.progress, event.batch_idx + 1, self._epoch_length)
+                self._fanout.train(_numbers(event.outputs), where)
+            elif event.logger == self._token:
                 self._write_one(event)
         if self._facts is not None:
             self._fanout.flush()
 
     def _write_one(self, event: LogEvent) -> None:
         match event:
-            case LogTrainScalars():
-                where = _where(event.progress, event.batch_idx + 1, event.epoch_length)
-                self._fanout.train(_numbers(event.outputs), where)
+            case LogEpochBegan():
+                self._epoch_length = event.epoch_length
             case LogEpochEnded():
                 self._fanout.end_epoch()
             case LogMetrics():

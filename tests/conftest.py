@@ -1,14 +1,40 @@
 from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
+from blockbuster import blockbuster_ctx
 
 from eventloop import Event, events
 
+UVLOOP = pytest.mark.skipif(find_spec("uvloop") is None, reason="uvloop is not installed")
 
-@pytest.fixture(params=["asyncio", "trio"])
-def backend(request: pytest.FixtureRequest) -> str:
-    """The event loop of a bus, both kinds."""
+
+@pytest.fixture(params=["asyncio", pytest.param("uvloop", marks=UVLOOP), "trio"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The event loop that a bus runs on a thread of its own, of all kinds."""
+    if request.param == "asyncio":
+        monkeypatch.setattr("eventloop.offload.loops.find_spec", lambda name: None)
+    return "trio" if request.param == "trio" else "asyncio"
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(("asyncio", {"use_uvloop": False}), id="asyncio"),
+        pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop", marks=UVLOOP),
+        pytest.param(("trio", {}), id="trio"),
+    ]
+)
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    """The event loop of a host, of all kinds: what tests marked with ``anyio`` run in."""
     return request.param
+
+
+@pytest.fixture
+def no_blocking() -> Iterator[None]:
+    """On asyncio, a call of the package that blocks an event loop raises BlockingError."""
+    with blockbuster_ctx("eventloop"):
+        yield
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from eventloop import (
     Hook,
     Progress,
     SubscribeError,
+    UnknownEventError,
     mount,
 )
 
@@ -147,7 +148,7 @@ def test_add_takes_all_hooks_or_none_on_an_open_bus_whose_loop_does_not_start(mo
         raise LookupError("No such backend: trio")
 
     with Bus() as bus:
-        monkeypatch.setattr("eventloop.offload.runtime.anyio.run", refuse)
+        monkeypatch.setattr("eventloop.offload.loops.anyio.run", refuse)
         with pytest.raises(RuntimeError, match=r"did not start"):
             bus.add(Offloaded())
         assert bus.subscriptions == ()
@@ -307,3 +308,60 @@ def test_off_takes_a_hook_with_all_its_methods():
     assert bus.hooks == ()
     bus.add(hook)
     assert len(bus.subscriptions) == 2
+
+
+class Diary(Hook):
+    def __init__(self):
+        self.seen = []
+
+    @mount("after_train_iter", BeforeTrainEpoch, "after_epoch", offload="thread", batch=64)
+    def write(self, events):
+        self.seen += [event.mount_point for event in events]
+
+
+def test_a_method_mounted_at_several_points_hears_them_on_one_lane_in_their_order():
+    bus, diary = Bus(), Diary()
+    bus.add(diary)
+    order = [BeforeTrainEpoch, AfterTrainIter, AfterTrainIter, AfterTrainEpoch] * 20
+    with bus:
+        for event in order:
+            bus.publish(event(progress=P))
+    assert diary.seen == [event(progress=P).mount_point for event in order]
+    (subscription,) = bus.subscriptions
+    assert subscription.mount_points == ("after_train_iter", "before_train_epoch", "after_epoch")
+    assert subscription.stats.delivered == len(order)
+
+
+def test_a_method_mounted_at_several_points_stands_at_each_of_them_and_leaves_all_at_once():
+    bus, diary = Bus(), Diary()
+    bus.add(diary)
+    assert [row.mount_point for row in bus.describe().rows] == [
+        "before_train_epoch", "after_train_iter", "after_train_epoch", "after_val_epoch", "after_test_epoch"
+    ]  # fmt: skip
+    assert bus.wants(AfterTrainIter)
+    bus.off(diary)
+    assert not any(bus.wants(event) for event in (AfterTrainIter, BeforeTrainEpoch, AfterTrainEpoch))
+
+
+def test_an_event_that_is_heard_under_two_names_is_heard_once():
+    class Twice(Hook):
+        def __init__(self):
+            self.count = 0
+
+        @mount("after_iter", "after_train_iter")
+        def look(self, event):
+            self.count += 1
+
+    bus, hook = Bus(), Twice()
+    bus.add(hook)
+    bus.publish(AfterTrainIter(progress=Progress()))
+    assert hook.count == 1
+
+
+def test_each_of_several_mount_points_must_exist():
+    class Odd(Hook):
+        @mount("after_train_iter", "no_such_point")
+        def look(self, event): ...
+
+    with pytest.raises(UnknownEventError, match="no_such_point"):
+        Bus().add(Odd())

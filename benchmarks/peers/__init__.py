@@ -4,20 +4,28 @@ A module may define any of
 
 - ``dispatch(names, handlers) -> Statement``: announce "after train iter" to that many no-op handlers;
 - ``ema(model) -> {name: update}``: functions that update an average of the model once;
+- ``offload() -> {name: hand_off}``: ways to hand an event to a consumer elsewhere, each a context manager over ``receive``;
+- ``LOGS = {name: logs}``: ways to log the scalars of an iteration (see ``Logs``);
 - ``train(job, work_dir)`` with ``CHECKPOINTS`` and ``SCALARS`` (patterns of the files it writes): the digits job.
 
-Modules import their library at the top; a peer that is not installed is left out with its name. ``trainbus`` and
-``handwritten`` need nothing but what trainbus needs.
+Modules import their library at the top; a peer that is not installed is left out with its name. ``trainbus``, ``handwritten``
+and ``stdlib`` need nothing but what trainbus needs.
 """
 
 import importlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import msgspec
 
 TITLES = {
     "mmengine": "MMEngine",
+    "mlflow": "MLflow",
+    "tensorboard": "TensorBoard",
     "ignite": "Ignite",
     "lightning": "Lightning",
     "pluggy": "pluggy",
@@ -25,6 +33,8 @@ TITLES = {
     "psygnal": "psygnal",
     "blinker": "blinker",
     "averaged_model": "AveragedModel",
+    "anyio": "anyio",
+    "bubus": "bubus",
 }
 
 
@@ -36,6 +46,43 @@ class Statement:
     names: Mapping[str, object]
     scope: AbstractContextManager[object] = field(default_factory=nullcontext)
     """Entered before the statement is timed and left when the benchmark is over."""
+
+
+class Stamped(msgspec.Struct, frozen=True):
+    """The event of those that have no events of their own: when it was published, by ``perf_counter_ns``."""
+
+    at: int
+
+
+Receive = Callable[[Any], None]
+"""Notes that something arrived; takes anything with ``at``."""
+
+
+@dataclass(frozen=True)
+class HandOff:
+    """One way to hand over, ready to be used."""
+
+    publish: Callable[[Any], object]
+    make: Callable[[int], Any] = Stamped
+    """Makes what is published; not timed."""
+    delivers: bool = True
+    """False if nobody takes out what was handed over, or in another process."""
+
+
+HandOffs = Callable[[Receive], AbstractContextManager[HandOff]]
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A statement that logs the scalars of one iteration."""
+
+    statement: Statement
+    settle: Callable[[], object] = lambda: None
+    """Waits until everything is written; not timed."""
+
+
+Logs = Callable[[Path, Mapping[str, object]], AbstractContextManager[Logged]]
+"""Gets ready to log these scalars into a directory."""
 
 
 def load(names: tuple[str, ...]) -> tuple[dict[str, ModuleType], dict[str, str]]:

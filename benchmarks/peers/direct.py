@@ -1,8 +1,12 @@
 """What no dispatcher can beat: the calls themselves, written out or in a loop."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
-from benchmarks.peers import Statement, no_op_handlers
+import torch
+
+from benchmarks.peers import Logged, Statement, no_op_handlers
 
 CONSTRUCT = "AfterTrainIter(run=run, progress=progress, batch_idx=0, batch=None, outputs=None)"
 
@@ -20,3 +24,21 @@ def for_loop(names: Mapping[str, object], handlers: int) -> Statement:
     event = "event" if handlers else CONSTRUCT
     code = f"payload = {event}\nfor handler in handlers:\n    handler(payload)"
     return Statement(code, {**names, "handlers": no_op_handlers(handlers)})
+
+
+@contextmanager
+def six_floats(work_dir: Path, scalars: Mapping[str, object]) -> Iterator[Logged]:
+    """A function of six arguments that does nothing."""
+
+    def log(a: object, b: object, c: object, d: object, e: object, f: object) -> None:
+        pass
+
+    yield Logged(Statement(f"log({', '.join(map(repr, scalars.values()))})", {"log": log}))
+
+
+@contextmanager
+def six_tensors(work_dir: Path, scalars: Mapping[str, object]) -> Iterator[Logged]:
+    """The values taken as they are, on their device: one copy of all."""
+    row = torch.empty(len(scalars)).unbind()
+    names = {"copy": torch._foreach_copy_, "row": row, "tensors": tuple(scalars.values())}
+    yield Logged(Statement("copy(row, tensors)", names))

@@ -1,17 +1,21 @@
 """MMEngine: Runner.call_hook, ExponentialMovingAverage, and the Runner with its default and its EMA hook."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
-from mmengine.hooks import Hook
+from mmengine.hooks import Hook, LoggerHook, RuntimeInfoHook
+from mmengine.logging import MessageHub, MMLogger
 from mmengine.model import BaseModel, ExponentialMovingAverage
-from mmengine.runner import Runner
+from mmengine.runner import LogProcessor, Runner
+from mmengine.visualization import Visualizer
 from torch import nn
 
 from benchmarks.digits import CHECKPOINT_INTERVAL, LEARNING_RATE, MOMENTUM, Job
-from benchmarks.peers import TITLES, Statement
+from benchmarks.peers import TITLES, Logged, Statement
 
 CHECKPOINTS = "*.pth"
 SCALARS = "**/vis_data/scalars.json"
@@ -76,3 +80,32 @@ def train(job: Job, work_dir: Path) -> None:
         experiment_name=f"digits_{next(_run_number)}",
     )
     runner.train()
+
+
+@contextmanager
+def logs(work_dir: Path, scalars: Mapping[str, object]) -> Iterator[Logged]:
+    """What its default hooks do with the outputs of an iteration, with LocalVisBackend, on a runner without a model."""
+    name = f"logging_{next(_run_number)}"
+    runner = SimpleNamespace(
+        iter=6,
+        epoch=0,
+        max_iters=10_000,
+        max_epochs=1,
+        train_dataloader=range(10_000),
+        _train_loop=object(),
+        work_dir=str(work_dir),
+        timestamp="now",
+        experiment_name=name,
+        message_hub=MessageHub.get_instance(name),
+        log_processor=LogProcessor(by_epoch=False),
+        logger=MMLogger.get_instance(name, log_level="ERROR"),
+        visualizer=Visualizer(name=name, vis_backends=[{"type": "LocalVisBackend"}], save_dir=str(work_dir)),
+    )
+    logger, info = LoggerHook(interval=1), RuntimeInfoHook()
+    logger.before_run(runner)
+    code = "info(runner, 6, None, scalars)\nlog(runner, 6, None, scalars)"
+    names = {"info": info.after_train_iter, "log": logger.after_train_iter, "runner": runner, "scalars": scalars}
+    yield Logged(Statement(code, names))
+
+
+LOGS = {"MMEngine LoggerHook": logs}

@@ -1,10 +1,14 @@
-"""pyee: string-named events on an emitter."""
+"""pyee: string-named events on an emitter; its asyncio emitter for coroutine handlers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 
 from pyee import EventEmitter
+from pyee.asyncio import AsyncIOEventEmitter
 
-from benchmarks.peers import Statement, no_op_handlers
+from benchmarks.peers import HandOff, HandOffs, Receive, Statement, no_op_handlers
+from benchmarks.peers.stdlib import running_loop
 
 
 def dispatch(names: Mapping[str, object], handlers: int) -> Statement:
@@ -13,3 +17,20 @@ def dispatch(names: Mapping[str, object], handlers: int) -> Statement:
         emitter.on("after_train_iter", handler)
     arguments = "event" if handlers else "run, progress, 0, None, None"
     return Statement(f'emitter.emit("after_train_iter", {arguments})', {**names, "emitter": emitter})
+
+
+def offload() -> Mapping[str, HandOffs]:
+    return {"pyee AsyncIOEventEmitter": asyncio_emitter}
+
+
+@contextmanager
+def asyncio_emitter(receive: Receive) -> Iterator[HandOff]:
+    """It makes a task per event, which the thread of the loop only can: a publisher elsewhere asks the loop for that."""
+
+    async def handle(event: object) -> None:
+        receive(event)
+
+    with running_loop() as loop:
+        emitter = AsyncIOEventEmitter(loop=loop)
+        emitter.on("after_train_iter", handle)
+        yield HandOff(partial(loop.call_soon_threadsafe, emitter.emit, "after_train_iter"))

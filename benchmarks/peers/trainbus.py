@@ -1,14 +1,17 @@
 """trainbus: Bus.publish, its ExponentialMovingAverage, and TrainLoop with the hooks of the house."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from benchmarks.digits import CHECKPOINT_INTERVAL, MOMENTUM, Job
 from benchmarks.harness import SUBJECT
-from benchmarks.peers import Statement, direct, no_op_handlers
-from eventloop import Bus, TrainLoop
+from benchmarks.peers import HandOff, HandOffs, Logged, Logs, Receive, Statement, direct, no_op_handlers
+from eventloop import AfterTrainIter, Bus, Event, Run, TrainLoop
 from hooks import (
     CheckpointHook,
     EMAHook,
@@ -17,6 +20,8 @@ from hooks import (
     LoggerHook,
     ParamSchedulerHook,
     RuntimeInfoHook,
+    TensorBoardWriter,
+    Writer,
 )
 
 CHECKPOINTS = "*.safetensors"
@@ -30,6 +35,74 @@ def dispatch(names: Mapping[str, object], handlers: int) -> Statement:
     event = "event" if handlers else direct.CONSTRUCT
     # Open, as it is while a run is under way.
     return Statement(f"bus.publish({event})", {**names, "bus": bus}, scope=bus)
+
+
+class Published(Event):
+    """An event of plain fields, which goes into a lane as it is."""
+
+    at: int
+
+
+def offload() -> Mapping[str, HandOffs]:
+    lanes = {
+        f"{SUBJECT}, thread lane": partial(thread_lane, {}),
+        f"{SUBJECT}, async lane": partial(async_lane, {}),
+        f"{SUBJECT}, thread lane, linger=0": partial(thread_lane, {"linger": 0}),
+        f"{SUBJECT}, async lane, linger=0": partial(async_lane, {"linger": 0}),
+    }
+    return lanes | {f"{SUBJECT}, the lane alone": lane_alone}
+
+
+@contextmanager
+def thread_lane(options: Mapping[str, Any], receive: Receive) -> Iterator[HandOff]:
+    bus = Bus()
+    bus.on(Published, receive, offload="thread", **options)
+    with bus:
+        yield HandOff(bus.publish, make=published)
+
+
+@contextmanager
+def async_lane(options: Mapping[str, Any], receive: Receive) -> Iterator[HandOff]:
+    async def handle(event: Published) -> None:
+        receive(event)
+
+    bus = Bus()
+    bus.on(Published, handle, **options)
+    with bus:
+        yield HandOff(bus.publish, make=published)
+
+
+@contextmanager
+def lane_alone(receive: Receive) -> Iterator[HandOff]:
+    """Past ``bus.publish`` and the route: what handing over itself costs."""
+    bus = Bus()
+    subscription = bus.on(Published, receive, offload="thread")
+    with bus:
+        yield HandOff(subscription.call_for(Published), make=published)
+
+
+def published(at: int) -> Published:
+    return Published(at=at)
+
+
+def busy_handler(event: Published) -> None:
+    """Some 0.5 ms of Python; at the top level of a module, so that another process can import it."""
+    count(BUSY_COUNT)
+
+
+async def busy_async_handler(event: Published) -> None:
+    busy_handler(event)
+
+
+BUSY_COUNT = 10_000
+
+
+def count(number: int) -> int:
+    """Python that never lets go of the GIL by itself."""
+    total = 0
+    for i in range(number):
+        total += i & 7
+    return total
 
 
 def ema(model: nn.Module, momentum: float) -> dict[str, Callable[[], None]]:
@@ -57,3 +130,19 @@ def train(job: Job, work_dir: Path) -> None:
         work_dir=work_dir,
     )
     loop.run()
+
+
+def logs(writer: Callable[[], Writer]) -> Logs:
+    @contextmanager
+    def prepared(work_dir: Path, scalars: Mapping[str, object]) -> Iterator[Logged]:
+        bus = Bus()
+        bus.add(LoggerHook(interval=1, writers=[writer()]))
+        with Run(bus, model=nn.Linear(1, 1), work_dir=work_dir) as run:
+            code = "bus.publish(AfterTrainIter(run=run, progress=progress, batch_idx=6, batch=None, outputs=scalars))"
+            names = {"bus": bus, "AfterTrainIter": AfterTrainIter, "run": run, "progress": run.progress, "scalars": scalars}
+            yield Logged(Statement(code, names), bus.drain)
+
+    return prepared
+
+
+LOGS = {SUBJECT: logs(JSONLinesWriter), f"{SUBJECT}, TensorBoard": logs(TensorBoardWriter)}

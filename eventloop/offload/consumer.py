@@ -7,17 +7,20 @@ their lane is closed or retired and empty, and start again when rung for what wa
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextvars import Context
 from typing import Any
 
 import anyio
 import anyio.lowlevel
 
-from eventloop.errors import OffloadError
+from eventloop.errors import HandlerTimeoutError, OffloadError
+from eventloop.offload.contexts import await_in, enter_loop
 from eventloop.offload.lane import Lane, LaneStats
+from eventloop.offload.loops import in_trio
+from eventloop.offload.worker import Worker, timed_out
 from eventloop.staged import Staged
 
-_CHUNK = 64  # items taken at once for a handler that gets them one by one
 _COPY_POLL = 0.0005  # seconds between looks at a copy from a GPU; waiting for it would block the loop
 
 
@@ -46,17 +49,29 @@ class Consumer:
         self._failed = failed
         self._broken = broken
         self._batch = batch
-        self._most = batch or _CHUNK
+        self._most = batch or lane.chunk
         self._held = 0  # items that were taken and are not accounted for yet
 
-    def abandon(self) -> None:
-        """Deliver nothing more after the item in progress."""
+    def abandon(self, *, now: bool) -> None:
+        """Deliver nothing more after the item in progress; with ``now`` the bus has no patience left."""
         raise NotImplementedError
 
     def _take(self) -> list[Any]:
         items = self.lane.take(self._most)
         self._held = len(items)
+        if self.lane.given_up:
+            self._drop_held()
+            return []
         return items
+
+    def _calls(self, items: list[Any]) -> Iterator[tuple[Context, list[Any]]]:
+        """Split what was taken into calls of the handler: the context variables it sees, and what it gets."""
+        if self._batch is not None:
+            yield self.lane.context.copy(), items
+            return
+        for item in items:
+            context, value = item if self.lane.contextual else (self.lane.context.copy(), item)
+            yield context, [value]
 
     def _done(self, number: int) -> None:
         self._held -= number
@@ -83,7 +98,7 @@ class Consumer:
 
 
 class ThreadConsumer(Consumer):
-    """Delivers a lane's items to a blocking handler on a thread of its own.
+    """Delivers a lane's items to a blocking handler on a thread of its own, or through a ``worker`` that calls it elsewhere.
 
     A daemon thread of ours, not one of anyio's workers: an abandoned worker would keep the interpreter from exiting.
     """
@@ -96,15 +111,17 @@ class ThreadConsumer(Consumer):
         broken: Callable[[BaseException], None],
         batch: int | None,
         *,
+        worker: Worker | None,
         thread: Callable[[Callable[[], None]], threading.Thread],
         began: Callable[[Consumer], None],
         ended: Callable[[Consumer], None],
     ) -> None:
-        super().__init__(lane, handler, failed, broken, batch)
+        super().__init__(lane, handler if worker is None else worker.call, failed, broken, batch)
         self._bell = threading.Lock()  # taken: asleep until somebody releases it; a raw lock cannot be left half set
         self._bell.acquire()
         self._abandoned = False
         self._starting = threading.Lock()
+        self._worker = worker
         self._make_thread = thread
         self._began = began
         self._ended = ended
@@ -120,9 +137,11 @@ class ThreadConsumer(Consumer):
         except RuntimeError:  # "release unlocked lock": already rung
             return
 
-    def abandon(self) -> None:
-        """Deliver nothing more after the item in progress."""
+    def abandon(self, *, now: bool) -> None:
+        """Deliver nothing more after the item in progress, which a worker process does not finish."""
         self._abandoned = True
+        if self._worker is not None:
+            self._worker.interrupt(now=now)
         self.ring()
 
     def _start(self) -> None:
@@ -141,6 +160,7 @@ class ThreadConsumer(Consumer):
             self._serve()
         except BaseException as error:  # noqa: BLE001 - SystemExit from a handler, a logger that raises: told, never hung
             self._break(error)
+            self._stop_worker()
 
     def _serve(self) -> None:
         lingered = False
@@ -157,8 +177,16 @@ class ThreadConsumer(Consumer):
                 self._bell.acquire()
                 lingered = False
         self._drop_held()
+        self._stop_worker()
+
+    def _stop_worker(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
 
     def _finish(self) -> bool:
+        if self.lane.finished():
+            # While the bus, as it closes, still waits for this thread. Should another event come, another worker is started.
+            self._stop_worker()
         with self._starting:
             if not self.lane.finished():
                 return False
@@ -167,17 +195,16 @@ class ThreadConsumer(Consumer):
             return True
 
     def _deliver(self, items: list[Any]) -> None:
-        if self._batch is not None:
-            self._call(items, len(items))
-            return
-        for item in items:
-            if self._abandoned:
+        for context, values in self._calls(items):
+            if self._abandoned or self.lane.given_up:
+                self._drop_held()
                 return
-            self._call(item, 1)
+            self._call(context, values, len(values))
 
-    def _call(self, what: Any, number: int) -> None:
+    def _call(self, context: Context, items: list[Any], number: int) -> None:
         try:
-            self._handler(_arrive(what) if self._batch is None else [_arrive(item) for item in what])
+            arrived = [arrive(item) for item in items]
+            context.run(self._handler, arrived if self._batch is not None else arrived[0])
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is reported, and the lane goes on
             if self._abandoned:
                 self._count_failed(number)  # the bus has closed and said so; nobody is left to tell
@@ -191,7 +218,7 @@ class ThreadConsumer(Consumer):
 
 
 class TaskConsumer(Consumer):
-    """Delivers a lane's items to an async handler in a task of the bus's event loop."""
+    """Delivers a lane's items to an async handler in a task of the bus's event loop; cancels a call after ``timeout``."""
 
     def __init__(
         self,
@@ -201,12 +228,17 @@ class TaskConsumer(Consumer):
         broken: Callable[[BaseException], None],
         batch: int | None,
         *,
+        timeout: float | None,
+        mark: object,
         spawn: Callable[[Callable[[], Coroutine[Any, Any, None]]], None],
         began: Callable[[Consumer], None],
         ended: Callable[[Consumer], None],
     ) -> None:
         super().__init__(lane, handler, failed, broken, batch)
         self._handler: Callable[[Any], Awaitable[object]]
+        self._timeout = timeout
+        self._mark = mark  # of the runtime, for code that runs in its handlers
+        self._library = ""
         self._spawn = spawn
         self._began = began
         self._ended = ended
@@ -223,12 +255,13 @@ class TaskConsumer(Consumer):
         elif self._bell is not None:
             self._bell.set()
 
-    def abandon(self) -> None:
+    def abandon(self, *, now: bool) -> None:
         """Take the news that the loop is about to cancel everything."""
         self._abandoned = True
 
     async def run(self) -> None:
         """Serve the lane until it is closed or retired and empty."""
+        self._library = "trio" if in_trio() else "asyncio"
         try:
             await self._serve()
         except anyio.get_cancelled_exc_class():
@@ -260,18 +293,23 @@ class TaskConsumer(Consumer):
                 lingered = False
 
     async def _deliver(self, items: list[Any]) -> None:
-        if self._batch is not None:
-            await self._call(items, len(items))
-            return
-        for item in items:
-            await self._call([item], 1)
+        for context, values in self._calls(items):
+            if self.lane.given_up:
+                self._drop_held()
+                return
+            enter_loop(context, self._mark, self._library)
+            await self._call(context, values, len(values))
 
-    async def _call(self, items: list[Any], number: int) -> None:
+    async def _call(self, context: Context, items: list[Any], number: int) -> None:
         try:
             for item in items:
-                await _copied(item)
-            arrived = [_arrive(item) for item in items]
-            await self._handler(arrived if self._batch is not None else arrived[0])
+                await copied(item)
+            arrived = [arrive(item) for item in items]
+            called = await_in(context, self._handler(arrived if self._batch is not None else arrived[0]))
+            if self._timeout is None:
+                await called
+            else:
+                await self._limited(called, self._timeout)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is reported, and the lane goes on
             self._fail(error, number)
         except anyio.get_cancelled_exc_class() as error:
@@ -287,11 +325,19 @@ class TaskConsumer(Consumer):
         else:
             self._done(number)
 
+    async def _limited(self, called: Awaitable[object], timeout: float) -> None:  # noqa: ASYNC109 - one that is reported
+        with anyio.move_on_after(timeout) as scope:
+            await called
+        if scope.cancelled_caught:
+            raise HandlerTimeoutError(timed_out(self.lane.label, timeout, "it was cancelled"))
 
-async def _copied(item: Any) -> None:
+
+async def copied(item: Any) -> None:
+    """Wait until ``item`` has arrived from its device."""
     while isinstance(item, Staged) and not item.ready:  # noqa: ASYNC110 - a GPU sets no event of ours
         await anyio.sleep(_COPY_POLL)
 
 
-def _arrive(item: Any) -> Any:
+def arrive(item: Any) -> Any:
+    """Return what the handler gets of an item of its lane."""
     return item.resolve() if isinstance(item, Staged) else item

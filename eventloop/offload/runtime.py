@@ -1,21 +1,20 @@
-"""Where the consumers of a bus run: threads of its own for blocking handlers, one event loop thread for async ones."""
+"""Where the consumers of a bus run: threads of its own for blocking handlers, one event loop for async ones."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
-import anyio
-
-from eventloop.errors import BusStateError
 from eventloop.log import get_logger
 from eventloop.offload.consumer import Consumer, TaskConsumer, ThreadConsumer
+from eventloop.offload.contexts import handling
+from eventloop.offload.deadline import Deadline
 from eventloop.offload.lane import DrainReport, Lane
+from eventloop.offload.loops import Backend, HostLoop, LoopThread, ended
+from eventloop.offload.worker import MakeThread, Worker
 
-Backend = Literal["asyncio", "trio"]
+_LOOP_GRACE = 0.5  # seconds that tasks have to end at least: threads that hang leave them none
 
 log = get_logger()
 
@@ -24,12 +23,17 @@ class Runtime:
     """The open half of a bus: made when it opens, thrown away when it has closed.
 
     Args:
-        backend: of the loop thread; ``"trio"`` needs trio installed.
+        loop: for async handlers: the host's, or which kind the bus runs on a thread of its own.
+        interrupt: called on a thread that is about to wait for a place in a lane; may raise instead.
     """
 
-    def __init__(self, backend: Backend = "asyncio") -> None:
-        self._loop = LoopThread(backend, self)
+    def __init__(self, loop: HostLoop | Backend = "asyncio", interrupt: Callable[[], object] = lambda: None) -> None:
+        self.hosted = isinstance(loop, HostLoop)
+        self._loop = loop if isinstance(loop, HostLoop) else LoopThread(loop, self._loop_thread)
+        self._interrupt = interrupt
+        self._mark = object()
         self._consumers: set[Consumer] = set()
+        self._over = False
         self._past = DrainReport()  # of consumers that have ended
         self._lock = threading.Lock()
 
@@ -40,19 +44,25 @@ class Runtime:
         failed: Callable[[Exception], None],
         broken: Callable[[BaseException], None],
         batch: int | None,
+        worker: Callable[[MakeThread], Worker] | None = None,
     ) -> None:
-        """Start a thread that delivers ``lane`` to ``handler``; the rest as in :class:`Consumer`."""
+        """Start a thread that delivers ``lane`` to ``handler``, or has a ``worker`` call it; else as in :class:`Consumer`."""
+
+        def make_thread(run: Callable[[], None]) -> OwnedThread:
+            return OwnedThread(self, run, f"trainbus {lane.label}")
+
         consumer = ThreadConsumer(
             lane,
             handler,
             failed,
             broken,
             batch,
-            thread=lambda run: OwnedThread(self, run, f"trainbus {lane.label}"),
+            worker=None if worker is None else worker(make_thread),
+            thread=make_thread,
             began=self._began,
             ended=self._ended,
         )
-        lane.attach(consumer.ring, self.owns_thread)
+        lane.attach(consumer.ring, self._must_not_wait)
         lane.wake()
 
     def serve_task(
@@ -62,46 +72,61 @@ class Runtime:
         failed: Callable[[Exception], None],
         broken: Callable[[BaseException], None],
         batch: int | None,
+        timeout: float | None = None,
     ) -> None:
-        """Start a task on the loop thread that delivers ``lane`` to the async ``handler``."""
+        """Start a task in the event loop that delivers ``lane`` to the async ``handler``."""
         self._loop.start()
         consumer = TaskConsumer(
-            lane, handler, failed, broken, batch, spawn=self._loop.spawn, began=self._began, ended=self._ended
+            lane,
+            handler,
+            failed,
+            broken,
+            batch,
+            timeout=timeout,
+            mark=self._mark,
+            spawn=self._loop.spawn,
+            began=self._began,
+            ended=self._ended,
         )
-        self._began(consumer)  # not only once the loop gets to it: a drain must know of it
-        lane.attach(lambda: self._loop.call_soon(consumer.ring), self.owns_thread)
+
+        def wake() -> None:
+            # Not only once the loop gets to it, also when a task that has ended starts again: a drain must know of it.
+            self._began(consumer)
+            self._loop.call_soon(consumer.ring)
+            if self._over:  # the loop may have ended before it got to it, and then nobody will
+                lane.detach()
+
+        lane.attach(wake, self._must_not_wait)
         lane.wake()
 
-    def owns_thread(self) -> bool:
-        """True on a thread that belongs to the bus, where waiting for the bus would be a deadlock."""
+    @property
+    def inside(self) -> bool:
+        """True in an offloaded handler, which would wait for itself if it waited for the bus."""
         thread = threading.current_thread()
-        return isinstance(thread, OwnedThread) and thread.owner is self
+        return handling.get() is self._mark or (isinstance(thread, OwnedThread) and thread.owner is self)
 
-    def drain(self, timeout: float | None) -> DrainReport:
-        """Wait until all that was published before this call is delivered, dropped or failed.
+    @property
+    def in_host_loop(self) -> bool:
+        """True on the thread of the host's event loop, which nothing may block."""
+        return self.hosted and self._loop.here
 
-        Raises:
-            BusStateError: called from a handler of this bus, which would wait for itself.
-        """
-        if self.owns_thread():
-            raise BusStateError("bus.drain() was called from an offloaded handler of the same bus: it would wait for itself")
-        deadline = None if timeout is None else time.monotonic() + timeout
+    def drain(self, deadline: Deadline) -> DrainReport:
+        """Wait until all that was published before this call is delivered, dropped or failed."""
         for consumer in self._serving():
             consumer.lane.join(deadline)
         return self.report()
 
-    def settle(self, timeout: float) -> bool:
+    def settle(self, deadline: Deadline) -> bool:
         """Drain until nothing new was published meanwhile (what the last handlers published is delivered too)."""
-        deadline = time.monotonic() + timeout
         before = None
         while True:
-            self.drain(max(0.0, deadline - time.monotonic()))
+            self.drain(deadline)
             now = self.report()
             # Lanes are read one after the other, and what is read first can be published to while the rest is read: it is
             # quiet when two reports in a row are the same and have nothing pending.
             if not now.pending and now == before:
                 return True
-            if time.monotonic() >= deadline:
+            if not deadline.left:
                 return False
             before = now
 
@@ -121,22 +146,32 @@ class Runtime:
         consumers = self._serving()
         for consumer in consumers:
             consumer.lane.close(reason)
-        deadline = time.monotonic() + grace
+        deadline = Deadline(grace)
         if not abandon:
             for consumer in consumers:
                 consumer.lane.join(deadline)
         left = {consumer.lane.label: pending for consumer in consumers if (pending := consumer.lane.stats.pending)}
         for consumer in consumers:
-            consumer.abandon()
+            consumer.abandon(now=abandon)
         threads = [consumer.thread for consumer in consumers if isinstance(consumer, ThreadConsumer)]
-        behind = [thread.name for thread in threads if thread is not None and not _ended(thread, deadline)]
-        if not self._loop.stop(max(0.0, deadline - time.monotonic())):
-            behind.append(self._loop.thread.name)
-        for consumer in consumers:
+        behind = [thread.name for thread in threads if thread is not None and not ended(thread, deadline.left)]
+        if not self._loop.stop(max(_LOOP_GRACE, deadline.left)):
+            behind.append(self._loop.name)
+        self._over = True
+        # Those that a late publisher has woken, too: it sees that it is over, or is seen here.
+        for consumer in {*consumers, *self._serving()}:
             consumer.lane.detach()
         if behind:
             log.warning("offloaded handlers did not end and were left behind", threads=behind)
         return left
+
+    def _must_not_wait(self) -> bool:
+        """True where waiting for a place in a lane could be a deadlock."""
+        self._interrupt()
+        return self.inside or self.in_host_loop
+
+    def _loop_thread(self, run: Callable[[], None]) -> OwnedThread:
+        return OwnedThread(self, run, "trainbus event loop")
 
     def _serving(self) -> list[Consumer]:
         with self._lock:
@@ -161,87 +196,6 @@ class OwnedThread(threading.Thread):
         self.owner = owner
 
 
-class LoopThread:
-    """An event loop on a daemon thread, started when the first async handler needs it."""
-
-    def __init__(self, backend: Backend, owner: Runtime) -> None:
-        self._backend = backend
-        self._ready = threading.Event()
-        self._call_soon: Callable[[Callable[[], object]], object] = _not_running
-        self._arrivals: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
-        self._bell: anyio.Event
-        self._stopping = False
-        self._failure: BaseException | None = None
-        self.thread = OwnedThread(owner, self._run, "trainbus event loop")
-
-    def start(self) -> None:
-        """Start the loop if it is not running yet, and wait until it is.
-
-        Raises:
-            BusStateError: the loop did not start; trio is not installed, perhaps.
-        """
-        if self.thread.ident is None:
-            self.thread.start()
-        self._ready.wait()
-        if self._failure is not None:
-            raise BusStateError(f"the {self._backend} event loop did not start: {self._failure}") from self._failure
-
-    def call_soon(self, callback: Callable[[], object]) -> None:
-        """Run ``callback``, which must not raise, on the loop's thread; does not wait for it. Ignored once it has ended."""
-        try:
-            self._call_soon(callback)
-        except RuntimeError:  # closed (asyncio), finished (trio): whoever closes it takes care of what is left
-            if not self._stopping and self.thread.is_alive():
-                raise
-
-    def spawn(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Start ``task`` in the loop's task group; called on the loop's thread."""
-        self._arrivals.append(task)
-        self._bell.set()
-
-    def stop(self, grace: float) -> bool:
-        """Cancel what still runs and end the loop; False if it did not end within ``grace`` seconds."""
-        if not self.thread.is_alive():
-            return True
-        self._stopping = True
-        self.call_soon(self._ring)
-        return _ended(self.thread, time.monotonic() + grace)
-
-    def _ring(self) -> None:
-        self._bell.set()
-
-    def _run(self) -> None:
-        try:
-            anyio.run(self._main, backend=self._backend)
-        except BaseException as error:  # noqa: BLE001 - handed to start(), which raises it on the caller's thread
-            self._failure = error
-            self._ready.set()
-
-    async def _main(self) -> None:
-        # Tasks are started from in here: anyio's task groups cannot be used from a bare callback of the loop.
-        self._bell = anyio.Event()
-        self._call_soon = _threadsafe_call(self._backend)
-        self._ready.set()
-        async with anyio.create_task_group() as group:
-            while not self._stopping:
-                while self._arrivals:
-                    group.start_soon(self._arrivals.popleft())
-                await self._bell.wait()
-                self._bell = anyio.Event()
-            group.cancel_scope.cancel()
-
-
-def _threadsafe_call(backend: Backend) -> Callable[[Callable[[], object]], object]:
-    """Return the running loop's own way to be called from another thread without waiting (anyio has none)."""
-    if backend == "trio":
-        import trio
-
-        return trio.lowlevel.current_trio_token().run_sync_soon
-    import asyncio
-
-    return asyncio.get_running_loop().call_soon_threadsafe
-
-
 def _since(consumer: Consumer) -> DrainReport:
     """Return what a consumer's lane has counted since it was last reported."""
     now, before = consumer.lane.stats, consumer.before
@@ -260,13 +214,3 @@ def _sum(reports: Sequence[DrainReport]) -> DrainReport:
         failed=sum(report.failed for report in reports),
         pending=sum(report.pending for report in reports),
     )
-
-
-def _ended(thread: threading.Thread, deadline: float) -> bool:
-    if thread is not threading.current_thread():
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return not thread.is_alive()
-
-
-def _not_running(callback: Callable[[], object]) -> None:
-    raise BusStateError("the event loop of the bus is not running")

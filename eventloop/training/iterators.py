@@ -6,14 +6,12 @@ They only say *when*; what is published, and in which order, is in :mod:`eventlo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from eventloop.events import Stage
 from eventloop.training.data import Feed
 from eventloop.training.metrics import Metrics
-
-if TYPE_CHECKING:
-    from eventloop.training.order import Order
+from eventloop.training.order import Order
 
 
 class Epochs:
@@ -37,7 +35,7 @@ class Epochs:
             order.nothing_left = counters.batches == 0
             return counters.epoch if counters.batches else max(0, counters.epoch - 1)
         order.nothing_left = False
-        if order.stopping:  # the phase stays: a save made now resumes with a validation that was cut off
+        if order.should_stop():  # the phase stays: a save made now resumes with a validation that was cut off
             order.end_train()
             raise StopIteration
         order.go_on()
@@ -71,12 +69,12 @@ class TrainBatches:
         if self._over:
             raise StopIteration
         order = self._order
-        if not self._begun and not order.stopping:
+        if not self._begun and not order.should_stop():
             self._begun = True
             order.begin_epoch(self._feed, self, endless=self._endless)
         order.abandon_evaluation()
         order.end_iteration()
-        if order.stopping and not self._complete():
+        if order.should_stop() and not self._complete():
             self._over = True
             order.break_epoch()
             raise StopIteration
@@ -129,14 +127,14 @@ class EvaluationBatches:
         order, stage = self._order, self._stage
         if self._index < 0:
             order.close_training()
-            if order.stopping:
+            if order.should_stop():
                 self._over = True
                 raise StopIteration
             order.begin_evaluation(stage)
             self._accumulated.reset()
         else:
             order.end_evaluation_iteration(stage, self._index, self._accumulated)
-        if order.stopping:
+        if order.should_stop():
             self._over = True
             order.abandon_evaluation()
             raise StopIteration

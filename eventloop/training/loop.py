@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from eventloop.bus import Bus
-from eventloop.errors import ConfigurationError, TrainingError
+from eventloop.errors import BusStateError, ConfigurationError, RunCancelled, TrainingError
 from eventloop.events import AfterForward, BeforeForward
+from eventloop.offload.in_thread import in_thread
 from eventloop.training.iterators import EvaluationBatches
 from eventloop.training.metrics import Metric, Metrics
 from eventloop.training.progress import Counters
@@ -97,6 +99,7 @@ class TrainLoop:
         self._metrics = dict(metrics or {})
         self._optimizer = optimizer
         self._running: Run | None = None
+        self._cancelled = False
         self._options: dict[str, Any] = {
             "work_dir": work_dir,
             "device": device,
@@ -135,6 +138,20 @@ class TrainLoop:
                     metrics = self._validate(run) or metrics
         return metrics
 
+    async def arun(self, *, resume: str | Path | None = None, strict: bool = True) -> dict[str, Any]:
+        """Like :meth:`run`, on a thread of its own, while the event loop of the caller (asyncio or trio) goes on.
+
+        A bus that is not open is opened by ``async with bus:``, so that async handlers are tasks of the caller's loop. When
+        the caller is cancelled, the run ends at the next safe mount point, or where it waits for a place in a full lane
+        (see :meth:`Run.cancel`); handlers are drained for at most the bus's ``abort_timeout``, and the cancellation goes on.
+        """
+        train = partial(self._run_unless_cancelled, resume=resume, strict=strict, device=_cuda_device())
+        async with self.bus if self.bus.state == "idle" else nullcontext():
+            try:
+                return await in_thread(train, "trainbus training", cancelled=self._cancel)
+            finally:
+                self._cancelled = False
+
     def val(self) -> dict[str, Any]:
         """Validate once, with ``before_run`` and ``after_run`` of its own; return the metrics."""
         with self._begun() as run:
@@ -154,6 +171,22 @@ class TrainLoop:
         """Save at the next safe mount point of the run under way; from any thread. Without one, nothing happens."""
         if self._running is not None:
             self._running.checkpoint_now()
+
+    def _run_unless_cancelled(self, *, device: int | None, **options: Any) -> dict[str, Any]:
+        if device is not None:
+            torch.cuda.set_device(device)  # it is a thread's own
+        try:
+            return self.run(**options)
+        except RunCancelled:
+            if not self._cancelled:
+                raise  # by run.cancel(): the host knows nothing of it
+            return {}  # in_thread() raises the host's own cancellation
+
+    def _cancel(self) -> None:
+        # Before looking: _begun() looks the other way round, so that one of the two sees the other.
+        self._cancelled = True
+        if self._running is not None:
+            self._running.cancel()
 
     def _forward(self, run: Run, batch: Any) -> None:
         run.publish(BeforeForward, batch=batch)
@@ -191,8 +224,14 @@ class TrainLoop:
 
     @contextmanager
     def _begun(self, **options: Any) -> Iterator[Run]:
+        if self._running is not None:
+            raise TrainingError("this loop is running already; a second one at the same time needs its own TrainLoop")
+        if self.bus.hosted_here:
+            raise BusStateError("this would block the event loop that the bus runs in: use `await loop.arun()`")
         run = self._running = self._new_run(**options)
         run.order.validation_follows = self._iteration_is_validated
+        if self._cancelled:
+            run.cancel()
         try:
             with run:
                 yield run
@@ -235,6 +274,10 @@ def _check_limits(train_data: object, max_epochs: int | None, max_iters: int | N
 def _check_positive(name: str, value: int | None) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ConfigurationError(f"{name}={value!r}: give a positive integer")
+
+
+def _cuda_device() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
 def _checked_outputs(outputs: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from eventloop import events as ev
+from eventloop.errors import RunCancelled
 from eventloop.events import Event, Progress, Stage
 from eventloop.training.data import Feed, set_epoch
 from eventloop.training.metrics import Metrics
@@ -65,6 +66,7 @@ class Order:
         self.nothing_left = False
         """True while a resumed run is between an epoch and its validation: nothing of that epoch is left to train."""
         self.validation_follows: Callable[[], bool] = _never
+        self.cancelled = False
         self.stop = False  # no threading.Event: its lock is not re-entrant, and a signal handler may set this
         self._publish = publish
         self._save = save
@@ -73,10 +75,19 @@ class Order:
         self._batch: Any = None
         self._body: weakref.ref[object] | None = None
 
-    @property
-    def stopping(self) -> bool:
-        """True once a stop takes effect; inside an accumulation window it waits for the window's step."""
+    def should_stop(self) -> bool:
+        """Return True once a stop takes effect; inside an accumulation window it waits for the window's step.
+
+        Raises:
+            RunCancelled: the run was cancelled. All iterators ask here, which makes it a safe mount point.
+        """
+        self.check_cancelled()
         return self.stop and not self._window_open()
+
+    def check_cancelled(self) -> None:
+        """Raise RunCancelled if the run was cancelled."""
+        if self.cancelled:
+            raise RunCancelled("the run was cancelled")
 
     # --------------------------------------------------------------------------------------------------- training
 

@@ -21,9 +21,10 @@ import torch
 from eventloop import events as ev
 from eventloop.bus import Bus
 from eventloop.checkpoint import load
-from eventloop.errors import ConfigurationError
+from eventloop.errors import ConfigurationError, LaneFullError
 from eventloop.events import Event, Progress
 from eventloop.log import get_logger
+from eventloop.offload.deadline import Deadline
 from eventloop.training import resume
 from eventloop.training.data import Feed
 from eventloop.training.iterators import Epochs, EvaluationBatches, TrainBatches
@@ -103,8 +104,10 @@ class Run:
         if resume == "auto" and self.work_dir is None:
             raise ConfigurationError('resume="auto" looks for checkpoints in the work_dir; give one, or a path as resume=')
         self._opened = False
+        self._patience: Deadline | None = None
         self._saves: SavePoints | None = None
-        self._save_now = False
+        self._save_now = False  # no threading.Event: its lock is not re-entrant, and a signal handler may set this
+        self._stop_reason = ""
         self._feed: Feed | None = None
         self._evaluated: Feed | None = None
         self._saved_place: Mapping[str, Any] | None = None
@@ -192,11 +195,23 @@ class Run:
         """End the run at the next safe mount point: after an iteration whose accumulation window is complete.
 
         The scopes that this cuts short (epoch, validation) do not publish their ``after_x``; the train scope and the run
-        end in order. Safe from any thread and from signal handlers.
+        end in order. Safe from any thread and from signal handlers: nothing is locked or logged here.
+
+        Args:
+            reason: for the record; in ``run.info["stop_reason"]`` at ``after_run``.
         """
         if reason:
-            self.info["stop_reason"] = reason
+            # Not into run.info yet: a signal handler may strike while the training thread goes through it.
+            self._stop_reason = reason
         self.order.stop = True
+
+    def cancel(self) -> None:
+        """End the run as an exception would: raises :class:`RunCancelled` on the training thread.
+
+        It does so at the next safe mount point, or in a publish that waits for a place in a full lane. Open scopes do not
+        publish their ``after_x``, nothing is saved. Safe from any thread and from signal handlers.
+        """
+        self.order.cancelled = True
 
     def checkpoint_now(self) -> None:
         """Save at the next safe mount point, under ``iter_<n>.safetensors``. Safe from any thread and signal handlers.
@@ -266,6 +281,7 @@ class Run:
         if self.bus.state == "idle":
             self.bus.open()
             self._opened = True
+        self.bus.adopt_thread(self._interrupt)
         try:
             self._begin()
         except BaseException as error:
@@ -282,6 +298,7 @@ class Run:
         except BaseException as failure:
             self._abort(failure)
             raise
+        self.bus.release_thread(self._interrupt)
         if self._opened:
             self.bus.close()
 
@@ -306,6 +323,8 @@ class Run:
         self.order.break_epoch()
         self.order.end_train()
         self.order.progress = self.counters.snapshot()
+        if self._stop_reason:
+            self.info["stop_reason"] = self._stop_reason
         self.publish(ev.AfterRun)
         self._save_if_asked(force=True)
         self.wait_for_saves()  # on a bus that stays open, too: what comes next may want to resume from it
@@ -313,9 +332,9 @@ class Run:
 
     def _abort(self, error: BaseException) -> None:
         """The exception is what the user must see: whatever fails in here is logged and added to it as a note."""
+        self._patience = Deadline(self.bus.abort_timeout)
         try:
-            if self.bus.state == "open":
-                self.bus.drain(0)  # raises what an offloaded handler left; publishing would raise it instead of being heard
+            self.bus.raise_failures()  # publishing would raise them instead of being heard
         except Exception as failure:
             log.exception("an offloaded handler failed, too")
             error.add_note(f"at about the same time, an offloaded handler failed: {failure!r}")
@@ -325,8 +344,16 @@ class Run:
             log.exception("a handler of on_exception failed")
             error.add_note(f"while handling it, a handler of on_exception failed: {failure!r}")
         self.order.scopes.unwind()
+        self.bus.release_thread(self._interrupt)
         if self._opened:
             self.bus.close(abort=True)
+
+    def _interrupt(self) -> None:
+        """Called where the training thread is about to wait for a place in a full lane; raises if it should not."""
+        if self._patience is None:
+            self.order.check_cancelled()
+        elif not self._patience.left:
+            raise LaneFullError(f"the run ends by an exception, and no longer than {self.bus.abort_timeout:g} s are waited")
 
     def _check_update(self) -> None:
         updates = [hook for hook in self.bus.hooks if isinstance(hook, Update)]

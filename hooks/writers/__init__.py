@@ -3,5 +3,6 @@
 from hooks.writers.base import RunFacts, Where, Writer
 from hooks.writers.console import ConsoleWriter
 from hooks.writers.json_lines import JSONLinesWriter
+from hooks.writers.tensorboard import TensorBoardWriter
 
-__all__ = ["ConsoleWriter", "JSONLinesWriter", "RunFacts", "Where", "Writer"]
+__all__ = ["ConsoleWriter", "JSONLinesWriter", "RunFacts", "TensorBoardWriter", "Where", "Writer"]

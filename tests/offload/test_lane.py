@@ -1,9 +1,11 @@
+import sys
 import threading
 
 import pytest
 
 from eventloop import LaneClosedError, LaneFullError
 from eventloop.offload import Lane, LaneStats
+from eventloop.offload.deadline import Deadline
 
 
 def make(capacity: int = 3, full: str = "block", prepare=lambda event: event) -> Lane:
@@ -15,6 +17,11 @@ def make(capacity: int = 3, full: str = "block", prepare=lambda event: event) ->
 def fill(lane: Lane, number: int) -> None:
     for i in range(number):
         lane.put(i)
+
+
+def fill_by(put, number: int) -> None:
+    for i in range(number):
+        put(i)
 
 
 def in_thread(function, *args) -> tuple[threading.Thread, list]:
@@ -100,7 +107,7 @@ def test_waiting_on_a_thread_of_ones_own_bus_would_be_a_deadlock_and_is_an_error
     lane = make(capacity=1)
     lane.attach(lambda: None, lambda: True)
     lane.put(0)
-    with pytest.raises(LaneFullError, match=r"thread of its own bus.*larger queue="):
+    with pytest.raises(LaneFullError, match=r"thread or event loop of its bus.*larger queue="):
         lane.put(1)
 
 
@@ -141,6 +148,45 @@ def test_only_a_publisher_who_finds_the_lane_disarmed_wakes_the_consumer():
     assert len(rings) == 2
 
 
+def test_publishers_who_pass_each_other_at_every_instruction_neither_lose_a_count_nor_overfill_the_lane(request):
+    lane = make(capacity=5)
+    most = 0
+    every = sys.getswitchinterval()
+    request.addfinalizer(lambda: sys.setswitchinterval(every))
+    sys.setswitchinterval(1e-6)
+    threads = [in_thread(fill_by, put, 3000)[0] for put in (lane.put, lane.put_as_is) * 2]
+    taken = 0
+    while taken < 12_000:
+        most = max(most, len(lane._queue))
+        items = lane.take(2)
+        taken += len(items)
+        lane.delivered(len(items))
+    for thread in threads:
+        thread.join()
+    assert most <= 5
+    assert lane.stats == LaneStats(published=12_000, delivered=12_000)
+    lane.close()
+    assert lane.finished()
+
+
+@pytest.mark.parametrize("put", [Lane.put, Lane.put_as_is])
+@pytest.mark.parametrize("end", [lambda lane: lane.close("over"), lambda lane: lane.detach(), lambda lane: lane.become_inert()])
+def test_a_lane_that_was_open_lets_nobody_in_once_it_is_not(put, end):
+    lane = make()
+    put(lane, 0)
+    end(lane)
+    with pytest.raises(LaneClosedError):
+        put(lane, 1)
+
+
+def test_an_event_that_goes_as_it_is_meets_the_same_policy():
+    lane = make(capacity=2, full="drop_old")
+    for i in range(5):
+        lane.put_as_is(i)
+    assert lane.take(9) == [3, 4]
+    assert lane.stats == LaneStats(published=5, dropped=3, pending=2)
+
+
 def test_the_consumer_must_not_sleep_when_something_came_in():
     lane = make()
     lane.put(0)
@@ -167,7 +213,7 @@ def test_a_wake_up_that_was_interrupted_is_made_up_for_by_the_next_publisher():
 def test_join_waits_for_what_was_published_before_it_and_not_for_later_events():
     lane = make(capacity=10)
     fill(lane, 2)
-    thread, result = in_thread(lane.join, None)
+    thread, result = in_thread(lane.join, Deadline(None))
     wait_until_waiting(lane)
     lane.put(2)
     lane.take(2)
@@ -191,16 +237,16 @@ def test_join_is_not_misled_by_refused_or_returned_events():
     with pytest.raises(ValueError):
         lane.put("broken")
     fill(lane, 3)
-    assert not lane.join(0.0)
+    assert not lane.join(Deadline(0))
     lane.take(1)
     lane.delivered(1)
-    assert lane.join(0.0)
+    assert lane.join(Deadline(0))
 
 
 def test_join_gives_up_at_its_deadline():
     lane = make()
     lane.put(0)
-    assert not lane.join(deadline=0.0)
+    assert not lane.join(Deadline(0))
 
 
 def test_what_is_left_when_the_consumer_goes_is_dropped_and_counted():
@@ -208,7 +254,7 @@ def test_what_is_left_when_the_consumer_goes_is_dropped_and_counted():
     fill(lane, 3)
     lane.detach()
     assert lane.stats == LaneStats(published=3, dropped=3)
-    assert lane.join(0.0)
+    assert lane.join(Deadline(0))
 
 
 def test_an_event_appended_after_the_consumer_has_gone_is_dropped_and_counted():

@@ -301,6 +301,18 @@ def test_cancelling_during_a_publish_takes_effect_at_the_next_one(bus, kind):
     assert heard == [0] * 50
 
 
+def test_an_event_on_its_way_to_a_cancelled_handler_is_delivered_even_if_the_bus_closes_at_once(bus, kind):
+    heard = []
+    for _ in range(30):
+        subscription = offload(bus, lambda event: heard.append(event.batch_idx), kind)
+        canceller = bus.on("after_train_iter", lambda event, mine=subscription: (mine.cancel(), bus.drain()), priority=1)
+        with bus:
+            bus.publish(iteration(0))
+            canceller.cancel()
+        assert subscription.stats.pending == 0
+    assert len(heard) == 30
+
+
 def test_cancelled_lanes_leave_no_thread_and_nothing_to_report_twice(bus):
     with bus:
         for _ in range(30):
@@ -427,7 +439,7 @@ def test_a_bus_whose_loop_does_not_start_stays_idle_and_works_later(monkeypatch,
         raise LookupError("No such backend: trio")
 
     with monkeypatch.context() as patched:
-        patched.setattr("eventloop.offload.runtime.anyio.run", refuse)
+        patched.setattr("eventloop.offload.loops.anyio.run", refuse)
         with pytest.raises(BusStateError, match="event loop did not start: No such backend"):
             bus.open()
     assert bus.state == "idle"
@@ -582,7 +594,7 @@ def test_of_many_errors_of_a_handler_the_first_is_raised(bus, kind):
     subscription = failing(bus, kind)
     with capture_logs(), pytest.raises(ValueError, match="event 0"), bus:
         for i in range(5):
-            subscription.call(iteration(i))  # past bus.publish, which would raise the error itself
+            subscription.lane.put(iteration(i))  # past bus.publish, which would raise the error itself
 
 
 def test_an_error_is_logged_at_once_and_the_lane_goes_on(bus, kind):

@@ -1,0 +1,224 @@
+"""Event loops that run the tasks of async handlers: one on a thread of the bus, or the one that the program runs already."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import anyio
+
+from eventloop.errors import BusStateError
+
+Backend = Literal["asyncio", "trio"]
+CallSoon = Callable[[Callable[[], object]], object]
+
+
+class Loop:
+    """Starts tasks in an event loop, from bare callbacks of it; a subclass says whose loop it is."""
+
+    name: str
+    """For the log, when it does not end."""
+
+    def __init__(self) -> None:
+        self.stopping = False
+        self._call_soon: CallSoon = _not_running
+        self._arrivals: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
+        self._bell: anyio.Event
+
+    def start(self) -> None:
+        """Have the loop running when this returns.
+
+        Raises:
+            BusStateError: it did not start; trio is not installed, perhaps.
+        """
+
+    def stop(self, grace: float) -> bool:
+        """Cancel what still runs and wait, not on the loop's thread; False if ``grace`` seconds were too few."""
+        raise NotImplementedError
+
+    @property
+    def here(self) -> bool:
+        """True on the loop's thread, which must not be kept waiting."""
+        raise NotImplementedError
+
+    @property
+    def _alive(self) -> bool:
+        raise NotImplementedError
+
+    def call_soon(self, callback: Callable[[], object]) -> None:
+        """Run ``callback``, which must not raise, on the loop's thread; does not wait for it. Ignored once it has ended."""
+        try:
+            self._call_soon(callback)
+        except RuntimeError:  # closed (asyncio), finished (trio): whoever closes it takes care of what is left
+            if not self.stopping and self._alive:
+                raise
+
+    def spawn(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Start ``task``; called on the loop's thread."""
+        self._arrivals.append(task)
+        self._bell.set()
+
+    def _ring(self) -> None:
+        self._bell.set()
+
+    def _prepare(self) -> None:
+        """Get ready to be called from other threads; called inside the loop."""
+        self._bell = anyio.Event()
+        self._call_soon = threadsafe_call()
+
+    async def _serve(self) -> None:
+        # Tasks are started from in here: anyio's task groups cannot be used from a bare callback of the loop.
+        async with anyio.create_task_group() as group:
+            while not self.stopping:
+                while self._arrivals:
+                    group.start_soon(self._arrivals.popleft())
+                await self._bell.wait()
+                self._bell = anyio.Event()
+            group.cancel_scope.cancel()
+
+
+class LoopThread(Loop):
+    """An event loop on a daemon thread, started when the first async handler needs it.
+
+    Args:
+        backend: ``"asyncio"`` (on uvloop where that is installed) or ``"trio"``, which must be.
+        make_thread: makes a thread, not started yet, that runs a function.
+    """
+
+    def __init__(self, backend: Backend, make_thread: Callable[[Callable[[], None]], threading.Thread]) -> None:
+        super().__init__()
+        self._backend = backend
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = make_thread(self._run)
+        self.name = self._thread.name
+
+    def start(self) -> None:
+        """Start the loop if it is not running yet, and wait until it is."""
+        if self._thread.ident is None:
+            self._thread.start()
+        self._ready.wait()
+        if self._failure is not None:
+            raise BusStateError(f"the {self._backend} event loop did not start: {self._failure}") from self._failure
+
+    def stop(self, grace: float) -> bool:
+        """End the loop and its thread."""
+        if not self._thread.is_alive():
+            return True
+        self.stopping = True
+        self.call_soon(self._ring)
+        return ended(self._thread, grace)
+
+    @property
+    def here(self) -> bool:
+        """True in async handlers."""
+        return threading.current_thread() is self._thread
+
+    @property
+    def _alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            anyio.run(self._main, backend=self._backend, backend_options=_options(self._backend))
+        except BaseException as error:  # noqa: BLE001 - handed to start(), which raises it on the caller's thread
+            self._failure = error
+            self._ready.set()
+
+    async def _main(self) -> None:
+        self._prepare()
+        self._ready.set()
+        await self._serve()
+
+
+class HostLoop(Loop):
+    """The loop of the program, asyncio's or trio's: tasks are children of the task that opens and closes it.
+
+    They are shielded: when the host's scope is cancelled, what was published is still delivered (for as long as the bus's
+    ``abort_timeout`` allows), and only then are they cancelled by :meth:`stop`.
+    """
+
+    name = "tasks in the host's event loop"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ident = threading.get_ident()
+        self._group = anyio.create_task_group()
+        self._over = threading.Event()
+
+    async def open(self) -> None:
+        """Begin to take tasks."""
+        self._prepare()
+        await self._group.__aenter__()
+        self._group.start_soon(self._shielded)
+
+    def end(self) -> None:
+        """Cancel the tasks, without waiting for them; inside the loop."""
+        self.stopping = True
+        self._ring()
+
+    async def close(self) -> None:
+        """Wait until the tasks that were cancelled have ended; in the task that opened it."""
+        # What ended the caller's block is no business of the group, which would wrap it in an ExceptionGroup.
+        await self._group.__aexit__(None, None, None)
+
+    def stop(self, grace: float) -> bool:
+        """Cancel the tasks."""
+        self.stopping = True
+        self.call_soon(self._ring)
+        return self._over.wait(grace) or not self._alive
+
+    @property
+    def here(self) -> bool:
+        """True in the host's own code, too."""
+        return threading.get_ident() == self._ident
+
+    @property
+    def _alive(self) -> bool:
+        return not self._over.is_set()
+
+    async def _shielded(self) -> None:
+        try:
+            with anyio.CancelScope(shield=True):
+                await self._serve()
+        finally:
+            self._over.set()
+
+
+def threadsafe_call() -> CallSoon:
+    """Return the running loop's own way to be called from another thread without waiting (anyio has none).
+
+    Raises:
+        RuntimeError: no event loop is running here.
+    """
+    if in_trio():
+        import trio
+
+        return trio.lowlevel.current_trio_token().run_sync_soon
+    return asyncio.get_running_loop().call_soon_threadsafe
+
+
+def in_trio() -> bool:
+    """True if the loop that runs here is trio's."""
+    trio = sys.modules.get("trio")
+    return trio is not None and bool(trio.lowlevel.in_trio_run())
+
+
+def ended(thread: threading.Thread, grace: float) -> bool:
+    """Wait for ``thread`` for ``grace`` seconds; True if it has ended."""
+    if thread is not threading.current_thread():
+        thread.join(grace)
+    return not thread.is_alive()
+
+
+def _options(backend: Backend) -> dict[str, Any]:
+    return {"use_uvloop": find_spec("uvloop") is not None} if backend == "asyncio" else {}
+
+
+def _not_running(callback: Callable[[], object]) -> None:
+    raise BusStateError("the event loop of the bus is not running")

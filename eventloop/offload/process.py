@@ -1,0 +1,241 @@
+"""A worker process for the handler of one lane: started at its first event, replaced when it dies or is killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.process
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+import msgspec
+
+from eventloop.errors import BusStateError, HandlerTimeoutError, OffloadError, WorkerDiedError
+from eventloop.log import get_logger
+from eventloop.offload import child
+from eventloop.offload.parcel import pack
+from eventloop.offload.segment import Segment
+from eventloop.offload.target import Target
+from eventloop.offload.worker import timed_out
+
+_START = 300.0  # seconds for a worker to import its handler, on a busy machine
+_END = 3.0  # seconds for an idle worker to end in order (its atexit functions, its open files), before it is killed
+_spawn = multiprocessing.get_context("spawn")
+
+log = get_logger()
+
+
+class ProcessWorker:
+    """Calls a handler in a spawned process.
+
+    Args:
+        target: the handler.
+        handler: the same as an object, to see that the name leads to it.
+        label: of the subscription, for errors and as the name of the process.
+        batched: whether it gets the list of a batch.
+        timeout: seconds per call, without the start of a process; None waits for as long as it takes.
+    """
+
+    def __init__(
+        self, target: Target, handler: Callable[..., Any], label: str, *, batched: bool, timeout: float | None
+    ) -> None:
+        self._target = target
+        self._handler = handler
+        self._label = label
+        self._batched = batched
+        self._timeout = timeout
+        self._lock = threading.Lock()  # between a call and interrupt()
+        self._busy = False
+        self._refuses = False
+        self._end = _END
+        self._process: _Process | None = None
+
+    def call(self, what: Any) -> None:
+        """Have the handler called in the worker; starts one if there is none."""
+        with self._lock:
+            self._check()
+            self._busy = True
+        try:
+            process = self._process or self._start()
+            process.send(pack(what if self._batched else [what], process.segment))
+            reply = self._receive(process, self._timeout)
+        finally:
+            with self._lock:
+                self._busy = False
+        if not reply.ok:
+            raise _error(reply, process.pid)
+
+    def interrupt(self, *, now: bool) -> None:
+        """Kill the worker if it is at work (with ``now`` in any case); called when the bus closes."""
+        with self._lock:
+            self._refuses = True
+            if now:
+                self._end = 0.0
+            if self._process is not None and (self._busy or now):
+                self._process.kill()
+
+    def stop(self) -> None:
+        """End the worker, in order if it does so within a few seconds."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None and not process.end(self._end) and self._end:
+            log.warning("a worker process did not end in time and was killed", handler=self._label, pid=process.pid)
+
+    def _check(self) -> None:
+        if self._refuses:
+            raise WorkerDiedError(f"{self._label} was not called: the bus has closed")
+
+    def _start(self) -> _Process:
+        self._target.check(self._handler)
+        with self._lock:
+            self._check()
+            process = self._process = _Process(self._target, f"trainbus {self._label}", batched=self._batched)
+        try:
+            reply = self._receive(process, _START)
+        except WorkerDiedError as error:
+            raise WorkerDiedError(
+                f"{error}, before it took any event. A script that uses worker processes is imported by them: it must start "
+                'its work under `if __name__ == "__main__":`. What went wrong otherwise is on stderr',
+                started=False,
+            ) from None
+        if reply.ok:
+            return process
+        self._lose(kill=False)
+        failure = WorkerDiedError(
+            f"the worker process of {self._label} could not import its handler: {reply.kind}: {reply.message}", started=False
+        )
+        failure.add_note(reply.traceback)
+        raise failure
+
+    def _receive(self, process: _Process, timeout: float | None) -> child.Reply:
+        try:
+            data = process.receive(timeout)
+        except TimeoutError:
+            self._lose(kill=True)
+            limit = _START if timeout is None else timeout
+            raise HandlerTimeoutError(timed_out(self._label, limit, "its worker process was killed")) from None
+        if data is None:
+            code = self._lose(kill=False)
+            raise WorkerDiedError(f"the worker process of {self._label} died ({_how(code)})")
+        return msgspec.msgpack.decode(data, type=child.Reply)
+
+    def _lose(self, *, kill: bool) -> int | None:
+        with self._lock:
+            process, self._process = self._process, None
+        if process is None:
+            return None
+        if kill:
+            process.kill()
+        process.end(_END)
+        return process.code
+
+
+class _Process:
+    """A process that runs :func:`eventloop.offload.child.serve`, the pipe and the memory to talk to it."""
+
+    def __init__(self, target: Target, name: str, *, batched: bool) -> None:
+        if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+            raise BusStateError(
+                "a worker process, while it imports the program that started it, is about to start one itself: the program "
+                'must start its work under `if __name__ == "__main__":`'
+            )
+        self.segment = Segment()
+        self.code: int | None = None
+        self._pipe, other = _spawn.Pipe()
+        # A daemon, so that multiprocessing's own exit handler cannot wait for it.
+        self._process = _spawn.Process(target=child.serve, args=(other, self.segment, target, batched), name=name, daemon=True)
+        # Blocked in the child, which inherits that, until it is ready to take them; no signal goes to this thread anyway.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, child.SIGNALS)
+        try:
+            self._process.start()
+        except BaseException:
+            self._pipe.close()
+            self.segment.close()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            other.close()
+        self.pid = int(self._process.pid or 0)
+        # Not the sentinel, nor the end of the pipe: a process forked while this one started holds their other ends as well.
+        self._death = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else os.dup(self._process.sentinel)
+        _processes.add(self)
+
+    def send(self, ticket: bytes) -> None:
+        try:
+            self._pipe.send_bytes(ticket)
+        except OSError:  # it is gone, as receive() finds
+            return
+
+    def receive(self, timeout: float | None) -> bytes | None:
+        """Return the next message, None if the process has died; raises TimeoutError."""
+        ready = wait([self._pipe, self._death], timeout)
+        if not ready:
+            raise TimeoutError
+        try:
+            return self._pipe.recv_bytes() if self._pipe in ready else None
+        except (EOFError, OSError):
+            return None
+
+    def kill(self) -> None:
+        """End it at once; harmless if it has ended."""
+        self._process.kill()
+
+    def end(self, grace: float) -> bool:
+        """End it in order within ``grace`` seconds, else kill it; it leaves nothing behind. False if it had to be killed."""
+        self.send(b"")
+        deadline = time.monotonic() + grace
+        in_order = bool(wait([self._death], max(0.0, deadline - time.monotonic())))
+        if not in_order:
+            self._process.kill()
+        self._process.join()
+        _processes.discard(self)
+        self.code = self._process.exitcode
+        self._process.close()
+        self._pipe.close()
+        os.close(self._death)
+        self.segment.close()
+        return in_order
+
+    def forget(self) -> None:
+        """In a forked child: it is no child of this process, which must not end it when it exits itself."""
+        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]
+
+
+def _error(reply: child.Reply, pid: int) -> Exception:
+    error: Exception | None = None
+    if reply.error:
+        try:
+            error = pickle.loads(reply.error)  # noqa: S301 - from our own worker
+        except Exception:  # noqa: BLE001 - its module may exist in the worker only
+            error = None
+    if error is None:
+        error = OffloadError(f"{reply.kind}: {reply.message}")
+    error.add_note(f"in the worker process {pid}:\n{reply.traceback}")
+    return error
+
+
+def _how(code: int | None) -> str:
+    if code is None:
+        return "ended"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+_processes: set[_Process] = set()  # that may be running
+
+
+def _forget_after_fork() -> None:
+    for process in list(_processes):
+        process.forget()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

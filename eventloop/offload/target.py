@@ -1,0 +1,120 @@
+"""A handler by its name, for a worker process, which imports it: nothing of this process goes along."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import msgspec
+
+from eventloop.errors import SubscribeError, WorkerDiedError
+
+_MISSING = object()
+_WAY_OUT = 'Define it with `def` at the top level of a module that can be imported, or use offload="thread"'
+
+
+class Origin(msgspec.Struct, frozen=True, array_like=True):
+    """A module: its name, and its file for those that only some importer of this process finds by name (pytest's)."""
+
+    module: str
+    file: str | None = None
+
+
+class Target(msgspec.Struct, frozen=True, array_like=True):
+    """A module-level function (or a static method of a module-level class)."""
+
+    origin: Origin
+    qualname: str
+
+    def load(self) -> Callable[[Any], object]:
+        """Import the module and return the function."""
+        found: Any = load(self.origin)
+        for name in self.qualname.split("."):
+            found = getattr(found, name)
+        return cast("Callable[[Any], object]", found)
+
+    def check(self, handler: Callable[..., Any]) -> None:
+        """Raise WorkerDiedError unless the name leads to ``handler`` by now (a decorator runs before the name is bound)."""
+        found = _bound(self.origin.module, self.qualname)
+        if found is not handler:
+            what = "nothing" if found is _MISSING else f"another object, {found!r}"
+            raise WorkerDiedError(
+                f"a worker process imports its handler by name, and {self.origin.module}.{self.qualname} is {what}. {_WAY_OUT}",
+                started=False,
+            )
+
+
+def target_of(handler: Callable[..., Any]) -> Target:
+    """Return the name by which a worker process finds ``handler``.
+
+    Raises:
+        SubscribeError: it has none: a lambda, a function in a function, a method, or one of an interactive session.
+    """
+    qualname = getattr(handler, "__qualname__", "")
+    module = getattr(handler, "__module__", None) or ""
+    if isinstance(handler, functools.partial):
+        raise _refusal("a functools.partial", "holds arguments of this process")
+    if inspect.ismethod(handler) or not isinstance(getattr(handler, "__self__", None), ModuleType | None):
+        raise _refusal("a method", "is bound to an object of this process", 'Make it a @staticmethod, or use offload="thread"')
+    if not qualname or isinstance(handler, type):
+        raise _refusal(f"a {type(handler).__name__} object", "is no function")
+    if "<lambda>" in qualname:
+        raise _refusal("a lambda", "has no name")
+    if "<locals>" in qualname:
+        raise _refusal("a function defined in a function", "cannot be imported")
+    if module == "__main__" and not _main_can_be_imported():
+        raise _refusal("a function of an interactive session", "cannot be imported")
+    if module not in sys.modules:
+        raise _refusal("a function", f"says that it is of {module!r}, which is no module")
+    found = _bound(module, qualname)
+    if found is not handler and found is not _MISSING:  # missing: this is its decorator, and its name is not bound yet
+        raise _refusal("a function", f"is not what its name leads to: {module}.{qualname} is {found!r}")
+    return Target(origin_of(module), qualname)
+
+
+@functools.cache
+def origin_of(module: str) -> Origin:
+    """Return where ``module`` comes from."""
+    file = getattr(sys.modules[module], "__file__", None)
+    return Origin(module, None if file is None else str(Path(file).absolute()))
+
+
+def load(origin: Origin) -> ModuleType:
+    """Import a module by name, else from its file."""
+    try:
+        return importlib.import_module(origin.module)
+    except ModuleNotFoundError as error:
+        # Not one of those that the module itself imports.
+        if origin.file is None or not (origin.module == error.name or origin.module.startswith(f"{error.name}.")):
+            raise
+        spec = importlib.util.spec_from_file_location(origin.module, origin.file)
+        if spec is None or spec.loader is None:
+            raise
+        module = sys.modules[origin.module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+
+def _refusal(what: str, why: str, way_out: str = _WAY_OUT) -> SubscribeError:
+    return SubscribeError(f'offload="process" imports its handler by name in another process, and {what} {why}. {way_out}')
+
+
+def _bound(module: str, qualname: str) -> object:
+    found: object = sys.modules.get(module, _MISSING)
+    for name in qualname.split("."):
+        found = getattr(found, name, _MISSING)
+    return found
+
+
+def _main_can_be_imported() -> bool:
+    main = sys.modules["__main__"]
+    if getattr(main, "__spec__", None) is not None:  # python -m
+        return True
+    return Path(getattr(main, "__file__", None) or "/").is_file()

@@ -1,0 +1,327 @@
+"""Train in the background of a web server: a live page with the loss, and buttons that reach into the run.
+
+    pip install -e ".[demo,web]" && python examples/serve.py        # then open http://127.0.0.1:8000
+
+The server and the bus share one event loop; training has a thread of its own, so pages are served while it computes. What the
+page shows comes from ``bus.stream(...)`` and goes out as server-sent events. What its buttons ask for takes effect at the next
+safe mount point: ``loop.stop()`` and ``loop.checkpoint_now()`` see to that by themselves, ``Control`` is a hook that does the
+same for two wishes of our own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from torch.utils.data import DataLoader
+
+from eventloop import BeforeRun, BeforeTrainIter, Bus, Hook, Priority, RunEvent, TrainLoop, get_logger
+from hooks import CheckInvalidLossHook, CheckpointHook, EMAHook, OptimizerHook, RuntimeInfoHook
+from hooks.demo import Accuracy, digits, network, step
+
+PAGE = Path(__file__).with_name("serve.html")
+
+log = get_logger()
+
+
+class Changed(RunEvent, kw_only=True):
+    """A mount point of our own: somebody has reached into the run, and this is how it goes on."""
+
+    paused: bool = False
+    lr: float
+
+
+class Control(Hook):
+    """Pauses the run and sets its learning rate, both before an iteration begins. Its methods may be called from any thread.
+
+    Args:
+        pace: seconds to wait before each iteration, so that a small job is one that can be watched.
+    """
+
+    priority = Priority.HIGHEST
+
+    def __init__(self, pace: float = 0.0) -> None:
+        self._pace = pace
+        self._going = threading.Event()
+        self._lr: float | None = None
+        self._over = False
+
+    def pause(self) -> None:
+        """Hold the run before its next iteration."""
+        if not self._over:
+            self._going.clear()
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self._going.set()
+
+    def release(self) -> None:
+        """Let it go on, and never wait again: the run is to end."""
+        self._over = True
+        self._going.set()
+
+    def set_lr(self, lr: float) -> None:
+        """Train on with this learning rate."""
+        self._lr = lr
+
+    def before_run(self, event: BeforeRun) -> None:
+        """Begin as a run that goes on, unless somebody was faster."""
+        self._going.set()
+        if self._over:
+            event.run.stop()
+
+    def before_train_iter(self, event: BeforeTrainIter) -> None:
+        """Do what was asked for since the last iteration."""
+        if self._pace:
+            time.sleep(self._pace)
+        if not self._going.is_set():
+            self._tell(event, paused=True)
+            self._going.wait()
+            self._tell(event)
+        lr, self._lr = self._lr, None
+        if lr is not None:
+            for group in _groups(event):
+                group["lr"] = lr
+            self._tell(event)
+
+    def _tell(self, event: BeforeTrainIter, *, paused: bool = False) -> None:
+        event.run.publish(Changed, paused=paused, lr=float(_groups(event)[0]["lr"]))
+
+
+def _groups(event: BeforeTrainIter) -> list[dict[str, Any]]:
+    return [group for optimizer in event.run.optimizers.values() for group in optimizer.param_groups]
+
+
+class Bulletin:
+    """What visitors are told, numbered. Everyone reads at their own speed, and who comes late reads from the beginning.
+
+    Used in the server's event loop only.
+    """
+
+    def __init__(self) -> None:
+        self._messages: list[bytes] = []
+        self._bell = anyio.Event()
+        self._over = False
+
+    def post(self, kind: str, *, last: bool = False, **data: Any) -> None:
+        """Add a message; after the last one, readers leave."""
+        number = len(self._messages)
+        self._messages.append(f"id: {number}\nevent: {kind}\ndata: {json.dumps(data)}\n\n".encode())
+        self._over = last
+        self._bell.set()
+        self._bell = anyio.Event()
+
+    async def read(self, start: int = 0) -> AsyncIterator[bytes]:
+        """Yield the messages from number ``start`` on, as server-sent events, and a sign of life when there are none."""
+        while True:
+            while start < len(self._messages):
+                yield self._messages[start]
+                start += 1
+            if self._over:
+                return
+            bell = self._bell
+            with anyio.move_on_after(10) as quiet:
+                await bell.wait()
+            if quiet.cancelled_caught:
+                yield b": still here\n\n"
+
+
+class Trainer:
+    """The digits job, its bus, and what it has to tell."""
+
+    def __init__(self, work_dir: Path, *, epochs: int = 60, pace: float = 0.0) -> None:
+        torch.manual_seed(0)
+        data = {name: DataLoader(part, batch_size=32, shuffle=name == "train") for name, part in digits(seed=0).items()}
+        model = network()
+        self.work_dir = work_dir
+        self.control = Control(pace)
+        self.bulletin = Bulletin()
+        self.over = False
+        self.bus = Bus()
+        self.bus.add(
+            self.control,
+            OptimizerHook(grad_clip=5.0),
+            EMAHook(momentum=0.02),
+            RuntimeInfoHook(),  # reports the learning rate
+            CheckInvalidLossHook(),
+            CheckpointHook(save_best="accuracy"),
+        )
+        self.loop = TrainLoop(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-2),
+            step=step,
+            train_data=data["train"],
+            val_data=data["val"],
+            metrics={"accuracy": Accuracy()},
+            bus=self.bus,
+            max_epochs=epochs,
+            work_dir=work_dir,
+            seed=0,
+        )
+
+    async def train(self) -> None:
+        """Train, posting what happens on the bulletin, until it is over one way or the other."""
+        self.bulletin.post("hello", epochs=self.loop.max_epochs, work_dir=str(self.work_dir))
+        state, message = "finished", ""
+        async with anyio.create_task_group() as readers:
+            try:
+                async with self.bus:  # when it closes the streams end, and with them the readers
+                    for post, events in self._streams():
+                        readers.start_soon(_post_all, events, post)
+                    await self.loop.arun()
+                if self.stopped:
+                    state = "stopped"
+            except Exception as error:
+                log.exception("training failed; the server goes on")
+                state, message = "failed", f"{type(error).__name__}: {error}"
+        self.over = True
+        self.bulletin.post("over", last=True, state=state, message=message, iter=self.loop.counters.iter)
+
+    @property
+    def stopped(self) -> bool:
+        """True if the run has ended before its time."""
+        return self.loop.counters.epoch < (self.loop.max_epochs or 0)
+
+    def stop(self) -> None:
+        """End the run in order, also one that is paused."""
+        self.loop.stop("asked for by a visitor")
+        self.control.release()
+
+    def _streams(self) -> Iterator[tuple[Callable[[Any], None], AsyncIterator[Any]]]:
+        yield self._post_scalars, self.bus.stream("after_train_iter", every=2, queue=1000, full="drop_old")
+        yield self._post_metrics, self.bus.stream("after_val_epoch")
+        yield self._post_checkpoint, self.bus.stream("checkpoint_committed")
+        yield self._post_change, self.bus.stream(Changed)
+
+    def _post_scalars(self, event: Any) -> None:
+        numbers = {name: value for name, value in event.outputs.items() if math.isfinite(value)}
+        self.bulletin.post("scalars", iter=event.progress.iter + 1, epoch=event.progress.epoch + 1, **numbers)
+
+    def _post_metrics(self, event: Any) -> None:
+        self.bulletin.post("metrics", iter=event.progress.iter, **event.metrics)
+
+    def _post_checkpoint(self, event: Any) -> None:
+        names = [Path(name).name for name in event.names]
+        self.bulletin.post("checkpoint", names=names, bytes=event.bytes, seconds=event.seconds)
+
+    def _post_change(self, event: Changed) -> None:
+        self.bulletin.post("changed", paused=event.paused, lr=event.lr, iter=event.progress.iter)
+
+
+async def _post_all(events: AsyncIterator[Any], post: Callable[[Any], None]) -> None:
+    async for event in events:
+        post(event)
+
+
+# ---------------------------------------------------------------------------------------------------------- the server
+
+
+def make_app(trainer: Trainer) -> Starlette:
+    """Return the application; it trains from its start on, and ends the run in order when it is shut down."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(trainer.train)
+            try:
+                yield
+            finally:
+                trainer.stop()
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(await anyio.Path(PAGE).read_text())
+
+    async def events(request: Request) -> Response:
+        seen = request.headers.get("last-event-id", "")  # a browser that lost the connection says what it had
+        start = int(seen) + 1 if seen.isdecimal() else 0
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(trainer.bulletin.read(start), media_type="text/event-stream", headers=headers)
+
+    async def command(request: Request) -> Response:
+        if trainer.over:
+            return JSONResponse({"error": "training is over"}, status_code=409)
+        match request.path_params["command"]:
+            case "pause":
+                trainer.control.pause()
+            case "resume":
+                trainer.control.resume()
+            case "checkpoint":
+                trainer.loop.checkpoint_now()
+            case "stop":
+                trainer.stop()
+            case _:
+                return JSONResponse({"error": "no such command"}, status_code=404)
+        return Response(status_code=202)  # accepted: it takes effect at the next safe mount point, and events will tell
+
+    async def learning_rate(request: Request) -> Response:
+        try:
+            lr = float((await request.json())["lr"])
+        except (ValueError, TypeError, KeyError):
+            lr = math.nan
+        if not 0 < lr < 1:
+            return JSONResponse({"error": "a learning rate is a number between 0 and 1"}, status_code=422)
+        trainer.control.set_lr(lr)
+        return Response(status_code=202)
+
+    return Starlette(
+        lifespan=lifespan,
+        routes=[
+            Route("/", page),
+            Route("/events", events),
+            Route("/lr", learning_rate, methods=["POST"]),
+            Route("/{command}", command, methods=["POST"]),
+        ],
+    )
+
+
+class Server(uvicorn.Server):
+    """Ends the run when it is told to end itself: pages that listen to the run would keep it waiting otherwise."""
+
+    def __init__(self, trainer: Trainer, host: str = "127.0.0.1", port: int = 8000) -> None:
+        super().__init__(uvicorn.Config(make_app(trainer), host=host, port=port, log_level="warning", ws="none"))
+        self.trainer = trainer
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Say where the page is, once it is there."""
+        await super().startup(sockets)
+        host, port, *_ = next(one.getsockname() for server in self.servers for one in server.sockets)
+        log.info("training behind a page", url=f"http://{host}:{port}", work_dir=str(self.trainer.work_dir))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """On Ctrl-C or SIGTERM; in the event loop, not in the signal handler, where an Event's lock must not be taken."""
+        self.trainer.stop()
+        await super().shutdown(sockets)
+
+
+def main() -> None:
+    """Parse the command line and serve."""
+    parser = argparse.ArgumentParser(description="Trains on handwritten digits behind a live page.")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--pace", type=float, default=0.02, help="seconds to wait before each iteration (to be watched)")
+    parser.add_argument("--out", type=Path, default=Path(f"runs/serve-{time.strftime('%Y%m%d-%H%M%S')}"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # the network is too small for more, and the server needs a core, too
+    trainer = Trainer(options.out, epochs=options.epochs, pace=options.pace)
+    with suppress(KeyboardInterrupt):  # uvicorn passes it on when it has shut down in order
+        Server(trainer, options.host, options.port).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""``PreemptionHook``: a run that is told to go by a signal saves, and ends in order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from eventloop import (
+    AfterRun,
+    AfterTrain,
+    BeforeRun,
+    BeforeTrain,
+    ConfigurationError,
+    Hook,
+    Priority,
+    RunView,
+    get_logger,
+    mount,
+)
+
+log = get_logger()
+
+
+class PreemptionHook(Hook):
+    """Ends a run in order when the process gets a signal, as schedulers send before they take a machine away.
+
+    The iteration under way is finished (in the middle of an accumulation window: the window), a checkpoint is saved as
+    by ``run.checkpoint_now()``, training ends with ``after_train`` and ``after_run``, everything offloaded is delivered,
+    and ``loop.run()`` returns; ``run.info["stop_reason"]`` and :attr:`received` tell of it. The same in the middle of a
+    validation, which a resumed run begins anew. Without a work dir the run only ends, and the log says so. A run that
+    does not train (``loop.test()``) only ends, too. A second signal has the effect that it would have had without the
+    hook: it ends the process at once, as a rule.
+
+    Handlers are installed when a run begins, and the ones before come back when it ends, however it ends. Python calls
+    signal handlers on the main thread only, so the run must be there. Where training runs on another one
+    (``await loop.arun()``), the host has its own way to hear signals and calls ``loop.checkpoint_now()`` and ``loop.stop()``.
+
+    A signal to the whole process group reaches the workers of a ``DataLoader``, too, and SIGTERM kills them, which torch
+    reports by an error in the main process. Have them ignore it, by
+    ``worker_init_fn=lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN)``.
+
+    Args:
+        signals: which to listen to, such as ``(signal.SIGTERM, signal.SIGUSR1)``.
+
+    Raises:
+        ConfigurationError: no signal, one that cannot be caught, or (later) a run outside of the main thread.
+    """
+
+    priority = Priority.HIGHEST
+
+    def __init__(self, signals: Iterable[int] = (signal.SIGTERM,)) -> None:
+        self.signals = _checked(signals)
+        self.received: signal.Signals | None = None
+        """The signal that ended the run under way, or the last one."""
+        self._previous: dict[signal.Signals, Any] = {}
+        self._training = False
+        self._saved = False
+
+    # ---------------------------------------------------------------------------------------------- the mount points
+
+    def before_run(self, event: BeforeRun) -> None:
+        """Install the handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigurationError(
+                f"{self.label} installs signal handlers, which Python allows on the main thread only, and this run is on "
+                f"the thread {threading.current_thread().name!r}. Remove the hook and call loop.checkpoint_now() and "
+                "loop.stop() where the host application hears signals (anyio.open_signal_receiver, say)"
+            )
+        self.received = None
+        self._training = False
+        event.run.defer(self._restore)  # before the first handler is there: an error at the second one undoes it
+        for number in self.signals:
+            self._previous[number] = signal.getsignal(number)
+            signal.signal(number, partial(self._heard, event.run))
+
+    def before_train(self, event: BeforeTrain) -> None:
+        """Note that there is something to save from here on."""
+        self._training = True
+
+    @mount(priority=Priority.LOWEST)
+    def after_train(self, event: AfterTrain) -> None:
+        """Note that training is over: what is to stay of it has been asked for."""
+        self._training = False
+
+    @mount(priority=Priority.LOWEST)
+    def after_run(self, event: AfterRun) -> None:
+        """Say what happened, and wait for the last checkpoint while the handlers are there: a late signal does not cost it."""
+        if self.received is not None:
+            why = {"reason": "the run has no work_dir"} if event.run.work_dir is None else {}
+            log.warning("ended by a signal", signal=self.received.name, saved=self._saved, iter=event.progress.iter, **why)
+        event.run.wait_for_saves()
+
+    # ---------------------------------------------------------------------------------------------------- the handler
+
+    def _heard(self, run: RunView, number: int, frame: FrameType | None) -> None:
+        # Python calls this between any two steps of the main thread, which may hold any lock and be writing a log line:
+        # nothing here may lock, log or touch what others iterate over.
+        if self.received is not None:
+            self._end_at_once(signal.Signals(number))
+            return
+        self.received = signal.Signals(number)
+        self._saved = self._training and run.work_dir is not None
+        if self._saved:
+            run.checkpoint_now()
+        run.stop(f"signal {self.received.name}")
+
+    def _end_at_once(self, number: signal.Signals) -> None:
+        """Let the signal have the effect that it had before the run; one that was ignored has its default one."""
+        previous = self._previous.get(number)
+        self._restore()
+        if previous in (signal.SIG_IGN, None):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def _restore(self) -> None:
+        while self._previous:
+            number, handler = self._previous.popitem()
+            # None: it was not installed from Python, which then cannot put it back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _checked(signals: Iterable[int]) -> tuple[signal.Signals, ...]:
+    try:
+        chosen = tuple(dict.fromkeys(signal.Signals(number) for number in signals))
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"signals={signals!r}: give a tuple of signals, such as (signal.SIGTERM,)") from None
+    if not chosen:
+        raise ConfigurationError("signals=(): give at least one, such as signal.SIGTERM, or leave the hook out")
+    for number in chosen:
+        if number in (signal.SIGKILL, signal.SIGSTOP):
+            raise ConfigurationError(f"{number.name} cannot be caught by any process; listen to the one that comes before it")
+    return chosen

@@ -1,0 +1,86 @@
+"""Scalars for TensorBoard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from eventloop import ConfigurationError
+from hooks.writers.base import RunFacts, Where, Writer
+
+_QUEUE = 10_000  # events in TensorBoard's own queue to its writing thread; more than the logger hands over at once
+_NEVER = 10**6  # seconds; the logger says when to flush
+
+
+class TensorBoardWriter(Writer):
+    """Event files in a folder of the work dir, for ``tensorboard --logdir``; needs the extra ``tensorboard``.
+
+    Scalars of one moment are one record, so six of them cost what one costs with ``SummaryWriter.add_scalar``. Without a
+    work dir nothing is written. A resumed run writes a further file into the same folder, which TensorBoard shows as one
+    run. The configuration and the experiment's name appear under *Text*.
+
+    Args:
+        directory: within the work dir.
+        interval: iterations between training scalars; None takes the logger's.
+
+    Raises:
+        ConfigurationError: tensorboard is not installed, an interval that is not positive, or an empty directory name.
+    """
+
+    def __init__(self, directory: str = "tensorboard", *, interval: int | None = None) -> None:
+        super().__init__(interval)
+        if not isinstance(directory, str) or not directory:
+            raise ConfigurationError(
+                f'directory={directory!r}: give the name of a folder in the work dir, such as "tensorboard"'
+            )
+        _load()  # now, and not once the run is under way
+        self.directory = directory
+        self._events: Any = None  # a SummaryWriter
+
+    def open(self, run: RunFacts) -> None:
+        """Begin an event file, if the run has a work dir."""
+        if run.work_dir is not None:
+            summary_writer, _ = _load()
+            self._events = summary_writer(str(run.work_dir / self.directory), max_queue=_QUEUE, flush_secs=_NEVER)
+
+    def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
+        """Add a record."""
+        if self._events is not None:
+            _, summary = _load()
+            values = [summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+            self._events.file_writer.add_summary(summary(value=values), step)
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Show the configuration as text, if there is one."""
+        if self._events is not None and config:
+            text = json.dumps(config, indent=2, ensure_ascii=False)
+            self._events.add_text("config", f"```json\n{text}\n```")
+
+    def write_text(self, name: str, text: str, where: Where) -> None:
+        """Add a line of text."""
+        if self._events is not None:
+            self._events.add_text(name, text, where.iter)
+
+    def flush(self) -> None:
+        """Have TensorBoard's thread write everything."""
+        if self._events is not None:
+            self._events.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        events, self._events = self._events, None
+        if events is not None:
+            events.close()
+
+
+def _load() -> tuple[Any, Any]:
+    """Return torch's SummaryWriter and TensorBoard's Summary, which are not there without tensorboard."""
+    try:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigurationError(
+            f'TensorBoardWriter needs tensorboard ({error}): pip install "trainbus[tensorboard]"'
+        ) from error
+    return SummaryWriter, Summary

@@ -1,0 +1,39 @@
+"""Examples are scripts, not a package: the fixture ``example`` loads one by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+
+def load_example(name: str) -> ModuleType:
+    full = f"examples_{name}"
+    if full not in sys.modules:  # once: an event may be declared in it
+        spec = importlib.util.spec_from_file_location(full, EXAMPLES / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[full] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[full]
+
+
+@pytest.fixture
+def example() -> Callable[[str], ModuleType]:
+    return load_example
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The networks are too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,75 @@
+"""A training job for ``test_preemption.py``, run as a process of its own: ``python preempted.py '{"at": "before_val_iter"}'``.
+
+At the mount point ``at`` (the first time in or after iteration ``iter``) it prints ``here`` and waits for a line on its
+standard input, ``times`` times; so whoever started it decides what happens in between.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from eventloop import Bus, TrainLoop
+from hooks import EMAHook, ParamSchedulerHook, PreemptionHook
+
+ITERATIONS = 20  # 4 epochs of 5
+
+
+def make_loop(work_dir: Path | None, *hooks: Any, workers: int = 0) -> TrainLoop:
+    """A job that draws random numbers in every corner: shuffling, dropout, running statistics, averages, a schedule."""
+    torch.manual_seed(3)
+    data = TensorDataset(torch.randn(20, 3), torch.randint(0, 2, (20,)))
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=ITERATIONS)
+    bus = Bus()
+    bus.add(EMAHook(momentum=0.1), ParamSchedulerHook(schedule, by="iter"), *hooks)
+    return TrainLoop(
+        model,
+        optimizer,
+        step=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
+        train_data=DataLoader(data, batch_size=4, shuffle=True, num_workers=workers, worker_init_fn=ignore_sigterm),
+        val_data=DataLoader(data, batch_size=4),
+        bus=bus,
+        max_epochs=4,
+        work_dir=work_dir,
+        seed=0,
+    )
+
+
+def ignore_sigterm(worker: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def main(at: str, iteration: int, times: int, signals: list[int], work_dir: str | None, workers: int) -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGUSR1, lambda number, frame: say("the handler from before"))
+    loop = make_loop(None if work_dir is None else Path(work_dir), PreemptionHook(signals), workers=workers)
+
+    @loop.bus.on(at, once=iteration)
+    def wait_here(event: Any) -> None:
+        for _ in range(times):
+            say("here")
+            sys.stdin.readline()
+
+    loop.bus.on("after_run", lambda event: say(event.run.info.get("stop_reason", "by itself")))
+    loop.run()
+    say(f"{loop.counters.iter} iterations")
+    signal.raise_signal(signal.SIGUSR1)
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

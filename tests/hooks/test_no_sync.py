@@ -1,0 +1,131 @@
+"""The training thread never waits for a number: everything that would is recorded with the file that asked for it."""
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from eventloop import Bus, TrainLoop
+from hooks import (
+    CheckInvalidLossHook,
+    CheckpointHook,
+    EMAHook,
+    IterTimerHook,
+    JSONLinesWriter,
+    LoggerHook,
+    OptimizerHook,
+    ParamSchedulerHook,
+    RuntimeInfoHook,
+)
+
+ROOT = Path(__file__).parents[2]
+OURS = (str(ROOT / "eventloop"), str(ROOT / "hooks"))
+ASKING = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__")
+DATA = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(5)]
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Who asked a tensor for its number on the training thread: name of the method, and its caller if that is one of us."""
+    found = []
+    training = threading.current_thread()
+
+    def watched(name, original):
+        def ask(self, *args, **kwargs):
+            caller = sys._getframe(1)
+            if threading.current_thread() is training and caller.f_code.co_filename.startswith(OURS):
+                found.append(f"{name} in {caller.f_code.co_filename}:{caller.f_lineno}")
+            return original(self, *args, **kwargs)
+
+        return ask
+
+    for name in ASKING:
+        monkeypatch.setattr(torch.Tensor, name, watched(name, getattr(torch.Tensor, name)))
+    return found
+
+
+def step(model, batch):
+    inputs, target = batch
+    loss = functional.mse_loss(model(inputs), target)
+    return {"loss": loss, "correct": (inputs > 0).sum(), "share": inputs.mean(dtype=torch.float64), "logits": inputs}
+
+
+def test_training_with_logging_at_every_iteration_asks_no_tensor_for_its_number(asked, tmp_path):
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    bus = Bus()
+    bus.add(
+        OptimizerHook(grad_clip={"max_norm": 1.0}),
+        RuntimeInfoHook(),
+        IterTimerHook(),
+        EMAHook(momentum=0.01),
+        CheckInvalidLossHook(interval=1),
+        LoggerHook(interval=1, writers=[JSONLinesWriter()]),
+        ParamSchedulerHook(schedule, by="iter"),
+        CheckpointHook(interval=1),
+    )
+    TrainLoop(model, optimizer, step=step, train_data=DATA, bus=bus, max_epochs=2, work_dir=tmp_path).run()
+    assert asked == []
+    assert len((tmp_path / "scalars.jsonl").read_text().splitlines()) == 10
+
+
+def test_who_asks_is_found_out(asked):
+    """The watch itself: a hook that asks on the training thread is seen."""
+    code = compile("def ask(event):\n    event.outputs['loss'].item()\n", str(ROOT / "hooks" / "bad.py"), "exec")
+    names = {}
+    exec(code, names)  # noqa: S102 - a handler that pretends to be one of ours
+    bus = Bus()
+    bus.on("after_train_iter", names["ask"])
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    TrainLoop(model, optimizer, step=step, train_data=DATA, bus=bus, max_epochs=1).run()
+    assert len(asked) == len(DATA)
+    assert asked[0].endswith("bad.py:2")
+
+
+def test_offloaded_handlers_see_weights_outputs_and_optimizer_state_as_they_were_at_their_priority(tmp_path):
+    bus, seen, truth = Bus(), [], []
+
+    def pick(event):
+        optimizer = event.run.optimizers["optimizer"]
+        (state, *_) = optimizer.state.values()
+        return {"iter": event.progress.iter, "weight": event.run.model.weight, "momentum": state, "out": dict(event.outputs)}
+
+    @bus.on("after_train_iter", priority=60, offload="thread", capture=pick)
+    def captured(value):
+        seen.append(value)
+
+    scalars = []
+    bus.on("after_train_iter", scalars.extend, priority=60, offload="thread", batch=8)
+
+    @bus.on("after_train_iter", priority=59)
+    def remember(event):
+        (state, *_) = event.run.optimizers["optimizer"].state.values()
+        weight, momentum = event.run.model.weight.detach().clone(), state["momentum_buffer"].clone()
+        truth.append((weight, momentum, event.outputs["loss"].item()))
+
+    @bus.on("after_train_iter", priority=61)
+    def mutate(event):
+        optimizer = event.run.optimizers["optimizer"]
+        (state, *_) = optimizer.state.values()
+        with torch.no_grad():
+            event.run.model.weight.add_(1)
+            state["momentum_buffer"].add_(1)
+            event.outputs["loss"].fill_(-1)
+            event.outputs["logits"].zero_()
+        event.outputs["late"] = 1.0
+
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    TrainLoop(model, optimizer, step=step, train_data=DATA, bus=bus, max_epochs=1).run()
+    assert len(seen) == len(scalars) == len(truth) == len(DATA)
+    for value, event, (weight, momentum, loss) in zip(seen, scalars, truth, strict=True):
+        assert torch.equal(value["weight"], weight)
+        assert torch.equal(value["momentum"]["momentum_buffer"], momentum)
+        assert value["out"]["loss"].item() == loss
+        assert event.outputs["loss"] == loss
+        assert "late" not in event.outputs

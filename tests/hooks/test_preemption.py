@@ -1,0 +1,335 @@
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from eventloop import Bus, ConfigurationError, Run
+from eventloop.checkpoint import load
+from hooks import CheckpointHook, PreemptionHook
+
+SCRIPT = Path(__file__).with_name("preempted.py")
+ROOT = SCRIPT.parent.parent.parent
+
+
+def script():
+    spec = importlib.util.spec_from_file_location("preempted", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Child:
+    """The script as a process: says when it is where it was told to wait, and goes on when told to."""
+
+    def __init__(self, work_dir, *, at="before_forward", iteration=8, times=1, signals=(signal.SIGTERM,), workers=0):
+        options = {"at": at, "iteration": iteration, "times": times, "signals": [int(one) for one in signals]}
+        options |= {"work_dir": None if work_dir is None else str(work_dir), "workers": workers}
+        self.process = subprocess.Popen(  # noqa: S603
+            [sys.executable, str(SCRIPT), json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            start_new_session=True,
+        )
+
+    def wait_until_it_is_there(self):
+        assert self.process.stdout.readline() == "here\n", self.process.stderr.read()
+
+    def send(self, number, *, group=False):
+        (os.killpg if group else os.kill)(self.process.pid, number)
+
+    def go_on(self):
+        self.process.stdin.write("go on\n")
+        self.process.stdin.flush()
+
+    def end(self):
+        """Let it end; return its exit status, the lines it said, and its log."""
+        out, errors = self.process.communicate(timeout=50)
+        return self.process.returncode, out.splitlines(), errors
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As in the script: with another number of threads, torch's kernels round differently."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    """Weights of the job, trained without a stop."""
+    loop = script().make_loop(None)
+    loop.run()
+    return {name: value.clone() for name, value in loop.model.state_dict().items()}
+
+
+def resumed(work_dir):
+    """Weights of the job after it went on from what is in ``work_dir``."""
+    loop = script().make_loop(work_dir, PreemptionHook())
+    loop.run(resume="auto")
+    assert loop.counters.iter == 20
+    return dict(loop.model.state_dict())
+
+
+# ------------------------------------------------------------------------------------------------------ real processes
+
+
+@pytest.mark.parametrize(
+    ("at", "iteration", "done"),
+    [
+        ("before_forward", 8, 8),  # the second epoch's third iteration: finished
+        ("after_train_iter", 10, 10),  # an epoch's last one
+        ("before_val_iter", 3, 5),  # the first validation's third batch
+    ],
+)
+def test_sigterm_finishes_the_iteration_saves_and_ends_in_order_and_a_resumed_run_is_bitwise_the_same(
+    tmp_path, uninterrupted, at, iteration, done
+):
+    with Child(tmp_path, at=at, iteration=iteration) as child:
+        child.wait_until_it_is_there()
+        child.send(signal.SIGTERM)
+        child.go_on()
+        status, said, log = child.end()
+    assert (status, said) == (0, ["signal SIGTERM", f"{done} iterations", "the handler from before"]), log
+    assert "ended by a signal" in log
+    assert (tmp_path / "last_checkpoint").read_text() == f"iter_{done}.safetensors"
+    assert load(tmp_path / f"iter_{done}.safetensors")["progress"]["iter"] == done
+    weights = resumed(tmp_path)
+    assert all(torch.equal(value, uninterrupted[name]) for name, value in weights.items())
+
+
+def test_a_second_signal_ends_the_process_at_once_by_its_default(tmp_path):
+    with Child(tmp_path, times=2) as child:
+        child.wait_until_it_is_there()
+        child.send(signal.SIGTERM)
+        child.go_on()
+        child.wait_until_it_is_there()
+        child.send(signal.SIGTERM)
+        status, said, _ = child.end()
+    assert (status, said) == (-signal.SIGTERM, [])
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_ctrl_c_stops_in_order_and_a_second_one_interrupts(tmp_path):
+    with Child(tmp_path, at="before_val_iter", iteration=1, times=2, signals=[signal.SIGINT]) as child:
+        child.wait_until_it_is_there()
+        child.send(signal.SIGINT)
+        child.go_on()
+        child.wait_until_it_is_there()
+        child.send(signal.SIGINT)
+        status, said, log = child.end()
+    assert (status, said) == (-signal.SIGINT, [])  # as Python ends a process that is interrupted
+    assert "KeyboardInterrupt" in log
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_process_group_reaches_the_workers_of_a_loader_too_and_the_run_still_saves(tmp_path, number):
+    """As Ctrl-C at a terminal does, or a scheduler; for SIGTERM the loader has the docstring's ``worker_init_fn``."""
+    with Child(tmp_path, signals=[number], workers=1) as child:
+        child.wait_until_it_is_there()
+        child.send(number, group=True)
+        child.go_on()
+        status, said, log = child.end()
+    assert (status, said[:2]) == (0, [f"signal {number.name}", "8 iterations"]), log
+    assert load(tmp_path / "iter_8.safetensors")["progress"]["iter"] == 8
+
+
+def test_sigusr1_can_be_the_signal_and_without_a_work_dir_the_run_ends_and_says_that_nothing_is_saved():
+    with Child(None, signals=[signal.SIGUSR1, signal.SIGTERM]) as child:
+        child.wait_until_it_is_there()
+        child.send(signal.SIGUSR1)
+        child.go_on()
+        status, said, log = child.end()
+    # The handler from before is back afterwards, and was not called for the first one.
+    assert (status, said) == (0, ["signal SIGUSR1", "8 iterations", "the handler from before"]), log
+    assert "no work_dir" in log
+
+
+def test_without_the_hook_sigterm_ends_the_process_as_ever(tmp_path):
+    with Child(tmp_path, signals=[signal.SIGUSR1]) as child:
+        child.wait_until_it_is_there()
+        child.send(signal.SIGTERM)
+        status, said, _ = child.end()
+    assert (status, said) == (-signal.SIGTERM, [])
+
+
+# ------------------------------------------------------------------------------------------------- in this process
+
+
+@pytest.fixture
+def mine():
+    """A handler of SIGUSR1 and SIGUSR2 that notes what it hears."""
+    heard = []
+
+    def handler(number, frame):
+        heard.append(number)
+
+    before = {number: signal.signal(number, handler) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    yield heard, handler
+    for number, previous in before.items():
+        signal.signal(number, previous)
+
+
+def test_nothing_is_installed_without_the_hook(job):
+    everything = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    seen = []
+    loop = job.loop()
+    loop.bus.on("after_train_iter", lambda e: seen.append({n: signal.getsignal(n) for n in signal.valid_signals()}), once=1)
+    loop.run()
+    assert seen == [everything]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("mount_point", ["before_run", "after_train_iter", "after_run"])
+def test_the_previous_handlers_come_back_whatever_ends_the_run(job, mine, mount_point, error):
+    def fail(event):
+        raise error("out")
+
+    loop = job.loop(PreemptionHook([signal.SIGUSR1, signal.SIGUSR2]))
+    loop.bus.on(mount_point, fail)
+    with pytest.raises(error):
+        loop.run()
+    assert signal.getsignal(signal.SIGUSR1) is signal.getsignal(signal.SIGUSR2) is mine[1]
+
+
+def test_the_hook_serves_one_run_after_the_other(job, mine, tmp_path):
+    hook = PreemptionHook([signal.SIGUSR1])
+    loop = job.loop(hook, work_dir=tmp_path, test_data=job.batches())
+    loop.bus.on("after_train_iter", lambda e: signal.raise_signal(signal.SIGUSR1), once=2)
+    loop.run()
+    assert (loop.counters.iter, hook.received) == (2, signal.SIGUSR1)
+    loop.run(resume="auto")
+    assert (loop.counters.iter, hook.received) == (8, None)
+    assert mine[0] == []
+
+
+def test_a_test_that_is_ended_saves_nothing(job, mine, tmp_path):
+    loop = job.loop(PreemptionHook([signal.SIGUSR1]), work_dir=tmp_path, test_data=job.batches())
+    seen = []
+    loop.bus.on("before_test_iter", lambda e: (seen.append(e.batch_idx), signal.raise_signal(signal.SIGUSR1)), once=1)
+    loop.test()
+    assert seen == [0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_signal_goes_to_the_handler_from_before(job, mine, tmp_path):
+    loop = job.loop(PreemptionHook([signal.SIGUSR1, signal.SIGUSR2]), work_dir=tmp_path)
+
+    @loop.bus.on("after_train_iter", once=2)
+    def twice(event):
+        signal.raise_signal(signal.SIGUSR1)
+        assert mine[0] == []
+        signal.raise_signal(signal.SIGUSR2)
+        assert mine[0] == [signal.SIGUSR2]
+
+    loop.run()
+    assert loop.counters.iter == 2
+
+
+def test_a_signal_while_the_last_checkpoint_is_written_does_not_cost_it(job, mine, tmp_path):
+    over = threading.Event()
+    loop = job.loop(CheckpointHook(interval=-1), work_dir=tmp_path)
+    loop.bus.on("after_run", lambda event: over.set(), priority="LOWEST")
+    loop.bus.add(PreemptionHook([signal.SIGUSR1]))
+
+    @loop.bus.on("checkpoint_committed")
+    def slow_disk(event):  # on the writing thread, when the run has done all but wait for it
+        assert over.wait(30)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    loop.run()
+    assert mine[0] == []
+    assert [file.name for file in tmp_path.glob("*.safetensors")] == ["epoch_2.safetensors"]
+    assert load(tmp_path / "epoch_2.safetensors")["progress"]["iter"] == 8
+
+
+def test_in_a_loop_of_ones_own(job, mine, tmp_path):
+    model = job.model()
+    bus = Bus()
+    bus.add(PreemptionHook([signal.SIGUSR1]))
+    seen = []
+    with Run(bus, model=model, work_dir=tmp_path) as run:
+        for _ in run.epochs(3):
+            for _ in run.train(job.batches()):
+                seen.append(run.progress.iter)
+                if len(seen) == 6:
+                    signal.raise_signal(signal.SIGUSR1)
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert (tmp_path / "iter_6.safetensors").exists()
+
+
+def test_a_signal_may_strike_anywhere(job, tmp_path):
+    """A timer strikes hundreds of times, in whatever the training thread is doing; nothing breaks or hangs."""
+    strikes = []
+    loop = job.loop(CheckpointHook(interval=5, by_epoch=False), work_dir=tmp_path, max_iters=60)
+
+    def strike(number, frame):
+        strikes.append(number)
+        loop.checkpoint_now()
+        if len(strikes) > 200:
+            loop.stop("enough")
+
+    before = signal.signal(signal.SIGVTALRM, strike)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0.0005, 0.0005)
+    try:
+        loop.run()
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    assert strikes
+    assert load(tmp_path / f"iter_{loop.counters.iter}.safetensors")["progress"]["iter"] == loop.counters.iter
+
+
+# ------------------------------------------------------------------------------------------------------------ misuse
+
+
+def test_a_run_on_another_thread_is_an_error_that_says_what_to_do(job):
+    loop = job.loop(PreemptionHook())
+    errors = []
+
+    def train():
+        try:
+            loop.run()
+        except ConfigurationError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=train, name="trainer")
+    thread.start()
+    thread.join()
+    assert "main thread" in errors[0]
+    assert "'trainer'" in errors[0]
+    assert "loop.stop()" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("signals", "message"),
+    [
+        ((), "at least one"),
+        (signal.SIGTERM, "give a tuple"),
+        (("SIGTERM",), "give a tuple"),
+        ((4711,), "give a tuple"),
+        ((signal.SIGKILL,), "SIGKILL cannot be caught"),
+    ],
+)
+def test_signals_that_cannot_work_are_errors(signals, message):
+    with pytest.raises(ConfigurationError, match=message):
+        PreemptionHook(signals)

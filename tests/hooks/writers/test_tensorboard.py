@@ -1,0 +1,88 @@
+import math
+import sys
+
+import pytest
+import torch
+
+from eventloop import Bus, ConfigurationError, Run
+from hooks import LoggerHook, TensorBoardWriter
+from hooks.writers import RunFacts, Where
+
+AT = Where("train", epoch=1, iter=3)
+
+
+@pytest.fixture
+def events():
+    """Reads a folder with TensorBoard's own reader."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    def read(directory):
+        return accumulator.EventAccumulator(str(directory), size_guidance={accumulator.SCALARS: 0}).Reload()
+
+    return read
+
+
+def scalars(found, tag):
+    return [(event.step, event.value) for event in found.Scalars(tag)]
+
+
+def test_tensorboard_reads_what_a_run_has_logged(events, tmp_path):
+    bus = Bus()
+    bus.add(LoggerHook(interval=1, interval_exp_name=4, writers=[TensorBoardWriter()]))
+    with Run(bus, model=torch.nn.Linear(1, 1), work_dir=tmp_path / "digits", config={"lr": 0.5}) as run:
+        for epoch in run.epochs(2):
+            for batch in run.train(range(3)):
+                run.report(loss=torch.tensor(epoch + batch / 4), lr=0.5)
+    found = events(tmp_path / "digits" / "tensorboard")
+    assert set(found.Tags()["scalars"]) == {"train/loss", "train/lr"}
+    assert scalars(found, "train/loss") == [(1, 0.0), (2, 0.25), (3, 0.5), (4, 1.0), (5, 1.25), (6, 1.5)]
+    assert scalars(found, "train/lr") == [(step, 0.5) for step in range(1, 7)]
+    (config,) = found.Tensors("config/text_summary")
+    assert b'"lr": 0.5' in config.tensor_proto.string_val[0]
+    (name,) = found.Tensors("experiment/text_summary")
+    assert (name.step, name.tensor_proto.string_val[0]) == (4, b"digits")
+
+
+def test_what_is_written_can_be_read_after_a_flush(events, tmp_path):
+    writer = TensorBoardWriter("tb")
+    writer.open(RunFacts("digits", tmp_path))
+    writer.write_scalars({"train/loss": 0.5, "train/nan": math.nan, "train/inf": -math.inf}, 3, AT)
+    writer.flush()
+    found = events(tmp_path / "tb")
+    assert scalars(found, "train/loss") == [(3, 0.5)]
+    assert math.isnan(scalars(found, "train/nan")[0][1])
+    assert scalars(found, "train/inf") == [(3, -math.inf)]
+    writer.close()
+
+
+def test_a_second_run_adds_to_the_first(events, tmp_path):
+    writer = TensorBoardWriter()
+    for step in (1, 2):
+        writer.open(RunFacts("digits", tmp_path))
+        writer.write_scalars({"train/loss": step}, step, AT)
+        writer.close()
+    assert scalars(events(tmp_path / "tensorboard"), "train/loss") == [(1, 1.0), (2, 2.0)]
+
+
+def test_without_a_work_dir_nothing_is_written(events, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    writer = TensorBoardWriter()
+    writer.open(RunFacts("digits"))
+    writer.write_config({"lr": 0.5})
+    writer.write_scalars({"train/loss": 0.5}, 1, AT)
+    writer.write_text("experiment", "digits", AT)
+    writer.flush()
+    writer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_tensorboard_making_one_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigurationError, match=r'pip install "trainbus\[tensorboard\]"'):
+        TensorBoardWriter()
+
+
+@pytest.mark.parametrize(("options", "message"), [({"interval": 0}, "interval=0"), ({"directory": ""}, "directory=''")])
+def test_options_that_cannot_work_are_named(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        TensorBoardWriter(**options)

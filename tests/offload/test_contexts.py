@@ -1,0 +1,84 @@
+"""Context variables of the publisher in offloaded handlers."""
+
+from contextvars import ContextVar
+
+import anyio
+import pytest
+
+from eventloop import AfterTrainIter, Bus, Progress
+
+variable: ContextVar[str] = ContextVar("variable", default="nothing")
+
+
+def publish(bus: Bus, number: int) -> None:
+    for i in range(number):
+        variable.set(f"iteration {i}")
+        bus.publish(AfterTrainIter(progress=Progress(iter=i)))
+
+
+@pytest.fixture(autouse=True)
+def _as_found():
+    token = variable.set("at the start")
+    yield
+    variable.reset(token)
+
+
+@pytest.mark.parametrize("kind", ["async", "thread"])
+def test_a_handler_sees_those_of_its_publish_and_keeps_its_own_changes_to_itself(backend, kind):
+    bus = Bus(backend=backend)
+    seen = []
+
+    async def handler(event):
+        await anyio.sleep(0)
+        seen.append(variable.get())
+        variable.set("changed by the handler")
+        await anyio.sleep(0)
+        assert variable.get() == "changed by the handler"
+
+    def blocking(event):
+        seen.append(variable.get())
+        variable.set("changed by the handler")
+
+    bus.on("after_train_iter", *([handler] if kind == "async" else [blocking]), offload="thread" if kind == "thread" else None)
+    with bus:
+        publish(bus, 3)
+    assert seen == ["iteration 0", "iteration 1", "iteration 2"]
+    assert variable.get() == "iteration 2"
+
+
+@pytest.mark.parametrize("kind", ["async", "thread"])
+def test_a_handler_of_batches_sees_those_of_its_subscription(backend, kind):
+    bus = Bus(backend=backend)
+    seen = set()
+
+    async def handler(events):
+        seen.add(variable.get())
+
+    variable.set("when it was subscribed")
+    if kind == "async":
+        bus.on("after_train_iter", handler, batch=2)
+    else:
+        bus.on("after_train_iter", lambda events: seen.add(variable.get()), batch=2, offload="thread")
+    variable.set("when the bus was opened")
+    with bus:
+        publish(bus, 5)
+    assert seen == {"when it was subscribed"}
+
+
+def test_an_async_handler_finds_its_own_event_loop_whatever_the_publisher_runs_in(backend):
+    bus = Bus(backend=backend)
+    slept = []
+
+    @bus.on("after_train_iter")
+    async def handler(event):
+        with anyio.move_on_after(5):
+            async with anyio.create_task_group() as group:
+                group.start_soon(anyio.sleep, 0)
+            slept.append(await anyio.to_thread.run_sync(variable.get))
+
+    async def host() -> None:
+        publish(bus, 2)
+
+    with bus:
+        anyio.run(host, backend="asyncio" if backend == "trio" else "trio")
+    assert slept == ["iteration 0", "iteration 1"]

@@ -1,0 +1,439 @@
+"""``async with bus:``: async handlers are tasks of the host's event loop, which is never blocked."""
+
+import threading
+import time
+
+import anyio
+import pytest
+from structlog.testing import capture_logs
+
+from eventloop import (
+    AfterRun,
+    AfterTrainIter,
+    BeforeRun,
+    Bus,
+    BusStateError,
+    DrainReport,
+    LaneClosedError,
+    LaneFullError,
+    OffloadError,
+    Progress,
+)
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_blocking")]
+
+P = Progress()
+
+
+def iteration(i: int) -> AfterTrainIter:
+    return AfterTrainIter(progress=Progress(iter=i), batch_idx=i)
+
+
+async def ticking(ticks: list[int]) -> None:
+    while True:
+        await anyio.sleep(0.001)
+        ticks.append(1)
+
+
+def held(bus: Bus, **options) -> tuple[anyio.Event, anyio.Event]:
+    """Subscribe an async handler that waits in its first event. Returns started, release."""
+    started, release = anyio.Event(), anyio.Event()
+
+    @bus.on("after_train_iter", **options)
+    async def hold(event):
+        started.set()
+        await release.wait()
+
+    return started, release
+
+
+async def test_async_handlers_run_in_the_hosts_loop_and_blocking_ones_on_threads():
+    heard = []
+    bus = Bus()
+    host = threading.get_ident()
+
+    @bus.on("after_train_iter")
+    async def task(event):
+        await anyio.sleep(0)
+        heard.append(("task", threading.get_ident() == host, event.batch_idx))
+
+    bus.on("after_train_iter", lambda e: heard.append(("thread", threading.get_ident() == host, e.batch_idx)), offload="thread")
+    async with bus:
+        assert bus.state == "open"
+        for i in range(50):
+            bus.publish(iteration(i))
+    assert bus.state == "idle"
+    assert [entry for entry in heard if entry[0] == "task"] == [("task", True, i) for i in range(50)]
+    assert [entry for entry in heard if entry[0] == "thread"] == [("thread", False, i) for i in range(50)]
+
+
+async def test_handlers_use_what_belongs_to_the_hosts_loop():
+    bus = Bus()
+    send, receive = anyio.create_memory_object_stream[int](10)
+
+    @bus.on("after_train_iter")
+    async def pass_on(event):
+        await send.send(event.batch_idx)
+
+    async with send, receive, bus:
+        bus.publish(iteration(7))
+        assert await receive.receive() == 7
+
+
+async def test_events_published_by_other_threads_arrive():
+    heard = []
+    bus = Bus()
+
+    @bus.on("after_train_iter", queue=3)
+    async def handler(event):
+        heard.append(event.batch_idx)
+
+    def publish(start: int) -> None:
+        for i in range(start, start + 100):
+            bus.publish(iteration(i))
+
+    async with bus:
+        async with anyio.create_task_group() as group:
+            for n in range(3):
+                group.start_soon(anyio.to_thread.run_sync, publish, 100 * n)
+    assert sorted(heard) == list(range(300))
+    for n in range(3):
+        assert [i for i in heard if i // 100 == n] == list(range(100 * n, 100 * n + 100))
+
+
+async def test_the_host_ticks_on_while_the_bus_closes():
+    ticks: list[int] = []
+    bus = Bus()
+    bus.on("after_train_iter", lambda event: time.sleep(0.01), offload="thread")
+    async with anyio.create_task_group() as group:
+        group.start_soon(ticking, ticks)
+        async with bus:
+            for i in range(10):
+                bus.publish(iteration(i))
+            before = len(ticks)
+        assert len(ticks) > before + 5
+        group.cancel_scope.cancel()
+
+
+async def test_the_bus_opens_again_also_on_a_thread_of_its_own():
+    heard = []
+    bus = Bus()
+
+    @bus.on("after_train_iter")
+    async def handler(event):
+        heard.append(threading.current_thread() is threading.main_thread())
+
+    async with bus:
+        bus.publish(iteration(0))
+    await anyio.to_thread.run_sync(run_on_its_own, bus)
+    async with bus:
+        bus.publish(iteration(2))
+    assert heard == [True, False, True]
+
+
+def run_on_its_own(bus: Bus) -> None:
+    with bus:
+        bus.publish(iteration(1))
+
+
+async def test_subscribing_to_an_open_bus_works_from_the_host_and_from_threads():
+    heard = []
+    bus = Bus()
+
+    async def handler(event):
+        heard.append(event.batch_idx)
+
+    async with bus:
+        bus.on("after_train_iter", handler)
+        bus.publish(iteration(0))
+        bus.off(handler)
+        await anyio.to_thread.run_sync(bus.on, "after_train_iter", handler)
+        bus.publish(iteration(1))
+    assert heard == [0, 1]
+
+
+# ------------------------------------------------------------------------------------------------- drain and misuse
+
+
+async def test_adrain_reports_and_lets_the_host_go_on():
+    ticks: list[int] = []
+    bus = Bus()
+
+    @bus.on("after_train_iter", on_error="log")
+    async def handler(event):
+        await anyio.sleep(0.005)
+        if event.batch_idx == 3:
+            raise ValueError
+
+    async with anyio.create_task_group() as group, bus:
+        group.start_soon(ticking, ticks)
+        for i in range(10):
+            bus.publish(iteration(i))
+        with capture_logs():
+            assert await bus.adrain() == DrainReport(delivered=9, failed=1)
+        assert ticks
+        group.cancel_scope.cancel()
+
+
+async def test_adrain_gives_up_after_its_timeout_and_when_it_is_cancelled():
+    bus = Bus()
+    started, release = held(bus)
+    async with bus:
+        bus.publish(iteration(0))
+        await started.wait()
+        assert (await bus.adrain(timeout=0.01)).pending == 1
+        with anyio.move_on_after(0.01) as scope:
+            await bus.adrain()
+        assert scope.cancelled_caught
+        release.set()
+        assert (await bus.adrain()).pending == 0
+    with pytest.raises(BusStateError, match="only an open bus can be drained"):
+        await bus.adrain()
+
+
+async def test_adrain_works_on_a_bus_with_a_loop_thread_of_its_own():
+    bus = Bus()
+
+    @bus.on("after_train_iter")
+    async def handler(event): ...
+
+    await anyio.to_thread.run_sync(bus.open)
+    bus.publish(iteration(0))
+    assert await bus.adrain() == DrainReport(delivered=1)
+    await bus.aclose()
+    assert bus.state == "idle"
+
+
+@pytest.mark.parametrize("call", ["drain", "close"])
+async def test_waiting_synchronously_in_the_hosts_loop_is_an_error_that_names_the_way_out(call):
+    bus = Bus()
+    async with bus:
+        with pytest.raises(BusStateError, match=rf"would block the event loop .* use `await bus.a{call}\(\)`"):
+            getattr(bus, call)()
+        assert bus.state == "open"
+
+
+async def test_closing_from_another_thread_is_an_error():
+    bus = Bus()
+    async with bus:
+        with pytest.raises(BusStateError, match="opened by `async with bus:`, which closes it"):
+            await anyio.to_thread.run_sync(bus.close)
+
+
+@pytest.mark.parametrize("kind", ["async", "child task", "worker thread"])
+@pytest.mark.parametrize("call", ["adrain", "aclose"])
+async def test_waiting_for_the_bus_in_one_of_its_handlers_is_an_error(kind, call):
+    errors = []
+    bus = Bus()
+
+    async def wait() -> None:
+        try:
+            await getattr(bus, call)()
+        except BusStateError as error:
+            errors.append(str(error))
+
+    def wait_in_thread() -> None:
+        try:
+            getattr(bus, call.removeprefix("a"))()
+        except BusStateError as error:
+            errors.append(str(error))
+
+    @bus.on("after_train_iter")
+    async def handler(event):
+        if kind == "async":
+            await wait()
+        elif kind == "worker thread":
+            await anyio.to_thread.run_sync(wait_in_thread)
+        else:
+            async with anyio.create_task_group() as group:
+                group.start_soon(wait)
+
+    async with bus:
+        bus.publish(iteration(0))
+    assert "was called from an offloaded handler of the same bus" in errors[0]
+
+
+async def test_opening_an_open_bus_is_an_error_in_every_combination():
+    bus = Bus()
+    async with bus:
+        with pytest.raises(BusStateError, match="open in an event loop by `async with bus:` already"):
+            bus.open()
+        with pytest.raises(BusStateError, match="whoever opened it closes it"):
+            async with bus:
+                pass
+        with pytest.raises(BusStateError, match="already"):
+            await anyio.to_thread.run_sync(in_a_loop_of_its_own, bus)
+    await anyio.to_thread.run_sync(bus.open)
+    with pytest.raises(BusStateError, match="this bus is open already"):
+        async with bus:
+            pass
+    await bus.aclose()
+
+
+def in_a_loop_of_its_own(bus: Bus) -> None:
+    async def enter() -> None:
+        async with bus:
+            pass
+
+    anyio.run(enter)
+
+
+async def test_publishing_after_the_close_is_an_error_where_somebody_offloaded_listens():
+    bus = Bus()
+
+    @bus.on("after_train_iter")
+    async def handler(event): ...
+
+    async with bus:
+        await bus.aclose()
+        await bus.aclose()
+        with pytest.raises(LaneClosedError, match="the bus has closed"):
+            bus.publish(iteration(0))
+        bus.publish(BeforeRun(progress=P))
+    with pytest.raises(LaneClosedError, match="the bus has closed"):
+        bus.publish(iteration(0))
+
+
+async def test_publishing_into_a_full_blocking_lane_from_the_hosts_loop_is_an_error():
+    bus = Bus()
+    started, release = held(bus, queue=1)
+    async with bus:
+        bus.publish(iteration(0))
+        await started.wait()
+        bus.publish(iteration(1))
+        with pytest.raises(LaneFullError, match="thread or event loop of its bus"):
+            bus.publish(iteration(2))
+        release.set()
+
+
+# ----------------------------------------------------------------------------------------- exceptions, cancellation
+
+
+async def test_an_exception_leaves_the_block_as_it_was_after_a_short_drain():
+    heard = []
+    bus = Bus()
+
+    @bus.on("after_train_iter")
+    async def handler(event):
+        await anyio.sleep(0.001)
+        heard.append(event.batch_idx)
+
+    with pytest.raises(ZeroDivisionError):
+        async with bus:
+            for i in range(5):
+                bus.publish(iteration(i))
+            raise ZeroDivisionError
+    assert heard == [0, 1, 2, 3, 4]
+
+
+async def test_a_cancelled_block_delivers_what_was_published_and_ends():
+    heard = []
+    bus = Bus()
+
+    @bus.on("after_train_iter")
+    async def handler(event):
+        await anyio.sleep(0.001)
+        heard.append(event.batch_idx)
+
+    with anyio.CancelScope() as scope:
+        async with bus:
+            for i in range(5):
+                bus.publish(iteration(i))
+            scope.cancel()
+            await anyio.sleep(10)
+    assert scope.cancelled_caught
+    assert heard == [0, 1, 2, 3, 4]
+    assert bus.state == "idle"
+
+
+async def test_a_cancelled_block_gives_up_on_a_handler_that_hangs_and_says_so():
+    bus = Bus(abort_timeout=0.02)
+    started, _ = held(bus)
+    with capture_logs() as logs, anyio.CancelScope() as scope:
+        async with bus:
+            bus.publish(iteration(0))
+            bus.publish(iteration(1))
+            await started.wait()
+            scope.cancel()
+            await anyio.sleep(10)
+    assert scope.cancelled_caught
+    assert next(entry for entry in logs if "not delivered" in entry["event"])["events"] == {"hold (after_train_iter)": 2}
+
+
+async def test_a_close_that_is_cancelled_does_not_wait_for_the_long_deadline():
+    bus = Bus(drain_timeout=1000, abort_timeout=0.02)
+    started, _ = held(bus)
+    with capture_logs(), anyio.CancelScope() as scope:
+        async with bus:
+            bus.publish(iteration(0))
+            await started.wait()
+            scope.deadline = anyio.current_time() + 0.02
+    assert scope.cancelled_caught
+    assert bus.state == "idle"
+
+
+async def test_an_exit_that_cannot_deliver_in_time_is_an_error():
+    bus = Bus(drain_timeout=0.02)
+    held(bus)
+    with capture_logs(), pytest.raises(OffloadError, match=r"1 for hold \(after_train_iter\)"):
+        async with bus:
+            bus.publish(iteration(0))
+
+
+async def test_failures_are_raised_by_publish_drain_and_close_and_several_as_a_group():
+    bus = Bus()
+
+    @bus.on("after_train_iter")
+    async def broken(event):
+        raise ValueError(event.batch_idx)
+
+    @bus.on("after_train_iter")
+    async def broken_too(event):
+        raise KeyError(event.batch_idx)
+
+    with capture_logs():
+        with pytest.raises(ExceptionGroup) as caught:
+            async with bus:
+                bus.publish(iteration(0))
+        assert {type(error) for error in caught.value.exceptions} == {ValueError, KeyError}
+        bus.off(broken_too)
+        async with bus:
+            bus.publish(iteration(1))
+            with pytest.raises(ValueError, match="1"):
+                await bus.adrain()
+            bus.publish(iteration(2))
+            while not bus.wants(AfterRun):
+                await anyio.sleep(0.001)
+            with pytest.raises(ValueError, match="2"):
+                bus.publish(AfterRun(progress=P))
+            assert not bus.wants(AfterRun)
+
+
+async def test_the_exception_of_the_block_wins_over_those_of_handlers():
+    bus = Bus()
+
+    @bus.on("after_train_iter")
+    async def broken(event):
+        raise ValueError
+
+    with capture_logs(), pytest.raises(ZeroDivisionError):
+        async with bus:
+            bus.publish(iteration(0))
+            raise ZeroDivisionError
+
+
+async def test_a_handler_of_another_bus_may_drain_this_one():
+    one, other = Bus(), Bus()
+    reports = []
+
+    @one.on("after_train_iter")
+    async def handler(event): ...
+
+    @other.on("after_run")
+    async def wait(event):
+        one.publish(iteration(0))
+        reports.append(await one.adrain())
+
+    async with one, other:
+        other.publish(AfterRun(progress=P))
+    assert reports == [DrainReport(delivered=1)]

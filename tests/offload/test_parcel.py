@@ -1,0 +1,105 @@
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from eventloop import AfterTrainIter, AfterValEpoch, Event, Progress, detach
+from eventloop.offload.parcel import pack, unpack
+from eventloop.offload.segment import Segment, lay_out
+from eventloop.staged import Staged
+
+TENSORS = [
+    torch.arange(6.0).reshape(2, 3),
+    torch.arange(6.0).reshape(2, 3).t(),
+    torch.ones(3, dtype=torch.bfloat16),
+    torch.zeros(0, 4),
+    torch.tensor(3),
+    torch.tensor([True, False]),
+    torch.ones(2, 2, dtype=torch.complex64).conj(),
+    torch.zeros(4, dtype=torch.int8),
+    torch.ones(1).expand(5),
+    torch.eye(3).to_sparse(),
+]
+
+
+@pytest.fixture
+def ends():
+    """Both ends of a segment, as the two processes have them."""
+    writer = Segment()
+    reader = Segment(os.dup(writer.descriptor))
+    yield writer, reader
+    writer.close()
+    reader.close()
+
+
+def through(ends, items: list) -> list:
+    writer, reader = ends
+    return unpack(pack(items, writer), reader)
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype}")
+def test_tensors_arrive_with_dtype_shape_and_values(ends, tensor):
+    [arrived] = through(ends, [tensor])
+    assert arrived.dtype == tensor.dtype
+    assert arrived.layout == tensor.layout
+    assert torch.equal(arrived.to_dense(), tensor.to_dense())
+
+
+def test_any_nesting_arrives_as_it_was(ends):
+    value = {"array": np.arange(4.0), "list": [torch.ones(2), ("text", None)], 3: {1.5}, "empty": np.zeros((0, 2))}
+    [arrived] = through(ends, [value])
+    assert np.array_equal(arrived["array"], value["array"])
+    assert arrived["empty"].shape == (0, 2)
+    assert torch.equal(arrived["list"][0], torch.ones(2))
+    assert arrived["list"][1] == ("text", None)
+    assert arrived[3] == {1.5}
+
+
+def test_what_arrived_is_the_handlers_own_and_outlives_the_next_parcel(ends):
+    [first] = through(ends, [{"tensor": torch.ones(3), "array": np.ones(3)}])
+    through(ends, [torch.zeros(1000)])
+    assert first["tensor"].tolist() == [1, 1, 1]
+    first["tensor"].zero_()
+    first["array"][:] = 0
+
+
+def test_parcels_may_grow_and_shrink(ends):
+    for size in (1, 100_000, 10, 1_000_000, 0):
+        [arrived] = through(ends, [torch.full((size,), 2.0)])
+        assert torch.equal(arrived, torch.full((size,), 2.0))
+
+
+def test_detached_events_arrive_as_events_of_their_class(ends):
+    events = [
+        AfterTrainIter(progress=Progress(iter=i), batch_idx=i, outputs={"loss": torch.tensor(float(i))}, run=object())
+        for i in range(3)
+    ]
+    detached = [event.resolve() if isinstance(event := detach(one), Staged) else event for one in events]
+    arrived = through(ends, [*detached, AfterValEpoch(progress=Progress(epoch=2), metrics={"accuracy": float("nan")})])
+    assert [type(event) for event in arrived[:3]] == [type(event) for event in detached]
+    assert [event.outputs for event in arrived[:3]] == [{"loss": float(i)} for i in range(3)]
+    assert [event.progress.iter for event in arrived[:3]] == [0, 1, 2]
+    assert isinstance(arrived[3], AfterValEpoch)
+    assert arrived[3].metrics["accuracy"] != arrived[3].metrics["accuracy"]
+
+
+def test_an_event_that_msgpack_cannot_hold_is_an_error_here(ends, registry):
+    class Odd(Event, kw_only=True):
+        what: object
+
+    with pytest.raises(TypeError, match="cannot encode a object"):
+        pack([Odd(what=object())], ends[0])
+
+
+def test_parts_lie_one_behind_the_other_and_aligned():
+    assert lay_out([1, 64, 65, 0, 3]) == [(0, 1), (64, 64), (128, 65), (256, 0), (256, 3)]
+
+
+def test_closing_leaves_no_descriptor():
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    segment = Segment()
+    pack([torch.ones(10)], segment)
+    segment.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

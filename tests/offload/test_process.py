@@ -1,0 +1,403 @@
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+from structlog.testing import capture_logs
+
+from eventloop import (
+    AfterRun,
+    AfterTrainIter,
+    Bus,
+    HandlerTimeoutError,
+    OffloadError,
+    Progress,
+    SubscribeError,
+    WorkerDiedError,
+)
+from eventloop.offload import process
+
+from . import workers
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+
+def deed(name: str, i: int = 0) -> AfterTrainIter:
+    return AfterTrainIter(progress=Progress(iter=i), batch_idx=i, outputs={"do": float(workers.DEEDS.index(name))})
+
+
+def error_of(deed_name: str, **options) -> tuple[Exception, Bus]:
+    """Have a worker do something, and return the error that its bus raises."""
+    bus = Bus()
+    bus.on("after_train_iter", workers.act, offload="process", **options)
+    with capture_logs(), pytest.raises(Exception) as caught, bus:
+        bus.publish(deed(deed_name))
+    return caught.value
+
+
+# ------------------------------------------------------------------------------------------------------------ spawned
+
+
+def test_a_spawned_worker_gets_events_in_order_and_a_clean_exit_delivers_all_of_them(tmp_path):
+    bus = Bus()
+    subscription = bus.on(workers.Told, workers.note_down, offload="process")
+    with bus:
+        for i in range(50):
+            bus.publish(workers.Told(what=str(i), out=str(tmp_path / "out")))
+    lines = [line.split() for line in (tmp_path / "out").read_text().splitlines()]
+    assert [int(what) for what, _ in lines] == list(range(50))
+    assert {int(pid) for _, pid in lines} != {os.getpid()}
+    assert len({pid for _, pid in lines}) == 1
+    assert subscription.stats.delivered == 50
+
+
+SCRIPT = """
+import os, sys, torch
+from eventloop import AfterTrainIter, Bus, Progress
+
+class Mine(Exception): ...
+
+def handler(values):
+    print("worker", float(values["weight"].sum()), __name__, flush=True)
+    if values["weight"][0] == 2:
+        raise Mine("from the worker")
+
+def main():
+    bus = Bus()
+    bus.on("after_train_iter", handler, offload="process", on_error="log", capture=lambda event: {"weight": event.run})
+    caught = bus.on("after_run", print)
+    with bus:
+        for i in range(3):
+            bus.publish(AfterTrainIter(run=torch.full((1000,), float(i)), progress=Progress()))
+        bus.drain()
+        if child := os.fork():  # what a DataLoader does: the child must not end the parent's worker
+            assert os.waitpid(child, 0)[1] == 0
+        else:
+            sys.exit()
+        bus.publish(AfterTrainIter(run=torch.full((1000,), 3.0), progress=Progress()))
+    print("end", [s.stats.delivered for s in bus.subscriptions], flush=True)
+
+GUARD
+"""
+
+
+def run_script(path, text: str) -> subprocess.CompletedProcess:
+    path.write_text(text)
+    return subprocess.run([sys.executable, "-W", "ignore", path], capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
+
+
+def test_a_script_with_a_main_guard_uses_worker_processes_and_leaves_nothing_on_stderr(tmp_path):
+    done = run_script(tmp_path / "script.py", SCRIPT.replace("GUARD", 'if __name__ == "__main__":\n    main()'))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "worker 0.0 __mp_main__",
+        "worker 1000.0 __mp_main__",
+        "worker 2000.0 __mp_main__",
+        "worker 3000.0 __mp_main__",
+        "end [3, 0]",
+    ]
+    assert "__main__.Mine: from the worker" in done.stderr.replace("__mp_main__", "__main__")
+    for word in ("resource_tracker", "leaked", "BrokenPipe", "KeyError"):
+        assert word not in done.stderr
+
+
+def test_a_script_without_a_main_guard_is_told_so(tmp_path):
+    script = SCRIPT.replace("GUARD", "main()").replace('on_error="log", ', "").replace("range(3)", "range(1)")
+    done = run_script(tmp_path / "script.py", script)
+    assert done.returncode == 1
+    assert "worker" not in done.stdout
+    assert "before it took any event" in done.stderr
+    assert 'must start its work under `if __name__ == "__main__":`' in done.stderr
+
+
+# ------------------------------------------------------------------------------------- from here on of a fork server
+
+
+@pytest.fixture
+def quick(quick_workers):
+    """For tests of what happens once a worker is there."""
+
+
+def test_captured_tensors_arrive_as_they_were_and_are_the_handlers_own(quick):
+    bus = Bus()
+    subscription = bus.on("after_run", workers.check_values, offload="process", capture=lambda event: event.run)
+    with bus:
+        for _ in range(3):
+            bus.publish(AfterRun(run=workers.values_to_check(), progress=Progress()))
+    assert subscription.stats.delivered == 3
+
+
+def test_an_error_in_the_worker_comes_back_with_its_type_message_and_traceback(quick):
+    error = error_of("raise")
+    assert type(error) is ZeroDivisionError
+    assert str(error) == "in the worker"
+    notes = "\n".join(error.__notes__)
+    assert "in the worker process" in notes
+    assert "workers.py" in notes
+    assert "in do\n" in notes
+    assert "in the offloaded (process) handler act of after_train_iter" in notes
+
+
+def test_an_error_that_cannot_be_pickled_comes_back_under_its_name(quick):
+    error = error_of("raise something unpicklable")
+    assert type(error) is OffloadError
+    assert str(error).endswith("workers.UnpicklableError: this and that")
+    assert "Traceback" in error.__notes__[0]
+
+
+@pytest.mark.parametrize(("how", "told"), [("exit", "exit code 3"), ("kill", "signal SIGKILL"), ("crash", "signal SIGSEGV")])
+def test_a_worker_that_dies_is_reported_replaced_and_its_event_counted_as_failed(quick, how, told):
+    bus = Bus()
+    subscription = bus.on("after_train_iter", workers.act, offload="process", on_error="log")
+    with capture_logs() as logs, bus:
+        for i, what in enumerate(["nothing", how, "nothing", "nothing"]):
+            bus.publish(deed(what, i))
+    stats = subscription.stats
+    assert (stats.published, stats.delivered, stats.failed) == (4, 3, 1)
+    errors = [entry["exc_info"] for entry in logs if "exc_info" in entry]
+    assert [type(error) for error in errors] == [WorkerDiedError]
+    assert f"the worker process of act (after_train_iter) died ({told})" in str(errors[0])
+
+
+def test_a_batch_fails_as_a_whole_with_its_worker(quick):
+    bus = Bus()
+    subscription = bus.on("after_train_iter", workers.act_on_all, offload="process", batch=4, on_error="log")
+    with capture_logs(), bus:
+        for i in range(40):
+            bus.publish(deed("exit" if i == 20 else "nothing", i))
+    stats = subscription.stats
+    assert stats.published == 40
+    assert 1 <= stats.failed <= 4
+    assert stats.delivered == 40 - stats.failed
+
+
+def test_a_worker_that_hangs_is_killed_and_replaced(quick):
+    bus = Bus()
+    subscription = bus.on("after_train_iter", workers.act, offload="process", timeout=0.3, on_error="log")
+    with capture_logs() as logs, bus:
+        for i, what in enumerate(["nothing", "hang", "nothing"]):
+            bus.publish(deed(what, i))
+    assert (subscription.stats.delivered, subscription.stats.failed) == (2, 1)
+    error = next(entry["exc_info"] for entry in logs if "exc_info" in entry)
+    assert type(error) is HandlerTimeoutError
+    assert "timeout=0.3 s; its worker process was killed" in str(error)
+
+
+def test_an_exit_by_exception_kills_a_worker_at_work(quick):
+    bus = Bus(abort_timeout=0.05)
+    subscription = bus.on("after_train_iter", workers.act, offload="process")
+    began = time.monotonic()
+    with capture_logs(), pytest.raises(KeyError), bus:
+        for i in range(3):
+            bus.publish(deed("hang", i))
+        raise KeyError
+    assert time.monotonic() - began < 60  # it hangs for ten minutes
+    stats = subscription.stats
+    assert stats.published == stats.failed + stats.dropped == 3
+
+
+def test_a_handler_that_exits_ends_its_worker_only(quick):
+    bus = Bus()
+    bus.on("after_train_iter", workers.leave, offload="process", on_error="log")
+    with capture_logs() as logs, bus:
+        bus.publish(deed("nothing"))
+    assert "exit code 5" in str(logs[0]["exc_info"])
+
+
+def test_disable_after_retires_the_handler_and_drops_what_waits(quick):
+    bus = Bus()
+    subscription = bus.on("after_train_iter", workers.act, offload="process", disable_after=2)
+    with capture_logs() as logs, bus:
+        for i in range(20):
+            bus.publish(deed("raise", i))
+    stats = subscription.stats
+    assert not subscription.active
+    assert stats.failed == 2
+    assert stats.published == stats.failed + stats.dropped
+    assert [entry["event"] for entry in logs].count("handler retired") == 1
+
+
+def test_a_cancelled_handler_gets_what_was_published_before_and_its_worker_ends(quick):
+    bus = Bus()
+    with bus:
+        with bus.on("after_train_iter", workers.act, offload="process") as subscription:
+            for i in range(10):
+                bus.publish(deed("nothing", i))
+        bus.drain()
+        for _ in range(2000):
+            if not process._processes:
+                break
+            time.sleep(0.005)
+        assert not process._processes
+    assert subscription.stats.delivered == 10
+
+
+def test_a_bus_that_opens_again_starts_another_worker(quick):
+    bus = Bus()
+    subscription = bus.on("after_train_iter", workers.act, offload="process")
+    for _ in range(2):
+        with bus:
+            bus.publish(deed("nothing", 0))  # in the same worker it would come twice, which is an error there
+    assert subscription.stats.delivered == 2
+
+
+def test_signals_for_the_program_do_not_end_a_worker(quick):
+    bus = Bus()
+    subscription = bus.on("after_train_iter", workers.act, offload="process")
+    with bus:
+        bus.publish(deed("nothing", 0))
+        bus.drain()
+        [worker] = process._processes
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(worker.pid, number)
+        bus.publish(deed("nothing", 1))
+    assert subscription.stats.delivered == 2
+
+
+def test_a_handler_that_is_not_there_is_reported_and_retired_after_three_attempts(quick, monkeypatch):
+    bus = Bus()
+    subscription = bus.on("after_train_iter", workers.not_importable, offload="process", on_error="log")
+    monkeypatch.delattr(workers, "not_importable")
+    with capture_logs() as logs, bus:
+        for i in range(6):
+            bus.publish(deed("nothing", i))
+    assert "not_importable is nothing" in str(logs[0]["exc_info"])
+    assert (subscription.stats.failed, subscription.stats.dropped) == (3, 3)
+    assert not subscription.active
+
+
+def test_static_methods_of_hooks_run_in_workers(quick):
+    bus = Bus()
+    bus.add(workers.ProcessHook())
+    with bus:
+        bus.publish(deed("nothing", 0))
+    assert [(one.label, one.mode) for one in bus.subscriptions] == [
+        ("ProcessHook.after_train_iter", "process"),
+        ("ProcessHook.after_run", "process"),
+    ]
+    assert bus.subscriptions[0].stats.delivered == 1
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timer")
+def test_every_event_is_accounted_for_when_ctrl_c_strikes_in_the_publisher(quick):
+    bus = Bus()
+    subscription = bus.on("after_train_iter", workers.act_on_all, offload="process", linger=0.0001, batch=64, queue=200)
+    event = [deed("nothing", i) for i in range(4000)]
+    armed = False
+
+    def strike(number, frame):
+        if armed:
+            raise KeyboardInterrupt
+
+    strikes = 0
+    previous = signal.signal(signal.SIGALRM, strike)
+    try:
+        with bus:
+            signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0007)
+            for i in range(4000):
+                try:
+                    armed = True
+                    bus.publish(event[i])
+                    armed = False
+                except KeyboardInterrupt:
+                    armed = False
+                    strikes += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert bus.drain(timeout=30).pending == 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    stats = subscription.stats
+    assert strikes
+    assert stats.failed == stats.dropped == stats.pending == 0  # the worker raises if one comes twice or out of order
+    assert 4000 - strikes <= stats.published == stats.delivered <= 4000
+
+
+# --------------------------------------------------------------------------------------------------------- subscribing
+
+
+class Callee:
+    def __call__(self, event): ...
+
+    def method(self, event): ...
+
+
+def refused():
+    def inner(event): ...
+
+    yield (lambda event: None), "a lambda has no name"
+    yield inner, "a function defined in a function cannot be imported"
+    yield Callee().method, "a method is bound to an object of this process. Make it a @staticmethod"
+    yield Callee(), "a Callee object is no function"
+    yield functools.partial(workers.act), r"a functools.partial holds arguments"
+    yield [].append, "a method is bound"
+
+
+@pytest.mark.parametrize(("handler", "message"), list(refused()))
+def test_what_a_worker_cannot_import_is_refused_with_a_way_out(handler, message):
+    with pytest.raises(SubscribeError, match=f"cannot subscribe .* imports its handler by name.*{message}") as caught:
+        Bus().on("after_run", handler, offload="process")
+    assert 'offload="thread"' in str(caught.value)
+
+
+def test_a_function_that_hides_behind_a_decorated_one_is_refused():
+    with pytest.raises(SubscribeError, match="is not what its name leads to"):
+        Bus().on("after_run", decorated.__wrapped__, offload="process")
+
+
+def passing_on(function):
+    @functools.wraps(function)
+    def wrapper(event):
+        function(event)
+
+    return wrapper
+
+
+@passing_on
+def decorated(event): ...
+
+
+def test_a_function_of_an_interactive_session_is_refused(monkeypatch):
+    session = types.ModuleType("__main__")
+    exec("def handler(event): ...", vars(session))  # noqa: S102
+    monkeypatch.setitem(sys.modules, "__main__", session)
+    with pytest.raises(SubscribeError, match="a function of an interactive session cannot be imported"):
+        Bus().on("after_run", session.handler, offload="process")
+
+
+def test_a_method_of_a_hook_must_be_static():
+    with pytest.raises(SubscribeError, match=r"BoundHook.after_run.*a method is bound.*@staticmethod"):
+        Bus().add(workers.BoundHook())
+
+
+def test_an_async_function_runs_in_no_process():
+    async def handler(event): ...
+
+    with pytest.raises(SubscribeError, match='needs no offload="process"'):
+        Bus().on("after_run", handler, offload="process")
+
+
+def test_as_a_decorator_it_is_checked_before_its_name_is_bound():
+    assert late_bound.__name__ == "late_bound"
+
+
+bus_of_the_module = Bus()
+
+
+@bus_of_the_module.on("after_run", offload="process")
+def late_bound(event): ...
+
+
+def test_describe_names_mode_queue_policy_budget_and_timeout():
+    bus = Bus()
+    bus.on(
+        "after_run", workers.act, offload="process", queue=8, full="drop_old", timeout=2.5, max_bytes=64_000_000, capture=len
+    )
+    row = bus.describe().rows[0]
+    assert row.mode == "offloaded: process"
+    assert row.lane == "8 drop_old, 64 MB, 2.5 s"
+    assert "process 8 drop_old, 64 MB, 2.5 s" in str(bus.describe())

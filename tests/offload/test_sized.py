@@ -1,0 +1,223 @@
+"""``max_bytes=``: the budget of a lane of captured tensors, in stats and under every policy."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from eventloop import AfterRun, BeforeRun, Bus, LaneFullError, Owned, Progress, SubscribeError
+from eventloop.offload.sized import nbytes
+
+KB = torch.zeros(250)  # 1000 bytes
+
+
+def event(value) -> AfterRun:
+    return AfterRun(run=value, progress=Progress())
+
+
+def numbered(i: int, kilobytes: int = 1) -> AfterRun:
+    return event(torch.full((250 * kilobytes,), float(i)))
+
+
+def held(bus: Bus, **options):
+    """Subscribe a handler that waits in its first event. Returns its subscription, what it heard, started, release."""
+    heard: list[int] = []
+    started, release = threading.Event(), threading.Event()
+
+    def handler(tensor):
+        heard.append(int(tensor[0]))
+        started.set()
+        release.wait()
+
+    options = {"capture": lambda event: event.run, "offload": "thread"} | options
+    return bus.on("after_run", handler, **options), heard, started, release
+
+
+def test_bytes_are_those_of_tensors_and_arrays_wherever_they_are():
+    value = {"a": [KB, (KB, "text")], "b": Owned(np.zeros(10)), "c": KB[:1].expand(100), "d": 3, "e": KB.bool()}
+    assert nbytes(value) == 2000 + 80 + 400 + 250
+
+
+def test_bytes_count_until_the_handler_is_done():
+    bus = Bus()
+    subscription, _, started, release = held(bus)
+    with bus:
+        for i in range(3):
+            bus.publish(numbered(i))
+        started.wait()
+        assert subscription.stats.bytes == 3000
+        assert bus.stats()[subscription].bytes == 3000
+        release.set()
+        bus.drain()
+        assert subscription.stats.bytes == 0
+
+
+def test_a_publisher_waits_for_bytes_as_for_a_place():
+    bus = Bus()
+    subscription, heard, started, release = held(bus, max_bytes=2500)
+    with bus:
+        bus.publish(numbered(0))
+        bus.publish(numbered(1))
+        started.wait()
+        publisher = threading.Thread(target=bus.publish, args=(numbered(2),))
+        publisher.start()
+        while not subscription.lane._waiting:
+            threading.Event().wait(0.001)
+        assert subscription.stats.bytes == 2000
+        release.set()
+        publisher.join()
+    assert heard == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("full", "kept"), [("drop_old", [0, 8, 9]), ("drop_new", [0, 1, 2]), ("latest", [0, 9])])
+def test_policies_apply_to_bytes(full, kept):
+    bus = Bus()
+    subscription, heard, started, release = held(bus, max_bytes=3100, full=full)
+    with bus:
+        bus.publish(numbered(0))
+        started.wait()
+        for i in range(1, 10):
+            bus.publish(numbered(i))
+            stats = subscription.stats
+            assert stats.bytes <= 3100
+            assert stats.published == stats.delivered + stats.failed + stats.dropped + stats.pending
+        release.set()
+    assert heard == kept
+    stats = subscription.stats
+    assert stats.published == 10
+    assert stats.dropped == 10 - len(kept)
+    assert stats.bytes == 0
+
+
+def test_drop_old_makes_room_for_a_large_one():
+    bus = Bus()
+    _, heard, started, release = held(bus, max_bytes=6000, full="drop_old")
+    with bus:
+        bus.publish(numbered(0))
+        started.wait()
+        for i in range(1, 5):
+            bus.publish(numbered(i))
+        bus.publish(numbered(7, kilobytes=4))
+        release.set()
+    assert heard == [0, 4, 7]
+
+
+def test_what_the_handler_holds_cannot_be_dropped_so_the_newest_is():
+    bus = Bus()
+    subscription, heard, started, release = held(bus, max_bytes=4000, full="drop_old")
+    with bus:
+        bus.publish(numbered(0, kilobytes=3))
+        started.wait()
+        bus.publish(numbered(1))
+        bus.publish(numbered(2, kilobytes=2))
+        release.set()
+    assert heard == [0, 1]
+    assert subscription.stats.dropped == 1
+
+
+def test_a_full_budget_may_raise():
+    bus = Bus()
+    subscription, heard, started, release = held(bus, max_bytes=1500, full="raise")
+    with bus:
+        bus.publish(numbered(0))
+        started.wait()
+        with pytest.raises(LaneFullError, match=r"1,000 of max_bytes=1,500 wait, and 1,000 more came"):
+            bus.publish(numbered(1))
+        release.set()
+    assert heard == [0]
+    assert subscription.stats.published == 1
+
+
+@pytest.mark.parametrize("full", ["block", "drop_old", "drop_new", "latest", "raise"])
+def test_what_is_larger_than_the_whole_budget_is_an_error(full):
+    bus = Bus()
+    subscription, _, _, release = held(bus, max_bytes=1500, full=full)
+    release.set()
+    with bus:
+        with pytest.raises(LaneFullError, match=r"picked 2,000 bytes, more than its whole max_bytes=1,500"):
+            bus.publish(numbered(0, kilobytes=2))
+        bus.publish(numbered(1))
+    assert subscription.stats.published == subscription.stats.delivered == 1
+
+
+def test_a_value_that_cannot_be_copied_gives_its_bytes_back():
+    bus = Bus()
+    subscription, _, _, release = held(bus, max_bytes=1500)
+    release.set()
+    with bus:
+        for _ in range(3):
+            with pytest.raises(TypeError, match="live Linear"):
+                bus.publish(event([KB, torch.nn.Linear(1, 1)]))
+        assert subscription.stats.bytes == 0
+        bus.publish(numbered(1))
+    assert subscription.stats.delivered == 1
+
+
+def test_failures_and_what_is_left_at_the_end_give_their_bytes_back():
+    bus = Bus(abort_timeout=0.02)
+    subscription, _, started, release = held(bus, on_error="log")
+
+    @bus.on("after_run", offload="thread", capture=lambda event: event.run, on_error="log", batch=2)
+    def fail(tensors):
+        raise ValueError
+
+    with capture_logs(), pytest.raises(KeyError), bus:
+        for i in range(5):
+            bus.publish(numbered(i))
+        started.wait()
+        threading.Timer(0.1, release.set).start()
+        raise KeyError
+    release.set()
+    for one in bus.subscriptions:
+        stats = one.stats
+        assert stats.published == 5
+        while one.stats.pending:
+            threading.Event().wait(0.001)
+        assert one.stats.bytes == 0
+    assert subscription.stats.dropped
+
+
+def test_publishing_from_a_handler_of_the_bus_does_not_wait_for_bytes():
+    bus = Bus()
+    _, _, started, release = held(bus, max_bytes=1500)
+    errors = []
+
+    @bus.on("before_run", offload="thread")
+    def publish(_):
+        try:
+            bus.publish(numbered(1))
+        except LaneFullError as error:
+            errors.append(str(error))
+        release.set()
+
+    with bus:
+        bus.publish(numbered(0))
+        started.wait()
+        bus.publish(BeforeRun(progress=Progress()))
+    assert "1,000 of 1,500 bytes wait" in errors[0]
+
+
+@pytest.mark.parametrize("max_bytes", [0, -1, True, 1.5, "1 GB"])
+def test_a_budget_that_cannot_work_is_refused(max_bytes):
+    with pytest.raises(SubscribeError, match=r"max_bytes=.*positive number of bytes"):
+        Bus().on("after_run", print, offload="thread", capture=len, max_bytes=max_bytes)
+
+
+def test_a_budget_without_a_capture_is_refused():
+    with pytest.raises(SubscribeError, match="max_bytes= counts the tensors that capture= picks"):
+        Bus().on("after_run", print, offload="thread", max_bytes=1000)
+
+
+def test_linger_collects_a_batch_and_a_handler_may_ask_for_a_list():
+    bus = Bus()
+    batches: list[int] = []
+    bus.on("after_run", lambda events: batches.append(len(events)), offload="thread", batch=256, linger=0.05)
+    with bus:
+        bus.publish(event(None))
+        bus.drain()
+        for _ in range(100):  # while the consumer lingers: it is not woken for each
+            bus.publish(event(None))
+    assert sum(batches) == 101
+    assert len(batches) < 20

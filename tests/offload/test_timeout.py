@@ -1,0 +1,174 @@
+"""``timeout=``: a handler that hangs has failed, and its lane goes on. For worker processes see test_process.py."""
+
+import threading
+
+import anyio
+import pytest
+from structlog.testing import capture_logs
+
+from eventloop import AfterTrainIter, Bus, BusStateError, HandlerTimeoutError, Progress, SubscribeError
+
+
+def iteration(i: int) -> AfterTrainIter:
+    return AfterTrainIter(progress=Progress(iter=i), batch_idx=i)
+
+
+@pytest.fixture
+def release():
+    """Ends handlers that hang in threads."""
+    event = threading.Event()
+    yield event
+    event.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("trainbus"):
+            thread.join(5)
+            assert not thread.is_alive()
+
+
+def hanging(bus: Bus, kind: str, hangs: set[int], release: threading.Event, **options):
+    """Subscribe a handler that hangs in some iterations; returns its subscription and the iterations that it finished."""
+    finished: list[int] = []
+
+    if kind == "thread":
+
+        def handler(what):
+            events = what if isinstance(what, list) else [what]
+            if any(event.batch_idx in hangs for event in events):
+                release.wait()
+            finished.extend(event.batch_idx for event in events)
+
+        return bus.on("after_train_iter", handler, offload="thread", **options), finished
+
+    async def task(what):
+        events = what if isinstance(what, list) else [what]
+        if any(event.batch_idx in hangs for event in events):
+            await anyio.sleep_forever()
+        finished.extend(event.batch_idx for event in events)
+
+    return bus.on("after_train_iter", task, **options), finished
+
+
+def check_that_the_lane_goes_on(bus, kind, release):
+    subscription, finished = hanging(bus, kind, {1}, release, timeout=1, on_error="log")
+    with capture_logs() as logs, bus:
+        for i in range(3):
+            bus.publish(iteration(i))
+        bus.drain()
+        assert finished == [0, 2]
+        release.set()  # what was left behind ends now; nobody hears of it
+    stats = subscription.stats
+    assert (stats.published, stats.delivered, stats.failed, stats.pending) == (3, 2, 1, 0)
+    errors = [entry["exc_info"] for entry in logs if "exc_info" in entry]
+    assert [type(error) for error in errors] == [HandlerTimeoutError]
+    assert "took longer than its timeout=1 s" in str(errors[0])
+
+
+def test_a_task_that_hangs_is_cancelled_reported_counted_once_and_the_lane_goes_on(backend, release):
+    check_that_the_lane_goes_on(Bus(backend=backend), "async", release)
+
+
+def test_a_thread_that_hangs_is_left_behind_reported_counted_once_and_the_lane_goes_on(release):
+    check_that_the_lane_goes_on(Bus(), "thread", release)
+
+
+@pytest.mark.parametrize("kind", ["async", "thread"])
+def test_a_batch_that_hangs_has_failed_as_a_whole(kind, release):
+    bus = Bus()
+    subscription, _ = hanging(bus, kind, {0}, release, timeout=1, on_error="log", batch=8, linger=0)
+    with capture_logs(), bus:
+        for i in range(20):
+            bus.publish(iteration(i))
+    stats = subscription.stats
+    assert 1 <= stats.failed <= 8
+    assert stats.delivered == 20 - stats.failed
+
+
+def test_after_three_threads_left_behind_the_handler_is_retired_and_what_waits_is_dropped(release):
+    bus = Bus()
+    subscription, finished = hanging(bus, "thread", set(range(100)), release, timeout=0.05, on_error="log")
+    with capture_logs() as logs, bus:
+        for i in range(10):
+            bus.publish(iteration(i))
+        bus.drain()
+        assert not subscription.active
+        bus.publish(iteration(10))
+    assert finished == []
+    stats = subscription.stats
+    assert (stats.published, stats.failed, stats.dropped, stats.pending) == (10, 3, 7, 0)
+    assert logs[-1]["event"] == "handler retired"
+
+
+def test_an_async_handler_may_hang_as_often_as_it_likes(release):
+    bus = Bus()
+    subscription, _ = hanging(bus, "async", set(range(5)), release, timeout=0.02, on_error="log")
+    with capture_logs(), bus:
+        for i in range(6):
+            bus.publish(iteration(i))
+    assert subscription.stats.failed == 5
+    assert subscription.stats.delivered == 1
+
+
+@pytest.mark.parametrize("kind", ["async", "thread"])
+def test_by_default_a_handler_that_hangs_ends_the_run(kind, release):
+    bus = Bus()
+    hanging(bus, kind, {0}, release, timeout=0.05)
+    with capture_logs(), pytest.raises(TimeoutError, match=r"timeout=0\.05"), bus:
+        bus.publish(iteration(0))
+
+
+@pytest.mark.parametrize("kind", ["async", "thread"])
+def test_a_handler_in_time_is_not_disturbed_and_its_own_timeout_error_is_its_own(kind, release):
+    bus = Bus()
+
+    def fail(event):
+        raise TimeoutError("the database")
+
+    async def fail_async(event):
+        fail(event)
+
+    handler = fail if kind == "thread" else fail_async
+    options = {"offload": "thread"} if kind == "thread" else {}
+    bus.on("after_train_iter", handler, timeout=30, **options)
+    _, finished = hanging(bus, kind, set(), release, timeout=30)
+    with capture_logs(), pytest.raises(TimeoutError, match="the database") as caught, bus:
+        bus.publish(iteration(0))
+    assert not isinstance(caught.value, HandlerTimeoutError)
+    assert finished == [0]
+
+
+def test_a_handler_on_the_second_thread_is_inside_the_bus_like_any_other():
+    bus = Bus()
+    errors = []
+
+    @bus.on("after_train_iter", offload="thread", timeout=30)
+    def handler(event):
+        try:
+            bus.drain()
+        except BusStateError as error:
+            errors.append(str(error))
+
+    with bus:
+        bus.publish(iteration(0))
+    assert "from an offloaded handler of the same bus" in errors[0]
+
+
+def test_a_handler_with_a_timeout_that_exits_the_program_is_raised():
+    bus = Bus()
+
+    @bus.on("after_train_iter", offload="thread", timeout=30)
+    def handler(event):
+        raise SystemExit(4)
+
+    with pytest.raises(SystemExit), bus:
+        bus.publish(iteration(0))
+
+
+@pytest.mark.parametrize("timeout", [0, -1, True, "1", float("nan"), float("inf")])
+def test_a_timeout_that_cannot_work_is_refused(timeout):
+    with pytest.raises(SubscribeError, match=r"timeout=.*give the seconds"):
+        Bus().on("after_run", print, offload="thread", timeout=timeout)
+
+
+def test_an_inline_handler_has_no_timeout():
+    with pytest.raises(SubscribeError, match="timeout= is for offloaded handlers"):
+        Bus().on("after_run", print, timeout=1)

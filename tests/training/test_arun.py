@@ -1,0 +1,289 @@
+"""``await loop.arun()``: training on a thread while the host's event loop goes on; cancelling it from the host."""
+
+import contextvars
+import threading
+
+import anyio
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from eventloop import AfterTest, Bus, BusStateError, Progress, Run, RunCancelled, TrainingError
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_blocking")]
+
+
+async def until(condition) -> None:
+    while not condition():
+        await anyio.sleep(0.001)
+
+
+async def test_the_hosts_loop_goes_on_while_training_runs_on_another_thread(parts):
+    ticks: list[int] = []
+    seen = []
+    bus = Bus()
+    host = threading.get_ident()
+
+    async def ticker() -> None:
+        while True:
+            await anyio.sleep(0.01)
+            ticks.append(1)
+
+    @bus.on("after_train_iter")
+    def wait_for_a_tick(event):
+        # If training held up the loop, it would not tick, and this would wait in vain.
+        before = len(ticks)
+        for _ in range(2000):
+            if len(ticks) > before:
+                break
+            threading.Event().wait(0.005)
+        seen.append((len(ticks) > before, threading.get_ident() == host))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(ticker)
+        metrics = await parts.loop(bus, max_epochs=2).arun()
+        group.cancel_scope.cancel()
+    assert seen == [(True, False)] * 6
+    assert metrics.keys() == {"loss"}
+    assert bus.state == "idle"
+
+
+async def test_it_publishes_trains_and_returns_what_run_does(parts):
+    one, other = parts.loop(model=parts.model()), parts.loop(model=parts.model())
+    trace, its_trace = parts.Trace(one.bus), parts.Trace(other.bus)
+    assert await one.arun() == await anyio.to_thread.run_sync(other.run)
+    assert trace.names == its_trace.names
+    parts.assert_same(one.model.state_dict(), other.model.state_dict())
+
+
+async def test_async_handlers_are_tasks_of_the_host_whether_the_bus_was_open_or_not(parts):
+    threads = set()
+    bus = Bus()
+
+    @bus.on("after_train_iter")
+    async def handler(event):
+        await anyio.sleep(0)
+        threads.add(threading.get_ident())
+
+    await parts.loop(bus).arun()
+    assert threads == {threading.get_ident()}
+    async with bus:
+        await parts.loop(bus).arun()
+        assert bus.state == "open"
+    assert threads == {threading.get_ident()}
+
+
+async def test_training_sees_the_hosts_context_variables(parts):
+    variable = contextvars.ContextVar("variable", default="")
+    seen = []
+    bus = Bus()
+    bus.on("before_run", lambda event: seen.append(variable.get()))
+    variable.set("of the host")
+    await parts.loop(bus).arun()
+    assert seen == ["of the host"]
+
+
+@pytest.mark.parametrize("opened", [False, True], ids=["bus opened by arun", "bus open already"])
+async def test_cancelling_ends_the_run_at_the_next_safe_mount_point(parts, opened):
+    delivered = []
+    bus = Bus()
+    trace = parts.Trace(bus)
+
+    @bus.on("after_train_iter")
+    async def handler(event):
+        delivered.append(event.progress.iter)
+
+    loop = parts.loop(bus, max_epochs=100_000, val_data=None)
+    undone = []
+    bus.on("before_train_epoch", lambda event: event.run.defer(lambda: undone.append("epoch")))
+    bus.on("before_run", lambda event: event.run.defer(lambda: undone.append("run")))
+
+    async def train() -> None:
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as group:
+                group.start_soon(loop.arun)
+                await until(lambda: len(trace.of("after_train_iter")) > 20)
+                scope.cancel()
+        assert scope.cancelled_caught
+
+    if opened:
+        async with bus:
+            await train()
+    else:
+        await train()
+    # The iteration under way was finished; nothing around it was.
+    assert trace.names[-2:] == ["after_train_iter", "on_exception"]
+    assert "RunCancelled" in trace.events[-1].error
+    assert not {"after_train", "after_run"} & set(trace.names)
+    assert undone[-2:] == ["epoch", "run"]
+    assert delivered == [event.progress.iter for event in trace.of("after_train_iter")]
+    assert bus.state == "idle"
+
+
+async def test_cancelling_reaches_a_training_thread_that_waits_on_a_full_lane(parts):
+    bus = Bus(abort_timeout=0.05)
+    trace = parts.Trace(bus)
+    waits = threading.Event()
+    stuck = anyio.Event()
+
+    @bus.on("after_train_iter", queue=1)
+    async def hang(event):
+        await stuck.wait()
+
+    @bus.on("after_train_iter", priority=40)
+    def third(event):
+        if event.progress.iter == 2:  # one is in the handler's hands, one in the lane
+            waits.set()
+
+    with capture_logs() as logs, anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as group:
+            group.start_soon(parts.loop(bus, max_epochs=100).arun)
+            await until(waits.is_set)
+            scope.cancel()
+    assert scope.cancelled_caught
+    assert trace.names[-1] == "on_exception"
+    assert len(trace.of("after_train_iter")) == 3
+    assert bus.state == "idle"
+    assert next(entry for entry in logs if "not delivered" in entry["event"])
+
+
+async def test_cancelling_cuts_a_validation_short_without_its_after_val(parts):
+    bus = Bus()
+    trace = parts.Trace(bus)
+    loop = parts.loop(bus, val_data=parts.batches(2, seed=2) * 100_000)
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as group:
+            group.start_soon(loop.arun)
+            await until(lambda: len(trace.of("after_val_iter")) > 3)
+            scope.cancel()
+    assert trace.names[-2:] == ["after_val_iter", "on_exception"]
+    assert loop.model.training
+
+
+async def test_a_loop_that_was_cancelled_runs_again(parts):
+    loop = parts.loop(max_epochs=100_000)
+    trace = parts.Trace(loop.bus)
+    with anyio.move_on_after(0.05):
+        await loop.arun()
+    loop.max_epochs = loop.counters.epoch + 1
+    await loop.arun()
+    assert trace.names[-1] == "after_run"
+
+
+async def test_a_run_that_is_cancelled_before_it_begins_ends_at_once(parts):
+    loop = parts.loop(max_epochs=100_000)
+    trace = parts.Trace(loop.bus)
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await loop.arun()
+    assert scope.cancelled_caught
+    assert not trace.of("after_train_iter")
+
+
+async def test_an_error_of_training_comes_out_as_it_was(parts):
+    def broken(model, batch):
+        raise ZeroDivisionError("in the step")
+
+    bus = Bus()
+    trace = parts.Trace(bus)
+    with pytest.raises(ZeroDivisionError, match="in the step"):
+        await parts.loop(bus, step=broken).arun()
+    assert trace.names[-1] == "on_exception"
+    assert bus.state == "idle"
+
+
+async def test_a_real_error_wins_over_the_cancellation_that_came_meanwhile(parts):
+    entered, cancelled = threading.Event(), threading.Event()
+
+    def broken(model, batch):
+        entered.set()
+        cancelled.wait()
+        raise ZeroDivisionError
+
+    loop = parts.loop(step=broken)
+
+    async def train() -> None:
+        with pytest.raises(ZeroDivisionError):
+            await loop.arun()
+
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as group:
+            group.start_soon(train)
+            await until(entered.is_set)
+            scope.cancel()
+            cancelled.set()
+
+
+async def test_stop_ends_it_in_order(parts):
+    loop = parts.loop(max_epochs=100_000)
+    trace = parts.Trace(loop.bus)
+    async with anyio.create_task_group() as group:
+        group.start_soon(loop.arun)
+        await until(lambda: len(trace.of("after_train_iter")) > 5)
+        loop.stop()
+    assert trace.names[-2:] == ["after_train", "after_run"]
+
+
+async def test_run_in_the_loop_of_its_bus_is_an_error_that_names_arun(parts):
+    bus = Bus()
+    async with bus:
+        with pytest.raises(BusStateError, match="use `await loop.arun"):
+            parts.loop(bus).run()
+
+
+async def test_one_loop_does_not_run_twice_at_the_same_time(parts):
+    loop = parts.loop(max_epochs=100_000)
+    trace = parts.Trace(loop.bus)
+    async with loop.bus, anyio.create_task_group() as group:
+        group.start_soon(loop.arun)
+        await until(lambda: trace.names)
+        with pytest.raises(TrainingError, match="running already"):
+            await loop.arun()
+        loop.stop()
+
+
+async def test_a_failure_is_raised_on_the_training_thread_and_nowhere_else(parts):
+    bus = Bus()
+    heard = threading.Event()
+
+    @bus.on("before_train_iter")
+    async def broken(event):
+        raise ValueError("of the handler")
+
+    @bus.on("before_train_iter", priority=90)
+    def wait(event):
+        heard.wait(30)  # the failure is there, and a publisher of the host does not take it
+
+    async def publish_from_the_host() -> None:
+        await until(lambda: bus._failures)
+        bus.publish(AfterTest(progress=Progress()))
+        await bus.adrain()
+        assert not bus.wants("after_load_checkpoint")
+        heard.set()
+
+    with capture_logs():
+        async with bus, anyio.create_task_group() as group:
+            group.start_soon(publish_from_the_host)
+            with pytest.raises(ValueError, match="of the handler"):
+                await parts.loop(bus).arun()
+
+
+async def test_a_run_of_ones_own_can_be_cancelled_from_the_host(parts):
+    bus = Bus()
+    trace = parts.Trace(bus)
+    model = parts.model()
+    runs: list[Run] = []
+
+    def train() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(RunCancelled), Run(bus, model=model, optimizer=optimizer) as run:
+            runs.append(run)
+            for _ in run.epochs(100_000):
+                for batch in run.train(parts.batches(3)):
+                    run.report(loss=parts.step(model, batch))
+
+    async with bus, anyio.create_task_group() as group:
+        group.start_soon(anyio.to_thread.run_sync, train)
+        await until(lambda: len(trace.of("after_train_iter")) > 3)
+        runs[0].cancel()
+    assert trace.names[-2:] == ["after_train_iter", "on_exception"]
