@@ -118,7 +118,7 @@ STAIRS = {
     "eventloop.detach": ["errors", "events", "ring", "scalars", "staged"],
     "eventloop.offload.deadline": [],
     "eventloop.offload.loops": ["errors"],
-    "eventloop.offload.in_thread": ["offload.loops"],
+    "eventloop.offload.in_thread": ["offload.contexts", "offload.loops"],
     "eventloop.offload.lane": ["errors", "offload.deadline"],
     "eventloop.offload.contexts": [],
     "eventloop.offload.worker": ["errors"],

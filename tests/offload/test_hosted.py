@@ -149,7 +149,7 @@ async def test_subscribing_to_an_open_bus_works_from_the_host_and_from_threads()
         bus.off(handler)
         await anyio.to_thread.run_sync(bus.on, "after_train_iter", handler)
         bus.publish(iteration(1))
-    assert heard == [0, 1]
+    assert sorted(heard) == [0, 1]  # two lanes, which keep no order between them
 
 
 # ------------------------------------------------------------------------------------------------- drain and misuse
