@@ -122,11 +122,10 @@ async def test_misuse_is_a_clear_error():
         bus.stream("after_trian_iter")
     with pytest.raises(BusStateError, match="there is no event loop here"):
         await anyio.to_thread.run_sync(bus.stream, "after_train_iter")
-    async with bus.stream("after_train_iter") as stream:
-        async with anyio.create_task_group() as group:
-            group.start_soon(anext, stream)
-            await anyio.wait_all_tasks_blocked()
-            with pytest.raises(BusStateError, match="two tasks read one stream"):
-                await anext(stream)
-            group.cancel_scope.cancel()
+    async with bus.stream("after_train_iter") as stream, anyio.create_task_group() as group:
+        group.start_soon(anext, stream)
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(BusStateError, match="two tasks read one stream"):
+            await anext(stream)
+        group.cancel_scope.cancel()
     assert bus.subscriptions == ()

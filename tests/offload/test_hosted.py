@@ -4,6 +4,7 @@ import threading
 import time
 
 import anyio
+import anyio.lowlevel
 import pytest
 from structlog.testing import capture_logs
 
@@ -54,7 +55,7 @@ async def test_async_handlers_run_in_the_hosts_loop_and_blocking_ones_on_threads
 
     @bus.on("after_train_iter")
     async def task(event):
-        await anyio.sleep(0)
+        await anyio.lowlevel.checkpoint()
         heard.append(("task", threading.get_ident() == host, event.batch_idx))
 
     bus.on("after_train_iter", lambda e: heard.append(("thread", threading.get_ident() == host, e.batch_idx)), offload="thread")
@@ -92,10 +93,9 @@ async def test_events_published_by_other_threads_arrive():
         for i in range(start, start + 100):
             bus.publish(iteration(i))
 
-    async with bus:
-        async with anyio.create_task_group() as group:
-            for n in range(3):
-                group.start_soon(anyio.to_thread.run_sync, publish, 100 * n)
+    async with bus, anyio.create_task_group() as group:
+        for n in range(3):
+            group.start_soon(anyio.to_thread.run_sync, publish, 100 * n)
     assert sorted(heard) == list(range(300))
     for n in range(3):
         assert [i for i in heard if i // 100 == n] == list(range(100 * n, 100 * n + 100))
