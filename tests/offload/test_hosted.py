@@ -6,6 +6,7 @@ import time
 import anyio
 import anyio.lowlevel
 import pytest
+from blockbuster import BlockingError
 from structlog.testing import capture_logs
 
 from eventloop import (
@@ -402,7 +403,7 @@ async def test_failures_are_raised_by_publish_drain_and_close_and_several_as_a_g
             with pytest.raises(ValueError, match="1"):
                 await bus.adrain()
             bus.publish(iteration(2))
-            while not bus.wants(AfterRun):
+            while not bus.wants(AfterRun):  # noqa: ASYNC110 - nothing tells
                 await anyio.sleep(0.001)
             with pytest.raises(ValueError, match="2"):
                 bus.publish(AfterRun(progress=P))
@@ -437,3 +438,19 @@ async def test_a_handler_of_another_bus_may_drain_this_one():
     async with one, other:
         other.publish(AfterRun(progress=P))
     assert reports == [DrainReport(delivered=1)]
+
+
+async def test_a_handler_that_blocks_the_loop_is_detected_on_asyncio(anyio_backend_name):
+    bus = Bus()
+
+    @bus.on("after_train_iter")
+    async def blocking(event):
+        time.sleep(0.001)  # noqa: ASYNC251 - what blockbuster is there to find
+
+    if anyio_backend_name == "trio":
+        async with bus:
+            bus.publish(iteration(0))
+        return
+    with capture_logs(), pytest.raises(BlockingError, match=r"time\.sleep"):
+        async with bus:
+            bus.publish(iteration(0))
