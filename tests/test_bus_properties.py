@@ -3,11 +3,12 @@
 import threading
 from dataclasses import dataclass, field
 
+import anyio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from eventloop import AfterTrainIter, Bus, Progress
+from eventloop import AfterTrainIter, Bus, LaneClosedError, Progress
 
 MODES = ["inline", "async", "thread"]
 FULL = ["block", "drop_old", "drop_new", "latest"]
@@ -188,3 +189,92 @@ def test_from_several_threads_counts_add_up_and_the_order_of_each_thread_is_kept
     for n in range(publishers):
         mine = [i for publisher, i in heard if publisher == n]
         assert mine == sorted(set(mine))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    hosted=st.booleans(),
+    backend=st.sampled_from(["asyncio", "trio"]),
+    modes=st.lists(st.sampled_from(["async", "thread", "stream"]), min_size=1, max_size=4),
+    queue=st.integers(1, 4),
+    full=st.sampled_from(["drop_old", "drop_new", "latest", "block"]),
+    publishers=st.integers(1, 3),
+    events=st.integers(1, 30),
+    cancels_after=st.none() | st.integers(0, 30),
+    leaves_early=st.booleans(),
+)
+def test_with_cancellations_every_lane_accounts_for_a_prefix_of_each_publisher(
+    hosted, backend, modes, queue, full, publishers, events, cancels_after, leaves_early
+):
+    """One subscription is cancelled from a publisher, and the host may be cancelled while they publish."""
+    bus = Bus(backend=backend, abort_timeout=5)
+    heard: list[list[tuple[int, int]]] = [[] for _ in modes]
+    subscriptions: list = []
+
+    async def read(stream, into) -> None:
+        async for event in stream:
+            into.append((event.progress.epoch, event.progress.iter))
+
+    def subscribe(mode: str, into: list[tuple[int, int]]):
+        def handle(event) -> None:
+            into.append((event.progress.epoch, event.progress.iter))
+
+        async def handle_async(event) -> None:
+            handle(event)
+
+        options = {"queue": queue, "full": full, "linger": 0.001}
+        if mode == "stream":
+            return bus.stream(AfterTrainIter, **options)
+        if mode == "thread":
+            return bus.on(AfterTrainIter, handle, offload="thread", **options)
+        return bus.on(AfterTrainIter, handle_async, **options)
+
+    def publish(publisher: int) -> None:
+        for i in range(events):
+            if publisher == 0 and i == cancels_after and modes[0] != "stream":
+                subscriptions[0].cancel()
+            try:
+                bus.publish(AfterTrainIter(progress=Progress(epoch=publisher, iter=i)))
+            except LaneClosedError:  # it waited for a place in the lane that was cancelled
+                assert cancels_after is not None
+                assert full == "block"
+
+    async def host() -> None:
+        async with anyio.create_task_group() as readers:
+            for mode, into in zip(modes, heard, strict=True):
+                subscriptions.append(subscribe(mode, into))
+                if mode == "stream":
+                    readers.start_soon(read, subscriptions[-1], into)
+            with anyio.CancelScope() as scope:
+                if hosted:
+                    async with bus:
+                        await publish_all(scope)
+                else:
+                    await anyio.to_thread.run_sync(bus.open)
+                    await publish_all(scope)
+            if not hosted:
+                await bus.aclose()
+
+    async def publish_all(scope: anyio.CancelScope) -> None:
+        async with anyio.create_task_group() as group:
+            for n in range(publishers):
+                group.start_soon(anyio.to_thread.run_sync, publish, n)
+            if leaves_early:
+                scope.cancel()
+
+    with capture_logs():
+        anyio.run(host, backend=backend)
+    assert bus.state == "idle"
+    for mode, subscription, arrived in zip(modes, subscriptions, heard, strict=True):
+        stats = subscription.stats
+        assert stats.published == stats.delivered + stats.failed + stats.dropped
+        assert stats.delivered == len(arrived)
+        assert stats.failed == stats.pending == 0
+        if full == "block":
+            assert stats.dropped == 0
+        for n in range(publishers):
+            mine = [i for publisher, i in arrived if publisher == n]
+            assert mine == sorted(set(mine))
+            untouched = cancels_after is None or subscription is not subscriptions[0]
+            if full == "block" and untouched and not leaves_early and mode != "stream":
+                assert mine == list(range(events))

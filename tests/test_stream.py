@@ -83,7 +83,7 @@ async def test_leaving_it_cancels_the_subscription(how):
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
     del stream
-    while bus.subscriptions:
+    while bus.subscriptions:  # noqa: ASYNC110 - by the garbage collector
         await anyio.sleep(0.001)
     bus.publish(iteration(2))
 
@@ -99,7 +99,7 @@ async def test_a_publisher_that_waits_for_a_slow_reader_goes_on_when_the_reader_
 
     async with bus.stream("after_train_iter", queue=1, full="block") as stream, anyio.create_task_group() as group:
         group.start_soon(anyio.to_thread.run_sync, publish)
-        while not waits.is_set():
+        while not waits.is_set():  # noqa: ASYNC110 - by another thread
             await anyio.sleep(0.001)
         await stream.aclose()
 
@@ -122,11 +122,10 @@ async def test_misuse_is_a_clear_error():
         bus.stream("after_trian_iter")
     with pytest.raises(BusStateError, match="there is no event loop here"):
         await anyio.to_thread.run_sync(bus.stream, "after_train_iter")
-    async with bus.stream("after_train_iter") as stream:
-        async with anyio.create_task_group() as group:
-            group.start_soon(anext, stream)
-            await anyio.wait_all_tasks_blocked()
-            with pytest.raises(BusStateError, match="two tasks read one stream"):
-                await anext(stream)
-            group.cancel_scope.cancel()
+    async with bus.stream("after_train_iter") as stream, anyio.create_task_group() as group:
+        group.start_soon(anext, stream)
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(BusStateError, match="two tasks read one stream"):
+            await anext(stream)
+        group.cancel_scope.cancel()
     assert bus.subscriptions == ()

@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from eventloop.bus import Bus
 from eventloop.checkpoint import load
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 from eventloop.log import get_logger
+from eventloop.training.order import Order
+from eventloop.training.progress import Counters
 from eventloop.training.rng import get_rng_state, set_rng_state
 from eventloop.training.savepoint import LAST, SaveRequest
-
-if TYPE_CHECKING:
-    from eventloop.training.run import Run
 
 FORMAT = 1
 """Version of the tree's shape, in every checkpoint under ``"format"``."""
@@ -26,7 +26,25 @@ _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod)\.")
 log = get_logger()
 
 
-def gather(run: Run, request: SaveRequest) -> dict[str, Any]:
+class Resumable(Protocol):
+    """What a checkpoint needs to know of its run."""
+
+    models: dict[str, torch.nn.Module]
+    optimizers: dict[str, torch.optim.Optimizer]
+    stateful: dict[str, Any]
+    counters: Counters
+    info: dict[str, Any]
+    order: Order
+    bus: Bus
+
+    def data_state(self) -> Mapping[str, Any] | None:
+        """Return the place in the training data."""
+
+    def set_data_state(self, state: Mapping[str, Any] | None) -> None:
+        """Go on at this place in the data."""
+
+
+def gather(run: Resumable, request: SaveRequest) -> dict[str, Any]:
     """Return the state of ``run`` by reference.
 
     ``"state_dict"`` holds the weights of the only model, or a mapping of names to weights where there are several; names of
@@ -48,7 +66,7 @@ def gather(run: Run, request: SaveRequest) -> dict[str, Any]:
     return state
 
 
-def apply(run: Run, state: Mapping[str, Any], *, strict: bool = True) -> None:
+def apply(run: Resumable, state: Mapping[str, Any], *, strict: bool = True) -> None:
     """Put ``state`` back into ``run``; the random states last, so that nothing in between draws from them.
 
     Raises:

@@ -3,6 +3,7 @@
 from contextvars import ContextVar
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from eventloop import AfterTrainIter, Bus, Progress
@@ -29,10 +30,10 @@ def test_a_handler_sees_those_of_its_publish_and_keeps_its_own_changes_to_itself
     seen = []
 
     async def handler(event):
-        await anyio.sleep(0)
+        await anyio.lowlevel.checkpoint()
         seen.append(variable.get())
         variable.set("changed by the handler")
-        await anyio.sleep(0)
+        await anyio.lowlevel.checkpoint()
         assert variable.get() == "changed by the handler"
 
     def blocking(event):

@@ -4,7 +4,9 @@ import threading
 import time
 
 import anyio
+import anyio.lowlevel
 import pytest
+from blockbuster import BlockingError
 from structlog.testing import capture_logs
 
 from eventloop import (
@@ -54,7 +56,7 @@ async def test_async_handlers_run_in_the_hosts_loop_and_blocking_ones_on_threads
 
     @bus.on("after_train_iter")
     async def task(event):
-        await anyio.sleep(0)
+        await anyio.lowlevel.checkpoint()
         heard.append(("task", threading.get_ident() == host, event.batch_idx))
 
     bus.on("after_train_iter", lambda e: heard.append(("thread", threading.get_ident() == host, e.batch_idx)), offload="thread")
@@ -92,10 +94,9 @@ async def test_events_published_by_other_threads_arrive():
         for i in range(start, start + 100):
             bus.publish(iteration(i))
 
-    async with bus:
-        async with anyio.create_task_group() as group:
-            for n in range(3):
-                group.start_soon(anyio.to_thread.run_sync, publish, 100 * n)
+    async with bus, anyio.create_task_group() as group:
+        for n in range(3):
+            group.start_soon(anyio.to_thread.run_sync, publish, 100 * n)
     assert sorted(heard) == list(range(300))
     for n in range(3):
         assert [i for i in heard if i // 100 == n] == list(range(100 * n, 100 * n + 100))
@@ -149,7 +150,7 @@ async def test_subscribing_to_an_open_bus_works_from_the_host_and_from_threads()
         bus.off(handler)
         await anyio.to_thread.run_sync(bus.on, "after_train_iter", handler)
         bus.publish(iteration(1))
-    assert heard == [0, 1]
+    assert sorted(heard) == [0, 1]  # two lanes, which keep no order between them
 
 
 # ------------------------------------------------------------------------------------------------- drain and misuse
@@ -402,7 +403,7 @@ async def test_failures_are_raised_by_publish_drain_and_close_and_several_as_a_g
             with pytest.raises(ValueError, match="1"):
                 await bus.adrain()
             bus.publish(iteration(2))
-            while not bus.wants(AfterRun):
+            while not bus.wants(AfterRun):  # noqa: ASYNC110 - nothing tells
                 await anyio.sleep(0.001)
             with pytest.raises(ValueError, match="2"):
                 bus.publish(AfterRun(progress=P))
@@ -437,3 +438,19 @@ async def test_a_handler_of_another_bus_may_drain_this_one():
     async with one, other:
         other.publish(AfterRun(progress=P))
     assert reports == [DrainReport(delivered=1)]
+
+
+async def test_a_handler_that_blocks_the_loop_is_detected_on_asyncio(anyio_backend_name):
+    bus = Bus()
+
+    @bus.on("after_train_iter")
+    async def blocking(event):
+        time.sleep(0.001)  # noqa: ASYNC251 - what blockbuster is there to find
+
+    if anyio_backend_name == "trio":
+        async with bus:
+            bus.publish(iteration(0))
+        return
+    with capture_logs(), pytest.raises(BlockingError, match=r"time\.sleep"):
+        async with bus:
+            bus.publish(iteration(0))

@@ -4,6 +4,7 @@ import contextvars
 import threading
 
 import anyio
+import anyio.lowlevel
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -14,7 +15,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_blocking")]
 
 
 async def until(condition) -> None:
-    while not condition():
+    while not condition():  # noqa: ASYNC110 - changed by the training thread
         await anyio.sleep(0.001)
 
 
@@ -62,7 +63,7 @@ async def test_async_handlers_are_tasks_of_the_host_whether_the_bus_was_open_or_
 
     @bus.on("after_train_iter")
     async def handler(event):
-        await anyio.sleep(0)
+        await anyio.lowlevel.checkpoint()
         threads.add(threading.get_ident())
 
     await parts.loop(bus).arun()
@@ -112,7 +113,8 @@ async def test_cancelling_ends_the_run_at_the_next_safe_mount_point(parts, opene
     else:
         await train()
     # The iteration under way was finished; nothing around it was.
-    assert trace.names[-2:] == ["after_train_iter", "on_exception"]
+    assert trace.names[-1] == "on_exception"
+    assert len(trace.of("before_train_iter")) == len(trace.of("after_train_iter"))
     assert "RunCancelled" in trace.events[-1].error
     assert not {"after_train", "after_run"} & set(trace.names)
     assert undone[-2:] == ["epoch", "run"]
@@ -227,7 +229,7 @@ async def test_stop_ends_it_in_order(parts):
 async def test_run_in_the_loop_of_its_bus_is_an_error_that_names_arun(parts):
     bus = Bus()
     async with bus:
-        with pytest.raises(BusStateError, match="use `await loop.arun"):
+        with pytest.raises(BusStateError, match=r"use `await loop\.arun"):
             parts.loop(bus).run()
 
 
