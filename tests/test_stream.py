@@ -83,7 +83,7 @@ async def test_leaving_it_cancels_the_subscription(how):
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
     del stream
-    while bus.subscriptions:  # noqa: ASYNC110 - by the garbage collector
+    while bus.subscriptions:
         await anyio.sleep(0.001)
     bus.publish(iteration(2))
 
@@ -99,7 +99,7 @@ async def test_a_publisher_that_waits_for_a_slow_reader_goes_on_when_the_reader_
 
     async with bus.stream("after_train_iter", queue=1, full="block") as stream, anyio.create_task_group() as group:
         group.start_soon(anyio.to_thread.run_sync, publish)
-        while not waits.is_set():  # noqa: ASYNC110 - by another thread
+        while not waits.is_set():
             await anyio.sleep(0.001)
         await stream.aclose()
 

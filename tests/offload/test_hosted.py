@@ -403,7 +403,7 @@ async def test_failures_are_raised_by_publish_drain_and_close_and_several_as_a_g
             with pytest.raises(ValueError, match="1"):
                 await bus.adrain()
             bus.publish(iteration(2))
-            while not bus.wants(AfterRun):  # noqa: ASYNC110 - nothing tells
+            while not bus.wants(AfterRun):
                 await anyio.sleep(0.001)
             with pytest.raises(ValueError, match="2"):
                 bus.publish(AfterRun(progress=P))

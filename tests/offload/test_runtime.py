@@ -60,7 +60,7 @@ def held(bus: Bus, kind: str, **options):
         async def task(event):
             heard.append(event.batch_idx)
             started.set()
-            while not release.is_set():  # noqa: ASYNC110 - released from another thread
+            while not release.is_set():
                 await anyio.sleep(0.001)
 
         subscription = bus.on("after_train_iter", task, **options)

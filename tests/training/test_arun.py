@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_blocking")]
 
 
 async def until(condition) -> None:
-    while not condition():  # noqa: ASYNC110 - changed by the training thread
+    while not condition():
         await anyio.sleep(0.001)
 
 
@@ -288,4 +288,6 @@ async def test_a_run_of_ones_own_can_be_cancelled_from_the_host(parts):
         group.start_soon(anyio.to_thread.run_sync, train)
         await until(lambda: len(trace.of("after_train_iter")) > 3)
         runs[0].cancel()
-    assert trace.names[-2:] == ["after_train_iter", "on_exception"]
+    # At the next safe mount point: after an iteration, or after the epoch if that iteration was its last.
+    assert trace.names[-1] == "on_exception"
+    assert trace.names[-2] in ("after_train_iter", "after_train_epoch")
