@@ -191,7 +191,8 @@ class LoggerHook(Hook):
 
     # Errors are logged, not raised: three weeks of training are worth more than a log line. Only here, not above: what an
     # inline method publishes may raise an error that some other offloaded handler left for the training thread.
-    @mount(AfterTrainIter, LogEvent, offload="thread", batch=256, on_error="log")
+    # A long linger, as the work of this thread is taken from the training (one GIL): many lines at once cost a third each.
+    @mount(AfterTrainIter, LogEvent, offload="thread", batch=256, linger=0.1, on_error="log")
     def write(self, events: list[AfterTrainIter | LogEvent]) -> None:
         """Write what is there: of iterations the scalars in ``outputs``, and the records that were made for it."""
         for event in events:

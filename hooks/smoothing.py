@@ -63,6 +63,11 @@ class Smoother:
         self.count = 0
         """Iterations taken so far."""
 
+    @property
+    def customised(self) -> bool:
+        """True if there are windows of the user's own."""
+        return bool(self._customs)
+
     def begin_epoch(self) -> None:
         """Forget what windows of an epoch hold."""
         for custom, values in zip(self._customs, self._custom_values, strict=True):

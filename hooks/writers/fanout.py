@@ -34,6 +34,7 @@ class Fanout:
         new_smoother: Callable[[], Smoother],
     ) -> None:
         self._targets = [_Target(writer, interval) for writer in writers]
+        self._names: dict[str, str] = {}
         self._ignore_last = ignore_last
         self._interval_exp_name = interval_exp_name
         self._new_smoother = new_smoother
@@ -55,9 +56,18 @@ class Fanout:
         """Take the scalars of a training iteration."""
         if where.epoch != self._last.epoch:
             self._smoother.begin_epoch()
-        self._smoother.push(scalars)
         self._last = where
-        for target in self._targets:
+        # Who writes every iteration gets the values as they are: they can be smoothed later, means cannot be taken apart.
+        # This thread shares the GIL with the training, so what nobody reads is not kept.
+        smoothed = [target for target in self._targets if target.interval > 1 or self._smoother.customised]
+        if smoothed:
+            self._smoother.push(scalars)
+        if len(smoothed) < len(self._targets):
+            named = self._named(scalars)
+            for target in self._targets:
+                if target not in smoothed:
+                    target.call(lambda writer: writer.write_scalars(named, where.iter, where))
+        for target in smoothed:
             if where.batch % target.interval == 0:
                 self._write_train(target)
         if where.iter % self._interval_exp_name == 0:
@@ -89,11 +99,14 @@ class Fanout:
             target.call(lambda writer: writer.close())
 
     def _write_train(self, target: _Target) -> None:
-        # Who writes every iteration wants the values: they can be smoothed later, means cannot be taken apart.
         values = self._smoother.read(target.written, smooth=target.interval > 1)
         target.written = self._smoother.count
-        named = {f"train/{name}": value for name, value in values.items()}
+        named = self._named(values)
         target.call(lambda writer: writer.write_scalars(named, self._last.iter, self._last))
+
+    def _named(self, values: Mapping[str, float]) -> dict[str, float]:
+        names = self._names
+        return {names.get(name) or names.setdefault(name, f"train/{name}"): value for name, value in values.items()}
 
 
 class _Target:
