@@ -44,3 +44,17 @@ def registry() -> Iterator[dict[str, type[Event]]]:
     yield events.registry
     events.registry.clear()
     events.registry.update(before)
+
+
+@pytest.fixture
+def in_our_code():
+    """Tells whether a signal struck in code of ours (or a test's), not in a destructor that happened to run just then.
+
+    An exception in a destructor cannot reach anyone: Python prints it, and pytest makes it an error.
+    """
+
+    def look(frame) -> bool:
+        name = frame.f_code.co_filename
+        return "eventloop" in name or "tests" in name or name.startswith("<trainbus")
+
+    return look
