@@ -52,6 +52,10 @@ class Settings:
     quick: bool = False
     tick: Tick = lambda done, rounds: None
 
+    def tick_part(self, part: int, parts: int, done: int, rounds: int) -> None:
+        """Tell how far one of several parts of a benchmark has come; ``part`` counts from 0."""
+        self.tick(part * rounds + done, parts * rounds)
+
     def rounds(self, quick: int, full: int) -> int:
         return quick if self.quick else full
 
@@ -139,7 +143,7 @@ def in_blocks(settings: Settings, blocks: int, measure_block: Callable[[Tick], S
     for block in range(1 if settings.quick else blocks):
 
         def tick(done: int, rounds: int, before: int = block) -> None:
-            settings.tick(before * rounds + done, blocks * rounds)
+            settings.tick_part(before, blocks, done, rounds)
 
         for name, times in measure_block(tick).items():
             samples.setdefault(name, []).extend(times)

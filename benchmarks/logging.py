@@ -48,7 +48,7 @@ def compare(
             work_dir = Path(scopes.enter_context(tempfile.TemporaryDirectory(prefix="trainbus-bench-")))
             contenders[name] = timed(scopes.enter_context(logs(work_dir, scalars)))
         rounds = settings.rounds(quick=5, full=40)
-        samples = measure(contenders, rounds, lambda done, of: settings.tick(part * of + done, 2 * of))
+        samples = measure(contenders, rounds, lambda done, of: settings.tick_part(part, 2, done, of))
     return Comparison(title, "µs", floor, samples, budget=budget, left_out=left_out | LEFT_OUT)
 
 
