@@ -1,0 +1,40 @@
+"""The command ``trainbus``, a module for each group of commands.
+
+Nothing else in ``eventloop`` knows ``hooks``, and these modules import it only once a command needs it. A module declares
+its commands in ``add_parser(commands)`` and names the function to call by ``set_defaults(call=...)``: it takes the parsed
+options and returns the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from eventloop.cli import demo
+from eventloop.errors import TrainbusError
+
+GROUPS = (demo,)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit status: 0, 2 for a mistake in the call, 130 after Ctrl-C."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.call(options))
+    except TrainbusError as error:
+        console = Console(stderr=True)
+        console.print(f"[bold red]trainbus {options.command}:[/] ", end="")
+        console.print(str(error), highlight=False, soft_wrap=True, markup=False)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="trainbus", description="An async event-bus runtime for PyTorch training.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for group in GROUPS:
+        group.add_parser(commands)
+    return parser

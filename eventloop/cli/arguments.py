@@ -1,0 +1,16 @@
+"""What the commands share: the type of their parsers, and types of arguments."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TypeAlias
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def positive(text: str) -> int:
+    """Return ``text`` as a number of 1 or more; argparse makes a usage error of anything else."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value

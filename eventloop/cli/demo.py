@@ -1,0 +1,28 @@
+"""``trainbus demo``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from eventloop.cli.arguments import Subparsers, positive
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("demo", help="train a small network on real handwritten digits, with every hook at work")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where files go (default: a new folder runs/digits, runs/digits-2 …)"
+    )
+    parser.add_argument("--epochs", type=positive, default=30, metavar="N", help="epochs in all (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of weights, shuffling and split (default: %(default)s)"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in DIR (default: the newest run)")
+    parser.set_defaults(call=_demo)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from hooks.demo import run_demo
+
+    return run_demo(out=options.out, epochs=options.epochs, seed=options.seed, resume=options.resume)
