@@ -12,6 +12,7 @@ hook                         does
 :class:`ProgressBar`         the progress of a run on a terminal
 :class:`CheckInvalidLossHook` ends a run whose loss is no longer finite
 :class:`CheckpointHook`      saves, keeps the newest and the best
+:class:`EarlyStoppingHook`   ends training when validations stop getting better
 :class:`PreemptionHook`      on a signal: saves, and ends the run in order
 ===========================  ========================================================================
 """
@@ -19,6 +20,7 @@ hook                         does
 from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WeightAverage
 from hooks.check_loss import CheckInvalidLossHook
 from hooks.checkpoint import CheckpointHook
+from hooks.early_stopping import EarlyStoppingHook
 from hooks.ema import EMAHook
 from hooks.logger import LoggerHook
 from hooks.optimizer import OptimizerHook
@@ -34,6 +36,7 @@ __all__ = [
     "CheckpointHook",
     "ConsoleWriter",
     "EMAHook",
+    "EarlyStoppingHook",
     "ExponentialMovingAverage",
     "IterTimerHook",
     "JSONLinesWriter",

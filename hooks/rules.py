@@ -35,8 +35,8 @@ def find_rule(metric: str, greater_keys: Iterable[str] = GREATER, less_keys: Ite
     if any(key in name for key in less):
         return "less"
     raise ConfigurationError(
-        f'metric {metric!r}: is more better, or less? Its name does not tell; say rule="greater" or rule="less", or name it in '
-        "greater_keys or less_keys"
+        f'metric {metric!r}: is more better, or less? Its name does not tell; say rule="greater" or rule="less" (or, where the '
+        "hook has them, name it in greater_keys or less_keys)"
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from eventloop import ConfigurationError
+from hooks.options import checked_count as checked_count
 
 Method = Literal["mean", "min", "max", "current"]
 WindowSize = int | Literal["epoch", "global"]
@@ -168,17 +169,6 @@ class _Running:
         if method == "current":
             return self._current
         return self._min if method == "min" else self._max
-
-
-def checked_count(option: str, value: object, meaning: str) -> int:
-    """Return ``value`` if it is a positive integer.
-
-    Raises:
-        ConfigurationError: it is not; the message says what ``option`` means.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{option}={value!r}: give {meaning}, a positive integer")
-    return value
 
 
 def _aggregate(custom: CustomWindow) -> _Recent | _Running:

@@ -1,0 +1,157 @@
+"""``EarlyStoppingHook``: ends training when validations stop getting better."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+from eventloop import (
+    AfterValEpoch,
+    BeforeTrain,
+    Hook,
+    Priority,
+    RunView,
+    TrainingError,
+    get_logger,
+)
+from hooks.options import checked_count, checked_flags, checked_name, checked_number
+from hooks.rules import Rule, check_rule, find_rule, is_better
+
+log = get_logger()
+
+
+class EarlyStoppingHook(Hook):
+    """Looks at one metric after each validation of a training, and ends the training, in order,
+
+    - at once when its value is NaN or infinite (unless ``check_finite=False``),
+    - at once when it is better than ``stopping_threshold``,
+    - when ``patience`` validations in a row did not better the best one by more than ``min_delta``.
+
+    It comes last (priority 100): the checkpoint of the best validation has been asked for by then, ``save_last`` still
+    saves at the end of training. How many validations it has waited is in the checkpoint, so a resumed run waits for the rest;
+    one that was resumed after it had been stopped is stopped again before its first iteration, unless options have changed
+    that (a larger ``patience``). A training that begins at iteration 0 begins without a best value.
+
+    Args:
+        monitor: name of the metric, as in ``event.metrics``.
+        rule: ``"greater"`` or ``"less"`` is better; by default it goes by the name, see :func:`hooks.rules.find_rule`.
+        min_delta: an improvement counts if it is larger than this.
+        strict: a validation without the metric (or where it is None) is an error; False logs it and goes on.
+        check_finite: stop at a value that is not finite. False takes NaN as no improvement.
+        patience: validations without improvement that are waited for, at least 1.
+        stopping_threshold: a value beyond which there is nothing left to gain.
+        name: of this hook in checkpoints, where there are several of its kind.
+
+    Raises:
+        ConfigurationError: an option that cannot work.
+        TrainingError: later: with ``strict``, there is no such metric; or its value is no number.
+    """  # noqa: D415 - the sentence goes on in the list
+
+    priority = Priority.LOWEST
+
+    def __init__(
+        self,
+        monitor: str,
+        rule: Rule | None = None,
+        min_delta: float = 0.1,
+        strict: bool = False,
+        check_finite: bool = True,
+        patience: int = 5,
+        stopping_threshold: float | None = None,
+        *,
+        name: str = "",
+    ) -> None:
+        check_rule(rule)
+        checked_flags(strict=strict, check_finite=check_finite)
+        if stopping_threshold is not None:
+            checked_number("stopping_threshold", stopping_threshold, "a value of the metric, or None for no threshold")
+        self.name = name
+        self.monitor = checked_name("monitor", monitor, 'the name of a metric, such as "accuracy"')
+        self.rule = rule or find_rule(monitor)
+        self.min_delta = checked_number("min_delta", min_delta, "the least improvement that counts", least=0)
+        self.strict = strict
+        self.check_finite = check_finite
+        self.patience = checked_count("patience", patience, "the validations to wait for an improvement")
+        self.stopping_threshold = stopping_threshold
+        self.best_score: float | None = None
+        """The best value so far."""
+        self.wait_count = 0
+        """Validations since it got better."""
+        self._last_score: float | None = None
+        self._training = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value, the last one, and how many validations have been waited."""
+        return {"best_score": self.best_score, "last_score": self._last_score, "wait_count": self.wait_count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on waiting."""
+        self.best_score = state["best_score"]
+        self._last_score = state["last_score"]
+        self.wait_count = int(state["wait_count"])
+
+    def before_train(self, event: BeforeTrain) -> None:
+        """Begin afresh with a new training; end one that had been ended when its checkpoint was made."""
+        self._training = True
+        event.run.defer(self._training_over)
+        if event.progress.iter == 0:
+            self.best_score, self._last_score, self.wait_count = None, None, 0
+        self._stop_if_due(event.run)
+
+    def after_val_epoch(self, event: AfterValEpoch) -> None:
+        """Compare with the best, and stop if it is time to."""
+        if not self._training:
+            return
+        score = self._score(event.metrics)
+        if score is not None:
+            self._take(score)
+            self._stop_if_due(event.run)
+
+    def _training_over(self) -> None:
+        self._training = False
+
+    def _score(self, metrics: Mapping[str, Any]) -> float | None:
+        value = metrics.get(self.monitor)
+        if value is None:
+            problem = (
+                f"{self.label} watches the metric {self.monitor!r}, which this validation has not; it has "
+                f"{', '.join(repr(name) for name, value in metrics.items() if value is not None) or 'none'}"
+            )
+            if self.strict:
+                raise TrainingError(problem)
+            log.warning(problem)
+            return None
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TrainingError(f"monitor={self.monitor!r}: its value is a {type(value).__name__}, no single number") from error
+
+    def _take(self, score: float) -> None:
+        self._last_score = score
+        best = self.best_score
+        needed = None if best is None else best + (self.min_delta if self.rule == "greater" else -self.min_delta)
+        if is_better(self.rule, score, needed):
+            self.best_score, self.wait_count = score, 0
+        else:
+            self.wait_count += 1
+
+    def _stop_if_due(self, run: RunView) -> None:
+        reason = self._reason()
+        if reason is not None:
+            log.info("training is stopped early", reason=reason)
+            run.stop(f"{self.label}: {reason}")
+
+    def _reason(self) -> str | None:
+        """Return why training should end now, or None."""
+        score, threshold = self._last_score, self.stopping_threshold
+        if score is None:
+            return None
+        if self.check_finite and not isfinite(score):
+            return f"{self.monitor} is {score}"
+        if threshold is not None and is_better(self.rule, score, threshold):
+            return f"{self.monitor} is {score:.6g}, beyond stopping_threshold={threshold:g}"
+        if self.wait_count >= self.patience:
+            best = "" if self.best_score is None else f" over {self.best_score:.6g}"
+            return f"{self.monitor} did not improve by more than {self.min_delta:g}{best} in {self.wait_count} validations"
+        return None

@@ -1,0 +1,194 @@
+"""When EarlyStoppingHook ends a training, and how a resumed one goes on waiting."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from eventloop import ConfigurationError, TrainingError, TrainLoop
+from eventloop.checkpoint import load
+from hooks.checkpoint import CheckpointHook
+from hooks.early_stopping import EarlyStoppingHook
+
+NAN, INF = float("nan"), float("inf")
+
+
+def training(job: SimpleNamespace, hook: EarlyStoppingHook, scores: list[Any], *more: Any, **options: Any) -> TrainLoop:
+    """A training of at most as many epochs as there are scores, one validated each."""
+    options.setdefault("max_epochs", len(scores))
+    name = options.pop("metric", hook.monitor)
+    return job.loop(hook, *more, val_data=job.batches(1), metrics={name: job.Scores(*scores)}, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "scores", "epochs"),
+    [
+        # Only more than min_delta is an improvement, in the right direction.
+        ({"patience": 2, "min_delta": 0.25}, [0.0, 0.25, 0.25, 9, 9], 3),
+        ({"patience": 2, "min_delta": 0.25}, [0.0, 0.5, 0.25, 1.0, 1.0, 1.0, 9], 6),
+        ({"patience": 2, "min_delta": 0.25, "rule": "less"}, [1.0, 0.75, 0.75, 0, 0], 3),
+        ({"patience": 1, "min_delta": 0}, [1.0, 1.0, 1.0], 2),
+        # A value that creeps is compared with the best one, not with the one before.
+        ({"patience": 3, "min_delta": 0.25}, [0.0, 0.2, 0.4, 0.5, 0.6, 0.6, 0.6, 9], 6),
+        ({}, [0.5] * 9, 6),
+        ({"patience": 1}, [0.0, 1.0, 2.0, 3.0], 4),
+        ({"stopping_threshold": 0.5}, [0.1, 0.5, 0.51, 0.9], 3),
+        ({"stopping_threshold": 0.5, "rule": "less"}, [0.9, 0.5, 0.4, 0.1], 3),
+        ({}, [0.1, NAN, 0.3], 2),
+        ({}, [0.1, -INF, 0.3], 2),
+        ({"check_finite": False, "patience": 2}, [0.1, NAN, 0.5, NAN, NAN, 1.0], 5),
+        ({"check_finite": False, "patience": 2}, [NAN, NAN, 1.0], 2),
+    ],
+)
+def test_epochs_until_it_stops(job: SimpleNamespace, options: dict[str, Any], scores: list[float], epochs: int) -> None:
+    loop = training(job, EarlyStoppingHook("accuracy", **options), scores)
+    loop.run()
+    assert loop.counters.epoch == epochs
+
+
+@pytest.mark.parametrize(
+    ("metric", "rule"), [("accuracy", "greater"), ("LOSS", "less"), ("coco/bbox_mAP", "greater"), ("val_loss", "less")]
+)
+def test_the_rule_goes_by_the_name_of_the_metric(metric: str, rule: str) -> None:
+    assert EarlyStoppingHook(metric).rule == rule
+
+
+def test_a_stop_is_in_order_and_says_why(job: SimpleNamespace, tmp_path: Path) -> None:
+    hook = EarlyStoppingHook("accuracy", patience=1)
+    loop = training(job, hook, [0.5] * 4, CheckpointHook(interval=-1, save_best="accuracy"), work_dir=tmp_path)
+    seen: list[str] = []
+    reasons: list[str] = []
+    for point in ("after_val_epoch", "after_val", "after_train", "after_run"):
+        loop.bus.on(point, lambda event: seen.append(event.mount_point), priority=100)
+    loop.bus.on("after_run", lambda event: reasons.append(event.run.info["stop_reason"]))
+    loop.run()
+    assert seen == ["after_val_epoch", "after_val"] * 2 + ["after_train", "after_run"]
+    assert "EarlyStoppingHook: accuracy did not improve by more than 0.1 over 0.5 in 1 validations" in reasons
+    assert {path.stem for path in tmp_path.glob("*.safetensors")} == {"epoch_2", "best_accuracy_epoch_1"}
+
+
+@pytest.mark.parametrize(("saved", "waited"), [("before the validation", 1), ("after the validation", 2)])
+@pytest.mark.parametrize("end", ["stop", "error"])
+def test_the_wait_count_is_in_the_checkpoint(job: SimpleNamespace, tmp_path: Path, saved: str, waited: int, end: str) -> None:
+    """It does not begin at 0 again: a resumed training ends as one that was never interrupted."""
+    straight = training(job, EarlyStoppingHook("accuracy", patience=3), [0.5] * 9)
+    straight.run()
+    assert straight.counters.epoch == 4
+
+    first = training(job, EarlyStoppingHook("accuracy", patience=3), [0.5] * 9, work_dir=tmp_path)
+    point = "after_train_epoch" if saved == "before the validation" else "after_val_epoch"
+    first.bus.on(point, lambda event: event.run.checkpoint_now(), once=3)
+
+    def interrupt(event: Any) -> None:
+        event.run.wait_for_saves()
+        if end == "error":
+            raise RuntimeError("power cut")
+        event.run.stop()
+
+    first.bus.on("after_val", interrupt, once=3)
+    with pytest.raises(RuntimeError) if end == "error" else nullcontext(), capture_logs():
+        first.run()
+
+    hook = EarlyStoppingHook("accuracy", patience=3)
+    counts: list[int] = []
+    second = training(job, hook, [0.5] * 9, work_dir=tmp_path)
+    second.bus.on("before_train", lambda event: counts.append(hook.wait_count))
+    second.run(resume="auto")
+    assert counts == [waited]
+    assert hook.best_score == 0.5
+    assert second.counters.epoch == 4
+    assert job.same(job.weights(second.model), job.weights(straight.model))
+
+
+def test_a_training_that_was_stopped_stays_stopped_when_it_is_resumed(job: SimpleNamespace, tmp_path: Path) -> None:
+    saver = CheckpointHook(1)
+    first = training(job, EarlyStoppingHook("accuracy", patience=2), [0.5] * 9, saver, work_dir=tmp_path)
+    first.run()
+    final = load(tmp_path / (tmp_path / "last_checkpoint").read_text().strip())
+    again = training(job, EarlyStoppingHook("accuracy", patience=2), [0.5] * 9, CheckpointHook(1), work_dir=tmp_path)
+    again.run(resume="auto")
+    assert again.counters.epoch == first.counters.epoch == 3
+    assert torch.equal(final["state_dict"]["0.weight"], again.model.state_dict()["0.weight"])
+
+
+def test_more_patience_goes_on_where_less_had_stopped(job: SimpleNamespace, tmp_path: Path) -> None:
+    training(job, EarlyStoppingHook("accuracy", patience=2), [0.5] * 9, CheckpointHook(), work_dir=tmp_path).run()
+    more = training(job, EarlyStoppingHook("accuracy", patience=4), [0.5] * 9, CheckpointHook(), work_dir=tmp_path)
+    more.run(resume="auto")
+    assert more.counters.epoch == 5
+
+
+def test_a_new_training_with_the_same_hook_begins_afresh(job: SimpleNamespace) -> None:
+    hook = EarlyStoppingHook("accuracy", patience=2)
+    for _ in range(2):
+        loop = training(job, hook, [0.5] * 9)
+        loop.run()
+        assert loop.counters.epoch == 3
+
+
+def test_validations_outside_of_a_training_do_not_count(job: SimpleNamespace) -> None:
+    hook = EarlyStoppingHook("accuracy", patience=2)
+    loop = training(job, hook, [0.5] * 9, max_epochs=2)
+    loop.run()
+    loop.val()
+    assert hook.wait_count == 1
+
+
+def test_without_the_metric_it_warns_and_goes_on(job: SimpleNamespace) -> None:
+    loop = training(job, EarlyStoppingHook("accuracy", patience=1), [0.5] * 3, metric="acc_of_it")
+    with capture_logs() as logs:
+        loop.run()
+    assert loop.counters.epoch == 3
+    warnings = [entry["event"] for entry in logs if entry["log_level"] == "warning"]
+    assert len(warnings) == 3
+    assert "'accuracy'" in warnings[0]
+    assert "'acc_of_it'" in warnings[0]
+
+
+@pytest.mark.parametrize("scores", [[None], [0.5, None]])
+def test_strict_makes_a_missing_value_an_error(job: SimpleNamespace, scores: list[Any]) -> None:
+    loop = training(job, EarlyStoppingHook("accuracy", strict=True), scores)
+    with pytest.raises(TrainingError, match=r"'accuracy'.*'loss'"), capture_logs():
+        loop.run()
+
+
+def test_a_value_of_none_is_skipped(job: SimpleNamespace) -> None:
+    loop = training(job, EarlyStoppingHook("accuracy", patience=2), [0.5, None, None, 0.5, 0.5, 0.5])
+    with capture_logs():
+        loop.run()
+    assert loop.counters.epoch == 5
+
+
+def test_a_value_that_is_no_number_is_an_error(job: SimpleNamespace) -> None:
+    loop = training(job, EarlyStoppingHook("accuracy"), ["much"])
+    with pytest.raises(TrainingError, match=r"accuracy.*str"), capture_logs():
+        loop.run()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"monitor": ""},
+        {"monitor": 3},
+        {"monitor": "speed"},
+        {"rule": "more"},
+        {"min_delta": -0.1},
+        {"min_delta": NAN},
+        {"min_delta": "0.1"},
+        {"patience": 0},
+        {"patience": True},
+        {"patience": 2.5},
+        {"stopping_threshold": NAN},
+        {"stopping_threshold": "high"},
+        {"strict": 1},
+        {"check_finite": None},
+    ],
+)
+def test_wrong_options_are_errors_when_the_hook_is_made(options: dict[str, Any]) -> None:
+    word = "metric" if options == {"monitor": "speed"} else next(iter(options))
+    with pytest.raises(ConfigurationError, match=word):
+        EarlyStoppingHook(**({"monitor": "accuracy"} | options))
