@@ -77,7 +77,7 @@ class Foreign(msgspec.Struct, frozen=True, array_like=True):
     """What the tree knows about a tensor whose dtype safetensors lacks."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[_Size, ...]
 
 
 class Header(msgspec.Struct, frozen=True):

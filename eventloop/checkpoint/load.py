@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -121,6 +123,10 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
             yield file, os.fstat(file.fileno()).st_size
         except CheckpointDamagedError as error:
             raise CheckpointDamagedError(f"{path} is damaged: {error}") from error.__cause__
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise CheckpointDamagedError(f"{path} is damaged: its disk cannot read it ({error})") from error
 
 
 def _read_header(file: BinaryIO, size: int) -> tuple[Header, Digest]:
@@ -178,6 +184,8 @@ def _tensor(data: _Data, entry: Entry, foreign: Foreign | None) -> torch.Tensor:
     dtype = SAFE_DTYPES[entry.dtype] if foreign is None else FOREIGN_DTYPES[foreign.dtype]
     shape = entry.shape if foreign is None else foreign.shape
     begin, end = entry.data_offsets
+    if math.prod(shape) * dtype.itemsize != end - begin:  # the header is checked already, not so what the tree says of it
+        raise ValueError(f"a {dtype} tensor of shape {shape} in {end - begin} bytes")
     if begin == end:
         return torch.empty(shape, dtype=dtype)
     # Not slices of one tensor: those would share a version counter, and an in-place change of one would make autograd

@@ -7,6 +7,7 @@ payload: the n-th tensor met while reading is the n-th met while writing, so the
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,6 +31,9 @@ _TENSOR_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _ATOMS: Final = frozenset({type(None), bool, float, bytes})
 _ONLY_STR: Final = frozenset({str})
 _NUMERIC_KINDS: Final = frozenset("biufc")
+_NUMERIC_DTYPE: Final = re.compile(r"[<>|][biufc]\d{1,2}", re.ASCII)
+# Not getattr(torch, name): torch imports whole packages when it is asked for their names.
+_DTYPES: Final = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 _FACTORIES: Final[dict[str, Callable[[], object]]] = {
     factory.__name__: factory for factory in (bool, bytes, dict, float, int, list, set, str, tuple)
 }
@@ -260,17 +264,10 @@ def _decode_default(parts: list[Any]) -> object:
 
 def _decode_array(parts: list[Any]) -> Any:
     text, shape, data = parts
-    dtype = np.dtype(text)
-    if dtype.kind not in _NUMERIC_KINDS:
+    # np.dtype() understands a small language, parts of which are evaluated by Python's own parser.
+    if not _NUMERIC_DTYPE.fullmatch(text):
         raise ValueError(f"an array of dtype {text}")
-    return np.ndarray(shape, dtype, bytearray(data))
-
-
-def _decode_dtype(payload: bytes) -> torch.dtype:
-    dtype = getattr(torch, payload.decode(), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"unknown dtype {payload!r}")  # noqa: TRY004  # a damaged file, not a caller's mistake
-    return dtype
+    return np.ndarray(shape, np.dtype(text), bytearray(data))
 
 
 def _decode_dict(parts: list[Any]) -> object:
@@ -282,7 +279,7 @@ _DECODE: Final[dict[int, Callable[[bytes], object]]] = {
     _INT: lambda payload: int.from_bytes(payload, "little", signed=True),
     _STR: lambda payload: payload.decode("utf-8", "surrogatepass"),
     _COMPLEX: lambda payload: complex(*struct.unpack("<dd", payload)),
-    _DTYPE: _decode_dtype,
+    _DTYPE: lambda payload: _DTYPES[f"torch.{payload.decode()}"],
     _DEVICE: lambda payload: torch.device(payload.decode()),
 }
 _DECODE_CONTAINER: Final[dict[int, Callable[[Any], object]]] = {

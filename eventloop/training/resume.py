@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -141,10 +142,11 @@ def checkpoint_keys(model: torch.nn.Module) -> dict[str, str]:
 def find_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | None:
     """Load the newest good checkpoint in ``directory``; None if there is none at all.
 
-    A damaged one is reported and the one before it is tried.
+    One that is damaged or cannot be read is reported, and the one before it is tried; likewise whatever has become of
+    ``last_checkpoint``.
 
     Raises:
-        CheckpointDamagedError: there are checkpoints, and all of them are damaged.
+        CheckpointDamagedError: there are checkpoints, and none of them can be read.
     """
     damage: list[str] = []
     for path in _newest_first(directory):
@@ -154,7 +156,10 @@ def find_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | None:
             log.warning("a checkpoint is damaged; trying the one before it", path=str(path), error=str(error))
             damage.append(str(error))
         except FileNotFoundError:
-            log.warning("last_checkpoint names a file that is gone", path=str(path))
+            log.warning("a checkpoint is gone; trying the one before it", path=str(path))
+        except OSError as error:
+            log.warning("a checkpoint cannot be read; trying the one before it", path=str(path), error=str(error))
+            damage.append(str(error))
         else:
             if not _lacking(state):
                 return path, state
@@ -165,12 +170,35 @@ def find_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def _newest_first(directory: Path) -> list[Path]:
-    pointer = directory / LAST
-    newest = directory / pointer.read_text().strip() if pointer.is_file() else None
+    newest = _pointed_to(directory)
     places = dict.fromkeys((directory, newest.parent if newest is not None else directory))
     files = [path for place in places for path in place.glob("*.safetensors") if not path.name.startswith(".")]
-    ordered = sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    ordered = sorted(files, key=_modified, reverse=True)
     return list(dict.fromkeys([*([newest] if newest is not None else []), *ordered]))
+
+
+def _pointed_to(directory: Path) -> Path | None:
+    """What ``last_checkpoint`` names, there or not. It is a hint: no digest guards its bytes."""
+    pointer = directory / LAST
+    try:
+        newest = directory / os.fsdecode(pointer.read_bytes()).strip()
+        possible = newest.parent.is_dir() and not newest.is_dir()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.warning("last_checkpoint cannot be read; looking for checkpoints beside it", path=str(pointer), error=str(error))
+        return None
+    if not possible or "\0" in newest.name:
+        log.warning("last_checkpoint names no file; looking for checkpoints beside it", path=str(pointer))
+        return None
+    return newest
+
+
+def _modified(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:  # removed by another process this very moment
+        return 0
 
 
 def _check(state: Mapping[str, Any]) -> None:
@@ -183,8 +211,9 @@ def _check(state: Mapping[str, Any]) -> None:
         raise CheckpointError(f"the checkpoint has format {state['format']}, this trainbus reads up to {FORMAT}; upgrade it")
 
 
-def _lacking(state: Mapping[str, Any]) -> list[str]:
-    return [key for key in ("format", "state_dict", "progress", "bus", "rng") if key not in state]
+def _lacking(state: Any) -> list[str]:
+    there = state if isinstance(state, Mapping) else {}
+    return [key for key in ("format", "state_dict", "progress", "bus", "rng") if key not in there]
 
 
 def _load_each(kind: str, things: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
+import subprocess
+import sys
 import tracemalloc
 import zlib
 from pathlib import Path
@@ -161,6 +165,12 @@ def test_a_header_that_contradicts_itself_is_refused_even_with_a_right_digest(go
         msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(16, b"nonsense")]),
         msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(13, msgspec.msgpack.encode(["O", [1], b"12345678"]))]),
         msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(7, msgspec.msgpack.encode([[1]]))]),
+        msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(13, msgspec.msgpack.encode(["f4,(", [1], b"1234"]))]),
+        msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(13, msgspec.msgpack.encode(["a", [1], b"1234"]))]),
+        msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(13, msgspec.msgpack.encode([None, [1], b"12345678"]))]),
+        msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(13, msgspec.msgpack.encode(["<f4", [2**40], b"1234"]))]),
+        b"\x93\x90\x80" + b"\xdd\xff\xff\xff\xff" * 50,
+        b"\x93\x90\x80" + b"\xdf\xff\xff\xff\xff" * 50,
     ],
 )
 def test_a_malformed_tree_is_refused_even_with_a_right_digest(path, tree):
@@ -173,6 +183,49 @@ def test_a_malformed_tree_is_refused_even_with_a_right_digest(path, tree):
     path.write_bytes(seal(header, bytes(8) + tree))
     with pytest.raises(CheckpointDamagedError, match="cannot be rebuilt"):
         load(path)
+
+
+def sealed_tree(tree: bytes, tensor_bytes: int = 0) -> bytes:
+    """A file with one U8 tensor and this tree, and a right digest."""
+    end = tensor_bytes + len(tree)
+    header = {
+        "__metadata__": {"format": "trainbus.checkpoint", "version": "1", "digest": "crc32"},
+        "w": {"dtype": "U8", "shape": [tensor_bytes], "data_offsets": [0, tensor_bytes]},
+        "__tree__": {"dtype": "U8", "shape": [len(tree)], "data_offsets": [tensor_bytes, end]},
+        "__digest__": {"dtype": "U8", "shape": [4], "data_offsets": [end, end + 4]},
+    }
+    return seal(header, bytes(tensor_bytes) + tree)
+
+
+@pytest.mark.parametrize("shape", [[1], [2**30], [2**60], [-1], [0, -1], [2**40, 2**40]])
+def test_a_tree_that_promises_a_tensor_more_memory_than_it_has_is_refused(path, shape):
+    tree = msgspec.msgpack.encode([[0], {0: ["complex64", shape]}, msgspec.msgpack.Ext(1, b"")])
+    path.write_bytes(sealed_tree(tree))
+    with pytest.raises(CheckpointDamagedError, match=r"in 0 bytes|Expected `int` >= 0"):
+        load(path)
+
+
+def test_a_name_in_a_tree_makes_torch_import_nothing(path):
+    """In a process of its own: this one may have everything imported already."""
+    path.write_bytes(sealed_tree(msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(15, b"_dynamo")])))
+    script = (
+        "import sys; from eventloop.checkpoint import load\n"
+        f"try: load({str(path)!r})\n"
+        "except Exception as error: print(type(error).__name__, 'torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)  # noqa: S603
+    assert done.stdout.split() == ["CheckpointDamagedError", "False"]
+
+
+def test_a_disk_that_cannot_read_a_file_has_damaged_it(good, path, monkeypatch):
+    def fail(self: Any, *args: Any, **options: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    path.write_bytes(good)
+    monkeypatch.setattr(sys.modules[load.__module__], "_fill", fail)
+    for read in (load, verify, inspect):
+        with pytest.raises(CheckpointDamagedError, match=r"damaged\.safetensors.*Input/output error"):
+            read(path)
 
 
 def test_a_missing_file_stays_file_not_found(tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import random
 import shutil
 import weakref
@@ -29,7 +31,7 @@ from eventloop import (
     Update,
     load_weights,
 )
-from eventloop.checkpoint import load
+from eventloop.checkpoint import load, save
 
 SAMPLES = 22  # five batches of four, and one of two
 
@@ -459,6 +461,45 @@ def test_auto_survives_a_last_checkpoint_that_names_a_file_that_is_gone(parts, t
     assert resumed.resumed_from == tmp_path / "older.safetensors"
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"\n", b".", b"..", b"here.safetensor", b"nowhere/here.safetensors", b"/here.safetensors", b"x" * 5000),
+        *(b"\0here.safetensors", b"\xff\xfe", b"last_checkpoint", b"here.safetensors\0\0\0"),
+    ],
+)
+def test_auto_survives_whatever_has_become_of_last_checkpoint(parts, tmp_path, content):
+    Job(parts, tmp_path, max_epochs=1).save_at("after_train_iter", 2).run()
+    (tmp_path / "last_checkpoint").write_bytes(content)
+    resumed = Job(parts, tmp_path, max_epochs=1).run(resume="auto")
+    assert resumed.resumed_from == tmp_path / "here.safetensors"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_auto_goes_back_to_the_file_before_one_that_cannot_be_read(parts, tmp_path, monkeypatch, number):
+    job = Job(parts, tmp_path, max_epochs=1)
+    job.bus.on("after_train_iter", lambda e: e.run.request_save(f"iter_{e.progress.iter + 1}.safetensors"), every=2)
+    job.run()
+    real = Path.open
+
+    def refuse(self, *args, **options):
+        if self.name == "iter_6.safetensors" and args == ("rb",):
+            raise OSError(number, os.strerror(number))
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert Job(parts, tmp_path, max_epochs=1).run(resume="auto").resumed_from == tmp_path / "iter_4.safetensors"
+
+
+def test_auto_passes_over_a_file_that_was_never_a_checkpoint_of_a_run(parts, tmp_path):
+    Job(parts, tmp_path, max_epochs=1).save_at("after_train_iter", 2).run()
+    for name, tree in {"number": 3, "list": [1, 2], "dict": {"state_dict": {}}}.items():
+        save(tree, tmp_path / f"{name}.safetensors")
+    (tmp_path / "directory.safetensors").mkdir()
+    (tmp_path / "last_checkpoint").unlink()
+    assert Job(parts, tmp_path, max_epochs=1).run(resume="auto").resumed_from == tmp_path / "here.safetensors"
+
+
 def test_auto_needs_a_work_dir(parts):
     with pytest.raises(ConfigurationError, match="give one"):
         parts.loop().run(resume="auto")
@@ -563,8 +604,6 @@ def test_a_checkpoint_of_other_models_names_them(parts, tmp_path):
 
 
 def test_a_file_that_is_no_checkpoint_of_a_run_says_so(parts, tmp_path):
-    from eventloop.checkpoint import save
-
     save({"state_dict": {}}, tmp_path / "weights.safetensors")
     with pytest.raises(CheckpointError, match="no checkpoint of a run"):
         parts.loop().run(resume=tmp_path / "weights.safetensors")
