@@ -1,20 +1,21 @@
-"""``python -m benchmarks [dispatch] [ema] [logging] [offload] [training] [--quick] [--out DIR]``; or ``soak``, alone."""
+"""``python -m benchmarks [dispatch] [ema] [logging] [offload] [training] [--quick] [--out DIR]``; alone: ``soak``, ``crash``."""
 
 import argparse
 import importlib
 import sys
 from pathlib import Path
 
-from benchmarks import report, soak
+from benchmarks import crash, report, soak
 from benchmarks.harness import Settings, environment
 
 BENCHMARKS = ("dispatch", "ema", "logging", "offload", "training")
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["soak"]:  # no comparison: it has options and a verdict of its own
-        soak.main(sys.argv[2:])
-        return
+    for name, alone in (("soak", soak), ("crash", crash)):  # no comparisons: they have options and verdicts of their own
+        if sys.argv[1:2] == [name]:
+            alone.main(sys.argv[2:])
+            return
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="trainbus side by side with its peers.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which to run (default all): {', '.join(BENCHMARKS)}")
     parser.add_argument("--quick", action="store_true", help="a few rounds only, to see that everything runs")
