@@ -1,4 +1,4 @@
-"""``python -m benchmarks [dispatch] [ema] [logging] [offload] [training] [--quick] [--out DIR]``; alone: ``soak``, ``crash``."""
+"""``python -m benchmarks [dispatch] [ema] [logging] [offload] [training] [--quick] [--out DIR]``; ``soak``, ``crash`` alone."""
 
 import argparse
 import importlib
