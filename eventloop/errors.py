@@ -67,6 +67,14 @@ class ConfigurationError(TrainbusError, ValueError):
     """An option of a run, loop or hook that cannot work; raised when the object is made or the run starts."""
 
 
+class RegistrationError(TrainbusError, TypeError):
+    """A class that cannot be registered: of no kind that can, or under a name that another class has."""
+
+
+class UnknownNameError(ConfigurationError, LookupError):
+    """A name under which nothing is registered; the message lists the nearest ones."""
+
+
 class TrainingError(TrainbusError, RuntimeError):
     """A training step broke its contract: no loss, a loss that is not a scalar, a missing metric input."""
 

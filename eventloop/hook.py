@@ -11,12 +11,14 @@ from typing import Any, ClassVar, TypeVar
 from eventloop.errors import SubscribeError
 from eventloop.events import BUILTIN, Event, registry, resolve, suggest
 from eventloop.priority import Priority, PriorityLike
+from eventloop.registry import registrable
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _PREFIXES = ("before_", "after_", "on_")
 
 
+@registrable("hook")
 class Hook:
     """A set of subscriptions with state. Methods named like mount points are subscribed by ``bus.add(hook)``.
 

@@ -1,0 +1,166 @@
+"""Names for hooks, writers and averages, so that a configuration can ask for them.
+
+    @register
+    class Histograms(Hook): ...                  # {type = "Histograms"} in a configuration
+
+    @register(name="histograms", aliases=("HistogramHook",))
+    class Histograms(Hook): ...
+
+What can be registered derives from a base that was declared with :func:`registrable`: ``Hook`` is one, the package ``hooks``
+declares ``Writer`` and ``WeightAverage``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from importlib import metadata
+from typing import Any, TypeVar, overload
+
+import msgspec
+
+from eventloop.errors import RegistrationError, UnknownNameError
+
+C = TypeVar("C", bound=type)
+
+
+class Registered(msgspec.Struct, frozen=True):
+    """A class that configurations can name."""
+
+    kind: str
+    name: str
+    cls: type
+    aliases: tuple[str, ...] = ()
+
+
+_bases: dict[str, type] = {}
+_found: dict[str, dict[str, Registered]] = {}
+_loaded = False
+
+
+def registrable(kind: str) -> Callable[[C], C]:
+    """Declare, as a decorator, a base whose subclasses can be registered, and what one of them is called: ``"hook"``."""
+
+    def declare(base: C) -> C:
+        _bases[kind] = base
+        _found.setdefault(kind, {})
+        return base
+
+    return declare
+
+
+@overload
+def register(cls: C, /) -> C: ...
+@overload
+def register(*, name: str | None = None, aliases: Iterable[str] = ()) -> Callable[[C], C]: ...
+def register(cls: C | None = None, /, *, name: str | None = None, aliases: Iterable[str] = ()) -> C | Callable[[C], C]:
+    """Let configurations name a class: a hook, a writer or an average. As ``@register``, or with options.
+
+    Args:
+        cls: the class.
+        name: how to call it; the class's name by default.
+        aliases: further names, such as those that other systems use.
+
+    Raises:
+        RegistrationError: the class is of no kind that can be registered, or another class has the name. Registering a
+            class of the same module and name again (a notebook cell) replaces it.
+    """
+    if cls is None:
+        return lambda found: _register(found, name, tuple(aliases))
+    return _register(cls, name, tuple(aliases))
+
+
+def _register(cls: C, name: str | None, aliases: tuple[str, ...]) -> C:
+    kind = _kind(cls)
+    entry = Registered(kind, name or cls.__name__, cls, aliases)
+    named = _found[kind]
+    for one in (entry.name, *aliases):
+        _check_name(one, cls)
+        taken = named.get(one)
+        if taken is not None and not _same(taken.cls, cls):
+            raise RegistrationError(
+                f"the {kind} {one!r} is already registered by {taken.cls.__module__}.{taken.cls.__qualname__}; "
+                f'give {cls.__module__}.{cls.__qualname__} another name: @register(name="...")'
+            )
+    for one in [one for one, taken in named.items() if _same(taken.cls, cls)]:
+        del named[one]
+    named.update(dict.fromkeys((entry.name, *aliases), entry))
+    return cls
+
+
+def _same(one: type, other: type) -> bool:
+    return (one.__module__, one.__name__) == (other.__module__, other.__name__)
+
+
+def _kind(cls: Any) -> str:
+    if isinstance(cls, type):
+        for kind, base in _bases.items():
+            if issubclass(cls, base):
+                return kind
+    bases = " or ".join(base.__name__ for base in _bases.values())
+    raise RegistrationError(f"@register is for classes derived from {bases}, not for {cls!r}")
+
+
+def _check_name(name: str, cls: type) -> None:
+    if not isinstance(name, str) or not name or ":" in name:
+        raise RegistrationError(
+            f"{cls.__qualname__} cannot be registered as {name!r}: give a name without a colon, which is what tells names from "
+            "module:attribute"
+        )
+
+
+def kind_of_base(base: type) -> str | None:
+    """Return the kind that a base was declared for, ``"writer"`` for ``Writer``; None for any other class."""
+    _load_builtin()
+    return next((kind for kind, declared in _bases.items() if declared is base), None)
+
+
+def registered(kind: str) -> list[Registered]:
+    """Return what is registered of a kind (``"hook"``, ``"writer"``, ``"average"``), in order of registration.
+
+    Raises:
+        UnknownNameError: there is no such kind.
+    """
+    _load_builtin()
+    if kind not in _found:
+        raise UnknownNameError(f"there is no kind {kind!r}{did_you_mean(kind, _found)}; there are {', '.join(_found)}")
+    return list({id(entry): entry for entry in _found[kind].values()}.values())
+
+
+def find(kind: str, name: str) -> type[Any]:
+    """Return the class registered under a name or an alias.
+
+    Raises:
+        UnknownNameError: there is none; the message has the nearest names.
+    """
+    entries = registered(kind)
+    try:
+        return _found[kind][name].cls
+    except KeyError:
+        hint = did_you_mean(name, _found[kind])
+        known = "" if hint else f"; registered: {', '.join(entry.name for entry in entries) or 'none'}"
+        raise UnknownNameError(f"no {kind} is registered as {name!r}{hint}{known}") from None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``" (did you mean 'this' or 'that'?)"``, or nothing where no name is near."""
+    lower = {one.lower(): one for one in known}
+    near = get_close_matches(name.lower(), lower, n=2, cutoff=0.6)
+    return f" (did you mean {' or '.join(repr(lower[one]) for one in near)}?)" if near else ""
+
+
+def _load_builtin() -> None:
+    """Import the hooks that come with trainbus, once.
+
+    They announce themselves by an entry point of the distribution, because this package must not know them.
+    """
+    global _loaded
+    if _loaded:
+        return
+    _loaded = True
+    try:
+        points = metadata.distribution("trainbus").entry_points.select(group="trainbus")
+    except metadata.PackageNotFoundError:  # run from a checkout: whoever wants them imports them
+        return
+    for point in points:
+        point.load()
