@@ -77,7 +77,7 @@ from eventloop.offload import DrainReport
 from eventloop.priority import Priority
 from eventloop.stream import Stream
 from eventloop.subscription import Options, Stats, StreamOptions, Subscription
-from eventloop.training import Metric, Run, SeededDataset, TrainLoop, Update, checkpoint_keys, load_weights
+from eventloop.training import Metric, Run, SeededDataset, TrainLoop, Update, checkpoint_keys, load_weights, set_sampler_epoch
 from eventloop.view import RunView
 
 __all__ = [
@@ -170,3 +170,7 @@ __all__ = [
     "mount",
     "mount_points",
 ]
+    "register",
+    "registered",
+    "registrable",
+    "set_sampler_epoch",

@@ -6,7 +6,7 @@ Events stand below the training package, so they name the run through this proto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,6 +66,10 @@ class RunView(Protocol):
     @property
     def epoch_length(self) -> int | None:
         """Training batches per epoch, or None where the loader does not know."""
+    @property
+    def train_data(self) -> Iterable[Any] | None:
+        """The loader of the training data; None before the first training epoch."""
+
 
     @property
     def evaluation_length(self) -> int | None:

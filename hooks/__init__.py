@@ -12,6 +12,9 @@ hook                         does
 :class:`ProgressBar`         the progress of a run on a terminal
 :class:`CheckInvalidLossHook` ends a run whose loss is no longer finite
 :class:`CheckpointHook`      saves, keeps the newest and the best
+:class:`DistSamplerSeedHook` another order of the data in every epoch, on all ranks alike
+:class:`SyncBuffersHook`     the same buffers on all ranks
+:class:`EmptyCacheHook`      gives unused memory back to the device
 :class:`EarlyStoppingHook`   ends training when validations stop getting better
 :class:`PreemptionHook`      on a signal: saves, and ends the run in order
 ===========================  ========================================================================
@@ -22,12 +25,15 @@ from hooks.check_loss import CheckInvalidLossHook
 from hooks.checkpoint import CheckpointHook
 from hooks.early_stopping import EarlyStoppingHook
 from hooks.ema import EMAHook
+from hooks.empty_cache import EmptyCacheHook
 from hooks.logger import LoggerHook
 from hooks.optimizer import OptimizerHook
 from hooks.preemption import PreemptionHook
 from hooks.progress_bar import ProgressBar
 from hooks.runtime_info import RuntimeInfoHook
+from hooks.sampler_seed import DistSamplerSeedHook
 from hooks.schedule import ParamSchedulerHook
+from hooks.sync_buffers import SyncBuffersHook
 from hooks.timer import IterTimerHook
 from hooks.writers import ConsoleWriter, JSONLinesWriter, TensorBoardWriter, Writer
 
@@ -35,8 +41,10 @@ __all__ = [
     "CheckInvalidLossHook",
     "CheckpointHook",
     "ConsoleWriter",
+    "DistSamplerSeedHook",
     "EMAHook",
     "EarlyStoppingHook",
+    "EmptyCacheHook",
     "ExponentialMovingAverage",
     "IterTimerHook",
     "JSONLinesWriter",
@@ -48,6 +56,7 @@ __all__ = [
     "ProgressBar",
     "RuntimeInfoHook",
     "StochasticWeightAverage",
+    "SyncBuffersHook",
     "TensorBoardWriter",
     "WeightAverage",
     "Writer",

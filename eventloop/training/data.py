@@ -273,6 +273,18 @@ def set_epoch(loader: Iterable[Any], epoch: int) -> None:
         dataset.set_epoch(epoch)
 
 
+def set_sampler_epoch(loader: Iterable[Any] | None, epoch: int) -> None:
+    """Call ``set_epoch(epoch)`` on the sampler of a loader, if it has one that takes it.
+
+    The loader's ``sampler``, else its ``batch_sampler``'s, else the ``batch_sampler`` itself.
+    """
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler):
+        if callable(tell := getattr(sampler, "set_epoch", None)):
+            tell(epoch)
+            return
+
+
 def length_of(loader: Iterable[Any]) -> int | None:
     """Return the number of batches where the loader knows it for sure, else None."""
     if isinstance(getattr(loader, "dataset", None), IterableDataset):

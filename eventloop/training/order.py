@@ -15,7 +15,7 @@ import torch
 from eventloop import events as ev
 from eventloop.errors import RunCancelled
 from eventloop.events import Event, Progress, Stage
-from eventloop.training.data import Feed, set_epoch
+from eventloop.training.data import Feed, set_epoch, set_sampler_epoch
 from eventloop.training.metrics import Metrics
 from eventloop.training.progress import Counters
 from eventloop.training.rng import get_rng_state
@@ -132,12 +132,15 @@ class Order:
         set_epoch(feed.loader, self.counters.epoch + feed.passes)
         self._publish(ev.BeforeTrainEpoch)
         feed.begin()
+        if endless:  # after the hooks, which know the epoch but not the pass that a resumed run goes on with
+            set_sampler_epoch(feed.loader, self.counters.epoch + feed.passes)
 
     def begin_pass(self, feed: Feed) -> None:
-        """Begin the data anew within the epoch."""
+        """Begin the data anew within the epoch, in another order: no mount point marks this for a hook."""
         feed.passes += 1
         set_epoch(feed.loader, self.counters.epoch + feed.passes)
         feed.begin()
+        set_sampler_epoch(feed.loader, self.counters.epoch + feed.passes)
 
     def end_epoch(self) -> None:
         """Publish ``after_train_epoch`` if an epoch is open, and count it."""

@@ -260,6 +260,11 @@ class Run:
     def epoch_length(self) -> int | None:
         """Training batches per epoch, or None where the loader does not know."""
         return self._feed.length if self._feed is not None else None
+    @property
+    def train_data(self) -> Iterable[Any] | None:
+        """The loader of the training data; None before the first training epoch."""
+        return self._feed.loader if self._feed is not None else None
+
 
     @property
     def evaluation_length(self) -> int | None:

@@ -1,0 +1,57 @@
+"""``EmptyCacheHook``: gives memory that the allocator holds but nobody uses back to the device."""
+
+from __future__ import annotations
+
+import torch
+
+from eventloop import AfterEpoch, AfterIter, BeforeEpoch, ConfigurationError, Hook, Priority
+from hooks.options import checked_flags
+
+
+class EmptyCacheHook(Hook):
+    """Empties the cache of the accelerator's allocator, of all stages. Without an accelerator there is nothing to do.
+
+    It does not make more memory for the run itself; it helps other processes on the device, and against fragmentation. The
+    allocator waits for the device to do it, so an iteration pays for ``after_iter=True`` dearly.
+
+    Args:
+        before_epoch: before each epoch, validation and test.
+        after_epoch: after each of them.
+        after_iter: after each iteration.
+
+    Raises:
+        ConfigurationError: an option that is neither True nor False, or all of them False.
+    """
+
+    priority = Priority.NORMAL
+
+    def __init__(self, before_epoch: bool = False, after_epoch: bool = True, after_iter: bool = False) -> None:
+        checked_flags(before_epoch=before_epoch, after_epoch=after_epoch, after_iter=after_iter)
+        if not (before_epoch or after_epoch or after_iter):
+            raise ConfigurationError(
+                "EmptyCacheHook(before_epoch=False, after_epoch=False, after_iter=False) would never do anything; choose one "
+                "of them, or leave the hook out"
+            )
+        self._before_epoch = before_epoch
+        self._after_epoch = after_epoch
+        self._after_iter = after_iter
+
+    def before_epoch(self, event: BeforeEpoch) -> None:
+        """Empty the cache, if it is wanted here."""
+        if self._before_epoch:
+            _empty_cache()
+
+    def after_iter(self, event: AfterIter) -> None:
+        """Empty the cache, if it is wanted here."""
+        if self._after_iter:
+            _empty_cache()
+
+    def after_epoch(self, event: AfterEpoch) -> None:
+        """Empty the cache, if it is wanted here."""
+        if self._after_epoch:
+            _empty_cache()
+
+
+def _empty_cache() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()

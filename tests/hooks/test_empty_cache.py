@@ -1,0 +1,63 @@
+"""When EmptyCacheHook empties the cache of the device's allocator. The device is played by two functions of torch."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from eventloop import ConfigurationError
+from hooks.empty_cache import EmptyCacheHook
+
+
+@pytest.fixture
+def emptied(job: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a job with the hook: two epochs of four batches, two validations of one, a test of one. Returns the points."""
+
+    def run(**options: bool) -> list[str]:
+        where: list[str] = []
+        point = ""
+
+        def at(event: Any) -> None:
+            nonlocal point
+            point = event.mount_point
+
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: where.append(point))
+        loop = job.loop(EmptyCacheHook(**options), val_data=job.batches(1), test_data=job.batches(1))
+        for name in ("before_epoch", "after_epoch", "after_iter"):
+            loop.bus.on(name, at, priority=0)
+        loop.run()
+        loop.test()
+        return where
+
+    return run
+
+
+EPOCH = ["after_train_epoch", "after_val_epoch"]
+
+
+def test_by_default_after_each_epoch_of_all_stages(emptied: Any) -> None:
+    assert emptied() == [*EPOCH, *EPOCH, "after_test_epoch"]
+
+
+def test_before_epochs(emptied: Any) -> None:
+    epoch = ["before_train_epoch", "before_val_epoch"]
+    assert emptied(before_epoch=True, after_epoch=False) == [*epoch, *epoch, "before_test_epoch"]
+
+
+def test_after_iterations(emptied: Any) -> None:
+    epoch = ["after_train_iter"] * 4 + ["after_val_iter"]
+    assert emptied(after_iter=True, after_epoch=False) == [*epoch, *epoch, "after_test_iter"]
+
+
+def test_without_an_accelerator_nothing_is_asked_of_it(job: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: pytest.fail("there is none"))
+    job.loop(EmptyCacheHook(True, True, True)).run()
+
+
+@pytest.mark.parametrize("options", [{"before_epoch": 1}, {"after_epoch": None}, {"after_iter": "yes"}, {"after_epoch": False}])
+def test_wrong_options_are_errors_when_the_hook_is_made(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        EmptyCacheHook(**options)

@@ -1,0 +1,110 @@
+"""DistSamplerSeedHook: another order in every epoch, the same again after a resume."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
+
+from eventloop import Hook
+from hooks.checkpoint import CheckpointHook
+from hooks.sampler_seed import DistSamplerSeedHook
+
+ROWS = 8
+DATASET = TensorDataset(torch.arange(float(ROWS))[:, None].repeat(1, 3), torch.zeros(ROWS, dtype=torch.int64))
+
+
+def sampler() -> DistributedSampler[Any]:
+    return DistributedSampler(DATASET, num_replicas=2, rank=0, shuffle=True, seed=3)
+
+
+def order_of(epoch: int) -> list[int]:
+    one = sampler()
+    one.set_epoch(epoch)
+    return list(one)
+
+
+class Rows(Hook):
+    """Notes which rows of the data set came."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def before_train_iter(self, event: Any) -> None:
+        self.seen.extend(event.batch[0][:, 0].int().tolist())
+
+
+def test_every_epoch_has_an_order_of_its_own(job: SimpleNamespace) -> None:
+    rows = Rows()
+    job.loop(DistSamplerSeedHook(), rows, train_data=DataLoader(DATASET, 2, sampler=sampler()), max_epochs=3).run()
+    assert rows.seen == order_of(0) + order_of(1) + order_of(2)
+    assert order_of(0) != order_of(1)
+
+
+def test_without_it_all_epochs_have_the_same(job: SimpleNamespace) -> None:
+    rows = Rows()
+    job.loop(rows, train_data=DataLoader(DATASET, 2, sampler=sampler())).run()
+    assert rows.seen == order_of(0) * 2
+
+
+def test_the_sampler_inside_a_batch_sampler_is_found(job: SimpleNamespace) -> None:
+    rows = Rows()
+    loader = DataLoader(DATASET, batch_sampler=BatchSampler(sampler(), 2, drop_last=False))
+    job.loop(DistSamplerSeedHook(), rows, train_data=loader).run()
+    assert rows.seen == order_of(0) + order_of(1)
+
+
+def test_a_batch_sampler_that_takes_the_epoch_itself_is_told(job: SimpleNamespace) -> None:
+    class Buckets:
+        epochs: ClassVar[list[int]] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+        def __iter__(self) -> Any:
+            return iter([[0, 1], [2, 3]])
+
+        def __len__(self) -> int:
+            return 2
+
+    job.loop(DistSamplerSeedHook(), train_data=DataLoader(DATASET, batch_sampler=Buckets()), max_epochs=3).run()
+    assert Buckets.epochs == [0, 1, 2]
+
+
+@pytest.mark.parametrize("data", [[(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))], DataLoader(DATASET, 2)])
+def test_data_without_such_a_sampler_is_left_alone(job: SimpleNamespace, data: Any) -> None:
+    rows = Rows()
+    job.loop(DistSamplerSeedHook(), rows, train_data=data).run()
+    assert rows.seen
+
+
+def test_a_random_sampler_draws_as_it_does_without_the_hook(job: SimpleNamespace) -> None:
+    orders = []
+    for hooks in ([], [DistSamplerSeedHook()]):
+        rows = Rows()
+        job.loop(*hooks, rows, train_data=DataLoader(DATASET, 2, sampler=RandomSampler(DATASET)), seed=1).run()
+        orders.append(rows.seen)
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("limit", [{"max_epochs": 4}, {"max_iters": 8}])
+def test_a_resumed_run_has_the_order_of_one_that_was_never_stopped(job: SimpleNamespace, tmp_path: Path, limit: Any) -> None:
+    """Stopped in the middle of the third pass over the data; by iterations, that is within the only epoch."""
+
+    def loop(rows: Rows) -> Any:
+        data = DataLoader(DATASET, 2, sampler=sampler())
+        return job.loop(DistSamplerSeedHook(), rows, CheckpointHook(), train_data=data, work_dir=tmp_path, **limit)
+
+    straight, first, second = Rows(), Rows(), Rows()
+    loop(straight).run()
+    assert straight.seen == order_of(0) + order_of(1) + order_of(2) + order_of(3)
+
+    for file in tmp_path.iterdir():
+        file.unlink()
+    stopped = loop(first)
+    stopped.bus.add(job.StopAfter(5))
+    stopped.run()
+    loop(second).run(resume="auto")
+    assert first.seen + second.seen == straight.seen

@@ -1,0 +1,89 @@
+"""SyncBuffersHook: buffers are the mean over all ranks after each training epoch. Two real processes, gloo."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, multiprocessing, nn
+
+from eventloop import Bus, Run
+from hooks.sync_buffers import SyncBuffersHook
+
+
+class Buffers(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("short", torch.full((2, 2), float(rank), dtype=torch.bfloat16))
+        self.register_buffer("wave", torch.full((2,), complex(0, rank)))
+        self.register_buffer("seen", torch.tensor(5 + 2 * rank))
+        self.register_buffer("mask", torch.tensor([rank == 0]))
+        self.register_buffer("strided", torch.arange(6.0).reshape(2, 3).t() + rank)
+        self.register_buffer("empty", torch.empty(0))
+
+
+def train_on(rank: int, directory: str) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    model, bus = Buffers(rank), Bus()
+    bus.add(SyncBuffersHook())
+    before: list[Any] = []
+    bus.on("after_train_epoch", lambda event: before.append(copy(event.run.model)), priority=10)
+    with Run(bus, model=model) as run:
+        for _ in run.epochs(1):
+            for batch in run.train([torch.randn(4, 3) + 10 * rank]):
+                model.norm(batch)
+    after = copy(model)
+    with Run(bus, model=model) as run:
+        for _ in run.epochs(max_iters=2):
+            for index, batch in enumerate(run.train([torch.randn(4, 3) + 10 * rank] * 2)):
+                model.norm(batch)
+                if index == 0:
+                    validation = run.validate([batch])
+                    validated = [copy(model) for _ in validation]
+    torch.save({"before": before[0], "after": after, "validated": validated[0]}, f"{directory}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+def copy(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    directory = tmp_path_factory.mktemp("ranks")
+    multiprocessing.spawn(train_on, args=(str(directory),), nprocs=2)
+    return [torch.load(Path(directory, f"{rank}.pt")) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", ["norm.running_mean", "norm.running_var", "short", "wave", "strided"])
+def test_both_ranks_have_the_mean_afterwards(ranks: list[Any], name: str) -> None:
+    first, second = (rank["before"][name] for rank in ranks)
+    assert not torch.equal(first, second)
+    for rank in ranks:
+        torch.testing.assert_close(rank["after"][name], (first + second) / 2)
+
+
+def test_counts_are_averaged_too_and_stay_integers(ranks: list[Any]) -> None:
+    assert [rank["after"]["seen"].item() for rank in ranks] == [6, 6]
+    assert [rank["after"]["norm.num_batches_tracked"].item() for rank in ranks] == [1, 1]
+    assert ranks[0]["after"]["seen"].dtype == torch.int64
+
+
+def test_masks_stay_as_they_are(ranks: list[Any]) -> None:
+    assert [rank["after"]["mask"].item() for rank in ranks] == [True, False]
+
+
+def test_a_validation_within_an_epoch_sees_the_mean_too(ranks: list[Any]) -> None:
+    first, second = (rank["validated"] for rank in ranks)
+    assert torch.equal(first["norm.running_mean"], second["norm.running_mean"])
+    assert not torch.equal(first["norm.running_mean"], ranks[0]["after"]["norm.running_mean"])
+
+
+def test_in_a_single_process_nothing_changes(job: SimpleNamespace) -> None:
+    with_hook, without = job.loop(SyncBuffersHook()), job.loop()
+    with_hook.run()
+    without.run()
+    assert job.same(job.weights(with_hook.model), job.weights(without.model))
