@@ -79,6 +79,7 @@ from eventloop.stream import Stream
 from eventloop.subscription import Options, Stats, StreamOptions, Subscription
 from eventloop.training import Metric, Run, SeededDataset, TrainLoop, Update, checkpoint_keys, load_weights, set_sampler_epoch
 from eventloop.view import RunView
+from eventloop.watch import Watch
 
 __all__ = [
     "AfterBackward",
@@ -160,6 +161,7 @@ __all__ = [
     "TrainingError",
     "UnknownEventError",
     "Update",
+    "Watch",
     "WorkerDiedError",
     "checkpoint_keys",
     "detach",

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self, cast
 
+import torch
+
 from eventloop._on import TypedOn
 from eventloop.describe import Description, describe
 from eventloop.errors import BusStateError, OffloadError, SubscribeError
@@ -24,6 +26,7 @@ from eventloop.priority import PriorityLike
 from eventloop.routes import Entry, Route, Source, compile_route, ignore, route_source
 from eventloop.stream import Stream
 from eventloop.subscription import Stats, StreamOptions, Subscription, stream
+from eventloop.watch import KINDS, Watch, Watches
 
 State = Literal["idle", "open", "draining"]
 
@@ -68,6 +71,7 @@ class Bus(TypedOn):
         self._training: tuple[_Training, ...] = ()
         self._state: State = "idle"
         self._inert = False
+        self._watches = Watches()
         self.drain_timeout = drain_timeout
         self.abort_timeout = abort_timeout
         _buses.add(self)
@@ -127,6 +131,37 @@ class Bus(TypedOn):
             self._check_names([*self._hooks, *hooks])
             self._insert(subscriptions)
             self._hooks += hooks
+
+    def watch(self, model: torch.nn.Module, *patterns: str) -> Watch:
+        """Publish the module events of submodules: ``before_`` and ``after_module_forward``, ``_module_backward``.
+
+        Nothing hangs on a module while nobody subscribes to an event of it. Events are published while the bus is open;
+        as long as all who hear one are inline, also while it is not. Filters count the events of all modules together.
+
+        Backward events come from torch's full backward hooks, with their bounds: the module's inputs and outputs become
+        views, so that an in-place operation on them (``ReLU(inplace=True)`` right behind or before the module) raises, and
+        what does not require gradients has None for one. On a GPU they are published on a thread of autograd's.
+
+        A model under ``torch.compile`` publishes, too, and has a graph break at each watched module: not with
+        ``fullgraph=True``, which allows none. When a first subscription comes after the model was compiled, all compiled
+        code is dropped once and made anew.
+
+        Args:
+            model: also wrapped (``torch.compile``, data parallel); names are those without the wrapper. Held weakly.
+            *patterns: of qualified names, as :func:`fnmatch.fnmatchcase` takes them: ``"encoder"`` is one module,
+                ``"encoder.*"`` all below it, as ``*`` matches dots, too. Without any, all modules and the model itself, ``""``.
+
+        Returns:
+            A handle: ``detach()`` ends it, and so does leaving it as a context manager.
+
+        Raises:
+            SubscribeError: a pattern that matches nothing (or only containers that are never called); names the nearest.
+        """
+        watch = Watch(model, patterns, self._unwatch)
+        with self._lock:
+            self._watches.add(watch)
+            self._attach()
+        return watch
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
@@ -398,6 +433,7 @@ class Bus(TypedOn):
             self._state = "open"
             self._compiled = {}
             self._routes = {}
+            self._attach()
         _open_buses.add(self)
 
     def _close(self, patience: _Patience) -> None:
@@ -477,6 +513,22 @@ class Bus(TypedOn):
         self._subscriptions = tuple(subscriptions)
         self._compiled = {kind: route for kind, route in self._compiled.items() if names.isdisjoint(lineage(kind))}
         self._routes = {} if self._failures else dict(self._compiled)
+        self._attach()
+
+    def _attach(self) -> None:
+        """Have hooks on watched modules for the events that somebody hears and that can be delivered."""
+        if self._watches:
+            self._watches.attach([kind for kind in KINDS if self._delivers(kind)], self)
+
+    def _delivers(self, event_type: type[Event]) -> bool:
+        heard = self._heard_by(event_type)
+        # A model is also called where there is no run, and for a handler that is offloaded that must be no error.
+        return bool(heard) and (self._state != "idle" or all(one.mode in ("inline", "stream") for one in heard))
+
+    def _unwatch(self, watch: Watch) -> None:
+        with self._lock:
+            self._watches.remove(watch)
+            self._attach()
 
     def _heard_by(self, event_type: type[Event]) -> list[Subscription]:
         names = set(lineage(event_type))
@@ -525,6 +577,7 @@ class Bus(TypedOn):
                 # The routes of an open bus hide its handlers from the garbage collector (see routes.py).
                 self._compiled = {}
                 self._routes = {}
+                self._attach()
             _open_buses.discard(self)
 
     def _become_inert(self) -> None:

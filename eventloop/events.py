@@ -327,6 +327,15 @@ class CheckpointFailed(Event, kw_only=True):
     error: str
 
 
+class CheckpointSkipped(Event, kw_only=True):
+    """A checkpoint that was due was not made, or given up before it was written, because of another (see ``busy=``)."""
+
+    progress: Progress
+    path: str
+    names: list[str] = []
+    reason: str
+
+
 class AfterTrain(RunEvent, kw_only=True):
     """Training has ended by itself or by ``stop()`` (not by an exception)."""
 
@@ -382,7 +391,7 @@ class AfterRun(RunEvent, kw_only=True):
 
 
 class ModuleEvent(Event, kw_only=True):
-    """Base of the mount points inside a watched model."""
+    """Base of the mount points inside a model that ``bus.watch`` watches; ``module_name`` is qualified: ``"encoder.0"``."""
 
     group: ClassVar[bool] = True
     module_name: str = ""
@@ -390,15 +399,17 @@ class ModuleEvent(Event, kw_only=True):
 
 
 class BeforeModuleForward(ModuleEvent, kw_only=True):
-    """A watched submodule is about to be called with ``inputs``."""
+    """A watched submodule is about to be called with ``inputs`` and ``kwargs``."""
 
     inputs: Live[tuple[Any, ...]] = ABSENT
+    kwargs: Live[dict[str, Any]] = ABSENT
 
 
 class AfterModuleForward(ModuleEvent, kw_only=True):
     """A watched submodule has returned ``outputs``."""
 
     inputs: Live[tuple[Any, ...]] = ABSENT
+    kwargs: Live[dict[str, Any]] = ABSENT
     outputs: Live[Any] = ABSENT
 
 

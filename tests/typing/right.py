@@ -5,7 +5,7 @@ from typing import Any, assert_type
 
 import torch
 
-from eventloop import AfterIter, AfterTrainIter, AfterValIter, Bus, Event, Hook, Subscription, mount
+from eventloop import AfterIter, AfterModuleForward, AfterTrainIter, AfterValIter, Bus, Event, Hook, Subscription, mount
 
 bus = Bus()
 
@@ -124,3 +124,10 @@ class Mine(Hook):
 bus.add(Mine(), priority=3)
 with bus.on("after_run", any_event) as subscription:
     subscription.stats.delivered + 1
+
+
+def module_ran(event: AfterModuleForward) -> None: ...
+
+
+bus.on("after_module_forward", module_ran)
+assert_type(bus.watch(torch.nn.Linear(1, 1), "*").names, tuple[str, ...])

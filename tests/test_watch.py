@@ -1,0 +1,433 @@
+import copy
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from eventloop import Bus, Event, LiveFieldError, SubscribeError, TrainLoop
+
+FORWARD = ("before_module_forward", "after_module_forward")
+BACKWARD = ("before_module_backward", "after_module_backward")
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 4)])
+
+    def forward(self, inputs, *, scale=1.0):
+        for layer in self.layers:
+            inputs = layer(inputs).relu()
+        return inputs * scale
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = Encoder()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, inputs):
+        return self.head(self.encoder(inputs, scale=2.0))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.fixture
+def bus():
+    return Bus()
+
+
+@pytest.fixture
+def inputs():
+    return torch.ones(5, 3, requires_grad=True)
+
+
+@pytest.fixture
+def heard(bus):
+    """Subscribes to mount points and returns the list that their events' names go to."""
+
+    def subscribe(*mount_points):
+        names = []
+        for mount_point in mount_points:
+            bus.on(mount_point, lambda event: names.append((event.mount_point, event.module_name)))
+        return names
+
+    return subscribe
+
+
+def hooks_on(model):
+    """Everything that hangs on the modules of a model."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks", "_forward_hooks_with_kwargs")
+    return [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
+
+
+def test_forward_and_backward_are_published_in_order_by_qualified_name(bus, model, inputs, heard):
+    names = heard(*FORWARD, *BACKWARD)
+    bus.watch(model, "encoder", "head")
+    model(inputs).sum().backward()
+    assert names == [
+        ("before_module_forward", "encoder"),
+        ("after_module_forward", "encoder"),
+        ("before_module_forward", "head"),
+        ("after_module_forward", "head"),
+        ("before_module_backward", "head"),
+        ("after_module_backward", "head"),
+        ("before_module_backward", "encoder"),
+        ("after_module_backward", "encoder"),
+    ]
+
+
+def test_a_forward_event_has_module_inputs_keywords_and_outputs(bus, model, inputs):
+    events = []
+    bus.on("before_module_forward", events.append)
+    bus.on("after_module_forward", events.append)
+    bus.watch(model, "encoder")
+    model(inputs)
+    before, after = events
+    assert before.module is after.module is model.encoder
+    assert before.inputs[0] is after.inputs[0] is inputs
+    assert before.kwargs == after.kwargs == {"scale": 2.0}
+    assert torch.equal(after.outputs, model.encoder(inputs, scale=2.0))
+
+
+def test_a_backward_event_has_the_gradients_that_autograd_computes(bus, model, inputs):
+    events = []
+    bus.on("before_module_backward", events.append)
+    bus.on("after_module_backward", events.append)
+    bus.watch(model, "head")
+    model(inputs).sum().backward()
+    before, after = events
+    assert torch.equal(before.grad_outputs[0], torch.ones(5, 2))
+    assert torch.equal(after.grad_outputs[0], torch.ones(5, 2))
+    assert torch.allclose(after.grad_inputs[0], model.head.weight.sum(0).expand(5, 4))
+
+
+def test_watching_changes_neither_outputs_nor_gradients(bus, model, inputs, heard):
+    plain = model(inputs)
+    expected = torch.autograd.grad(plain.sum(), model.parameters())
+    heard(*FORWARD, *BACKWARD)
+    bus.watch(model)
+    watched = model(inputs)
+    assert torch.equal(watched, plain)
+    for grad, other in zip(torch.autograd.grad(watched.sum(), model.parameters()), expected, strict=True):
+        assert torch.equal(grad, other)
+
+
+def test_nothing_is_attached_while_nobody_subscribes(bus, model, inputs):
+    bus.watch(model)
+    bus.on("after_train_iter", lambda event: None)
+    assert hooks_on(model) == []
+    with bus.on("after_module_forward", lambda event: None):
+        attached = hooks_on(model)
+        with bus.on("after_module_forward", lambda event: None):
+            assert hooks_on(model) == attached
+        assert hooks_on(model) == attached
+        assert len(attached) > 0
+        assert not any(module._forward_pre_hooks or module._backward_hooks for module in model.modules())
+    assert hooks_on(model) == []
+
+
+def test_each_kind_of_event_is_attached_on_its_own(bus, model):
+    bus.watch(model, "head")
+    with bus.on("before_module_forward", lambda event: None):
+        assert len(model.head._forward_pre_hooks) == 1
+        with bus.on("after_module_backward", lambda event: None):
+            assert len(model.head._backward_hooks) == 1
+            assert len(model.head._forward_hooks) == 0
+        assert len(model.head._backward_hooks) == 0
+    assert hooks_on(model) == []
+
+
+@pytest.mark.parametrize("event", [Event, "module_event"])
+def test_who_hears_a_group_hears_modules_too(bus, model, inputs, event):
+    names = []
+    bus.on(event, lambda one: names.append(one.mount_point))
+    bus.watch(model, "head")
+    model(inputs).sum().backward()
+    assert names == [*FORWARD, *BACKWARD]
+
+
+def test_a_handle_detaches(bus, model, inputs, heard):
+    names = heard(*FORWARD, *BACKWARD)
+    watch = bus.watch(model)
+    watch.detach()
+    watch.detach()
+    model(inputs).sum().backward()
+    assert names == []
+    assert hooks_on(model) == []
+    bus.on("before_module_forward", lambda event: None)
+    assert hooks_on(model) == []
+
+
+def test_a_handle_is_a_context_manager(bus, model, inputs, heard):
+    names = heard("after_module_forward")
+    with bus.watch(model, "head"):
+        model(inputs)
+    model(inputs)
+    assert names == [("after_module_forward", "head")]
+
+
+def test_a_handler_may_cancel_itself_while_the_module_runs(bus, model, inputs):
+    names = []
+
+    def once(event):
+        names.append(event.module_name)
+        subscription.cancel()
+
+    subscription = bus.on("before_module_forward", once)
+    bus.watch(model)
+    model(inputs)
+    assert names == [""]
+    assert hooks_on(model) == []
+
+
+@pytest.mark.parametrize(
+    ("patterns", "names"),
+    [
+        ((), ("", "encoder", "encoder.layers.0", "encoder.layers.1", "head")),
+        (("head",), ("head",)),
+        (("encoder.*",), ("encoder.layers.0", "encoder.layers.1")),
+        (("*.[1-9]", "head"), ("encoder.layers.1", "head")),
+        (("",), ("",)),
+        (("head", "h*"), ("head",)),
+    ],
+)
+def test_patterns_pick_modules_by_qualified_name(bus, model, patterns, names):
+    assert bus.watch(model, *patterns).names == names
+
+
+def test_a_pattern_that_matches_nothing_names_the_nearest(bus, model):
+    with pytest.raises(SubscribeError, match=r"no submodule of Net matches 'encodr'; did you mean 'encoder'"):
+        bus.watch(model, "head", "encodr")
+    with pytest.raises(SubscribeError, match=r"it has 'encoder', 'encoder.layers', 'encoder.layers.0'"):
+        bus.watch(model, "zzz.*")
+    with pytest.raises(SubscribeError, match="no submodules"):
+        bus.watch(nn.Linear(1, 1), "weight")
+
+
+def test_a_container_that_is_never_called_is_an_error_that_says_what_to_watch(bus, model):
+    with pytest.raises(SubscribeError, match=r'watch what they hold: "encoder.layers.\*"'):
+        bus.watch(model, "encoder.layers")
+
+
+@pytest.mark.parametrize("wrong", [None, "encoder", Net])
+def test_only_modules_can_be_watched(bus, wrong):
+    with pytest.raises(SubscribeError, match=r"bus.watch takes a torch.nn.Module"):
+        bus.watch(wrong)
+
+
+def test_a_pattern_is_a_string(bus, model):
+    with pytest.raises(SubscribeError, match="is no pattern"):
+        bus.watch(model, model.head)
+
+
+def test_two_watches_of_one_module_publish_its_events_once(bus, model, inputs, heard):
+    names = heard("after_module_forward")
+    first = bus.watch(model, "head")
+    bus.watch(model, "head", "encoder")
+    model(inputs)
+    assert names == [("after_module_forward", "encoder"), ("after_module_forward", "head")]
+    first.detach()
+    names.clear()
+    model(inputs)
+    assert names == [("after_module_forward", "encoder"), ("after_module_forward", "head")]
+
+
+def test_a_module_with_two_names_goes_by_the_first(bus, inputs, heard):
+    shared = nn.Linear(3, 3)
+    names = heard("after_module_forward")
+    bus.watch(nn.Sequential(shared, shared), "1", "*")
+    shared(inputs)
+    assert names == [("after_module_forward", "1")]
+
+
+def test_names_are_those_without_wrappers(bus, model):
+    model.encoder = nn.DataParallel(model.encoder)
+    wrapped = torch.compile(model, backend="eager")
+    assert bus.watch(wrapped, "encoder.*").names == ("encoder.layers.0", "encoder.layers.1")
+
+
+def test_an_error_of_a_handler_names_handler_mount_point_and_module(bus, model, inputs):
+    def broken(event):
+        raise ValueError("no")
+
+    bus.on("after_module_forward", broken)
+    bus.watch(model, "head")
+    with pytest.raises(ValueError, match="no") as caught:
+        model(inputs)
+    notes = "\n".join(caught.value.__notes__)
+    assert "in broken (inline, priority 50" in notes
+    assert "at after_module_forward" in notes
+    assert "published by the watched module 'head' (Linear)" in notes
+
+
+def test_an_error_in_the_backward_pass_keeps_its_type_and_notes(bus, model, inputs):
+    def broken(event):
+        raise ValueError("no")
+
+    bus.on("before_module_backward", broken)
+    bus.watch(model, "head")
+    with pytest.raises(ValueError, match="no") as caught:
+        model(inputs).sum().backward()
+    assert "published by the watched module 'head' (Linear)" in caught.value.__notes__
+
+
+def test_an_isolated_error_lets_the_model_go_on(bus, model, inputs):
+    bus.on("after_module_forward", lambda event: 1 / 0, on_error="log")
+    bus.watch(model, "head")
+    assert model(inputs).shape == (5, 2)
+    assert next(iter(bus.stats().values())).failed == 1
+
+
+def test_an_offloaded_handler_gets_captured_copies_and_no_live_fields(bus, model, inputs):
+    captured, names = [], []
+
+    def plain(event):
+        with pytest.raises(LiveFieldError):
+            event.outputs.sum()
+        names.append(event.module_name)
+
+    bus.on("after_module_forward", captured.append, offload="thread", capture=lambda event: event.outputs)
+    bus.on("after_module_forward", plain, offload="thread")
+    bus.watch(model, "head")
+    with bus:
+        outputs = model(inputs)
+        expected = outputs.detach().clone()
+        with torch.no_grad():
+            outputs.zero_()
+    assert torch.equal(captured[0], expected)
+    assert not captured[0].requires_grad
+    assert names == ["head"]
+
+
+def test_for_an_offloaded_handler_modules_are_watched_only_while_the_bus_is_open(bus, model, inputs):
+    names = []
+    bus.on("after_module_forward", lambda event: names.append(event.module_name), offload="thread")
+    bus.watch(model, "head")
+    model(inputs)  # outside of the run, where an event for an offloaded handler would be an error
+    with bus:
+        assert len(hooks_on(model)) > 0
+        model(inputs)
+    assert hooks_on(model) == []
+    model(inputs)
+    assert names == ["head"]
+
+
+def test_filters_count_the_events_of_all_modules(bus, model, inputs):
+    names = []
+    bus.on("after_module_forward", lambda event: names.append(event.module_name), every=2)
+    bus.watch(model, "encoder.*", "head")
+    model(inputs)
+    model(inputs)
+    assert names == ["encoder.layers.1", "encoder.layers.0", "head"]
+
+
+def test_a_copy_of_a_watched_model_is_not_watched(bus, model, inputs, heard):
+    names = heard(*FORWARD, *BACKWARD)
+    bus.watch(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(model), copy.copy(copy.deepcopy(model)), torch.load(buffer, weights_only=False)):
+        other(inputs).sum().backward()
+        assert torch.equal(other(inputs), other(inputs))
+    assert names == []
+
+
+def test_an_in_place_operation_on_what_a_module_watched_backward_returns_is_torchs_error(bus, inputs):
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
+    bus.watch(model, "0")
+    with bus.on("after_module_forward", lambda event: None):
+        model(inputs)
+    with bus.on("after_module_backward", lambda event: None), pytest.raises(RuntimeError, match="modified inplace"):
+        model(inputs)
+
+
+def test_a_watched_model_is_held_weakly(bus, inputs):
+    bus.on("after_module_forward", lambda event: None)
+    model = Net()
+    watch = bus.watch(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert watch.names[0] == ""
+    bus.on("before_module_forward", lambda event: None)
+
+
+def test_a_training_run_publishes_from_inside_the_model(bus, model, heard):
+    names = heard("after_module_forward")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [torch.ones(2, 3)] * 3
+    bus.watch(model, "head")
+    TrainLoop(model, optimizer, step=lambda model, batch: model(batch).sum(), train_data=data, max_epochs=1, bus=bus).run()
+    assert names == [("after_module_forward", "head")] * 3
+
+
+# ------------------------------------------------------------------------------------------------- torch.compile
+
+EVENTS = [(mount_point, name) for name in ("encoder", "head") for mount_point in FORWARD]
+EVENTS += [(mount_point, name) for name in ("head", "encoder") for mount_point in BACKWARD]
+
+
+def compiled(model, how):
+    """The model, compiled: as a wrapper, in place, or a part of it."""
+    torch.compiler.reset()
+    if how == "wrapper":
+        return torch.compile(model, backend="eager")
+    (model if how == "in place" else model.encoder).compile(backend="eager")
+    return model
+
+
+HOW = pytest.mark.parametrize("how", ["wrapper", "in place", "a part"])
+# The compiler itself looks at .grad of what is between two graphs.
+QUIET = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+
+
+@HOW
+@QUIET
+def test_a_compiled_model_publishes(bus, model, inputs, heard, how):
+    expected = model(inputs)
+    names = heard(*FORWARD, *BACKWARD)
+    made = compiled(model, how)
+    bus.watch(made, "encoder", "head")
+    for _ in range(3):
+        outputs = made(inputs)
+        outputs.sum().backward()
+    assert torch.allclose(outputs, expected)
+    assert names == EVENTS * 3
+
+
+@HOW
+@QUIET
+def test_a_compiled_model_publishes_from_when_somebody_subscribes_until_nobody_does(bus, model, inputs, how):
+    made = compiled(model, how)
+    bus.watch(made, "head")
+    made(inputs).sum().backward()
+    for _ in range(2):
+        names = []
+        with bus.on("after_module_forward", lambda event, names=names: names.append(event.module_name)):
+            made(inputs)
+            made(inputs)
+        made(inputs)
+        assert names == ["head", "head"]
+    assert hooks_on(model) == []
+
+
+@QUIET
+def test_compiled_without_graph_breaks_watching_is_an_error_that_says_why(bus, model, inputs):
+    torch.compiler.reset()
+    made = torch.compile(model, backend="eager", fullgraph=True)
+    bus.watch(made, "head")
+    made(inputs)
+    with bus.on("after_module_forward", lambda event: None), pytest.raises(Exception, match=r"bus.watch"):
+        made(inputs)
+    made(inputs)
