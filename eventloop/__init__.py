@@ -1,6 +1,7 @@
 """trainbus, the mechanism: events, the bus, offloading, the training loop, checkpoints. The hooks are in ``hooks``."""
 
 from eventloop.bus import Bus
+from eventloop.config import OptionsOf
 from eventloop.describe import Description
 from eventloop.detach import Owned, detach, from_json, from_msgpack
 from eventloop.errors import (
@@ -15,11 +16,13 @@ from eventloop.errors import (
     LaneFullError,
     LiveFieldError,
     OffloadError,
+    RegistrationError,
     RunCancelled,
     SubscribeError,
     TrainbusError,
     TrainingError,
     UnknownEventError,
+    UnknownNameError,
     WorkerDiedError,
 )
 from eventloop.events import (
@@ -75,6 +78,7 @@ from eventloop.hook import Hook, mount
 from eventloop.log import get_logger
 from eventloop.offload import DrainReport
 from eventloop.priority import Priority
+from eventloop.registry import Registered, find, register, registered, registrable
 from eventloop.stream import Stream
 from eventloop.subscription import Options, Stats, StreamOptions, Subscription
 from eventloop.training import Metric, Run, SeededDataset, TrainLoop, Update, checkpoint_keys, load_weights, set_sampler_epoch
@@ -142,9 +146,12 @@ __all__ = [
     "OffloadError",
     "OnException",
     "Options",
+    "OptionsOf",
     "Owned",
     "Priority",
     "Progress",
+    "Registered",
+    "RegistrationError",
     "Run",
     "RunCancelled",
     "RunEvent",
@@ -160,17 +167,22 @@ __all__ = [
     "TrainbusError",
     "TrainingError",
     "UnknownEventError",
+    "UnknownNameError",
     "Update",
     "Watch",
     "WorkerDiedError",
     "checkpoint_keys",
     "detach",
+    "find",
     "from_json",
     "from_msgpack",
     "get_logger",
     "load_weights",
     "mount",
     "mount_points",
+    "register",
+    "registered",
+    "registrable",
 ]
     "register",
     "registered",

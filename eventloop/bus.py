@@ -6,13 +6,14 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
 
 from eventloop._on import TypedOn
+from eventloop.config import Chosen, Imports, Maker, hooks_in
 from eventloop.describe import Description, describe
 from eventloop.errors import BusStateError, OffloadError, SubscribeError
 from eventloop.events import Event, lineage, name_of, resolve
@@ -126,11 +127,44 @@ class Bus(TypedOn):
             SubscribeError: a misspelt mount point, wrong options, a hook that is there already, or two hooks with state
                 under one name.
         """
-        subscriptions = [made for hook in hooks for made in self._subscriptions_of(hook, priority)]
+        self.add_chosen([(hook, priority) for hook in hooks])
+
+    def add_from_config(
+        self,
+        hooks: Iterable[Any],
+        *,
+        imports: Sequence[str] = (),
+        model: Any = None,
+        optimizer: Any = None,
+    ) -> None:
+        """Add the hooks that a configuration describes; all of them, or none if one is wrong.
+
+            bus.add_from_config([{"type": "EMAHook", "momentum": 0.001}, {"type": "LoggerHook", "priority": "LOW"}])
+
+        Args:
+            hooks: tables with the ``type`` of a hook (its registered name, its class, or ``module:attribute``), its options,
+                and perhaps a ``priority`` (or ``level``, by iMIX's names and numbers) and a ``name``; or a name alone.
+                Options are typed by the constructor's signature. One that is an object is a table with a ``type`` of its own.
+            imports: modules that ``module:attribute`` may name.
+            model: what objects with a parameter ``model`` get, if they need one.
+            optimizer: the same for ``optimizer``, such as schedulers have it; of several, by name, the table names one.
+
+        Raises:
+            ConfigurationError: a wrong type, an unknown name or option, something missing: with its place
+                (``hooks[2].interval``), what was expected and the nearest name.
+            SubscribeError: as for :meth:`add`.
+        """
+        self.add_chosen(hooks_in(hooks, Maker(Imports(imports), model=model, optimizer=optimizer), "hooks"))
+
+    def add_chosen(self, chosen: Iterable[Chosen]) -> None:
+        """Add hooks with a priority each, None leaving it to the hook; all of them, or none if one is wrong."""
+        pairs = list(chosen)
+        subscriptions = [made for hook, priority in pairs for made in self._subscriptions_of(hook, priority)]
+        hooks = [hook for hook, _ in pairs]
         with self._lock:
             self._check_names([*self._hooks, *hooks])
             self._insert(subscriptions)
-            self._hooks += hooks
+            self._hooks += tuple(hooks)
 
     def watch(self, model: torch.nn.Module, *patterns: str) -> Watch:
         """Publish the module events of submodules: ``before_`` and ``after_module_forward``, ``_module_backward``.

@@ -146,6 +146,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``" (did you mean 'this' or 'that'?)"``, or nothing where no name is near."""
     lower = {one.lower(): one for one in known}
     near = get_close_matches(name.lower(), lower, n=2, cutoff=0.6)
+    near = near or [one for one in lower if len(name) > 2 and name.lower() in one][:2]
     return f" (did you mean {' or '.join(repr(lower[one]) for one in near)}?)" if near else ""
 
 

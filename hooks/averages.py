@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from eventloop import CheckpointError, ConfigurationError, TrainingError, checkpoint_keys, get_logger
+from eventloop import CheckpointError, ConfigurationError, TrainingError, checkpoint_keys, get_logger, register, registrable
 
 log = get_logger()
 
@@ -31,6 +31,7 @@ _END = object()
 _LOOKS = 40  # parameters per update whose storage is looked at: microseconds, however large the model
 
 
+@registrable("average")
 class WeightAverage:
     """Base of the averages: pairs every floating-point tensor of a model with an averaged one of the same shape.
 
@@ -136,6 +137,7 @@ class WeightAverage:
                 torch._foreach_copy_(averages, weights)
 
 
+@register
 class ExponentialMovingAverage(WeightAverage):
     """``average = (1 − momentum) · average + momentum · weight`` (MMEngine's ``ExponentialMovingAverage``).
 
@@ -161,6 +163,7 @@ class ExponentialMovingAverage(WeightAverage):
         torch._foreach_lerp_(averages, weights, self.momentum)
 
 
+@register
 class StochasticWeightAverage(WeightAverage):
     """The running mean of the weights at every ``interval``-th update.
 
@@ -173,6 +176,7 @@ class StochasticWeightAverage(WeightAverage):
         torch._foreach_lerp_(averages, weights, 1 / (self.steps // self.interval + 1))
 
 
+@register
 class MomentumAnnealingEMA(ExponentialMovingAverage):
     """An exponential moving average that follows quickly at first and slowly later.
 

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable
 from operator import attrgetter
 
-from eventloop import AfterTrainIter, ConfigurationError, Hook, Priority, TrainingError, mount
+from eventloop import AfterTrainIter, ConfigurationError, Hook, Priority, TrainingError, mount, register
 
 
+@register
 class CheckInvalidLossHook(Hook):
     """Raises when a loss is not finite. The training thread never waits for a value: it is checked on a thread of its own.
 

@@ -23,6 +23,7 @@ from eventloop import (
     RunView,
     TrainingError,
     get_logger,
+    register,
 )
 from eventloop.checkpoint import remove
 from hooks.publishing import publish_checkpoint, sweep
@@ -34,6 +35,7 @@ SUFFIX = ".safetensors"
 log = get_logger()
 
 
+@register
 class CheckpointHook(Hook):
     """Saves checkpoints: every ``interval`` epochs or iterations, at the end, and when a metric is the best so far.
 

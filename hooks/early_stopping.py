@@ -14,6 +14,7 @@ from eventloop import (
     RunView,
     TrainingError,
     get_logger,
+    register,
 )
 from hooks.options import checked_count, checked_flags, checked_name, checked_number
 from hooks.rules import Rule, check_rule, find_rule, is_better
@@ -21,6 +22,7 @@ from hooks.rules import Rule, check_rule, find_rule, is_better
 log = get_logger()
 
 
+@register
 class EarlyStoppingHook(Hook):
     """Looks at one metric after each validation of a training, and ends the training, in order,
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -17,19 +17,22 @@ from eventloop import (
     BeforeValEpoch,
     ConfigurationError,
     Hook,
+    OptionsOf,
     Priority,
     RunView,
+    UnknownNameError,
+    find,
     get_logger,
+    register,
 )
 from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WeightAverage
 
 log = get_logger()
 
-_BUILTIN: dict[str, type[WeightAverage]] = {
-    kind.__name__: kind for kind in (ExponentialMovingAverage, StochasticWeightAverage, MomentumAnnealingEMA)
-}
+_BUILTIN = (ExponentialMovingAverage, StochasticWeightAverage, MomentumAnnealingEMA)
 
 
+@register
 class EMAHook(Hook):
     """Averages the weights after each optimizer update and validates, tests and saves with the average.
 
@@ -44,7 +47,7 @@ class EMAHook(Hook):
     Until ``begin_iter`` or ``begin_epoch`` the average is the weights themselves.
 
     Args:
-        ema_type: a class derived from :class:`WeightAverage`, or the name of a built-in one.
+        ema_type: a class derived from :class:`WeightAverage`, or the name under which one is registered.
         strict_load: an average in a checkpoint that does not fit is an error; False takes what fits and logs the rest.
         begin_iter: first iteration (from 1) whose update is averaged; or else
         begin_epoch: first epoch (from 1).
@@ -67,7 +70,7 @@ class EMAHook(Hook):
         begin_epoch: int = 0,
         model: str | None = None,
         name: str = "",
-        **options: Any,
+        **options: Annotated[Any, OptionsOf("ema_type")],
     ) -> None:
         for option, value in (("begin_iter", begin_iter), ("begin_epoch", begin_epoch)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -204,16 +207,19 @@ def _flat(run: RunView) -> bool:
 
 def _average_type(ema_type: type[WeightAverage] | str, options: dict[str, Any]) -> type[WeightAverage]:
     """Return the class, once it is certain that it takes ``options``."""
-    kind = _BUILTIN.get(ema_type) if isinstance(ema_type, str) else ema_type
+    try:
+        kind = find("average", ema_type) if isinstance(ema_type, str) else ema_type
+    except UnknownNameError as error:
+        raise ConfigurationError(f"ema_type={ema_type!r}: {error}") from None
     if not (isinstance(kind, type) and issubclass(kind, WeightAverage)):
         raise ConfigurationError(
-            f"ema_type={ema_type!r}: give a class derived from hooks.WeightAverage, or one of {', '.join(_BUILTIN)}"
+            f"ema_type={ema_type!r}: give a class derived from hooks.WeightAverage, or the name of one that is registered"
         )
     probe = torch.nn.Module()
     try:
         inspect.signature(kind).bind(probe, **options)
     except TypeError as error:
         raise ConfigurationError(f"{kind.__name__}{inspect.signature(kind)}: {error}") from None
-    if kind in _BUILTIN.values():
+    if kind in _BUILTIN:
         kind(probe, **options)  # says now which value is out of range
     return kind

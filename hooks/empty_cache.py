@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from eventloop import AfterEpoch, AfterIter, BeforeEpoch, ConfigurationError, Hook, Priority
+from eventloop import AfterEpoch, AfterIter, BeforeEpoch, ConfigurationError, Hook, Priority, register
 from hooks.options import checked_flags
 
 
+@register
 class EmptyCacheHook(Hook):
     """Empties the cache of the accelerator's allocator, of all stages. Without an accelerator there is nothing to do.
 

@@ -31,6 +31,7 @@ from eventloop import (
     Scalars,
     get_logger,
     mount,
+    register,
 )
 from hooks.smoothing import Smoother, checked_count
 from hooks.writers.base import RunFacts, Where, Writer
@@ -82,6 +83,7 @@ class LogClosed(LogEvent, kw_only=True):
     finished: bool = True
 
 
+@register
 class LoggerHook(Hook):
     """Hands every scalar to writers: of iterations what was reported in ``outputs``, of validations and tests the metrics.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from eventloop import Update
+from eventloop import Update, register
 
 
+@register
 class OptimizerHook(Update):
     """Zeroes gradients, differentiates the loss, clips, and steps: the update of a ``TrainLoop``, with options.
 

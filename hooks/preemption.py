@@ -21,11 +21,13 @@ from eventloop import (
     RunView,
     get_logger,
     mount,
+    register,
 )
 
 log = get_logger()
 
 
+@register
 class PreemptionHook(Hook):
     """Ends a run in order when the process gets a signal, as schedulers send before they take a machine away.
 
@@ -45,7 +47,7 @@ class PreemptionHook(Hook):
     ``worker_init_fn=lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN)``.
 
     Args:
-        signals: which to listen to, such as ``(signal.SIGTERM, signal.SIGUSR1)``.
+        signals: which to listen to, such as ``(signal.SIGTERM, signal.SIGUSR1)``, or their names.
 
     Raises:
         ConfigurationError: no signal, one that cannot be caught, or (later) a run outside of the main thread.
@@ -53,7 +55,7 @@ class PreemptionHook(Hook):
 
     priority = Priority.HIGHEST
 
-    def __init__(self, signals: Iterable[int] = (signal.SIGTERM,)) -> None:
+    def __init__(self, signals: Iterable[int | str] = (signal.SIGTERM,)) -> None:
         self.signals = _checked(signals)
         self.received: signal.Signals | None = None
         """The signal that ended the run under way, or the last one."""
@@ -124,10 +126,10 @@ class PreemptionHook(Hook):
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _checked(signals: Iterable[int]) -> tuple[signal.Signals, ...]:
+def _checked(signals: Iterable[int | str]) -> tuple[signal.Signals, ...]:
     try:
-        chosen = tuple(dict.fromkeys(signal.Signals(number) for number in signals))
-    except (TypeError, ValueError):
+        chosen = tuple(dict.fromkeys(_signal(one) for one in signals))
+    except (TypeError, ValueError, KeyError):
         raise ConfigurationError(f"signals={signals!r}: give a tuple of signals, such as (signal.SIGTERM,)") from None
     if not chosen:
         raise ConfigurationError("signals=(): give at least one, such as signal.SIGTERM, or leave the hook out")
@@ -135,3 +137,7 @@ def _checked(signals: Iterable[int]) -> tuple[signal.Signals, ...]:
         if number in (signal.SIGKILL, signal.SIGSTOP):
             raise ConfigurationError(f"{number.name} cannot be caught by any process; listen to the one that comes before it")
     return chosen
+
+
+def _signal(one: int | str) -> signal.Signals:
+    return signal.Signals[one] if isinstance(one, str) else signal.Signals(one)

@@ -25,6 +25,7 @@ from eventloop import (
     Scalars,
     get_logger,
     mount,
+    register,
 )
 
 log = get_logger()
@@ -42,6 +43,7 @@ class BarMoved(RunEvent, kw_only=True):
     outputs: Scalars
 
 
+@register
 class ProgressBar(Hook):
     """A bar for the epoch, validation or test under way, with its losses and when the training will be over.
 

@@ -22,9 +22,11 @@ from eventloop import (
     Priority,
     RunEvent,
     RunView,
+    register,
 )
 
 
+@register
 class RuntimeInfoHook(Hook):
     """Keeps ``run.info`` up to date, and reports learning rates so that loggers see them.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from eventloop import BeforeTrainEpoch, Hook, Priority, set_sampler_epoch
+from eventloop import BeforeTrainEpoch, Hook, Priority, register, set_sampler_epoch
 
 
+@register
 class DistSamplerSeedHook(Hook):
     """Calls ``set_epoch(epoch)`` on the sampler of the training data before each epoch.
 

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import torch
 from torch import distributed
 
-from eventloop import AfterTrainEpoch, BeforeTrain, BeforeVal, Hook, Priority, RunView
+from eventloop import AfterTrainEpoch, BeforeTrain, BeforeVal, Hook, Priority, RunView, register
 
 
+@register
 class SyncBuffersHook(Hook):
     """After each training epoch, replaces the buffers of the models by their mean over all ranks.
 

@@ -20,9 +20,11 @@ from eventloop import (
     Hook,
     Priority,
     RunEvent,
+    register,
 )
 
 
+@register
 class IterTimerHook(Hook):
     """Measures every iteration on the host's clock.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from eventloop import registrable
 from hooks.smoothing import checked_count
 
 
@@ -36,6 +37,7 @@ class Where(msgspec.Struct, frozen=True):
     max_iters: int | None = None
 
 
+@registrable("writer")
 class Writer:
     """Base of all writers: override what the target can take. Everything else is let go.
 

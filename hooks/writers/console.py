@@ -10,11 +10,13 @@ from rich import get_console
 from rich.console import Console
 from rich.text import Text
 
+from eventloop import register
 from hooks.writers.base import Where, Writer
 
 _LAST = ("time", "data_time", "eta")
 
 
+@register
 class ConsoleWriter(Writer):
     """Prints ``epoch 3/20  iter 40/57  lr 1.2e-03  loss 0.1234  time 0.0021  data_time 0.0003  eta 0:00:12``.
 

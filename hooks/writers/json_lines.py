@@ -10,10 +10,11 @@ from typing import IO, Any
 
 import orjson
 
-from eventloop import ConfigurationError
+from eventloop import ConfigurationError, register
 from hooks.writers.base import RunFacts, Where, Writer
 
 
+@register
 class JSONLinesWriter(Writer):
     """Appends ``{"step": 41, "epoch": 1, "iter": 41, "train/loss": 0.25, ...}`` to ``<work_dir>/scalars.jsonl``.
 

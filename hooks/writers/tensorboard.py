@@ -6,13 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from eventloop import ConfigurationError
+from eventloop import ConfigurationError, register
 from hooks.writers.base import RunFacts, Where, Writer
 
 _QUEUE = 10_000  # events in TensorBoard's own queue to its writing thread; more than the logger hands over at once
 _NEVER = 10**6  # seconds; the logger says when to flush
 
 
+@register
 class TensorBoardWriter(Writer):
     """Event files in a folder of the work dir, for ``tensorboard --logdir``; needs the extra ``tensorboard``.
 

@@ -325,7 +325,7 @@ def test_a_run_on_another_thread_is_an_error_that_says_what_to_do(job):
     [
         ((), "at least one"),
         (signal.SIGTERM, "give a tuple"),
-        (("SIGTERM",), "give a tuple"),
+        (("SIGTREM",), "give a tuple"),
         ((4711,), "give a tuple"),
         ((signal.SIGKILL,), "SIGKILL cannot be caught"),
     ],

@@ -1,0 +1,34 @@
+"""From text to hooks, models and loops: what a configuration names, typed by the signatures of what it names.
+
+``read`` reads TOML, YAML and JSON, ``overrides`` what is changed on the command line; ``options`` derives a typed struct from a
+signature, ``references`` resolves ``module:attribute``, ``make`` makes objects of both; ``hook_list`` does it for hooks.
+"""
+
+from eventloop.config.hook_list import Chosen, hook_from, hooks_in, merged
+from eventloop.config.make import Maker
+from eventloop.config.options import Option, Options, OptionsOf
+from eventloop.config.overrides import override
+from eventloop.config.places import check_keys, inside, wrong
+from eventloop.config.read import read
+from eventloop.config.references import Imports, find_files_in
+from eventloop.config.values import FromText, settle
+
+__all__ = [
+    "Chosen",
+    "FromText",
+    "Imports",
+    "Maker",
+    "Option",
+    "Options",
+    "OptionsOf",
+    "check_keys",
+    "find_files_in",
+    "hook_from",
+    "hooks_in",
+    "inside",
+    "merged",
+    "override",
+    "read",
+    "settle",
+    "wrong",
+]
