@@ -183,8 +183,5 @@ __all__ = [
     "register",
     "registered",
     "registrable",
-]
-    "register",
-    "registered",
-    "registrable",
     "set_sampler_epoch",
+]
