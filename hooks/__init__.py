@@ -16,10 +16,14 @@ hook                         does
 :class:`SyncBuffersHook`     the same buffers on all ranks
 :class:`EmptyCacheHook`      gives unused memory back to the device
 :class:`EarlyStoppingHook`   ends training when validations stop getting better
+:class:`ProfilerHook`        torch's profiler over the first epochs or iterations
+:class:`AutogradProfilerHook` a trace of each iteration that you choose
+:class:`AutogradAnomalyDetectHook` names the operation that a NaN gradient comes from
 :class:`PreemptionHook`      on a signal: saves, and ends the run in order
 ===========================  ========================================================================
 """
 
+from hooks.autograd import AutogradAnomalyDetectHook, AutogradProfilerHook
 from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WeightAverage
 from hooks.check_loss import CheckInvalidLossHook
 from hooks.checkpoint import CheckpointHook
@@ -29,15 +33,19 @@ from hooks.empty_cache import EmptyCacheHook
 from hooks.logger import LoggerHook
 from hooks.optimizer import OptimizerHook
 from hooks.preemption import PreemptionHook
+from hooks.profiler import ProfilerHook
 from hooks.progress_bar import ProgressBar
 from hooks.runtime_info import RuntimeInfoHook
 from hooks.sampler_seed import DistSamplerSeedHook
 from hooks.schedule import ParamSchedulerHook
 from hooks.sync_buffers import SyncBuffersHook
 from hooks.timer import IterTimerHook
-from hooks.writers import ConsoleWriter, JSONLinesWriter, TensorBoardWriter, Writer
+from hooks.writers import ConsoleWriter, CSVWriter, JSONLinesWriter, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
 
 __all__ = [
+    "CSVWriter",
+    "AutogradAnomalyDetectHook",
+    "AutogradProfilerHook",
     "CheckInvalidLossHook",
     "CheckpointHook",
     "ConsoleWriter",
@@ -49,15 +57,18 @@ __all__ = [
     "IterTimerHook",
     "JSONLinesWriter",
     "LoggerHook",
+    "MLflowWriter",
     "MomentumAnnealingEMA",
     "OptimizerHook",
     "ParamSchedulerHook",
     "PreemptionHook",
+    "ProfilerHook",
     "ProgressBar",
     "RuntimeInfoHook",
     "StochasticWeightAverage",
     "SyncBuffersHook",
     "TensorBoardWriter",
+    "WandbWriter",
     "WeightAverage",
     "Writer",
 ]

@@ -1,0 +1,231 @@
+"""``ProfilerHook``: torch's profiler over the first epochs or iterations of a training."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.profiler_util import FunctionEventAvg
+from torch.profiler import ProfilerActivity, profile, supported_activities, tensorboard_trace_handler
+from torch.profiler import schedule as profiler_schedule
+
+from eventloop import (
+    AfterTrainEpoch,
+    AfterTrainIter,
+    BeforeTrain,
+    ConfigurationError,
+    Hook,
+    Priority,
+    RunView,
+    get_logger,
+)
+from hooks.options import checked_count, checked_flags
+from hooks.profiling import Session
+
+log = get_logger()
+
+TraceHandler = Callable[[profile], object]
+
+_TENSORBOARD_DIRECTORY = "tf_tracing_logs"
+
+
+class ProfilerHook(Hook):
+    """Profiles the first ``profile_times`` epochs or iterations of a training, or of a resumed one what follows the resume.
+
+    The profiler is told of each iteration's end (``step()``), closed when the time is over, and also when training ends
+    before that, however it ends. A profiled iteration takes much longer, and every profile stays in memory until it
+    is closed: a few iterations tell as much as an epoch.
+
+    Args:
+        by_epoch: count epochs, else iterations.
+        profile_times: how many of them.
+        activities: what to profile: ``"cpu"``, ``"cuda"``, ``"xpu"``, or members of ``torch.profiler.ProfilerActivity``. By
+            default everything that torch can profile on this machine.
+        activity_with_cpu: MMEngine's way to say it: the CPU is among the activities (as it is there by default);
+        activity_with_cuda: and so is CUDA (not by default).
+        schedule: when to record within that time: the arguments of ``torch.profiler.schedule`` as a mapping (``wait``,
+            ``warmup``, ``active``, ``repeat``, ``skip_first``), in iterations, or what it returns. None records all of it.
+        on_trace_ready: what to do with a trace: a function of the profiler; ``{"type": "log_trace"}`` with the arguments of
+            ``key_averages().table`` (``sort_by``, ``row_limit``) logs a table; ``{"type": "tb_trace"}`` with those of
+            ``tensorboard_trace_handler`` (``dir_name``, in the work dir, ``worker_name``, ``use_gzip``) writes what
+            TensorBoard's profiler plugin reads. None logs a table, unless there is a ``json_trace_path``.
+        record_shapes: note the shapes of operators' inputs.
+        profile_memory: note what operators allocate.
+        with_stack: note the source lines of operators.
+        with_flops: estimate the operations of matrix products and convolutions.
+        json_trace_path: where to write the last trace for chrome://tracing or Perfetto, ``.json`` or ``.json.gz``; a relative
+            path lies in the work dir, if the run has one.
+
+    Raises:
+        ConfigurationError: an option that cannot work; or later, epochs are to be counted in iteration-based training, or
+            another hook is profiling.
+    """
+
+    priority = Priority.VERY_LOW
+
+    def __init__(
+        self,
+        *,
+        by_epoch: bool = True,
+        profile_times: int = 1,
+        activities: Iterable[str | ProfilerActivity] | None = None,
+        activity_with_cpu: bool | None = None,
+        activity_with_cuda: bool | None = None,
+        schedule: Mapping[str, int] | Callable[[int], Any] | None = None,
+        on_trace_ready: TraceHandler | Mapping[str, Any] | None = None,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+        with_flops: bool = False,
+        json_trace_path: str | Path | None = None,
+    ) -> None:
+        details: dict[str, Any] = {
+            "record_shapes": record_shapes,
+            "profile_memory": profile_memory,
+            "with_stack": with_stack,
+            "with_flops": with_flops,
+        }
+        checked_flags(by_epoch=by_epoch, **details)
+        if activity_with_cpu is not None or activity_with_cuda is not None:
+            activities = _of_flags(activities, activity_with_cpu, activity_with_cuda)
+        self.by_epoch = by_epoch
+        self.profile_times = checked_count("profile_times", profile_times, "the epochs or iterations to profile")
+        self._trace = _checked_trace(on_trace_ready)
+        self._json = _checked_json(json_trace_path, self._trace)
+        self._options: dict[str, Any] = {"activities": _activities(activities), "schedule": _schedule(schedule), **details}
+        self._session: Session | None = None
+        self._count = 0
+
+    def before_train(self, event: BeforeTrain) -> None:
+        """Start the profiler."""
+        run = event.run
+        if self.by_epoch and event.progress.max_iters is not None:
+            raise ConfigurationError(
+                f"{self.label}(by_epoch=True): iteration-based training is one long epoch, and all of it would be profiled; "
+                "say by_epoch=False, profile_times=<iterations>"
+            )
+        self._count = 0
+        json_path = None if self._json is None else _place(self._json, run)
+        self._session = Session(self.label, self._make, self._handler(run), json_path)
+        run.defer(self._close)
+        self._session.start()
+
+    def after_train_iter(self, event: AfterTrainIter) -> None:
+        """Tell the profiler that an iteration has ended."""
+        if self._session is not None:
+            self._session.step()
+            if not self.by_epoch:
+                self._counted()
+
+    def after_train_epoch(self, event: AfterTrainEpoch) -> None:
+        """Count the epoch."""
+        if self._session is not None and self.by_epoch:
+            self._counted()
+
+    def _make(self, on_trace_ready: Callable[[profile], None] | None) -> profile:
+        return profile(on_trace_ready=on_trace_ready, **self._options)
+
+    def _counted(self) -> None:
+        self._count += 1
+        if self._count >= self.profile_times:
+            self._close()
+
+    def _close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def _handler(self, run: RunView) -> TraceHandler | None:
+        trace = self._trace
+        if trace is None and self._json is not None:
+            return None
+        if callable(trace):
+            return trace
+        options = {key: value for key, value in (trace or {}).items() if key != "type"}
+        if trace is None or trace["type"] == "log_trace":
+            return lambda profiler: log.info("profile\n" + profiler.key_averages().table(**options))
+        directory = _place(Path(options.pop("dir_name", _TENSORBOARD_DIRECTORY)), run)
+        log.info("traces for TensorBoard", directory=str(directory))
+        handler: TraceHandler = tensorboard_trace_handler(str(directory), **options)
+        return handler
+
+
+def _place(path: Path, run: RunView) -> Path:
+    return path if run.work_dir is None else run.work_dir / path
+
+
+def _checked_trace(on_trace_ready: Any) -> TraceHandler | Mapping[str, Any] | None:
+    if on_trace_ready is None or callable(on_trace_ready):
+        handler: TraceHandler | None = on_trace_ready
+        return handler
+    kind = on_trace_ready.get("type") if isinstance(on_trace_ready, Mapping) else None
+    if kind not in ("log_trace", "tb_trace"):
+        raise ConfigurationError(
+            f'on_trace_ready={on_trace_ready!r}: give a function of the profiler, {{"type": "log_trace"}} or '
+            '{"type": "tb_trace"}'
+        )
+    takes = torch.autograd.profiler_util.EventList.table if kind == "log_trace" else tensorboard_trace_handler
+    known = inspect.signature(takes).parameters.keys() - {"self"}
+    unknown = on_trace_ready.keys() - known - {"type"}
+    if unknown:
+        raise ConfigurationError(
+            f"on_trace_ready: {kind} takes no {', '.join(map(repr, sorted(unknown)))}; it takes {', '.join(sorted(known))}"
+        )
+    column = on_trace_ready.get("sort_by")
+    if kind == "log_trace" and column is not None and not hasattr(FunctionEventAvg(), str(column).replace("cuda", "device")):
+        raise ConfigurationError(
+            f'on_trace_ready: sort_by={column!r} is no column of the table; "self_cpu_time_total", say, or "cpu_time_total"'
+        )
+    return dict(on_trace_ready)
+
+
+def _checked_json(path: str | Path | None, trace: object) -> Path | None:
+    if path is None:
+        return None
+    if not isinstance(path, str | Path) or not str(path).endswith((".json", ".json.gz")):
+        raise ConfigurationError(f"json_trace_path={path!r}: give the name of a file that ends in .json or .json.gz")
+    if isinstance(trace, Mapping) and trace["type"] == "tb_trace":
+        raise ConfigurationError(
+            f"json_trace_path={str(path)!r}: torch writes a trace once, and tb_trace has done so; its file in dir_name is one "
+            "for chrome://tracing, too"
+        )
+    return Path(path)
+
+
+def _of_flags(activities: object, cpu: bool | None, cuda: bool | None) -> list[str]:
+    flags = {"activity_with_cpu": True if cpu is None else cpu, "activity_with_cuda": False if cuda is None else cuda}
+    checked_flags(**flags)
+    if activities is not None:
+        raise ConfigurationError("activities= and activity_with_cpu=, activity_with_cuda= say the same thing; give one of them")
+    if not any(flags.values()):
+        raise ConfigurationError("activity_with_cpu=False, activity_with_cuda=False: there is nothing left to profile")
+    return [option.removeprefix("activity_with_") for option, wanted in flags.items() if wanted]
+
+
+def _activities(activities: Iterable[str | ProfilerActivity] | None) -> list[ProfilerActivity] | None:
+    if activities is None:
+        return None
+    given = [activities] if isinstance(activities, str) else list(activities)
+    supported = supported_activities()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    names = {activity.name.lower(): activity for activity in supported}
+    chosen = [names.get(one.lower()) if isinstance(one, str) else one for one in given]
+    if not chosen or not all(one in supported for one in chosen):
+        raise ConfigurationError(
+            f"activities={activities!r}: torch can profile {', '.join(map(repr, sorted(names)))} on this machine"
+        )
+    return [one for one in chosen if one is not None]
+
+
+def _schedule(schedule: Any) -> Callable[[int], Any] | None:
+    if schedule is None or callable(schedule):
+        steps: Callable[[int], Any] | None = schedule
+        return steps
+    if not isinstance(schedule, Mapping):
+        raise ConfigurationError(f"schedule={schedule!r}: give the arguments of torch.profiler.schedule as a mapping")
+    try:
+        return profiler_schedule(**schedule)
+    except (TypeError, AssertionError) as error:
+        raise ConfigurationError(f"schedule={dict(schedule)!r}: {error or 'a count is out of range'}") from None

@@ -1,0 +1,118 @@
+"""Anomaly detection while training, and traces of chosen iterations."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from eventloop import ConfigurationError
+from hooks.autograd import AutogradAnomalyDetectHook, AutogradProfilerHook
+
+
+def sqrt_of_zero(model: Any, batch: Any) -> torch.Tensor:
+    """A loss that is finite, with gradients that are NaN."""
+    return ((model(batch[0]) * 0.0).square().sum()).sqrt() * 0.0
+
+
+def test_a_gradient_that_is_nan_is_an_error_that_names_the_operation(job: SimpleNamespace) -> None:
+    with pytest.warns(UserWarning, match="Error detected"), pytest.raises(RuntimeError, match="SqrtBackward"), capture_logs():
+        job.loop(AutogradAnomalyDetectHook(), step=sqrt_of_zero).run()
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("end", ["in order", "by an error"])
+def test_it_is_set_while_training_and_put_back_afterwards(job: SimpleNamespace, before: bool, mode: bool, end: str) -> None:
+    seen: list[bool] = []
+
+    def look(event: Any) -> None:
+        seen.append(torch.is_anomaly_enabled())
+        if end == "by an error":
+            raise ArithmeticError
+
+    loop = job.loop(AutogradAnomalyDetectHook(mode))
+    loop.bus.on("before_train_iter", look, once=2)
+    with torch.autograd.set_detect_anomaly(before, check_nan=not before):
+        if end == "in order":
+            loop.run()
+        else:
+            with pytest.raises(ArithmeticError), capture_logs():
+                loop.run()
+        assert torch.is_anomaly_enabled() is before
+        assert torch.is_anomaly_check_nan_enabled() is not before
+    assert seen == [mode]
+
+
+@pytest.mark.parametrize("mode", [None, 1, "on"])
+def test_a_mode_that_is_no_flag_is_an_error(mode: Any) -> None:
+    with pytest.raises(ConfigurationError, match="mode"):
+        AutogradAnomalyDetectHook(mode)
+
+
+def operations(file: Path) -> list[str]:
+    trace = json.loads(file.read_text())
+    events = trace["traceEvents"] if isinstance(trace, dict) else trace
+    return [event["name"] for event in events if "name" in event]
+
+
+def test_each_chosen_iteration_has_a_trace_with_forward_backward_and_step(job: SimpleNamespace, tmp_path: Path) -> None:
+    hook = AutogradProfilerHook(lambda event: 3 <= event.progress.iter < 5, "traces")
+    with capture_logs():
+        job.loop(hook, work_dir=tmp_path).run()
+    files = sorted((tmp_path / "traces").iterdir())
+    assert [file.name for file in files] == ["profiler-trace-iter4.json", "profiler-trace-iter5.json"]
+    for file in files:
+        names = operations(file)
+        assert names.count("aten::linear") == 2
+        assert any("AddmmBackward" in name for name in names)
+        assert any(name.startswith("Optimizer.step") for name in names)
+
+
+def test_the_work_dir_is_the_place_by_default(job: SimpleNamespace, tmp_path: Path) -> None:
+    with capture_logs():
+        job.loop(AutogradProfilerHook(lambda event: event.progress.iter == 0), work_dir=tmp_path).run()
+    assert (tmp_path / "profiler-trace-iter1.json").is_file()
+
+
+def test_without_any_place_it_is_an_error_before_training(job: SimpleNamespace) -> None:
+    with pytest.raises(ConfigurationError, match="output_dir"), capture_logs():
+        job.loop(AutogradProfilerHook(lambda event: False)).run()
+
+
+def test_an_iteration_that_fails_has_no_trace_and_the_next_run_can_profile(job: SimpleNamespace, tmp_path: Path) -> None:
+    def fail(event: Any) -> None:
+        raise ArithmeticError
+
+    hook = AutogradProfilerHook(lambda event: True)
+    loop = job.loop(hook, work_dir=tmp_path)
+    loop.bus.on("after_train_iter", fail, once=2)
+    with pytest.raises(ArithmeticError), capture_logs():
+        loop.run()
+    assert [file.name for file in tmp_path.iterdir()] == ["profiler-trace-iter1.json"]
+    with capture_logs():
+        job.loop(hook, work_dir=tmp_path / "again", max_epochs=1).run()
+    assert len(list((tmp_path / "again").iterdir())) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"enable_predicate": 5}, "enable_predicate"),
+        ({"output_dir": ""}, "output_dir"),
+        ({"output_dir": 3}, "output_dir"),
+        ({"use_cuda": 1}, "use_cuda"),
+    ],
+)
+def test_wrong_options_are_errors_when_the_hook_is_made(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        AutogradProfilerHook(**({"enable_predicate": lambda event: True} | options))
+
+
+def test_cuda_where_there_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(ConfigurationError, match="use_cuda"):
+        AutogradProfilerHook(lambda event: True, use_cuda=True)

@@ -1,0 +1,198 @@
+"""What ProfilerHook profiles, and where traces go. Real profiles of the CPU."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch.profiler import ProfilerActivity, profile
+
+from eventloop import ConfigurationError
+from hooks.autograd import AutogradProfilerHook
+from hooks.profiler import ProfilerHook
+
+
+def steps_of(profiler: profile) -> int:
+    """How many training steps are in a trace: the model has one batch norm."""
+    return sum(event.count for event in profiler.key_averages() if event.key == "aten::native_batch_norm")
+
+
+@pytest.fixture
+def traces() -> Any:
+    """A function for on_trace_ready that counts the steps in each trace."""
+
+    class Traces(list[int]):
+        def __call__(self, profiler: profile) -> None:
+            self.append(steps_of(profiler))
+
+        def __bool__(self) -> bool:
+            return True  # torch asks whether there is a function
+
+    return Traces()
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({}, 4),
+        ({"profile_times": 2}, 8),
+        ({"profile_times": 9}, 12),
+        ({"by_epoch": False}, 1),
+        ({"by_epoch": False, "profile_times": 6}, 6),
+    ],
+)
+def test_the_first_epochs_or_iterations_are_profiled(job: SimpleNamespace, traces: Any, options: Any, steps: int) -> None:
+    job.loop(ProfilerHook(on_trace_ready=traces, **options), max_epochs=3).run()
+    assert traces == [steps]
+
+
+def test_a_schedule_makes_several_traces_of_some_iterations(job: SimpleNamespace, traces: Any) -> None:
+    schedule = {"wait": 1, "warmup": 1, "active": 2, "repeat": 2}
+    job.loop(ProfilerHook(profile_times=3, schedule=schedule, on_trace_ready=traces), max_epochs=3).run()
+    assert traces == [2, 2]
+
+
+def test_by_default_a_table_is_logged(job: SimpleNamespace) -> None:
+    with capture_logs() as logs:
+        job.loop(ProfilerHook()).run()
+    (entry,) = [entry["event"] for entry in logs if entry["event"].startswith("profile\n")]
+    assert "aten::addmm" in entry
+    assert "Self CPU" in entry
+
+
+def test_the_table_takes_its_arguments(job: SimpleNamespace) -> None:
+    trace = {"type": "log_trace", "sort_by": "cpu_time_total", "row_limit": 1}
+    with capture_logs() as logs:
+        job.loop(ProfilerHook(on_trace_ready=trace)).run()
+    (entry,) = [entry["event"] for entry in logs if entry["event"].startswith("profile\n")]
+    assert entry.count("aten::") <= 1
+
+
+@pytest.mark.parametrize("name", [None, "mine"])
+def test_a_trace_for_tensorboard_lies_in_the_work_dir(job: SimpleNamespace, tmp_path: Path, name: str | None) -> None:
+    trace = {"type": "tb_trace", "worker_name": "worker"} | ({} if name is None else {"dir_name": name})
+    with capture_logs():
+        job.loop(ProfilerHook(on_trace_ready=trace), work_dir=tmp_path).run()
+    (file,) = (tmp_path / (name or "tf_tracing_logs")).iterdir()
+    assert file.name.startswith("worker.")
+    assert file.name.endswith(".pt.trace.json")
+
+
+def test_the_json_trace_is_what_chrome_reads(job: SimpleNamespace, tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        hook = ProfilerHook(json_trace_path="deep/trace.json", record_shapes=True)
+        job.loop(hook, work_dir=tmp_path).run()
+    events = json.loads((tmp_path / "deep" / "trace.json").read_text())["traceEvents"]
+    shapes = [event["args"]["Input Dims"] for event in events if event["name"] == "aten::linear"]
+    assert [[4, 3], [5, 3], [5]] in shapes
+    assert not [entry for entry in logs if entry["event"].startswith("profile\n")]
+
+
+def test_details_are_recorded_if_they_are_wanted(job: SimpleNamespace) -> None:
+    seen: list[Any] = []
+
+    def look(profiler: profile) -> None:
+        averages = profiler.key_averages()
+        seen.append(sum(event.flops for event in averages))
+        seen.append(any(event.self_cpu_memory_usage for event in averages))
+        seen.append(profiler.with_stack)
+
+    job.loop(ProfilerHook(profile_memory=True, with_flops=True, with_stack=True, on_trace_ready=look)).run()
+    job.loop(ProfilerHook(on_trace_ready=look)).run()
+    assert seen[0] > 0
+    assert seen[1:] == [True, True, 0, False, False]
+
+
+def test_a_run_that_fails_ends_the_profile(job: SimpleNamespace, traces: Any) -> None:
+    loop = job.loop(ProfilerHook(on_trace_ready=traces))
+    loop.bus.on("before_train_iter", _fail, once=3)
+    with pytest.raises(RuntimeError, match="mine"), capture_logs():
+        loop.run()
+    assert traces == [2]
+    again = job.loop(ProfilerHook(on_trace_ready=traces))  # and torch's profiler is free for another
+    again.run()
+    assert traces == [2, 4]
+
+
+@pytest.mark.parametrize("schedule", [None, {"wait": 0, "warmup": 1, "active": 1, "repeat": 2}])
+def test_a_handler_that_fails_is_the_error_of_the_run(job: SimpleNamespace, traces: Any, schedule: Any) -> None:
+    hook = ProfilerHook(schedule=schedule, on_trace_ready=_fail)
+    with pytest.raises(RuntimeError, match="mine"), capture_logs():
+        job.loop(hook).run()
+    job.loop(ProfilerHook(on_trace_ready=traces)).run()
+    assert traces == [4]
+
+
+def _fail(event: Any) -> None:
+    raise RuntimeError("mine")
+
+
+def test_a_schedule_that_never_records_is_told_instead_of_a_file(job: SimpleNamespace, tmp_path: Path) -> None:
+    hook = ProfilerHook(schedule={"wait": 50, "warmup": 1, "active": 1}, json_trace_path="trace.json")
+    with capture_logs() as logs:
+        job.loop(hook, work_dir=tmp_path).run()
+    assert not (tmp_path / "trace.json").exists()
+    assert any("nothing was recorded" in entry["event"] for entry in logs)
+
+
+def test_counting_epochs_in_iteration_based_training_is_an_error(job: SimpleNamespace) -> None:
+    with pytest.raises(ConfigurationError, match="by_epoch=False"), capture_logs():
+        job.loop(ProfilerHook(), max_iters=3).run()
+
+
+def test_two_profilers_at_a_time_are_an_error_that_names_them(job: SimpleNamespace, tmp_path: Path, traces: Any) -> None:
+    hooks = ProfilerHook(on_trace_ready=traces), AutogradProfilerHook(lambda event: True)
+    with pytest.raises(ConfigurationError, match=r"AutogradProfilerHook.*ProfilerHook"), capture_logs():
+        job.loop(*hooks, work_dir=tmp_path).run()
+    job.loop(ProfilerHook(on_trace_ready=traces)).run()
+    assert traces == [0, 4]
+
+
+@pytest.mark.parametrize("activities", ["cpu", ["CPU"], [ProfilerActivity.CPU]])
+def test_activities_by_name_or_as_torchs(job: SimpleNamespace, traces: Any, activities: Any) -> None:
+    job.loop(ProfilerHook(activities=activities, on_trace_ready=traces)).run()
+    job.loop(ProfilerHook(activity_with_cpu=True, activity_with_cuda=False, on_trace_ready=traces)).run()
+    assert traces == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"by_epoch": 1}, "by_epoch"),
+        ({"profile_times": 0}, "profile_times"),
+        ({"profile_times": True}, "profile_times"),
+        ({"activities": []}, "activities"),
+        ({"activities": ["gpu"]}, "activities.*'cpu'"),
+        ({"activities": "cpu", "activity_with_cpu": True}, "give one of them"),
+        ({"activity_with_cpu": False}, "nothing left"),
+        ({"activity_with_cpu": "yes"}, "activity_with_cpu"),
+        ({"schedule": {"wait": 1}}, "schedule.*warmup"),
+        ({"schedule": {"wait": 0, "warmup": 0, "active": 0}}, "schedule"),
+        ({"schedule": 3}, "schedule"),
+        ({"on_trace_ready": "log"}, "log_trace.*tb_trace"),
+        ({"on_trace_ready": {"type": "table"}}, "log_trace.*tb_trace"),
+        ({"on_trace_ready": {"type": "log_trace", "rows": 3}}, "'rows'.*row_limit"),
+        ({"on_trace_ready": {"type": "log_trace", "sort_by": "speed"}}, "sort_by"),
+        ({"on_trace_ready": {"type": "tb_trace", "directory": "x"}}, "'directory'.*dir_name"),
+        ({"record_shapes": None}, "record_shapes"),
+        ({"profile_memory": 1}, "profile_memory"),
+        ({"with_stack": 1}, "with_stack"),
+        ({"with_flops": 1}, "with_flops"),
+        ({"json_trace_path": "trace.txt"}, "json_trace_path"),
+        ({"json_trace_path": 5}, "json_trace_path"),
+        ({"json_trace_path": "t.json", "on_trace_ready": {"type": "tb_trace"}}, "dir_name"),
+    ],
+)
+def test_wrong_options_are_errors_when_the_hook_is_made(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        ProfilerHook(**options)
+
+
+def test_what_cuda_is_not_there_for_is_an_error_at_once() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("it is there")
+    with pytest.raises(ConfigurationError, match=r"activities.*'cpu'"):
+        ProfilerHook(activity_with_cuda=True)
