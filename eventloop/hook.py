@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
@@ -41,6 +41,13 @@ class Hook:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what :meth:`state_dict` returned."""
+
+    def unused(self) -> Collection[str]:
+        """Return the names of mount-point methods that this hook, with its options, has no use for; none by default.
+
+        They are not subscribed, so that publishing (or not even making) their events costs nothing.
+        """
+        return ()
 
     @property
     def label(self) -> str:
@@ -111,18 +118,29 @@ def subscriptions_of(hook: Hook) -> Iterator[tuple[tuple[type[Event], ...], Call
     """
     _check_instance(hook)
     found = False
-    for name in _method_names(type(hook)):
+    names = _method_names(type(hook))
+    unused = _checked_unused(hook, names)
+    for name in names:
         mark: Mount = getattr(getattr(type(hook), name), "__trainbus_mount__", Mount.unmarked)
         if not mark.events and name not in registry:
             _check_spelling(hook, name, marked=mark is not Mount.unmarked)
             continue
         found = True
+        if name in unused:
+            continue
         yield tuple(map(resolve, mark.events or (name,))), getattr(hook, name), mark.options_for(hook)
     if not found:
         raise SubscribeError(
             f"{hook.label} has no method named like a mount point, so it would never be called; "
             "name one after_train_iter, say, or mark it with @mount(...)"
         )
+
+
+def _checked_unused(hook: Hook, names: list[str]) -> frozenset[str]:
+    unused = frozenset(hook.unused())
+    for name in unused - set(names):
+        raise SubscribeError(f"{hook.label}.unused() names {name!r}, which is none of its methods{suggest(name)}")
+    return unused
 
 
 def _check_instance(hook: object) -> None:

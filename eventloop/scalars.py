@@ -4,9 +4,10 @@ Numbers are taken as they are. 0-dim tensors are copied into a row on their devi
 dtype and device; a consumer turns rows into numbers later, many at a time.
 
 What is a scalar among the outputs of an iteration is nearly always what was one before, so it is noted down in a plan, and an
-iteration only checks that the plan still holds. Floating tensors on the CPU become rows of float64, which holds each of their
-values exactly (and integers that take their place, up to 2**53), so their dtypes need no checking; elsewhere, and for
-integers, a row has the dtype of its tensors.
+iteration only checks that the plan still holds. A row has the dtype of its tensors: a conversion on the way costs little by
+itself, but after a training step its code is not in the caches any more, and comes at 4 µs. Only where dtypes have changed
+once, floating tensors on the CPU share rows of float64, which holds each of their values exactly (and integers that take
+their place, up to 2**53), so that they need no checking.
 """
 
 from __future__ import annotations
@@ -48,14 +49,12 @@ class Scalars:
         plan = self._plans.get(names)
         if plan is not None:
             try:
-                if plan.write is not None:
-                    return plan, (), (plan.write(values),)
                 taken = plan.take(values)
             except (RuntimeError, TypeError, AttributeError):  # what was a scalar tensor has another shape now, or is no tensor
                 taken = None
             if taken is not None:
                 return taken
-        plan = Plan(names, values, self._ring)
+        plan = Plan(names, values, self._ring, steady=plan is None)
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
         self._plans[names] = plan
@@ -72,26 +71,33 @@ class Plan:
     """What is a scalar in a mapping with these names, and how it is taken."""
 
     def __init__(
-        self, names: Sequence[str], values: Sequence[Any], ring: Callable[[torch.dtype, torch.device, int], Ring | CudaRing]
+        self,
+        names: Sequence[str],
+        values: Sequence[Any],
+        ring: Callable[[torch.dtype, torch.device, int], Ring | CudaRing],
+        *,
+        steady: bool,
     ) -> None:
         kinds = [_kind(value) for value in values]
         of_kind = {kind: [i for i, found in enumerate(kinds) if found == kind] for kind in get_args(Kind)}
         numbers = [*of_kind["number"], *of_kind["array"]]
         self._number = _getter(numbers)
         self._arrays = bool(of_kind["array"])
+        self._generic = any(isinstance(values[i], np.generic) for i in numbers)
         # All but scalar tensors: those are known for what they are by copying them.
         rest = [i for i, kind in enumerate(kinds) if kind != "tensor"]
         self._rest = _getter(rest) if rest else None
         self._rest_types = [type(values[i]) for i in rest]
         # What has dimensions could have none the next time.
-        self._others = _getter([i for i in of_kind["other"] if hasattr(values[i], "ndim")])
-        self._groups = [_Group(key, positions, ring) for key, positions in _grouped(of_kind["tensor"], values).items()]
-        # Of the commonest kind of outputs, all of them tensors of one kind, one call takes everything.
-        alone = len(self._groups) == 1 and not rest and not self._groups[0].checked
-        self.write = self._groups[0].write if alone else None
+        others = [i for i in of_kind["other"] if hasattr(values[i], "ndim")]
+        self._others = _getter(others) if others else None
+        grouped = _grouped(of_kind["tensor"], values, steady=steady)
+        self._groups = [_Group(key, positions, ring, len(values)) for key, positions in grouped.items()]
+        self.waits = any(group.waits for group in self._groups)
+        """Whether a consumer has to wait for the values."""
         taken = [*numbers, *(position for group in self._groups for position in group.positions)]
         self._names = [names[position] for position in sorted(taken)]
-        self._order = _getter([taken.index(position) for position in sorted(taken)])
+        self._order = None if taken == sorted(taken) else _getter([taken.index(position) for position in sorted(taken)])
 
     def take(self, values: tuple[Any, ...]) -> Taken | None:
         """Take what is planned; None if the values are of other kinds than planned.
@@ -103,9 +109,10 @@ class Plan:
         if self._rest is not None:
             if [*map(type, self._rest(values))] != self._rest_types:
                 return None
-            for value in self._others(values):
-                if not value.ndim:
-                    return None
+            if self._others is not None:
+                for value in self._others(values):
+                    if not value.ndim:
+                        return None
             numbers = self._number(values)
             if self._arrays:
                 if any(value.ndim for value in numbers if isinstance(value, np.ndarray)):
@@ -113,7 +120,7 @@ class Plan:
                 numbers = tuple([value.item() if isinstance(value, np.ndarray) else value for value in numbers])
         cells: tuple[Cell, ...] = ()
         for group in self._groups:
-            tensors = group.pick(values)
+            tensors = group.pick(values) if group.pick is not None else values
             if group.checked and not group.fits(tensors):
                 return None
             cells += (group.write(tensors),)
@@ -121,10 +128,10 @@ class Plan:
 
     def numbers(self, numbers: Iterable[Any], cells: Iterable[Cell]) -> dict[str, Any]:
         """Put together what :meth:`take` has taken, in the order of the outputs; on the consumer's thread, which may wait."""
-        found = [value.item() if isinstance(value, np.generic) else value for value in numbers]
+        found = [value.item() if isinstance(value, np.generic) else value for value in numbers] if self._generic else [*numbers]
         for cell in cells:
             found += cell.numbers()
-        return dict(zip(self._names, self._order(found), strict=True))
+        return dict(zip(self._names, found if self._order is None else self._order(found), strict=True))
 
 
 class _Group:
@@ -135,29 +142,35 @@ class _Group:
         key: tuple[torch.dtype, torch.device],
         positions: list[int],
         ring: Callable[[torch.dtype, torch.device, int], Ring | CudaRing],
+        width: int,
     ) -> None:
         dtype, device = key
         self.positions = positions
-        self.pick = _getter(positions)
+        self.pick = None if positions == list(range(width)) else _getter(positions)
         self.write = ring(dtype, device, len(positions)).write
         self._dtypes = None if key == _ANY_FLOAT else [dtype] * len(positions)
         self._devices = [device] * len(positions)
         self._on_cpu = device.type == "cpu"
-        # Where there is no accelerator, tensors are nowhere else.
-        self.checked = self._dtypes is not None or torch.accelerator.is_available()
+        self.waits = not self._on_cpu
+        self._elsewhere = torch.accelerator.is_available()  # where there is none, tensors are nowhere else
+        self.checked = self._dtypes is not None or self._elsewhere
 
     def fits(self, tensors: tuple[torch.Tensor, ...]) -> bool:
         """Return True if copying keeps every value as it is and crosses no devices (which would wait)."""
         if self._dtypes is not None and [*map(_dtype, tensors)] != self._dtypes:
             return False
+        if not self._elsewhere:
+            return True
         return all(map(_is_cpu, tensors)) if self._on_cpu else [*map(_device, tensors)] == self._devices
 
 
-def _grouped(positions: Iterable[int], values: Sequence[Any]) -> dict[tuple[torch.dtype, torch.device], list[int]]:
+def _grouped(
+    positions: Iterable[int], values: Sequence[Any], *, steady: bool
+) -> dict[tuple[torch.dtype, torch.device], list[int]]:
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for position in positions:
         value = values[position]
-        wide = value.is_cpu and value.is_floating_point()
+        wide = not steady and value.is_cpu and value.is_floating_point()
         groups.setdefault(_ANY_FLOAT if wide else (value.dtype, value.device), []).append(position)
     return groups
 

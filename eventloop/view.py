@@ -59,17 +59,20 @@ class RunView(Protocol):
     def updated(self) -> bool:
         """True if an optimizer has stepped in the current iteration."""
 
+    def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return True if ``optimizer``, one of this run, has stepped in the current iteration."""
+
     @property
     def last_batch(self) -> bool:
         """True if the current training batch is the last one of its epoch (or of an iteration-based run)."""
 
     @property
-    def epoch_length(self) -> int | None:
-        """Training batches per epoch, or None where the loader does not know."""
-    @property
     def train_data(self) -> Iterable[Any] | None:
         """The loader of the training data; None before the first training epoch."""
 
+    @property
+    def epoch_length(self) -> int | None:
+        """Training batches per epoch, or None where the loader does not know."""
 
     @property
     def evaluation_length(self) -> int | None:
@@ -88,6 +91,9 @@ class RunView(Protocol):
 
     def report(self, **entries: Any) -> None:
         """Add entries to the current iteration's ``outputs``: numbers or 0-dim tensors, which stay on their device."""
+
+    def report_image(self, name: str, image: Any) -> None:
+        """Publish an image of the current moment, for loggers (see ``Run.report_image``)."""
 
     def defer(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` when the innermost open scope ends, however it ends; last registered, first called."""

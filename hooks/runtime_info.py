@@ -81,15 +81,14 @@ class RuntimeInfoHook(Hook):
         run = event.run
         info = run.info
         info["iter"] = event.progress.iter
-        rates: dict[str, Any] = {}
         for name, optimizer in self._optimizers:
             groups = optimizer.param_groups
-            rates[name] = groups[0].get("lr")
+            rates: dict[str, Any] = {name: groups[0].get("lr")}
             if len(groups) > 1:
                 rates.update(self._further_rates(name, groups))
-        run.report(**rates)
-        for name, rate in rates.items():
-            info[self._key(name)] = rate
+            run.report(**rates)
+            for key, rate in rates.items():
+                info[self._keys.get(key) or self._key(key)] = rate
 
     def after_train_iter(self, event: AfterTrainIter) -> None:
         """Note every scalar that was reported, as it is."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal, get_args
 
 import torch
 
 from eventloop import (
     AfterLoadCheckpoint,
-    AfterOptimizerStep,
     AfterTrainEpoch,
     AfterTrainIter,
     AfterValEpoch,
@@ -22,16 +21,20 @@ from eventloop import (
     RunView,
     TrainingError,
     get_logger,
+    register,
 )
 
 By = Literal["iter", "epoch", "metric"]
 
 log = get_logger()
 
+_METHODS: dict[By, str] = {"iter": "after_train_iter", "epoch": "after_train_epoch", "metric": "after_val_epoch"}
+
 KEY = "param_schedulers"
 """Where checkpoints hold the states of schedulers, by name."""
 
 
+@register
 class ParamSchedulerHook(Hook):
     """Steps schedulers after the optimizer, as often as ``by`` says.
 
@@ -67,34 +70,31 @@ class ParamSchedulerHook(Hook):
         self.by = by
         self.monitor = monitor
         self._training = False
-        self._stepped: set[int] = set()
 
     def before_train(self, event: BeforeTrain) -> None:
         """Note that validations belong to training from here on."""
         self._training = True
         event.run.defer(self._training_over)
 
-    def after_optimizer_step(self, event: AfterOptimizerStep) -> None:
-        """Note which optimizer has stepped."""
-        self._stepped.add(id(event.optimizer))
+    def unused(self) -> Collection[str]:
+        """The moments of the other values of ``by``."""
+        return [method for by, method in _METHODS.items() if by != self.by]
 
     def after_train_iter(self, event: AfterTrainIter) -> None:
         """Step the schedulers that count iterations."""
-        if self.by == "iter":
-            for scheduler in self.schedulers.values():
-                if self._due(scheduler, event.run):
-                    scheduler.step()
-        self._stepped.clear()
+        for scheduler in self.schedulers.values():
+            if self._due(scheduler, event.run):
+                scheduler.step()
 
     def after_train_epoch(self, event: AfterTrainEpoch) -> None:
         """Step the schedulers that count epochs."""
-        if self.by == "epoch":
-            for scheduler in self.schedulers.values():
-                scheduler.step()
+        for scheduler in self.schedulers.values():
+            scheduler.step()
 
     def after_val_epoch(self, event: AfterValEpoch) -> None:
         """Step the schedulers that follow a metric."""
-        if self.monitor is None or not self._training:
+        assert self.monitor is not None  # noqa: S101 - by="metric"
+        if not self._training:
             return
         value = event.metrics.get(self.monitor)
         if value is None:
@@ -130,7 +130,7 @@ class ParamSchedulerHook(Hook):
         optimizer = getattr(scheduler, "optimizer", None)
         if optimizer is None:
             return run.updated or not run.optimizers
-        return id(optimizer) in self._stepped or all(optimizer is not known for known in run.optimizers.values())
+        return run.stepped(optimizer) or all(optimizer is not known for known in run.optimizers.values())
 
     def _training_over(self) -> None:
         self._training = False

@@ -365,3 +365,27 @@ def test_each_of_several_mount_points_must_exist():
 
     with pytest.raises(UnknownEventError, match="no_such_point"):
         Bus().add(Odd())
+
+
+class Sparing(Hook):
+    def __init__(self, *unused: str) -> None:
+        self._unused = unused
+
+    def unused(self):
+        return self._unused
+
+    def before_train_iter(self, event): ...
+
+    def after_train_iter(self, event): ...
+
+
+def test_methods_that_a_hook_calls_unused_are_not_subscribed():
+    bus = Bus()
+    bus.add(Sparing("before_train_iter"))
+    assert bus.wants("after_train_iter")
+    assert not bus.wants("before_train_iter")
+
+
+def test_a_hook_that_calls_a_method_unused_that_it_does_not_have_is_an_error():
+    with pytest.raises(SubscribeError, match=r"Sparing.unused\(\) names 'before_train_itre'.*before_train_iter"):
+        Bus().add(Sparing("before_train_itre"))

@@ -58,7 +58,8 @@ class Order:
         self.progress: Progress = counters.snapshot()
         self.scopes = Scopes()
         self.outputs: dict[str, Any] = {}
-        self.updated = False
+        self.stepped: set[int] = set()
+        """Which optimizers have stepped in the current iteration, by ``id``."""
         self.endless = False
         self.feed: Feed | None = None
         self.validation_rng: dict[str, Any] | None = None
@@ -131,16 +132,16 @@ class Order:
         self.progress = self.counters.snapshot()
         set_epoch(feed.loader, self.counters.epoch + feed.passes)
         self._publish(ev.BeforeTrainEpoch)
-        feed.begin()
         if endless:  # after the hooks, which know the epoch but not the pass that a resumed run goes on with
             set_sampler_epoch(feed.loader, self.counters.epoch + feed.passes)
+        feed.begin()
 
     def begin_pass(self, feed: Feed) -> None:
         """Begin the data anew within the epoch, in another order: no mount point marks this for a hook."""
         feed.passes += 1
         set_epoch(feed.loader, self.counters.epoch + feed.passes)
-        feed.begin()
         set_sampler_epoch(feed.loader, self.counters.epoch + feed.passes)
+        feed.begin()
 
     def end_epoch(self) -> None:
         """Publish ``after_train_epoch`` if an epoch is open, and count it."""
@@ -165,7 +166,7 @@ class Order:
         """Publish ``before_train_iter``."""
         self.progress = self.counters.snapshot()
         self.outputs = {}
-        self.updated = False
+        self.stepped.clear()
         self._batch = batch
         self.go_on()
         self.scopes.enter("iter")
@@ -199,7 +200,7 @@ class Order:
         self._publish(ev.BeforeOptimizerStep, name=name, optimizer=optimizer)
 
     def _after_step(self, name: str, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.updated = True
+        self.stepped.add(id(optimizer))
         self._publish(ev.AfterOptimizerStep, name=name, optimizer=optimizer)
 
     def _drop_iteration(self) -> None:
@@ -211,7 +212,7 @@ class Order:
     def _count_iteration(self) -> None:
         self.counters.iter += 1
         self.counters.batches += 1
-        self.counters.update += self.updated
+        self.counters.update += bool(self.stepped)
         self.counters.phase = "val" if self.validation_follows() else "train"
 
     # ---------------------------------------------------------------------------------------- validation and test

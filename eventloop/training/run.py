@@ -16,17 +16,19 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from eventloop import events as ev
 from eventloop.bus import Bus
-from eventloop.checkpoint import load
+from eventloop.checkpoint import Busy, Staging, load
 from eventloop.errors import ConfigurationError, LaneFullError
 from eventloop.events import Event, Progress
 from eventloop.log import get_logger
 from eventloop.offload.deadline import Deadline
 from eventloop.training import resume
 from eventloop.training.data import Feed
+from eventloop.training.images import check_image
 from eventloop.training.iterators import Epochs, EvaluationBatches, TrainBatches
 from eventloop.training.metrics import Metric, Metrics
 from eventloop.training.order import Order
@@ -133,7 +135,11 @@ class Run:
     @property
     def updated(self) -> bool:
         """True if an optimizer has stepped in the current iteration."""
-        return self.order.updated
+        return bool(self.order.stepped)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return True if ``optimizer``, one of this run, has stepped in the current iteration."""
+        return id(optimizer) in self.order.stepped
 
     @property
     def last_batch(self) -> bool:
@@ -181,6 +187,23 @@ class Run:
     def report(self, **entries: Any) -> None:
         """Add entries to the outputs of the current iteration; tensors stay on their device."""
         self.order.outputs.update(entries)
+
+    def report_image(self, name: str, image: torch.Tensor | np.ndarray[Any, Any]) -> None:
+        """Publish ``image_reported``: for writers that take images, and whoever else hears it.
+
+        It costs nothing while nobody does; copied for offloaded handlers, it may be changed or freed afterwards.
+
+        Args:
+            name: such as ``"samples"``; writers put the stage before it.
+            image: height × width, channels × height × width or height × width × channels (where both could be meant,
+                channels first); 1, 3 or 4 channels; bytes, or booleans and floats from 0 to 1.
+
+        Raises:
+            ValueError: another shape or kind of numbers.
+        """
+        if self.bus.wants(ev.ImageReported):
+            check_image(name, image)
+            self.publish(ev.ImageReported, name=name, image=image)
 
     def publish(self, event: type[Event], **payload: Any) -> None:
         """Publish an event of this class, with this run and its progress filled in."""
@@ -230,6 +253,8 @@ class Run:
         save_optimizer: bool = True,
         save_param_scheduler: bool = True,
         on_error: OnError = "raise",
+        staging: Staging = "block",
+        busy: Busy = "wait",
     ) -> None:
         """Save under ``name`` once the last subscriber of the current mount point has run.
 
@@ -241,12 +266,18 @@ class Run:
             save_optimizer: False leaves optimizers out (no resuming then).
             save_param_scheduler: False leaves schedules out.
             on_error: ``"raise"`` ends the run when the file cannot be written, ``"log"`` goes on.
+            staging: ``"block"`` copies the state now; ``"overlap"`` copies what only optimizers change during the next
+                forward and backward pass (not in a validation or test; see :mod:`eventloop.checkpoint.overlap`).
+            busy: when another save is being written: ``"wait"`` for it, ``"skip"`` this one, or ``"replace"`` the one that
+                waits.
 
         Raises:
             ConfigurationError: neither a directory nor a work dir, or outside of ``with run:``.
         """
         place = Path(directory) if directory is not None else self._need_work_dir()
-        self._save_points().request(SaveRequest(place / name, save_optimizer, save_param_scheduler, on_error))
+        self._save_points().request(
+            SaveRequest(place / name, save_optimizer, save_param_scheduler, on_error, staging=staging, busy=busy)
+        )
 
     def check_savable(self) -> None:
         """Raise CheckpointValueError now, with its path, if the state holds something that no checkpoint can hold."""
@@ -257,14 +288,14 @@ class Run:
         self._save_points().wait()
 
     @property
-    def epoch_length(self) -> int | None:
-        """Training batches per epoch, or None where the loader does not know."""
-        return self._feed.length if self._feed is not None else None
-    @property
     def train_data(self) -> Iterable[Any] | None:
         """The loader of the training data; None before the first training epoch."""
         return self._feed.loader if self._feed is not None else None
 
+    @property
+    def epoch_length(self) -> int | None:
+        """Training batches per epoch, or None where the loader does not know."""
+        return self._feed.length if self._feed is not None else None
 
     @property
     def evaluation_length(self) -> int | None:
@@ -315,10 +346,11 @@ class Run:
             seed_everything(self.seed)
         for model in self.models.values() if self._moves else ():
             model.to(self.device)
+        # Before the steps are watched: its fence comes before the handlers of before_optimizer_step, which may change weights.
+        self._saves = SavePoints(self.bus, self._capture, self.work_dir, self.optimizers.values())
+        self.defer(self._saves.close)
         for name, optimizer in self.optimizers.items():
             self.order.watch_steps(name, optimizer)
-        self._saves = SavePoints(self.bus, self._capture, self.work_dir)
-        self.defer(self._saves.close)
         self.publish(ev.BeforeRun)
         if self._resume is not None:
             self._load()
@@ -390,7 +422,8 @@ class Run:
             self._save_now = False
             self.request_save(f"iter_{self.counters.iter}.safetensors")
         if saves.requested and (force or not self._window_open()):
-            saves.save(self.counters.iter, self.publish, self.progress)
+            # In a validation hooks may have lent the model other weights (averages), which only a copy made now holds.
+            saves.save(self.counters.iter, self.publish, self.progress, at_once=self.progress.stage != "train")
 
     def _capture(self, request: SaveRequest) -> dict[str, Any]:
         state = resume.gather(self, request)

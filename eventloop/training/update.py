@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import torch
@@ -30,6 +30,7 @@ log = get_logger()
 Precision = Literal["bf16", "fp16"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST = ("before_forward", "after_forward", "before_val_iter", "after_val_iter", "before_test_iter", "after_test_iter")
 
 
 class Update(Hook):
@@ -99,6 +100,10 @@ class Update(Hook):
         for name, gradients in window["gradients"].items():
             for parameter, gradient in zip(_parameters(self._optimizers[name]), gradients, strict=True):
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
+
+    def unused(self) -> Collection[str]:
+        """Autocast's methods, where there is none: four events an iteration are not even made for them."""
+        return () if self._amp is not None else _AUTOCAST
 
     def before_run(self, event: BeforeRun) -> None:
         """Make the scaler that fp16 needs, now that the device is known and before a checkpoint is loaded into it."""
@@ -188,8 +193,7 @@ class Update(Hook):
             log.warning("either the checkpoint or this update has a gradient scaler, the other has not; nothing is loaded")
 
     def _enter_autocast(self, run: RunView) -> None:
-        if self._amp is None:
-            return
+        assert self._amp is not None  # noqa: S101 - else its callers are not subscribed
         self._autocast = torch.autocast(run.device.type, dtype=_DTYPES[self._amp])
         self._autocast.__enter__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         run.defer(self._leave_autocast)
