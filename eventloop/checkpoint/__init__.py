@@ -6,7 +6,10 @@ file that the safetensors package opens.
 
 from eventloop.checkpoint.commit import TEMPORARY_PREFIX, commit_bytes, link, remove
 from eventloop.checkpoint.container import CommitInfo, save, write
-from eventloop.checkpoint.load import Description, inspect, load, verify
+from eventloop.checkpoint.export import export_tree, export_weights, is_weights
+from eventloop.checkpoint.kind import file_kind
+from eventloop.checkpoint.load import Description, inspect, load, outline, verify
+from eventloop.checkpoint.pth import load_pth
 from eventloop.checkpoint.stage import StageBuffer, Staged, stage
 
 __all__ = [
@@ -16,9 +19,15 @@ __all__ = [
     "StageBuffer",
     "Staged",
     "commit_bytes",
+    "export_tree",
+    "export_weights",
+    "file_kind",
     "inspect",
+    "is_weights",
     "link",
     "load",
+    "load_pth",
+    "outline",
     "remove",
     "save",
     "stage",

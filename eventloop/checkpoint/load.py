@@ -116,6 +116,29 @@ def inspect(path: _Path) -> Description:
     return Description(path, size, header.version, digest, tensors)
 
 
+def outline(path: _Path) -> Any:
+    """Rebuild the tree of a checkpoint with tensors on the device ``meta``: their shapes and dtypes, and none of their data.
+
+    Nothing but the header and the tree is read, so that it is quick for a file of any size; and nothing is verified beyond
+    what the header says of the file's length. Tied tensors are one tensor.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointDamagedError: the header or the tree is damaged, or not that of a checkpoint.
+    """
+    with _opened(Path(path)) as (file, size):
+        header, _ = _read_header(file, size)
+        start, end = header.entries[TREE].data_offsets
+        file.seek(header.bytes + start)
+        packed = bytearray(end - start)
+        _fill(file, memoryview(packed))
+        with _rebuilding():
+            body = msgspec.msgpack.decode(packed, type=_Body)
+            forms = [_form(entry, body.foreign.get(rank)) for rank, entry in enumerate(_user_entries(header))]
+            tensors = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in forms]
+            return unflatten(body.tree, (tensors[slot] for slot in body.slots))
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     with path.open("rb", buffering=0) as file:
@@ -175,17 +198,26 @@ def _body(header: Header, data: _Data) -> _Body:
     return msgspec.msgpack.decode(data[start:end].data, type=_Body)
 
 
+def _user_entries(header: Header) -> list[Entry]:
+    return [entry for name, entry in header.entries.items() if name not in _OWN]
+
+
 def _tensors(header: Header, data: _Data, foreign: dict[int, Foreign]) -> list[torch.Tensor]:
-    entries = [entry for name, entry in header.entries.items() if name not in _OWN]
-    return [_tensor(data, entry, foreign.get(rank)) for rank, entry in enumerate(entries)]
+    return [_tensor(data, entry, foreign.get(rank)) for rank, entry in enumerate(_user_entries(header))]
 
 
-def _tensor(data: _Data, entry: Entry, foreign: Foreign | None) -> torch.Tensor:
+def _form(entry: Entry, foreign: Foreign | None) -> tuple[torch.dtype, tuple[int, ...]]:
     dtype = SAFE_DTYPES[entry.dtype] if foreign is None else FOREIGN_DTYPES[foreign.dtype]
     shape = entry.shape if foreign is None else foreign.shape
     begin, end = entry.data_offsets
     if math.prod(shape) * dtype.itemsize != end - begin:  # the header is checked already, not so what the tree says of it
         raise ValueError(f"a {dtype} tensor of shape {shape} in {end - begin} bytes")
+    return dtype, shape
+
+
+def _tensor(data: _Data, entry: Entry, foreign: Foreign | None) -> torch.Tensor:
+    dtype, shape = _form(entry, foreign)
+    begin, end = entry.data_offsets
     if begin == end:
         return torch.empty(shape, dtype=dtype)
     # Not slices of one tensor: those would share a version counter, and an in-place change of one would make autograd

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from eventloop.cli import demo
+from eventloop.cli import checkpoint, demo
 from eventloop.errors import TrainbusError
 
-GROUPS = (demo,)
+GROUPS = (demo, checkpoint)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

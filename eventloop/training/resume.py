@@ -86,7 +86,8 @@ def apply(run: Resumable, state: Mapping[str, Any], *, strict: bool = True) -> N
     run.info.update(state["info"])
     run.bus.load_state_dict(state["bus"])
     run.set_data_state(state["data"])
-    set_rng_state(state["rng"])
+    if state["rng"] is not None:  # None: imported from elsewhere
+        set_rng_state(state["rng"])
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], name: str = "model", *, strict: bool = True) -> bool:

@@ -1,0 +1,126 @@
+"""From checkpoints to files for other programs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from eventloop.checkpoint.load import load
+from eventloop.checkpoint.plain import weights_only, write_pth, write_safetensors
+from eventloop.errors import CheckpointError
+
+WEIGHTS: Final = "state_dict"
+"""Where a checkpoint has the weights of its model, or a mapping of names to weights; the averaged ones, if it has those."""
+RAW: Final = "ema_state_dict"
+"""Where it has the weights that were not averaged, if ``"state_dict"`` has the averaged ones."""
+
+_Path = str | os.PathLike[str]
+_PTH: Final = (".pth", ".pt")
+_SAFETENSORS: Final = ".safetensors"
+_WRAPPERS: Final = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod)\.")
+
+
+def export_tree(path: _Path, out: _Path) -> None:
+    """Write a whole checkpoint as a file that ``torch.load(out, weights_only=True)`` opens.
+
+    What is converted is listed at `plain.weights_only`. The file is written durably and atomically, and replaces what has
+    its name.
+
+    Args:
+        path: a checkpoint. It is verified.
+        out: the new file, ``.pth`` or ``.pt``.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        CheckpointDamagedError: the checkpoint is damaged.
+        CheckpointValueError: it holds what such a file cannot, with its path.
+        CheckpointError: ``out`` has another suffix, or cannot be written.
+    """
+    out = _checked_out(out, _PTH)
+    write_pth(weights_only(load(path)), out, Path(path).stat().st_size)
+
+
+def export_weights(path: _Path, out: _Path, *, raw: bool = False, strip: bool = False, model: str | None = None) -> None:
+    """Write the weights in a checkpoint, a plain ``state_dict``, as ``.pth`` or plain ``.safetensors``.
+
+    Args:
+        path: a checkpoint. It is verified.
+        out: the new file; its suffix (``.pth``, ``.pt`` or ``.safetensors``) decides. Tied weights stay tied in a ``.pth`` and
+            are written under each name in a ``.safetensors``.
+        raw: the weights that were trained, where the checkpoint's ``state_dict`` has their averages.
+        strip: leave ``module.`` and ``_orig_mod.``, the names of wrappers, out of the keys.
+        model: the name of the model, where the checkpoint has several.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        CheckpointDamagedError: the checkpoint is damaged.
+        CheckpointValueError: the weights hold what such a file cannot, with its path.
+        CheckpointError: there are no such weights, ``out`` has another suffix, or cannot be written.
+    """
+    out = _checked_out(out, (*_PTH, _SAFETENSORS))
+    weights = _weights(load(path), raw=raw, model=model)
+    if strip:
+        weights = strip_wrappers(weights)
+    if out.suffix == _SAFETENSORS:
+        write_safetensors(weights, out)
+    else:
+        write_pth(weights_only(weights), out, Path(path).stat().st_size)
+
+
+def strip_wrappers(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weights without ``module.`` and ``_orig_mod.`` (DataParallel's and torch.compile's) in their keys.
+
+    Raises:
+        CheckpointError: two would get one key.
+    """
+    stripped: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for name, value in weights.items():
+        short = _WRAPPERS.sub("", name)
+        if short in stripped:
+            raise CheckpointError(f"without the names of wrappers {origin[short]!r} and {name!r} would both be {short!r}")
+        stripped[short], origin[short] = value, name
+    return stripped
+
+
+def is_weights(value: object) -> bool:
+    """Whether it is a plain ``state_dict``: a mapping with tensors in it, and maybe what modules keep as extra state."""
+    return isinstance(value, Mapping) and any(isinstance(each, torch.Tensor) for each in value.values())
+
+
+def _weights(tree: Any, *, raw: bool, model: str | None) -> Mapping[str, Any]:
+    key = RAW if raw else WEIGHTS
+    there = tree if isinstance(tree, Mapping) else {}
+    if key not in there and raw and WEIGHTS in there:
+        raise CheckpointError("there are no averages in this checkpoint: its state_dict has the trained weights already")
+    if key not in there:
+        raise CheckpointError(f"the checkpoint has no weights ({key}) but {', '.join(map(repr, there)) or 'no keys'}")
+    return _of_model(there[key], model)
+
+
+def _of_model(weights: Any, model: str | None) -> Mapping[str, Any]:
+    if is_weights(weights):
+        if model is not None:
+            raise CheckpointError(f"model {model!r}: the checkpoint has one model, without a name")
+        return dict(weights)
+    models = {str(name): each for name, each in weights.items() if is_weights(each)} if isinstance(weights, Mapping) else {}
+    if model in models:
+        return dict(models[model])
+    if not models:
+        raise CheckpointError("what the checkpoint has as weights holds no tensors")
+    names = ", ".join(map(repr, models))
+    if model is None:
+        raise CheckpointError(f"the checkpoint has several models, {names}: say which one")
+    raise CheckpointError(f"the checkpoint has no model {model!r} but {names}")
+
+
+def _checked_out(out: _Path, suffixes: tuple[str, ...]) -> Path:
+    out = Path(out)
+    if out.suffix not in suffixes:
+        raise CheckpointError(f"{out}: the name must end in {' or '.join(suffixes)}")
+    return out

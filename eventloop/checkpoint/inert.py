@@ -1,0 +1,156 @@
+"""Stand-ins for what a pickle names, so that its data can be read and none of its code is run.
+
+``torch.load(weights_only=True)`` calls nothing but a list of torch's own functions; anything else that a pickle names must be
+put in the list by hand. Here that is never the real thing: a stand-in takes down what it was called with, and `revive`
+makes plain data of that. So an MMEngine checkpoint is read without MMEngine, and numpy's arrays without numpy's unpickler.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Final, Self
+
+import numpy as np
+
+from eventloop.checkpoint.tree import MAX_DEPTH, join
+from eventloop.errors import CheckpointError
+
+# A pickle may hold one list a thousand times within another that it holds a thousand times …; as a tree that has no end.
+MAX_VALUES: Final = 20_000_000
+
+
+class Inert:
+    """An object that a pickle asked for: the arguments of its construction, and the state that it was given."""
+
+    name: ClassVar[str]
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any) -> Self:
+        """Take the arguments down, whatever they are."""
+        self = object.__new__(cls)
+        self.args = args
+        self.state = None
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        """Take the state down, whatever it is."""
+        self.state = state
+
+
+def stand_ins() -> list[tuple[type[Inert], str]]:
+    """For ``torch.serialization.safe_globals``: a stand-in for every name that `revive` understands."""
+    return [(type("StandIn", (Inert,), {"name": name}), name) for name in (*_REVIVE, *_PARTS)]
+
+
+def revive(value: Any) -> Any:
+    """Return a copy of a tree with plain data in place of stand-ins. Tensors are not copied.
+
+    numpy's arrays and scalars become what they were; MMEngine's ``HistoryBuffer`` a dict of ``log_history``,
+    ``count_history`` and ``max_length``, its ``MessageHub`` a dict of ``log_scalars``, ``runtime_info`` and
+    ``resumed_keys``, its ``ConfigDict`` a dict.
+
+    Raises:
+        CheckpointError: for a stand-in in a place where it means nothing, with its path; for a tree without end.
+    """
+    try:
+        return _Reviver().value("", value, 0)
+    except TypeError as error:
+        raise CheckpointError(f"what stands for an object is the key of a dict, or in a set: {error}") from error
+
+
+class _Reviver:
+    def __init__(self) -> None:
+        self._left = MAX_VALUES
+
+    def value(self, path: str, value: Any, depth: int) -> Any:
+        self._left -= 1
+        if self._left < 0 or depth > MAX_DEPTH:
+            where = path[:200] or "the tree"
+            raise CheckpointError(f"{where}: nested deeper than {MAX_DEPTH} levels, or more than {MAX_VALUES:,} values in all")
+        kind = type(value)
+        if kind in (dict, OrderedDict, Counter):
+            return self._mapping(path, value, depth + 1)
+        if kind in (list, tuple, set):
+            return kind(self.value(join(path, index), each, depth + 1) for index, each in enumerate(value))
+        if isinstance(value, Inert):
+            return self._inert(path, value, depth + 1)
+        if isinstance(value, type) and issubclass(value, Inert):
+            raise _refusal(path, value.name)
+        return value
+
+    def _mapping(self, path: str, mapping: Any, depth: int) -> Any:
+        revived = type(mapping)()
+        for key, value in mapping.items():
+            revived[self.value(join(path, "(key)"), key, depth)] = self.value(join(path, key), value, depth)
+        if type(mapping) is OrderedDict:  # nn.Module.state_dict() keeps versions of modules in an attribute
+            vars(revived).update(self._mapping(join(path, "(attributes)"), vars(mapping), depth))
+        return revived
+
+    def _inert(self, path: str, value: Inert, depth: int) -> Any:
+        plain = _REVIVE.get(value.name)
+        try:
+            if plain is not None:
+                return self.value(path, plain(value), depth)
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+            raise CheckpointError(f"{path or 'the tree'}: this {value.name} is none that can be read ({error})") from error
+        raise _refusal(path, value.name)
+
+
+def _refusal(path: str, name: str) -> CheckpointError:
+    return CheckpointError(f"{path or 'the tree'}: a reference to {name}, which is code and no data")
+
+
+def _array(value: Inert) -> Any:
+    _, shape, dtype, fortran, data = value.state
+    return _rebuilt_array(dtype, tuple(shape), data, fortran=fortran)
+
+
+def _scalar(value: Inert) -> Any:
+    dtype, data = value.args
+    return _rebuilt_array(dtype, (), data, fortran=False)[()]
+
+
+def _rebuilt_array(dtype: Inert, shape: tuple[int, ...], data: bytes, *, fortran: bool) -> Any:
+    (code, *_), (_, order, *_) = dtype.args, dtype.state
+    if not (isinstance(code, str) and re.fullmatch(r"[biufc]\d{1,2}", code) and order in ("<", ">", "|", "=")):
+        raise ValueError(f"a dtype {code!r} with byte order {order!r}; only numbers can be read")
+    kind = np.dtype(order + code)
+    if not isinstance(data, bytes) or len(data) != math.prod(shape) * kind.itemsize:
+        raise ValueError(f"{kind} of shape {shape}, but not as many bytes")
+    return np.ndarray(shape, kind, bytearray(data), order="F" if fortran else "C")
+
+
+def _history(value: Inert) -> dict[str, Any]:
+    # Beside these it has the functions that take statistics of them, which are MMEngine's.
+    return {name: value.state[f"_{name}"] for name in ("log_history", "count_history")} | {
+        "max_length": value.state["max_length"]
+    }
+
+
+def _message_hub(value: Inert) -> dict[str, Any]:
+    return {name: value.state[f"_{name}"] for name in ("log_scalars", "runtime_info", "resumed_keys")}
+
+
+def _config(value: Inert) -> dict[Any, Any]:
+    (mapping,) = value.args
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"a {type(mapping).__name__} in place of a dict")
+    return dict(mapping)
+
+
+# numpy 2 has renamed numpy.core.
+_REVIVE: Final[dict[str, Callable[[Inert], Any]]] = {
+    "numpy.core.multiarray._reconstruct": _array,
+    "numpy._core.multiarray._reconstruct": _array,
+    "numpy.core.multiarray.scalar": _scalar,
+    "numpy._core.multiarray.scalar": _scalar,
+    "mmengine.logging.history_buffer.HistoryBuffer": _history,
+    "mmengine.logging.message_hub.MessageHub": _message_hub,
+    "mmengine.config.config.ConfigDict": _config,
+}
+# These mean something only within one of the above. getattr: how protocol 2 names HistoryBuffer's functions.
+_PARTS: Final = ("numpy.ndarray", "numpy.dtype", "builtins.getattr")

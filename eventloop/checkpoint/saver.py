@@ -1,0 +1,164 @@
+"""``AsyncSaver``: saves that the caller waits for no longer than a copy takes."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import torch
+
+from eventloop.checkpoint.container import CommitInfo, write
+from eventloop.checkpoint.overlap import Overlap
+from eventloop.checkpoint.stage import StageBuffer, Staged, stage
+from eventloop.checkpoint.turns import Busy, Turns, check_busy
+from eventloop.errors import CheckpointError
+
+
+class _Job(NamedTuple):
+    staged: Staged
+    path: Path
+    future: Future[CommitInfo]
+
+
+class AsyncSaver:
+    """Copies trees at once and writes them durably on one thread of its own.
+
+        with AsyncSaver() as saver:
+            for step, batch in enumerate(loader):
+                ...
+                if step % 100 == 0:
+                    saver.save({"model": model.state_dict()}, f"step_{step}.safetensors")
+
+    For one thread at a time. A save that fails is raised by the next `save`, `wait` or `close`, and it costs no file that is
+    there already. What is unwritten when the interpreter exits is written then. In a forked process it is inert.
+
+    Args:
+        busy: what a `save` does while another is being written: ``"wait"`` waits for it, ``"skip"`` does nothing,
+            ``"replace"`` takes the place of the one that waits (never of the one that is being written), and so needs
+            staging memory twice.
+        overlap: optimizers; their parameters and state are copied while the caller goes on, up to their next step (see
+            :mod:`eventloop.checkpoint.overlap`).
+
+    Raises:
+        ConfigurationError: an unknown ``busy``.
+    """
+
+    def __init__(self, *, busy: Busy = "wait", overlap: Iterable[torch.optim.Optimizer] = ()) -> None:
+        check_busy(busy)
+        optimizers = list(overlap)
+        self._busy = busy
+        self._buffer = StageBuffer()
+        self._turns: Turns[_Job] = Turns()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._failures: list[BaseException] = []
+        self._closed = False
+        self._process = os.getpid()
+        self._overlap = Overlap(optimizers) if optimizers else None
+        self._thread = threading.Thread(target=self._write_all, name="trainbus-saver", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def save(self, tree: object, path: str | os.PathLike[str]) -> Future[CommitInfo]:
+        """Copy ``tree`` and have it written to ``path``; its directory must exist.
+
+        Returns:
+            A future: cancelled if the save was skipped or replaced, done once the file is durable.
+
+        Raises:
+            CheckpointValueError: a value that a checkpoint cannot hold, with its path.
+            CheckpointError: an earlier save failed; or the saver is closed, or of another process.
+        """
+        self._check_usable()
+        self._raise_failures()
+        future: Future[CommitInfo] = Future()
+        if self._busy == "wait":
+            self.wait()
+        elif self._busy == "skip" and self._turns.busy:
+            future.cancel()
+            return future
+        replaced = self._turns.take_back()
+        if replaced is not None:
+            replaced.staged.release()  # first, so that its memory can be used again
+            replaced.future.cancel()
+        job = _Job(stage(tree, self._buffer, overlap=self._overlap), Path(path), future)
+        self._turns.enter(job)
+        self._jobs.put(job)
+        return future
+
+    def wait(self) -> None:
+        """Wait until everything is durable.
+
+        Raises:
+            CheckpointError: a save failed.
+        """
+        if self._process == os.getpid():
+            self._turns.wait()
+            self._raise_failures()
+
+    def close(self) -> None:
+        """Write what is unwritten, and end. Again is fine.
+
+        Raises:
+            CheckpointError: a save failed.
+        """
+        if self._closed or self._process != os.getpid():
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._jobs.put(None)
+        self._thread.join()
+        if self._overlap is not None:
+            self._overlap.close()
+        self._buffer.clear()
+        self._raise_failures()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"and a checkpoint could not be written: {failure}")
+
+    def _write_all(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._turns.begin(job):
+                try:
+                    self._write(job)
+                finally:
+                    self._turns.end()
+
+    def _write(self, job: _Job) -> None:
+        if not job.future.set_running_or_notify_cancel():  # the caller has cancelled it
+            job.staged.release()
+            return
+        try:
+            info = write(job.staged, job.path)
+        except Exception as error:  # noqa: BLE001 - told by the next call
+            job.staged.release()
+            self._failures.append(error)
+            job.future.set_exception(error)
+        else:
+            job.future.set_result(info)
+
+    def _check_usable(self) -> None:
+        if self._process != os.getpid():
+            raise CheckpointError("this AsyncSaver is of the process that forked this one; make one here")
+        if self._closed:
+            raise CheckpointError("this AsyncSaver is closed; make a new one")
+
+    def _raise_failures(self) -> None:
+        failures, self._failures = self._failures, []
+        for other in failures[1:]:
+            failures[0].add_note(f"and another one: {other}")
+        if failures:
+            raise failures[0]

@@ -1,0 +1,106 @@
+"""``trainbus checkpoint export`` and ``import``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.filesize import decimal
+
+from eventloop.checkpoint import export_tree, export_weights, is_weights, load_pth, save
+from eventloop.cli.checkpoint.output import check_file, check_kind, say, to_terminal
+from eventloop.errors import CheckpointError
+from eventloop.training.mmengine import from_mmengine, is_mmengine
+
+
+def export(options: argparse.Namespace) -> int:
+    """Write a checkpoint, or its weights, in another form."""
+    for option in ("raw", "strip", "model"):
+        if getattr(options, option) and not options.weights:
+            raise CheckpointError(f"--{option} goes with --weights")
+    if options.out.suffix == ".safetensors" and not options.weights:
+        raise CheckpointError(f"{options.out}: a checkpoint is safetensors already; with --weights, only its weights")
+    check_file(options.file)
+    check_kind(options.file)
+    _check_free(options.file, options.out, force=options.force)
+    if options.weights:
+        export_weights(options.file, options.out, raw=options.raw, strip=options.strip, model=options.model)
+    else:
+        export_tree(options.file, options.out)
+    what = "weights" if options.weights else "the whole checkpoint"
+    how = "safetensors" if options.out.suffix == ".safetensors" else "torch.load(..., weights_only=True)"
+    say(to_terminal(), ("exported ", "bold"), f"{options.out}  {decimal(options.out.stat().st_size)}, {what}, for {how}")
+    return 0
+
+
+def import_(options: argparse.Namespace) -> int:
+    """Make a checkpoint of a file of ``torch.save``, and say what it is good for."""
+    if options.out.suffix != ".safetensors":
+        raise CheckpointError(f"{options.out}: the name of a checkpoint ends in .safetensors")
+    check_file(options.file)
+    _check_free(options.file, options.out, force=options.force)
+    tree = load_pth(options.file)
+    state, notes = _converted(tree)
+    written = save(state, options.out)
+    console = to_terminal()
+    say(console, ("imported  ", "bold"), f"{options.out}  {decimal(written.bytes)}, {written.digest}")
+    for name, text in notes.items():
+        _note(console, name, text)
+    return 0
+
+
+def _converted(tree: Any) -> tuple[Any, dict[str, str]]:
+    """What to save of `tree`, and what to say about it."""
+    if is_mmengine(tree):
+        state = from_mmengine(tree)
+        return state, _notes_on_mmengine(tree, state)
+    if is_weights(tree):
+        return {"state_dict": dict(tree)}, {"from": "a state_dict, now under that key", "resumes": "nothing but the weights"}
+    if not isinstance(tree, Mapping):
+        return tree, {"from": f"a {type(tree).__name__}, as it is", "resumes": "nothing; eventloop.checkpoint.load reads it"}
+    keys = ", ".join(map(str, list(tree)[:8])) + (" …" if len(tree) > 8 else "")
+    if "state_dict" in tree:
+        resumes = "nothing but the weights: load_weights(model, load(OUT)['state_dict'])"
+    else:
+        resumes = "nothing; eventloop.checkpoint.load reads it"
+    return tree, {"from": f"a dict, as it is: {keys}", "resumes": resumes}
+
+
+def _notes_on_mmengine(tree: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, str]:
+    progress, hooks = state["progress"], state["bus"]["hooks"]
+    resumed = ["weights"]
+    if "EMAHook" in hooks:
+        resumed.append(f"averages of {hooks['EMAHook']['steps']} updates (EMAHook)")
+    if "optimizer" in state:
+        resumed.append("optimizer")
+    resumed.append(f"epoch {progress['epoch']}, iteration {progress['iter']}")
+    kept = ", ".join(key for key in state["mmengine"])
+    return {
+        "from": f"MMEngine {tree['meta']['mmengine_version']}",
+        "resumes": "; ".join(resumed),
+        "afresh": "schedules, random states, the place in the data (the beginning of an epoch), other hooks",
+        "kept": f"under 'mmengine': {kept}",
+    }
+
+
+def _note(console: Console, name: str, text: str) -> None:
+    say(console, (f"{name:10}", "dim"), text)
+
+
+def _check_free(file: Path, out: Path, *, force: bool) -> None:
+    """Refuse to overwrite.
+
+    Raises:
+        CheckpointError: ``out`` is there without ``force``, or is the file that is read, or its directory is missing.
+    """
+    if not out.parent.is_dir():
+        raise CheckpointError(f"{out.parent}: no such directory")
+    if out.is_dir():
+        raise CheckpointError(f"{out} is a directory")
+    if out.exists() and out.samefile(file):
+        raise CheckpointError(f"{out} is the file that is read; give another name")
+    if out.exists() and not force:
+        raise CheckpointError(f"{out} is there already; --force replaces it")

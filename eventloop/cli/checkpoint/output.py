@@ -1,0 +1,66 @@
+"""What the commands share: where their lines go, and the first look at the files that they are given."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from eventloop.checkpoint import file_kind
+from eventloop.errors import CheckpointError
+
+WIDE = 200
+"""Columns of a table that goes to a file or a pipe: nothing is folded there."""
+
+
+def to_terminal() -> Console:
+    """The console for results."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDE)
+
+
+def say(console: Console, *parts: str | tuple[str, str]) -> None:
+    """Write one line of parts (texts, or texts with a style), however long it is."""
+    console.print(Text.assemble(*parts), soft_wrap=True)
+
+
+def complain(options: argparse.Namespace, message: str) -> None:
+    """Write an error."""
+    console = Console(stderr=True, highlight=False)
+    say(console, (f"trainbus {options.command} {options.action}: ", "bold red"), message)
+
+
+def printable(name: object) -> str:
+    """A name from a file, in which nothing can move the cursor."""
+    return name if isinstance(name, str) and name.isprintable() and name else repr(name)
+
+
+def check_file(path: Path) -> None:
+    """Refuse what is no file at all.
+
+    Raises:
+        CheckpointError: there is no such file, or it is a directory.
+    """
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a directory; name a file in it (trainbus checkpoint ls {path} lists them)")
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file")
+
+
+def check_kind(path: Path) -> None:
+    """Refuse a file that is something else than a checkpoint; one that may be a damaged checkpoint passes.
+
+    Raises:
+        CheckpointError: it is something else; the message says what.
+    """
+    kind = file_kind(path)
+    if kind == "plain safetensors":
+        raise CheckpointError(f"{path} is no checkpoint but plain safetensors: weights without a tree and a digest")
+    if kind == "torch.save":
+        raise CheckpointError(
+            f"{path} is no checkpoint but a file of torch.save; the way out: trainbus checkpoint import {path} OUT.safetensors"
+        )
+    if kind == "unknown" and path.suffix != ".safetensors":
+        raise CheckpointError(f"{path} is no checkpoint; their names end in .safetensors")

@@ -1,0 +1,189 @@
+"""Copying beside the training what only a step changes: the step waits, the file holds one moment, and a change shows."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from eventloop import CheckpointError, ConfigurationError
+from eventloop.checkpoint import Overlap, StageBuffer, check_staging, load, stage, write
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Copies of an Overlap begin only when the returned event is set."""
+    copy = torch._foreach_copy_
+    go = threading.Event()
+
+    def held(*args, **options):
+        if threading.current_thread().name.startswith("trainbus-stage"):
+            assert go.wait(30)
+        return copy(*args, **options)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", held)
+    return go
+
+
+class Job:
+    """One weight and its momentum, which count the steps; a buffer that is nobody's."""
+
+    def __init__(self):
+        self.weight = torch.nn.Parameter(torch.zeros(1000))
+        self.buffer = torch.zeros(3)
+        self.optimizer = torch.optim.SGD([self.weight], lr=1.0, momentum=0.5)
+        self.step()
+
+    def step(self):
+        self.weight.grad = torch.ones_like(self.weight)
+        self.optimizer.step()
+
+    def tree(self):
+        return {"weight": self.weight.detach(), "buffer": self.buffer, "optimizer": self.optimizer.state_dict()}
+
+
+@pytest.fixture
+def job():
+    return Job()
+
+
+@pytest.fixture
+def overlap(job):
+    made = Overlap([job.optimizer])
+    yield made
+    made.close()
+
+
+def test_the_next_step_waits_for_the_copy_and_the_file_has_the_weights_before_it(job, overlap, late, tmp_path):
+    staged = stage(job.tree(), overlap=overlap)
+    stepping = threading.Thread(target=job.step)
+    stepping.start()
+    time.sleep(0.02)
+    assert job.weight[0].item() == -1  # it waits
+    late.set()
+    stepping.join()
+    assert job.weight[0].item() == -2.5
+    write(staged, tmp_path / "c")
+    loaded = load(tmp_path / "c")
+    assert torch.equal(loaded["weight"], torch.full((1000,), -1.0))
+    assert torch.equal(loaded["optimizer"]["state"][0]["momentum_buffer"], torch.ones(1000))
+
+
+def test_what_no_optimizer_has_is_copied_at_once(job, overlap, late, tmp_path):
+    staged = stage(job.tree(), overlap=overlap)
+    job.buffer.add_(1)
+    late.set()
+    write(staged, tmp_path / "c")
+    assert torch.equal(load(tmp_path / "c")["buffer"], torch.zeros(3))
+
+
+def test_a_weight_that_something_else_changes_during_the_copy_fails_the_save_by_name(job, overlap, late, tmp_path):
+    staged = stage({"model": job.tree()}, overlap=overlap)
+    with torch.no_grad():
+        job.weight.add_(1)
+    late.set()
+    with pytest.raises(CheckpointError, match=r"^model\.weight was changed while it was being copied"):
+        write(staged, tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_is_not_used_again_while_a_released_copy_still_goes_on(job, overlap, late, tmp_path):
+    buffer = StageBuffer()
+    stage(job.tree(), buffer, overlap=overlap).release()
+    second = stage(job.tree(), buffer, overlap=overlap)
+    assert buffer.bytes == 2 * (2 * 4000 + 12)
+    late.set()
+    job.step()
+    write(second, tmp_path / "c")
+    assert torch.equal(load(tmp_path / "c")["weight"], torch.full((1000,), -1.0))
+    stage(job.tree(), buffer, overlap=overlap)
+    assert buffer.bytes == 2 * (2 * 4000 + 12)
+
+
+def test_parameters_that_are_replaced_during_the_copy_leave_the_old_ones_in_the_file(job, overlap, late, tmp_path):
+    staged = stage(job.tree(), overlap=overlap)
+    job.weight = torch.nn.Parameter(torch.full((1000,), 7.0))
+    job.optimizer.param_groups[0]["params"] = [job.weight]
+    late.set()
+    job.step()
+    write(staged, tmp_path / "c")
+    assert torch.equal(load(tmp_path / "c")["weight"], torch.full((1000,), -1.0))
+
+
+def test_a_step_hears_nothing_of_a_copy_that_failed(job, overlap, late):
+    staged = stage(job.tree(), overlap=overlap)
+    with torch.no_grad():
+        job.weight.add_(1)
+    late.set()
+    job.step()
+    with pytest.raises(CheckpointError, match="weight"):
+        staged.pieces()
+
+
+def test_closing_leaves_the_optimizer_as_it_was(job):
+    hooks = dict(job.optimizer._optimizer_step_pre_hooks)
+    overlap = Overlap([job.optimizer])
+    assert len(job.optimizer._optimizer_step_pre_hooks) == len(hooks) + 1
+    overlap.close()
+    overlap.close()
+    assert dict(job.optimizer._optimizer_step_pre_hooks) == hooks
+
+
+def test_the_number_of_threads_that_torch_uses_stays(job, overlap):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        stage(job.tree(), overlap=overlap).pieces()
+        assert torch.get_num_threads() == 2
+        found = []
+        other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert found == [2]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_tied_weights_and_views_of_them_are_of_the_same_moment(overlap, job, late, tmp_path):
+    tree = {"a": job.weight, "b": job.weight.detach(), "row": job.weight.detach()[:10], "tail": job.weight.detach()[990:]}
+    staged = stage(tree, overlap=overlap)
+    late.set()
+    job.step()
+    write(staged, tmp_path / "c")
+    loaded = load(tmp_path / "c")
+    assert loaded["a"] is loaded["b"]
+    assert {value.unique().item() for value in loaded.values()} == {-1.0}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_steps_without_waiting_for_its_parents_copy(job, overlap, late):
+    stage(job.tree(), overlap=overlap)
+    child = os.fork()
+    if child == 0:
+        job.step()
+        os._exit(0 if job.weight[0].item() == -2.5 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    late.set()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_weights_on_a_cuda_device_are_copied_beside_the_training(tmp_path):
+    weight = torch.nn.Parameter(torch.zeros(1000, 1000, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    overlap = Overlap([optimizer])
+    for number in range(3):
+        staged = stage({"weight": weight.detach()}, overlap=overlap)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        write(staged, tmp_path / "c")
+        assert (load(tmp_path / "c")["weight"] == -number).all()
+    overlap.close()
+
+
+def test_an_unknown_way_to_stage_is_an_error_that_names_the_others():
+    with pytest.raises(ConfigurationError, match=r"staging='later': \"block\" copies .*\"overlap\""):
+        check_staging("later")

@@ -1,0 +1,201 @@
+"""AsyncSaver: saves beside the caller, one at a time, loud when they fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from eventloop import CheckpointError, CheckpointValueError, ConfigurationError
+from eventloop.checkpoint import AsyncSaver, load
+
+
+class Disk:
+    """Holds every fsync of a file up until it is released, and can fail them."""
+
+    def __init__(self):
+        self.go = threading.Event()
+        self.reached = threading.Event()
+        self.error: OSError | None = None
+
+    def fsync(self, descriptor):
+        self.reached.set()
+        assert self.go.wait(30)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    made = Disk()
+    monkeypatch.setattr(os, "fsync", made.fsync)
+    yield made
+    made.go.set()
+
+
+def tree(number):
+    return {"w": torch.full((1000,), float(number))}
+
+
+def saved(directory):
+    return {path.name: load(path)["w"][0].item() for path in directory.iterdir()}
+
+
+def test_what_is_saved_is_the_state_of_that_moment_and_durable_after_wait(tmp_path):
+    state = tree(0)
+    with AsyncSaver() as saver:
+        for number in range(5):
+            state["w"].fill_(number)
+            saver.save(state, tmp_path / f"{number}")
+        saver.wait()
+        assert saved(tmp_path) == {str(number): number for number in range(5)}
+
+
+def test_a_future_tells_of_the_file(tmp_path):
+    with AsyncSaver() as saver:
+        info = saver.save(tree(1), tmp_path / "c").result(30)
+    assert (info.path, info.bytes) == (tmp_path / "c", (tmp_path / "c").stat().st_size)
+
+
+def test_wait_is_the_default_and_leaves_nothing_out(disk, tmp_path):
+    with AsyncSaver() as saver:
+        saver.save(tree(0), tmp_path / "0")
+        threading.Timer(0.02, disk.go.set).start()
+        saver.save(tree(1), tmp_path / "1")
+        assert (tmp_path / "0").exists()
+    assert saved(tmp_path) == {"0": 0, "1": 1}
+
+
+def test_skip_leaves_out_what_comes_while_another_is_written(disk, tmp_path):
+    with AsyncSaver(busy="skip") as saver:
+        first = saver.save(tree(0), tmp_path / "0")
+        second = saver.save(tree(1), tmp_path / "1")
+        assert second.cancelled()
+        disk.go.set()
+        first.result(30)
+        saver.wait()
+        saver.save(tree(2), tmp_path / "2")
+    assert saved(tmp_path) == {"0": 0, "2": 2}
+
+
+def test_replace_replaces_the_one_that_waits_and_never_the_one_being_written(disk, tmp_path):
+    with AsyncSaver(busy="replace") as saver:
+        futures = [saver.save(tree(0), tmp_path / "0")]
+        assert disk.reached.wait(30)  # it is being written
+        futures += [saver.save(tree(number), tmp_path / f"{number}") for number in range(1, 5)]
+        assert [future.cancelled() for future in futures] == [False, True, True, True, False]
+        assert saver._buffer.bytes == 8000  # twice the tree, however many were replaced
+        disk.go.set()
+    assert saved(tmp_path) == {"0": 0, "4": 4}
+
+
+@pytest.mark.parametrize("call", ["save", "wait", "close"])
+def test_a_save_that_failed_is_raised_by_the_next_call(disk, tmp_path, call):
+    disk.error = OSError(28, "No space left on device")
+    disk.go.set()
+    saver = AsyncSaver()
+    future = saver.save(tree(0), tmp_path / "0")
+    assert isinstance(future.exception(30), CheckpointError)
+    with pytest.raises(CheckpointError, match=r"cannot write .*/0 .*No space left"):
+        saver.save(tree(1), tmp_path / "1") if call == "save" else getattr(saver, call)()
+    disk.error = None
+    if call != "close":
+        saver.save(tree(2), tmp_path / "2")
+        saver.close()
+        assert saved(tmp_path) == {"2": 2}  # neither debris of the first nor the second, which was not taken
+
+
+def test_an_error_in_the_block_is_what_the_caller_sees_with_a_note_about_the_save(disk, tmp_path):
+    disk.error = OSError(5, "Input/output error")
+    disk.go.set()
+    with pytest.raises(ValueError, match="mine") as caught, AsyncSaver() as saver:
+        saver.save(tree(0), tmp_path / "0")
+        raise ValueError("mine")
+    assert any("Input/output error" in note for note in caught.value.__notes__)
+
+
+def test_a_tree_that_does_not_fit_is_refused_at_once_and_the_saver_goes_on(tmp_path):
+    with AsyncSaver() as saver:
+        with pytest.raises(CheckpointValueError, match=r"^odd: cannot store"):
+            saver.save({"odd": object()}, tmp_path / "0")
+        saver.save(tree(1), tmp_path / "1")
+    assert saved(tmp_path) == {"1": 1}
+
+
+def test_a_cancelled_future_is_not_written(disk, tmp_path):
+    with AsyncSaver(busy="replace") as saver:
+        saver.save(tree(0), tmp_path / "0")
+        assert disk.reached.wait(30)
+        assert saver.save(tree(1), tmp_path / "1").cancel()
+        disk.go.set()
+    assert saved(tmp_path) == {"0": 0}
+
+
+def test_a_closed_saver_says_so(tmp_path):
+    saver = AsyncSaver()
+    saver.close()
+    saver.close()
+    with pytest.raises(CheckpointError, match="closed; make a new one"):
+        saver.save(tree(0), tmp_path / "0")
+
+
+def test_an_unknown_policy_is_an_error_that_names_the_others():
+    with pytest.raises(ConfigurationError, match=r'busy=\'drop\': .*"wait".*"skip".*"replace"'):
+        AsyncSaver(busy="drop")
+
+
+def test_with_overlap_an_optimizer_that_the_caller_steps_waits_for_the_copy(tmp_path):
+    weight = torch.nn.Parameter(torch.zeros(300_000))
+    optimizer = torch.optim.SGD([weight], lr=1.0, maximize=True)
+    with AsyncSaver(overlap=[optimizer]) as saver:
+        for number in range(10):
+            saver.save({"w": weight.detach()}, tmp_path / f"{number}")
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+    for number in range(10):
+        assert torch.equal(load(tmp_path / f"{number}")["w"], torch.full((300_000,), float(number)))
+
+
+def test_what_is_unwritten_when_the_interpreter_exits_is_written(tmp_path):
+    code = (
+        "import sys, torch\n"
+        "from eventloop.checkpoint import AsyncSaver\n"
+        "AsyncSaver().save({'w': torch.full((2_000_000,), 3.0)}, sys.argv[1] + '/c')\n"
+    )
+    done = subprocess.run(  # noqa: S603
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert saved(tmp_path) == {"c": 3.0}
+
+
+def test_a_save_that_fails_when_the_interpreter_exits_is_told(tmp_path):
+    code = "import sys\nfrom eventloop.checkpoint import AsyncSaver\nAsyncSaver().save({'w': 1}, sys.argv[1] + '/gone/c')\n"
+    done = subprocess.run(  # noqa: S603
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "CheckpointError: cannot write" in done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_after_a_fork_it_is_inert(disk, tmp_path):
+    with AsyncSaver() as saver:
+        saver.save(tree(0), tmp_path / "0")
+        assert disk.reached.wait(30)
+        child = os.fork()
+        if child == 0:
+            saver.wait()
+            saver.close()
+            try:
+                saver.save(tree(1), tmp_path / "1")
+            except CheckpointError as error:
+                os._exit(0 if "make one here" in str(error) else 1)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        disk.go.set()
+    assert saved(tmp_path) == {"0": 0}
