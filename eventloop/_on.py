@@ -229,6 +229,12 @@ class TypedOn:
         self, event: Literal["after_val"], handler: Callable[[ev.AfterVal], object], /, **options: Unpack[Options]
     ) -> Subscription: ...
     @overload
+    def on(self, event: Literal["image_reported"], /, **options: Unpack[Options]) -> Listens[ev.ImageReported]: ...
+    @overload
+    def on(
+        self, event: Literal["image_reported"], handler: Callable[[ev.ImageReported], object], /, **options: Unpack[Options]
+    ) -> Subscription: ...
+    @overload
     def on(
         self, event: Literal["before_save_checkpoint"], /, **options: Unpack[Options]
     ) -> Listens[ev.BeforeSaveCheckpoint]: ...
@@ -267,6 +273,16 @@ class TypedOn:
         self,
         event: Literal["checkpoint_failed"],
         handler: Callable[[ev.CheckpointFailed], object],
+        /,
+        **options: Unpack[Options],
+    ) -> Subscription: ...
+    @overload
+    def on(self, event: Literal["checkpoint_skipped"], /, **options: Unpack[Options]) -> Listens[ev.CheckpointSkipped]: ...
+    @overload
+    def on(
+        self,
+        event: Literal["checkpoint_skipped"],
+        handler: Callable[[ev.CheckpointSkipped], object],
         /,
         **options: Unpack[Options],
     ) -> Subscription: ...
@@ -476,6 +492,8 @@ class TypedOn:
     @overload
     def stream(self, event: Literal["after_val"], /, **options: Unpack[StreamOptions]) -> Stream[ev.AfterVal]: ...
     @overload
+    def stream(self, event: Literal["image_reported"], /, **options: Unpack[StreamOptions]) -> Stream[ev.ImageReported]: ...
+    @overload
     def stream(
         self, event: Literal["before_save_checkpoint"], /, **options: Unpack[StreamOptions]
     ) -> Stream[ev.BeforeSaveCheckpoint]: ...
@@ -491,6 +509,10 @@ class TypedOn:
     def stream(
         self, event: Literal["checkpoint_failed"], /, **options: Unpack[StreamOptions]
     ) -> Stream[ev.CheckpointFailed]: ...
+    @overload
+    def stream(
+        self, event: Literal["checkpoint_skipped"], /, **options: Unpack[StreamOptions]
+    ) -> Stream[ev.CheckpointSkipped]: ...
     @overload
     def stream(self, event: Literal["after_train"], /, **options: Unpack[StreamOptions]) -> Stream[ev.AfterTrain]: ...
     @overload

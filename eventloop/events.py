@@ -291,6 +291,14 @@ class AfterVal(RunEvent, kw_only=True):
     counts: ClassVar[Counter] = "validation"
 
 
+class ImageReported(RunEvent, kw_only=True):
+    """Somebody called ``run.report_image``. An offloaded handler gets a copy of the image on the host."""
+
+    counts: ClassVar[Counter] = "iter"
+    name: str
+    image: Any
+
+
 class BeforeSaveCheckpoint(RunEvent, kw_only=True):
     """The state was gathered and is about to be staged; hooks may change ``checkpoint`` in place.
 

@@ -17,6 +17,7 @@ from eventloop import (
     CheckpointCommitted,
     CheckpointError,
     CheckpointFailed,
+    CheckpointSkipped,
     ConfigurationError,
     Hook,
     Priority,
@@ -25,7 +26,7 @@ from eventloop import (
     get_logger,
     register,
 )
-from eventloop.checkpoint import remove
+from eventloop.checkpoint import Busy, Staging, check_busy, check_staging, remove
 from hooks.publishing import publish_checkpoint, sweep
 from hooks.retention import Shelf
 from hooks.rules import GREATER, LESS, Rule, check_rule, find_rule, is_better
@@ -70,6 +71,14 @@ class CheckpointHook(Hook):
             the first 8 hex digits of its SHA-256: of the best if ``save_best``, and of the last if ``save_last``.
         save_begin: epoch or iteration to begin at.
         on_error: ``"raise"`` ends the run when a file cannot be written, ``"log"`` goes on.
+        staging: ``"block"`` copies the state while the training waits. ``"overlap"`` copies what only optimizers change
+            (weights, their own state) on a thread during the next forward and backward pass, and the next ``optimizer.step``
+            waits for it; the rest is copied at once, and in a validation or test all of it. A tensor that something
+            else changes meanwhile makes the save fail. See :mod:`eventloop.checkpoint.overlap` for what this cannot see.
+        busy: what a save does that is due while another is being written: ``"wait"`` for it, ``"skip"`` (this save is left
+            out), or ``"replace"`` (it takes the place of the one that waits, not of the one that is being written, and
+            needs staging memory twice). What is left out is published as ``checkpoint_skipped``. The last save of a
+            training always waits.
         name: of this hook in checkpoints, where there are several of its kind.
 
     Raises:
@@ -96,6 +105,8 @@ class CheckpointHook(Hook):
         published_keys: str | Iterable[str] | None = None,
         save_begin: int = 0,
         on_error: Literal["raise", "log"] = "raise",
+        staging: Staging = "block",
+        busy: Busy = "wait",
         name: str = "",
     ) -> None:
         _check_count("interval", interval, "the epochs or iterations between saves, or -1 for none")
@@ -105,6 +116,8 @@ class CheckpointHook(Hook):
         if on_error not in ("raise", "log"):
             raise ConfigurationError(f'on_error={on_error!r}: "raise" ends the run, "log" reports and goes on')
         check_rule(rule)
+        check_staging(staging)
+        check_busy(busy)
         self.name = name
         self.interval = interval
         self.by_epoch = by_epoch
@@ -112,7 +125,13 @@ class CheckpointHook(Hook):
         self.save_last = save_last
         self.on_error: Literal["raise", "log"] = on_error
         self._out_dir = None if out_dir is None else Path(out_dir)
-        self._options = {"save_optimizer": save_optimizer, "save_param_scheduler": save_param_scheduler, "on_error": on_error}
+        self._options: dict[str, Any] = {
+            "save_optimizer": save_optimizer,
+            "save_param_scheduler": save_param_scheduler,
+            "on_error": on_error,
+            "staging": staging,
+            "busy": busy,
+        }
         self._template = _checked_template(filename_tmpl or f"{'epoch' if by_epoch else 'iter'}_{{}}{SUFFIX}")
         self._publish = None if published_keys is None else _names("published_keys", published_keys)
         self._rule = rule
@@ -153,9 +172,10 @@ class CheckpointHook(Hook):
         if not self.save_last or done.iter == self._saved_at:
             return
         if self.by_epoch and done.batch_idx:
-            self._request(event.run, f"iter_{done.iter}{SUFFIX}", done.iter)
+            self._request(event.run, f"iter_{done.iter}{SUFFIX}", done.iter, busy="wait")
         else:
-            self._request(event.run, self._template.format(done.epoch if self.by_epoch else done.iter), done.iter)
+            name = self._template.format(done.epoch if self.by_epoch else done.iter)
+            self._request(event.run, name, done.iter, busy="wait")
 
     def after_run(self, event: AfterRun) -> None:
         """Write the stripped copies."""
@@ -221,11 +241,11 @@ class CheckpointHook(Hook):
 
     def checkpoint_failed(self, event: CheckpointFailed) -> None:
         """Forget what could not be written: what it was to replace stays, and the last save is still to be made."""
-        names = self._own(event.names)
-        if self._files.failed(names):
-            self._saved_at = None
-        for shelf in list(self._best.values()):
-            shelf.failed(names)
+        self._forget(event.names)
+
+    def checkpoint_skipped(self, event: CheckpointSkipped) -> None:
+        """Forget what was left out; as with one that failed, what it was to replace stays."""
+        self._forget(event.names)
 
     # ---------------------------------------------------------------------------------------------------- state
 
@@ -246,6 +266,13 @@ class CheckpointHook(Hook):
 
     # ------------------------------------------------------------------------------------------------ internals
 
+    def _forget(self, paths: Iterable[str]) -> None:
+        names = self._own(paths)
+        if self._files.forget(names):
+            self._saved_at = None
+        for shelf in list(self._best.values()):
+            shelf.forget(names)
+
     @property
     def _saves(self) -> bool:
         return self.interval > 0 or self.save_last or self._metrics is not None
@@ -253,10 +280,10 @@ class CheckpointHook(Hook):
     def _due(self, done: int) -> bool:
         return self.interval > 0 and done >= self.save_begin and (done - self.save_begin) % self.interval == 0
 
-    def _request(self, run: RunView, name: str, iteration: int) -> None:
+    def _request(self, run: RunView, name: str, iteration: int, **options: Any) -> None:
         self._files.put(name)
         self._saved_at = iteration
-        run.request_save(name, directory=self._directory, **self._options)
+        run.request_save(name, directory=self._directory, **(self._options | options))
 
     def _when(self, event: AfterValEpoch) -> str:
         by_epoch = self.by_epoch and event.progress.max_iters is None

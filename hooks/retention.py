@@ -53,13 +53,13 @@ class Shelf:
             self._entries = [entry for entry in self._entries if entry not in gone]
             return [entry.name for entry in gone]
 
-    def failed(self, names: Collection[str]) -> bool:
-        """Forget files that could not be written; True if there were any."""
+    def forget(self, names: Collection[str]) -> bool:
+        """Forget files that were not written; True if the one that was requested last is among them."""
         with self._lock:
             left = [entry for entry in self._entries if entry.durable or entry.name not in names]
-            found = len(left) < len(self._entries)
+            newest = bool(self._entries) and self._entries[-1] not in left
             self._entries = left
-            return found
+            return newest
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return names and scores. The requested ones are among them: whoever reads this has the file that holds it."""

@@ -55,6 +55,7 @@ FURTHER = [
     "checkpoint_staged",
     "checkpoint_committed",
     "checkpoint_failed",
+    "checkpoint_skipped",
     "on_exception",
     "before_module_forward",
     "after_module_forward",

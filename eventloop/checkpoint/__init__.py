@@ -9,15 +9,25 @@ from eventloop.checkpoint.container import CommitInfo, save, write
 from eventloop.checkpoint.export import export_tree, export_weights, is_weights
 from eventloop.checkpoint.kind import file_kind
 from eventloop.checkpoint.load import Description, inspect, load, outline, verify
+from eventloop.checkpoint.overlap import Overlap, Staging, check_staging
 from eventloop.checkpoint.pth import load_pth
+from eventloop.checkpoint.saver import AsyncSaver
 from eventloop.checkpoint.stage import StageBuffer, Staged, stage
+from eventloop.checkpoint.turns import Busy, Turns, check_busy
 
 __all__ = [
     "TEMPORARY_PREFIX",
+    "AsyncSaver",
+    "Busy",
     "CommitInfo",
     "Description",
+    "Overlap",
     "StageBuffer",
     "Staged",
+    "Staging",
+    "Turns",
+    "check_busy",
+    "check_staging",
     "commit_bytes",
     "export_tree",
     "export_weights",

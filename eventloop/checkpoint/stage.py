@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from functools import partial
 from typing import Final
 
 import msgspec
 import torch
 
 from eventloop.checkpoint.header import DIGEST_BYTES, render
-from eventloop.checkpoint.layout import Layout
-from eventloop.checkpoint.tree import Flat, flatten
+from eventloop.checkpoint.layout import Batch, Changed, Layout
+from eventloop.checkpoint.overlap import Copy, Overlap, Pair
+from eventloop.checkpoint.tree import Flat, flatten, join
 from eventloop.errors import CheckpointError
 
 _pack: Final = msgspec.msgpack.Encoder().encode
+_Sources = tuple[torch.Tensor, ...]
 
 
 class _Memory:
-    """One flat byte buffer, its view per tensor, and who reads it."""
+    """One flat byte buffer, its view per tensor, and who reads or writes it."""
 
     def __init__(self, layout: Layout) -> None:
         self.flat = torch.empty(layout.bytes, dtype=torch.uint8, pin_memory=layout.pinned)
         self.views = layout.views(self.flat)
+        self.targets = [self._target(batch) for batch in layout.batches]
         # Weak: a Staged that is dropped without release() gives its memory back as well.
         self.lease: weakref.ref[Staged] | None = None
         # Copies from CUDA devices that may be under way.
         self.events: list[torch.cuda.Event] = []
+        # What an Overlap copies here; it goes on when the Staged is released meanwhile.
+        self.late: Copy | None = None
+
+    def _target(self, batch: Batch) -> list[torch.Tensor] | torch.Tensor:
+        views = self.views[batch.start : batch.stop]
+        if batch.joined is None:
+            return views
+        begin = views[0].storage_offset() * views[0].itemsize
+        end = begin + sum(view.nbytes for view in views)
+        return self.flat[begin:end].view(views[0].dtype).view(batch.joined)
 
     def wait(self) -> None:
         """Wait for the copies from CUDA devices."""
@@ -34,9 +49,9 @@ class _Memory:
         self.events = []
 
     @property
-    def leased(self) -> bool:
+    def in_use(self) -> bool:
         holder = self.lease() if self.lease is not None else None
-        return holder is not None and not holder.released
+        return (holder is not None and not holder.released) or (self.late is not None and not self.late.done)
 
 
 class StageBuffer:
@@ -61,15 +76,17 @@ class StageBuffer:
         self._layout = None
         self._memories = []
 
-    def _room_for(self, flat: Flat) -> tuple[Layout, _Memory]:
-        if self._layout is None or not self._layout.fits(flat):
-            self.clear()
+    def _layout_for(self, flat: Flat) -> Layout:
+        if self._layout is None:
             self._layout = Layout(flat)
+        return self._layout
+
+    def _memory(self, layout: Layout) -> _Memory:
         for memory in self._memories:
-            if not memory.leased:
-                return self._layout, memory
-        self._memories.append(_Memory(self._layout))
-        return self._layout, self._memories[-1]
+            if not memory.in_use:
+                return memory
+        self._memories.append(_Memory(layout))
+        return self._memories[-1]
 
 
 class Staged:
@@ -95,23 +112,31 @@ class Staged:
         self._memory = None
 
     def pieces(self) -> tuple[bytes, memoryview, bytes]:
-        """The file without its digest: header, tensors, tree. Waits for copies from CUDA devices still under way.
+        """The file without its digest: header, tensors, tree. Waits for copies that are still under way.
 
         Raises:
-            CheckpointError: after `release`.
+            CheckpointError: after `release`; or a tensor changed while an `Overlap` was copying it.
         """
-        if self._memory is None:
+        memory = self._memory
+        if memory is None:
             raise CheckpointError("this Staged was released (it was written already?); stage the tree again")
-        self._memory.wait()
-        return self._header, self._memory.flat.numpy().data, self._tree
+        if memory.late is not None:
+            memory.late.finish()
+        memory.wait()
+        return self._header, memory.flat.numpy().data, self._tree
 
 
-def stage(tree: object, buffer: StageBuffer | None = None) -> Staged:
+def stage(tree: object, buffer: StageBuffer | None = None, *, overlap: Overlap | None = None) -> Staged:
     """Copy `tree` so that the caller may change it at once.
 
     Tensors that are the same memory with the same shape, strides and dtype (tied weights) are copied once and are one
     tensor when loaded. Containers that are met twice are stored twice. Copies from CUDA devices are only enqueued, on
     the current streams, into pinned memory; changes enqueued later on those streams come after them.
+
+    Args:
+        tree: what a checkpoint can hold.
+        buffer: memory to use again.
+        overlap: copies what only its optimizers change later, while the caller goes on; their next step waits for it.
 
     Raises:
         CheckpointValueError: for a value that a checkpoint cannot hold, with its path.
@@ -119,40 +144,70 @@ def stage(tree: object, buffer: StageBuffer | None = None) -> Staged:
     flat = flatten(tree)
     buffer = StageBuffer() if buffer is None else buffer
     try:
-        layout, memory = buffer._room_for(flat)
-        _copy(flat, layout, memory)
+        layout, memory = _fill(flat, buffer, overlap)
     except CheckpointError:
         raise
-    except RuntimeError:
-        # The tensors were not those of the layout in a way that only the copy found out; or they cannot be staged,
+    except (Changed, RuntimeError):
+        # The tensors are not those of the layout, perhaps in a way that only the copy found out; or they cannot be staged,
         # and then making a new layout says why.
         buffer.clear()
-        layout, memory = buffer._room_for(flat)
-        _copy(flat, layout, memory)
+        layout, memory = _fill(flat, buffer, overlap)
     staged = Staged(layout, memory, _pack((layout.packed_slots, layout.packed_foreign, flat.rest)))
     memory.lease = weakref.ref(staged)
     return staged
 
 
 @torch.no_grad()
-def _copy(flat: Flat, layout: Layout, memory: _Memory) -> None:
+def _fill(flat: Flat, buffer: StageBuffer, overlap: Overlap | None) -> tuple[Layout, _Memory]:
+    layout = buffer._layout_for(flat)
+    layout.check_places(flat)
+    memory = buffer._memory(layout)
     memory.wait()  # for copies of a Staged that nobody wrote, on what may have been another stream
-    sources = [flat.tensors[index] for index in layout.order]
-    if not layout.pinned:
-        _copy_from(torch.device("cpu"), memory.views, sources)
-        return
+    memory.late = None
+    if overlap is None and not layout.pinned:
+        for (batch, sources), target in zip(layout.matched(flat), memory.targets, strict=True):
+            _copy_batch(batch, target, sources)
+        return layout, memory
+    pairs = [pair for batch, sources in layout.matched(flat) for pair in _paired(memory, batch, sources)]
+    later: list[Pair] = []
+    if overlap is not None:
+        pairs, later = overlap.divide(pairs)
+    _copy_pairs(memory, pairs)
+    if overlap is not None and later:
+        memory.late = overlap.start(later, partial(_name, flat, layout))
+    return layout, memory
+
+
+def _copy_batch(batch: Batch, target: list[torch.Tensor] | torch.Tensor, sources: _Sources) -> None:
+    if isinstance(target, list):
+        torch._foreach_copy_(target, sources)
+    elif sources[0].dim():
+        torch.cat(sources, out=target)
+    else:
+        torch.stack(sources, out=target)
+
+
+def _paired(memory: _Memory, batch: Batch, sources: _Sources) -> Iterator[Pair]:
+    return map(Pair, memory.views[batch.start : batch.stop], sources, range(batch.start, batch.stop))
+
+
+def _name(flat: Flat, layout: Layout, position: int) -> str:
+    index = layout.order[position]
+    return join(flat.parents[index], flat.keys[index])
+
+
+def _copy_pairs(memory: _Memory, pairs: list[Pair]) -> None:
     by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for view, source in zip(memory.views, sources, strict=True):
-        targets, members = by_device.setdefault(source.device, ([], []))
-        targets.append(view)
-        members.append(source)
+    for target, source, _ in pairs:
+        targets, sources = by_device.setdefault(source.device, ([], []))
+        targets.append(target)
+        sources.append(source)
     memory.events = [event for device, pair in by_device.items() if (event := _copy_from(device, *pair)) is not None]
 
 
 def _copy_from(device: torch.device, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> torch.cuda.Event | None:
     if device.type != "cuda":
-        if sources:
-            torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(targets, sources)
         return None
     torch._foreach_copy_(targets, sources, non_blocking=True)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it unannotated

@@ -7,19 +7,32 @@ several names; a request for weights that the last write already holds is one mo
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import torch
 
 from eventloop.bus import Bus
-from eventloop.checkpoint import StageBuffer, Staged, commit_bytes, link, stage, write
+from eventloop.checkpoint import (
+    Busy,
+    Overlap,
+    StageBuffer,
+    Staged,
+    Staging,
+    Turns,
+    check_busy,
+    check_staging,
+    commit_bytes,
+    link,
+    stage,
+    write,
+)
 from eventloop.detach import Owned
 from eventloop.errors import CheckpointError, ConfigurationError
-from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointStaged, Progress
+from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointSkipped, CheckpointStaged, Progress
 from eventloop.log import get_logger
 from eventloop.priority import Priority
 
@@ -38,16 +51,20 @@ class SaveRequest(msgspec.Struct, frozen=True):
     save_optimizer: bool = True
     save_param_scheduler: bool = True
     on_error: OnError = "raise"
+    staging: Staging = "block"
+    busy: Busy = "wait"
 
 
-class SaveJob(msgspec.Struct, frozen=True):
-    """What the writing lane gets: staged state (or the committed file that holds it already) and the names to give it."""
+class SaveJob(msgspec.Struct, eq=False):
+    """What the writing lane gets: staged state (or the job before it whose file holds it already) and the names to give it."""
 
     paths: list[Path]
     progress: Progress
     on_error: OnError
     staged: Staged | None = None
-    source: Path | None = None
+    source: SaveJob | None = None
+    given_up: str = ""
+    """Why it is not to be written any more."""
 
 
 class SavePoints:
@@ -57,20 +74,27 @@ class SavePoints:
         bus: where the checkpoint events are published.
         capture: gathers the state of the run (everything by reference; it is copied here).
         work_dir: of the run; it learns which checkpoint is the newest, wherever that is.
+        optimizers: of the run; with ``staging="overlap"`` what only they change is copied up to their next step.
     """
 
-    def __init__(self, bus: Bus, capture: Callable[[SaveRequest], dict[str, Any]], work_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        capture: Callable[[SaveRequest], dict[str, Any]],
+        work_dir: Path | None = None,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+    ) -> None:
         self._bus = bus
         self._capture = capture
         self._work_dir = work_dir
         self._requests: list[SaveRequest] = []
         self._buffer = StageBuffer()
-        self._counting = threading.Lock()
-        self._flying = 0  # jobs handed over and not done
-        self._idle = threading.Event()
-        self._idle.set()
-        self._written: tuple[int, SaveRequest] | None = None
+        self._overlap = Overlap(optimizers)
+        self._turns: Turns[SaveJob] = Turns()
+        self._written: tuple[int, SaveRequest, SaveJob] | None = None
         self._broken: set[Path] = set()
+        self.skipped = 0
+        """Saves that were due and not made, because another was being written."""
         self._writer = bus.on(
             CheckpointStaged,
             self.write_checkpoint,
@@ -89,45 +113,68 @@ class SavePoints:
         """Note a wish for the next save point.
 
         Raises:
-            ConfigurationError: its directory is a file.
+            ConfigurationError: its directory is a file, or an option is unknown.
         """
+        check_busy(request.busy)
+        check_staging(request.staging)
         if request.path.parent.exists() and not request.path.parent.is_dir():
             raise ConfigurationError(f"cannot save to {request.path}: {request.path.parent} is not a directory")
         self._requests.append(request)
 
-    def save(self, iteration: int, publish: Callable[..., None], progress: Progress) -> None:
-        """Capture and hand over what was requested. Waits only for a save that is still being written.
+    def save(self, iteration: int, publish: Callable[..., None], progress: Progress, *, at_once: bool = False) -> None:
+        """Capture and hand over what was requested. Waits at most for a save that is still being written.
 
         Args:
             iteration: how many iterations the weights have seen; equal numbers are equal weights.
             publish: of the run, for ``checkpoint_staged``.
             progress: of the moment, for the events.
+            at_once: copy everything now, also what was to be copied beside the training.
         """
         requests, self._requests = self._requests, []
-        merged = _merge(requests)
+        wanted = _merge(requests)
         paths = list(dict.fromkeys(request.path for request in requests))
-        if self._holds(iteration, merged):
-            job = SaveJob(paths, progress, merged.on_error, source=self._written[1].path if self._written else None)
+        if self._holds(iteration, wanted):
+            job = SaveJob(paths, progress, wanted.on_error, source=self._written[2] if self._written else None)
+            self._turns.enter_for_good()
+        elif wanted.busy == "skip" and self._turns.busy:
+            self._tell_skipped(SaveJob(paths, progress, wanted.on_error, given_up="another checkpoint is being written"))
+            return
         else:
-            state = self._capture(merged)
-            self.wait()
-            job = SaveJob(paths, progress, merged.on_error, staged=stage(state, self._buffer))
-            self._written = (iteration, merged)
-        with self._counting:
-            self._flying += 1
-            self._idle.clear()
+            job = self._stage(paths, progress, wanted, at_once=at_once)
+            self._written = (iteration, wanted, job)
         try:
             publish(CheckpointStaged, path=str(paths[0]), job=job)
         except BaseException:
-            self._landed()  # nobody has the job, so nobody would ever say so
+            self._call_off(job)  # nobody has it, so nobody would ever say so
             raise
+
+    def _stage(self, paths: list[Path], progress: Progress, wanted: SaveRequest, *, at_once: bool) -> SaveJob:
+        state = self._capture(wanted)
+        if wanted.busy == "wait":
+            self.wait()
+        replaced = self._turns.take_back()
+        if replaced is not None:
+            replaced.given_up = f"replaced by {paths[0]}"
+            _release(replaced)  # first, so that its memory can be used again
+            self._tell_skipped(replaced)
+        overlap = self._overlap if wanted.staging == "overlap" and not at_once else None
+        job = SaveJob(paths, progress, wanted.on_error, staged=stage(state, self._buffer, overlap=overlap))
+        self._turns.enter(job)
+        return job
+
+    def _call_off(self, job: SaveJob) -> None:
+        _release(job)
+        if job.staged is None or self._turns.begin(job):
+            self._turns.end()
+            self._written = None
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
-        self._idle.wait()
+        self._turns.wait()
 
     def close(self) -> None:
-        """Take the writer off the bus; what it was given is still written."""
+        """Take the writer off the bus, and the fences off the optimizers; what was given is still written."""
+        self._overlap.close()
         self._writer.cancel()
 
     def check(self) -> None:
@@ -139,24 +186,29 @@ class SavePoints:
         stage(self._capture(SaveRequest(Path())), self._buffer).release()
 
     def write_checkpoint(self, job: SaveJob) -> None:
-        """Make one job durable; runs on the writing lane."""
+        """Make one job durable, unless it was replaced; runs on the writing lane."""
+        if job.staged is not None and not self._turns.begin(job):
+            return
         done: list[Path] = []
         try:
+            if job.source is not None and job.source.given_up:
+                job.given_up = job.source.given_up
+                self._tell_skipped(job)
+                return
             self._commit(job, done)
         except Exception as error:
             # Told as an event, too; on_error="raise" sends it on to the training thread.
-            if job.staged is not None:
-                job.staged.release()
+            _release(job)
             self._tell_failed(job, [path for path in job.paths if path not in done], error)
             if job.on_error == "raise":
                 raise
         finally:
-            self._landed()
+            self._turns.end()
 
     def _commit(self, job: SaveJob, done: list[Path]) -> None:
         """Write or link every name, noting those that are durable in ``done``, and tell of them all the same if one fails."""
         start = time.perf_counter()
-        source, size = job.source, 0
+        source, size = None if job.source is None else job.source.paths[0], 0
         try:
             for path in job.paths:
                 _make(path.parent)
@@ -192,11 +244,11 @@ class SavePoints:
         log.error("checkpoint not written", names=names, exc_info=error)
         self._bus.publish(CheckpointFailed(progress=job.progress, path=names[0], names=names, error=str(error)))
 
-    def _landed(self) -> None:
-        with self._counting:
-            self._flying -= 1
-            if not self._flying:
-                self._idle.set()
+    def _tell_skipped(self, job: SaveJob) -> None:
+        names = [str(path) for path in job.paths]
+        self.skipped += 1
+        log.warning("checkpoint not made", names=names, reason=job.given_up, skipped=self.skipped)
+        self._bus.publish(CheckpointSkipped(progress=job.progress, path=names[0], names=names, reason=job.given_up))
 
     def _holds(self, iteration: int, wanted: SaveRequest) -> bool:
         """True if the last write has these weights and at least what is wanted beside them."""
@@ -223,5 +275,17 @@ def _merge(requests: list[SaveRequest]) -> SaveRequest:
         path=requests[0].path,
         save_optimizer=any(request.save_optimizer for request in requests),
         save_param_scheduler=any(request.save_param_scheduler for request in requests),
-        on_error="raise" if any(request.on_error == "raise" for request in requests) else "log",
+        on_error=_strictest(*(request.on_error for request in requests)),
+        # The most careful one of each: what one of them must have at once, or must not miss, none of them misses.
+        staging="overlap" if all(request.staging == "overlap" for request in requests) else "block",
+        busy=min((request.busy for request in requests), key=("wait", "replace", "skip").index),
     )
+
+
+def _strictest(*policies: OnError) -> OnError:
+    return "raise" if "raise" in policies else "log"
+
+
+def _release(job: SaveJob) -> None:
+    if job.staged is not None:
+        job.staged.release()
