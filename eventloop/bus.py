@@ -24,6 +24,7 @@ from eventloop.offload.deadline import Deadline
 from eventloop.offload.in_thread import in_thread
 from eventloop.offload.loops import Backend, HostLoop
 from eventloop.priority import PriorityLike
+from eventloop.publisher import INLINED, Publisher
 from eventloop.routes import Entry, Route, Source, compile_route, ignore, route_source
 from eventloop.stream import Stream
 from eventloop.subscription import Stats, StreamOptions, Subscription, stream
@@ -34,7 +35,7 @@ State = Literal["idle", "open", "draining"]
 log = get_logger()
 
 
-class Bus(TypedOn):
+class Bus(TypedOn, Publisher):
     """An in-process event bus. Plain handlers run inline, in order of priority; async and blocking ones are offloaded.
 
     Inline handlers work at any time. Offloaded ones need the bus to be open: ``with bus:``, which a ``Run`` or
@@ -209,22 +210,6 @@ class Bus(TypedOn):
 
     # ------------------------------------------------------------------------------------------------ publishing
 
-    def publish(self, event: Event) -> None:
-        """Call or hand over to everyone who hears ``event``, in order of priority. Safe from any thread; never awaits.
-
-        Raises:
-            Exception: whatever an inline handler raised, as it was, with a note that names handler, mount point and
-                iteration; or what an offloaded handler with ``on_error="raise"`` raised since the last publish.
-            LaneClosedError: somebody offloaded listens and the bus is not open.
-        """
-        try:
-            return self._routes[type(event)](event)
-        except KeyError as error:
-            # The look-up's own KeyError has no frame below this one. A handler's has, and is none of our business.
-            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                raise
-        return self._route(type(event))(event)
-
     def wants(self, event: type[Event] | str) -> bool:
         """Return True if publishing ``event`` does anything; False lets a caller skip building it."""
         try:
@@ -258,8 +243,8 @@ class Bus(TypedOn):
     def timing(self, on: bool) -> None:
         with self._lock:
             self._timing = on
-            self._routes = {}
             self._compiled = {}
+            self._use_routes({})
 
     # -------------------------------------------------------------------------------------------------- lifecycle
 
@@ -421,7 +406,7 @@ class Bus(TypedOn):
         with self._lock:
             self._failures.setdefault(subscription, error)
             # Emptied, so that the next publish misses and comes past _raise_failures; costs nothing until then.
-            self._routes = {}
+            self._use_routes({})
 
     def raise_failures(self) -> None:
         """Raise what offloaded handlers have left, if this is the thread to raise it on, as the next publish would."""
@@ -465,8 +450,6 @@ class Bus(TypedOn):
                 raise
             self._runtime = runtime
             self._state = "open"
-            self._compiled = {}
-            self._routes = {}
             self._attach()
         _open_buses.add(self)
 
@@ -546,7 +529,7 @@ class Bus(TypedOn):
         names = {name for subscription in changed for name in subscription.mount_points}
         self._subscriptions = tuple(subscriptions)
         self._compiled = {kind: route for kind, route in self._compiled.items() if names.isdisjoint(lineage(kind))}
-        self._routes = {} if self._failures else dict(self._compiled)
+        self._use_routes({} if self._failures else dict(self._compiled))
         self._attach()
 
     def _attach(self) -> None:
@@ -580,17 +563,21 @@ class Bus(TypedOn):
         with self._lock:
             if self._inert:
                 return ignore
+            heard = self._heard_by(event_type)
+            compiled = partial(
+                compile_route,
+                event_type,
+                heard,
+                count=self._counts.setdefault(name_of(event_type), _Count()).next,
+                blame=self.annotate,
+                timing=self._timing,
+            )
             if event_type not in self._compiled:
-                self._compiled[event_type] = compile_route(
-                    event_type,
-                    self._heard_by(event_type),
-                    count=self._counts.setdefault(name_of(event_type), _Count()).next,
-                    blame=self.annotate,
-                    timing=self._timing,
-                    constants=self._state != "idle",
-                )
+                self._compiled[event_type] = compiled()
             if not self._failures:
                 self._routes[event_type] = self._compiled[event_type]
+                if self._may_inline(len(heard)):
+                    self._inline(event_type, compiled(template=INLINED), len(heard))
             return self._compiled[event_type]
 
     def _take_failures(self) -> list[BaseException]:
@@ -608,9 +595,6 @@ class Bus(TypedOn):
                 self.remove(*(one for one in self._subscriptions if one.mode == "stream"))
                 self._runtime = None
                 self._state = "idle"
-                # The routes of an open bus hide its handlers from the garbage collector (see routes.py).
-                self._compiled = {}
-                self._routes = {}
                 self._attach()
             _open_buses.discard(self)
 
@@ -618,8 +602,8 @@ class Bus(TypedOn):
         """In a forked child nobody consumes and the locks may be held for ever: start over, deaf."""
         self._inert = True
         self._lock = threading.RLock()
-        self._routes = {}
         self._compiled = {}
+        self._use_routes({})
         self._runtime = None
         self._host = None
         self._training = ()

@@ -1,9 +1,9 @@
 """The subscriptions of one event type, compiled to one function.
 
 A route is straight-line code: a call per subscription, an ``if`` only where a filter needs one, a clock only while timing is
-on. Handlers are globals of the function, which has a namespace of its own; while the bus is open, they are constants of its
-code, which makes a publish to ten handlers some 5 % cheaper. Only while it is open: the garbage collector does not look into
-code objects, so a handler that refers to its bus (most do, by way of their run) would keep bus, model and all alive for ever.
+on. Handlers are globals of the function, which has a namespace of its own. As constants of its code they would be a little
+faster still, but the garbage collector does not look into code objects: a handler that refers to its bus (most do, by way of
+their run) would keep bus, model and all alive for ever.
 
 The try block costs nothing until something raises (CPython ≥ 3.11 keeps exception tables). Which subscription raised is
 read from the line number of the route's own frame, so the failing handler needs no bookkeeping on the way.
@@ -11,17 +11,14 @@ read from the line number of the route's own frame, so the failing handler needs
 
 from __future__ import annotations
 
-import ast
 import linecache
 import re
-import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count as counter
 from time import perf_counter_ns
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from eventloop.events import Event, name_of
 from eventloop.filters import Filter, count_of
@@ -29,8 +26,13 @@ from eventloop.priority import Priority
 
 Route = Callable[[Any], None]
 
+FUNCTION = """\
+def {name}(event):
+    {route}
+"""
+"""The source of a route by itself."""
+
 _serial = counter(1)
-_compiling = threading.Lock()
 
 
 class Entry(Protocol):
@@ -90,8 +92,8 @@ def compile_route(
     count: Callable[[], int],
     blame: Callable[[Exception, Entry, Event], None],
     timing: bool = False,
-    constants: bool = False,
-) -> Route:
+    template: str = FUNCTION,
+) -> Callable[..., None]:
     """Return the function that calls ``entries`` in their order; :func:`ignore` if there are none.
 
     Args:
@@ -100,16 +102,23 @@ def compile_route(
         count: next value of the publish counter; called only where a filter compares it.
         blame: called with an error that leaves the route and the entry it came from; adds a note.
         timing: measure each call.
-        constants: faster, but the garbage collector cannot see the handlers; the caller must drop the route.
+        template: source of the function that the route is part of; knows its ``event`` and the ``event_type``.
     """
     if not entries:
         return ignore
-    writer = _Writer(event_type, entries, timing=timing)
+    writer = _Writer(event_type, entries, timing=timing, template=template)
     source = writer.source()
     filename = f"<trainbus {name_of(event_type)} #{next(_serial)}>"
-    namespace = {"count": count, "clock": perf_counter_ns, "blame": _blame(entries, writer.owners, blame)} | writer.bound
-    bind = _with_constants if constants else _with_globals
-    route = bind(source, filename, name_of(event_type), namespace)
+    namespace = {
+        "event_type": event_type,
+        "count": count,
+        "clock": perf_counter_ns,
+        "blame": _blame(entries, writer.owners, blame),
+    }
+    module = compile(source, filename, "exec")
+    code = next(constant for constant in module.co_consts if isinstance(constant, types.CodeType))
+    # Not executed: a function in its own globals would be a cycle, and replaced routes would wait for the garbage collector.
+    route = types.FunctionType(code, namespace | writer.bound)
     # Tracebacks show the generated line with its comment, which names the user's function and where it is.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     weakref.finalize(route, linecache.cache.pop, filename, None).atexit = False
@@ -118,38 +127,42 @@ def compile_route(
 
 def route_source(event_type: type[Event], entries: Sequence[Entry], *, timing: bool = False) -> Source:
     """Return the source that :func:`compile_route` compiles for these arguments."""
-    return Source(_Writer(event_type, entries, timing=timing).source())
+    return Source(_Writer(event_type, entries, timing=timing, template=FUNCTION).source())
 
 
 class _Writer:
     """Writes a route's source and remembers which line belongs to which entry."""
 
-    def __init__(self, event_type: type[Event], entries: Sequence[Entry], *, timing: bool) -> None:
+    def __init__(self, event_type: type[Event], entries: Sequence[Entry], *, timing: bool, template: str) -> None:
         self._event_type = event_type
         self._timing = timing
-        self._lines: list[str] = []
         self.bound: dict[str, Any] = {}
         self.owners: dict[int, int] = {}
+        before, after = template.replace("{name}", name_of(event_type)).split("{route}\n")
+        *self._lines, self._margin = before.split("\n")
         self._write(entries)
+        self._lines += after.splitlines()
 
     def source(self) -> str:
         return "\n".join(self._lines) + "\n"
 
     def _write(self, entries: Sequence[Entry]) -> None:
-        name = name_of(self._event_type)
         if not entries:
-            self._lines = [f"def {name}(event):", "    pass  # nobody listens"]
+            self._put("pass  # nobody listens")
             return
-        self._lines = [f"def {name}(event):", "    try:"]
+        self._put("try:")
         if any(entry.filter is not None and entry.filter.counted for entry in entries):
-            self._lines.append(f"        v = {count_of(self._event_type)}")
+            self._put(f"    v = {count_of(self._event_type)}")
         for index, entry in enumerate(entries):
             first = len(self._lines) + 1
-            self._entry(index, entry)
+            self._put(*_indent(self._entry(index, entry)))
             self.owners.update(dict.fromkeys(range(first, len(self._lines) + 1), index))
-        self._lines += ["    except Exception as error:", "        blame(error, event)", "        raise"]
+        self._put("except Exception as error:", "    blame(error, event)", "    raise")
 
-    def _entry(self, index: int, entry: Entry) -> None:
+    def _put(self, *lines: str) -> None:
+        self._lines += [self._margin + line for line in lines]
+
+    def _entry(self, index: int, entry: Entry) -> list[str]:
         terms, bound = entry.filter.terms(str(index)) if entry.filter is not None else ([], {})
         call = f"{_identifier(entry.label)}_{index}"
         self.bound |= bound | {call: entry.call_for(self._event_type)}
@@ -163,39 +176,7 @@ class _Writer:
             self.bound[f"_isolate_{index}"] = entry.isolate
             handled = [f"_isolate_{index}(error, event)"]
             block = ["try:", *_indent(block), "except Exception as error:", *_indent(handled)]
-        self._lines += _indent(_indent(block))
-
-
-def _with_globals(source: str, filename: str, name: str, namespace: dict[str, Any]) -> Route:
-    exec(compile(source, filename, "exec"), namespace)  # noqa: S102 - our own source; names in it are sanitised below
-    # Popped: a function in its own globals would be a cycle, and replaced routes would wait for the garbage collector.
-    route: Route = namespace.pop(name)
-    return route
-
-
-def _with_constants(source: str, filename: str, name: str, namespace: dict[str, Any]) -> Route:
-    """Compile with marks in place of the names, then put the objects where the marks are among the code's constants."""
-    marks = {key: ("trainbus", index) for index, key in enumerate(namespace)}
-    tree = _Marks(marks).visit(ast.parse(source))
-    with _compiling, warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # "'tuple' object is not callable": the marks, until replaced
-        module = compile(tree, filename, "exec")
-    code = next(constant for constant in module.co_consts if isinstance(constant, types.CodeType))
-    objects = {marks[key]: value for key, value in namespace.items()}
-    filled = tuple(objects.get(entry, entry) if isinstance(entry, tuple) else entry for entry in code.co_consts)
-    return types.FunctionType(code.replace(co_consts=filled), {"__builtins__": __builtins__}, name)
-
-
-class _Marks(ast.NodeTransformer):
-    """Puts a constant in the place of each name that has a mark."""
-
-    def __init__(self, marks: Mapping[str, tuple[str, int]]) -> None:
-        self._marks = marks
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        mark = self._marks.get(node.id)
-        # A tuple: hashable, and equal to no constant that a route's source can have.
-        return node if mark is None else ast.copy_location(ast.Constant(cast("str", mark)), node)
+        return block
 
 
 def _blame(

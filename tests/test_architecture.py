@@ -113,6 +113,7 @@ STAIRS = {
     "eventloop.registry": ["errors"],
     "eventloop.hook": ["errors", "events", "priority", "registry"],
     "eventloop.routes": ["events", "filters", "priority"],
+    "eventloop.publisher": ["events", "routes"],
     "eventloop.watch": ["errors", "events"],
     "eventloop.ring": [],
     "eventloop.scalars": ["ring"],
