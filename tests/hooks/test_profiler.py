@@ -98,12 +98,17 @@ def test_details_are_recorded_if_they_are_wanted(job: SimpleNamespace) -> None:
         averages = profiler.key_averages()
         seen.append(sum(event.flops for event in averages))
         seen.append(any(event.self_cpu_memory_usage for event in averages))
-        seen.append(profiler.with_stack)
 
-    job.loop(ProfilerHook(profile_memory=True, with_flops=True, with_stack=True, on_trace_ready=look)).run()
+    job.loop(ProfilerHook(profile_memory=True, with_flops=True, on_trace_ready=look)).run()
     job.loop(ProfilerHook(on_trace_ready=look)).run()
     assert seen[0] > 0
-    assert seen[1:] == [True, True, 0, False, False]
+    assert seen[1:] == [True, 0, False]
+
+
+def test_source_lines_are_recorded_if_they_are_wanted(job: SimpleNamespace, tmp_path: Path) -> None:
+    job.loop(ProfilerHook(with_stack=True, json_trace_path=tmp_path / "trace.json")).run()
+    names = [event["name"] for event in json.loads((tmp_path / "trace.json").read_bytes())["traceEvents"]]
+    assert any(name.startswith("tests/hooks/conftest.py") or "conftest.py(" in name for name in names)
 
 
 def test_a_run_that_fails_ends_the_profile(job: SimpleNamespace, traces: Any) -> None:
