@@ -81,6 +81,7 @@ from eventloop.log import get_logger
 from eventloop.offload import DrainReport
 from eventloop.priority import Priority
 from eventloop.registry import Registered, find, register, registered, registrable
+from eventloop.shared import Shared, Slot
 from eventloop.stream import Stream
 from eventloop.subscription import Options, Stats, StreamOptions, Subscription
 from eventloop.training import Metric, Run, SeededDataset, TrainLoop, Update, checkpoint_keys, load_weights, set_sampler_epoch
@@ -162,6 +163,8 @@ __all__ = [
     "RunView",
     "Scalars",
     "SeededDataset",
+    "Shared",
+    "Slot",
     "Stats",
     "Stream",
     "StreamOptions",

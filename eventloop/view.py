@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from eventloop.shared import Shared
+
 
 class RunView(Protocol):
     """The run as its hooks see it.
@@ -85,6 +87,10 @@ class RunView(Protocol):
     @property
     def info(self) -> MutableMapping[str, Any]:
         """Facts that hooks leave for each other, such as ``info["train/lr"]``; plain values are kept in checkpoints."""
+
+    @property
+    def shared(self) -> Shared:
+        """What hooks keep for each other in typed slots while the run goes on."""
 
     def publish(self, event: type[Any], **payload: Any) -> None:
         """Publish an event of this class, with this run and its progress filled in."""

@@ -106,7 +106,8 @@ def test_checkpoints_know_no_bus(name):
 
 STAIRS = {
     "eventloop.errors": [],
-    "eventloop.view": [],
+    "eventloop.shared": ["errors"],
+    "eventloop.view": ["shared"],
     "eventloop.events": ["errors", "view"],
     "eventloop.priority": ["errors"],
     "eventloop.filters": ["errors", "events"],

@@ -26,6 +26,7 @@ from eventloop.errors import ConfigurationError, LaneFullError
 from eventloop.events import Event, Progress
 from eventloop.log import get_logger
 from eventloop.offload.deadline import Deadline
+from eventloop.shared import Shared
 from eventloop.training import resume
 from eventloop.training.data import Feed
 from eventloop.training.images import check_image
@@ -93,6 +94,7 @@ class Run:
         self.config = config or {}
         self.counters = counters or Counters()
         self.info: dict[str, Any] = {}
+        self.shared = Shared()
         self.resumed_from: Path | None = None
         self.order = Order(
             self.counters,
@@ -340,6 +342,7 @@ class Run:
 
     def _begin(self) -> None:
         self.order.scopes.enter("run")
+        self.defer(self.shared.clear)
         self.defer(self._forget_data)
         self._check_update()
         if self.seed is not None:
@@ -370,6 +373,18 @@ class Run:
     def _abort(self, error: BaseException) -> None:
         """The exception is what the user must see: whatever fails in here is logged and added to it as a note."""
         self._patience = Deadline(self.bus.abort_timeout)
+        # Finally: a second Ctrl-C strikes in a handler of on_exception, say, and must not leave anything open.
+        try:
+            self._tell(error)
+        finally:
+            try:
+                self.order.scopes.unwind()
+            finally:
+                self.bus.release_thread(self._interrupt)
+                if self._opened:
+                    self.bus.close(abort=True)
+
+    def _tell(self, error: BaseException) -> None:
         try:
             self.bus.raise_failures()  # publishing would raise them instead of being heard
         except Exception as failure:
@@ -380,10 +395,6 @@ class Run:
         except Exception as failure:
             log.exception("a handler of on_exception failed")
             error.add_note(f"while handling it, a handler of on_exception failed: {failure!r}")
-        self.order.scopes.unwind()
-        self.bus.release_thread(self._interrupt)
-        if self._opened:
-            self.bus.close(abort=True)
 
     def _interrupt(self) -> None:
         """Called where the training thread is about to wait for a place in a full lane; raises if it should not."""

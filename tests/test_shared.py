@@ -1,0 +1,144 @@
+"""What hooks keep for each other in a run: typed, weak where it is wanted, and gone with the run."""
+
+import gc
+import weakref
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+import hooks
+from eventloop import Bus, ConfigurationError, Hook, Run, Slot, TrainingError, TrainLoop
+
+NORM = Slot("gradient norm", torch.Tensor)
+COUNT = Slot("count", int)
+
+
+class Thing:
+    """Something that can be referred to weakly."""
+
+
+def train(*found: Hook, **options: Any) -> TrainLoop:
+    model, bus = torch.nn.Linear(3, 1), Bus()
+    bus.add(*found)
+    data = [torch.randn(2, 3)] * 3
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = TrainLoop(model, optimizer, step=lambda m, b: m(b).mean(), train_data=data, bus=bus, max_epochs=1, **options)
+    loop.run()
+    return loop
+
+
+def test_what_one_hook_puts_there_another_one_takes() -> None:
+    taken: list[Any] = []
+
+    class Gives(Hook):
+        def after_train_iter(self, event: Any) -> None:
+            event.run.shared[COUNT] = event.run.shared.get(COUNT, 0) + 1
+
+    class Takes(Hook):
+        priority = 60
+
+        def after_train_iter(self, event: Any) -> None:
+            taken.append(event.run.shared[COUNT])
+
+    train(Takes(), Gives())
+    assert taken == [1, 2, 3]
+
+
+def test_an_empty_slot_is_an_error_that_says_where_to_look() -> None:
+    run = Run(model=torch.nn.Linear(1, 1))
+    run.shared[COUNT] = 3
+    with pytest.raises(TrainingError, match=r"gradient norm.*on the bus.*priority.*shared are count"):
+        run.shared[NORM]
+    assert run.shared.get(NORM) is None
+    assert NORM not in run.shared
+    assert list(run.shared) == [COUNT]
+
+
+def test_another_type_is_an_error_where_it_is_put() -> None:
+    run = Run(model=torch.nn.Linear(1, 1))
+    with pytest.raises(TypeError, match=r"count.*int.*Tensor"):
+        run.shared[COUNT] = torch.ones(())  # type: ignore[assignment]
+
+
+def test_slots_of_the_same_name_are_two_places() -> None:
+    run = Run(model=torch.nn.Linear(1, 1))
+    other = Slot("count", int)
+    run.shared[COUNT] = 1
+    run.shared[other] = 2
+    assert (run.shared[COUNT], run.shared[other]) == (1, 2)
+    del run.shared[other]
+    assert other not in run.shared
+    assert len(run.shared) == 1
+
+
+def test_a_weak_slot_does_not_keep_the_value_alive() -> None:
+    run = Run(model=torch.nn.Linear(1, 1))
+    slot, thing = Slot("thing", Thing, weak=True), Thing()
+    run.shared[slot] = thing
+    assert run.shared[slot] is thing
+    del thing
+    gc.collect()
+    assert slot not in run.shared
+    assert run.shared.get(slot, "none") == "none"
+    with pytest.raises(TypeError, match="weak"):
+        run.shared[Slot("number", int, weak=True)] = 3
+
+
+@pytest.mark.parametrize("end", ["in order", "by an error"])
+def test_everything_is_forgotten_when_the_run_ends(end: str) -> None:
+    slot = Slot("thing", Thing)
+    bus, model = Bus(), torch.nn.Linear(1, 1)
+    thing = Thing()
+    gone = weakref.ref(thing)
+    run = Run(bus, model=model)
+    with suppress(ArithmeticError), capture_logs(), run:
+        run.shared[slot] = thing
+        del thing
+        gc.collect()
+        assert gone() is not None
+        if end == "by an error":
+            raise ArithmeticError
+    gc.collect()
+    assert len(run.shared) == 0
+    assert gone() is None
+
+
+def test_hooks_and_slots_do_not_keep_a_run_alive(tmp_path: Any) -> None:
+    runs: list[weakref.ref[Any]] = []
+
+    class Watches(Hook):
+        def before_run(self, event: Any) -> None:
+            runs.append(weakref.ref(event.run))
+            event.run.shared[Slot("itself", Run)] = event.run
+
+    kept = [
+        Watches(),
+        hooks.OptimizerHook(accumulate=2),
+        hooks.RuntimeInfoHook(),
+        hooks.IterTimerHook(),
+        hooks.EMAHook(),
+        hooks.LoggerHook(writers=[]),
+        hooks.CheckpointHook(1, save_best="loss"),
+        hooks.EarlyStoppingHook("loss"),
+        hooks.PreemptionHook(),
+        hooks.ProgressBar(),
+        hooks.CheckInvalidLossHook(),
+        hooks.SyncBuffersHook(),
+        hooks.ProfilerHook(on_trace_ready=lambda profiler: None),
+        hooks.AutogradAnomalyDetectHook(),
+    ]
+    loop = train(*kept, work_dir=tmp_path)
+    bus = loop.bus
+    del loop
+    gc.collect()
+    assert [run() for run in runs] == [None]
+    assert bus.hooks  # which are all still there
+
+
+@pytest.mark.parametrize("arguments", [("", int), (3, int), ("count", "int"), ("count", None)])
+def test_a_slot_needs_a_name_and_a_type(arguments: Any) -> None:
+    with pytest.raises(ConfigurationError, match="Slot"):
+        Slot(*arguments)
