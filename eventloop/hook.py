@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
 from eventloop.errors import SubscribeError
-from eventloop.events import BUILTIN, Event, registry, resolve, suggest
+from eventloop.events import BUILTIN, Event, name_of, registry, resolve, suggest
 from eventloop.priority import Priority, PriorityLike
 from eventloop.registry import registrable
 
@@ -141,6 +141,16 @@ def _checked_unused(hook: Hook, names: list[str]) -> frozenset[str]:
     for name in unused - set(names):
         raise SubscribeError(f"{hook.label}.unused() names {name!r}, which is none of its methods{suggest(name)}")
     return unused
+
+
+def mount_points_of(cls: type[Hook]) -> list[str]:
+    """Return the names of the mount points that hooks of a class hear, in order of definition, whatever their options."""
+    found: dict[str, None] = {}
+    for name in _method_names(cls):
+        mark: Mount = getattr(getattr(cls, name), "__trainbus_mount__", Mount.unmarked)
+        if mark.events or name in registry:
+            found.update(dict.fromkeys(name_of(resolve(event)) for event in mark.events or (name,)))
+    return list(found)
 
 
 def _check_instance(hook: object) -> None:

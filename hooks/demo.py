@@ -6,7 +6,7 @@ import math
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from hooks.schedule import ParamSchedulerHook
 from hooks.timer import IterTimerHook
 from hooks.writers import ConsoleWriter, JSONLinesWriter
 
-DEFAULT = Path("runs/digits")
 BATCH = 32
 
 Images = dict[str, Dataset[Any]]
@@ -80,6 +79,11 @@ def digits(seed: int) -> Images:
     return {name: TensorDataset(images[part], target[part]) for name, part in zip(("train", "val", "test"), parts, strict=True)}
 
 
+def loader(part: Literal["train", "val", "test"], batch_size: int = BATCH, seed: int = 0) -> DataLoader[Any]:
+    """Return a loader of one part of the digits; that for training shuffles."""
+    return DataLoader(digits(seed)[part], batch_size=batch_size, shuffle=part == "train")
+
+
 def network() -> nn.Module:
     """Return a small convolutional network for 8 × 8 images."""
     return nn.Sequential(
@@ -99,7 +103,7 @@ def network() -> nn.Module:
 
 def make_bus(optimizer: torch.optim.Optimizer, iterations: int, console: Console) -> Bus:
     """Return a bus with all the hooks of the demo."""
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_warm_up_and_decay, total=iterations))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warm_up_and_decay, total=iterations))
     bus = Bus()
     bus.add(
         OptimizerHook(grad_clip=5.0),
@@ -115,7 +119,7 @@ def make_bus(optimizer: torch.optim.Optimizer, iterations: int, console: Console
     return bus
 
 
-def _warm_up_and_decay(iteration: int, total: int) -> float:
+def warm_up_and_decay(iteration: int, total: int) -> float:
     """Return the factor of the learning rate: up over the first tenth, then down along a cosine."""
     rising = total / 10
     if iteration < rising:
@@ -123,21 +127,20 @@ def _warm_up_and_decay(iteration: int, total: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (iteration - rising) / max(1.0, total - rising)))
 
 
-def run_demo(*, out: Path | None = None, epochs: int = 30, seed: int = 0, resume: bool = False) -> int:
+def run_demo(work_dir: Path, *, epochs: int = 30, seed: int = 0, resume: bool = False) -> int:
     """Train, test, and print what ran where; return the exit status.
 
     Args:
-        out: folder of the run. One that holds a run already is not overwritten: a number is added to its name.
+        work_dir: folder of the run.
         epochs: in all, those before a resume included.
         seed: of weights, shuffling and split.
-        resume: go on from the newest checkpoint in ``out`` (by default the newest run).
+        resume: go on from the newest checkpoint in ``work_dir``.
 
     Raises:
-        ConfigurationError: there is nothing to resume, or scikit-learn is missing.
+        ConfigurationError: scikit-learn is missing.
     """
     torch.set_num_threads(1)  # the network is too small for more, and offloaded work has the other cores
     console = Console()
-    work_dir = _run_to_resume(out) if resume else _free(out or DEFAULT)
     data = digits(seed)
     torch.manual_seed(seed)
     model = network()
@@ -191,22 +194,3 @@ def _summary(work_dir: Path, seconds: float, iterations: int, raw: float, averag
     for path in sorted(work_dir.iterdir()):
         table.add_row("", f"{path.name}  ({path.stat().st_size / 1e3:.0f} kB)")
     return table
-
-
-def _free(wanted: Path) -> Path:
-    """Return ``wanted``, or the first of ``wanted-2``, ``wanted-3`` … that holds nothing yet."""
-    candidate, number = wanted, 1
-    while candidate.exists() and (not candidate.is_dir() or any(candidate.iterdir())):
-        number += 1
-        candidate = wanted.with_name(f"{wanted.name}-{number}")
-    return candidate
-
-
-def _run_to_resume(out: Path | None) -> Path:
-    runs = [out] if out is not None else list(DEFAULT.parent.glob(f"{DEFAULT.name}*"))
-    found = [run for run in runs if (run / "last_checkpoint").is_file()]
-    if not found:
-        raise ConfigurationError(
-            f"there is nothing to resume in {out or DEFAULT.parent}: no last_checkpoint; leave --resume out"
-        )
-    return max(found, key=lambda run: (run / "last_checkpoint").stat().st_mtime_ns)

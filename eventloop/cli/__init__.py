@@ -12,24 +12,36 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from eventloop.cli import checkpoint, demo
+from eventloop.cli import catalogue, checkpoint, demo, run
 from eventloop.errors import TrainbusError
 
-GROUPS = (demo, checkpoint)
+GROUPS = (demo, run, catalogue, checkpoint)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status: 0, 2 for a mistake in the call, 130 after Ctrl-C."""
-    options = _parser().parse_args(arguments)
+    options = _parsed(arguments)
     try:
         return int(options.call(options))
     except TrainbusError as error:
         console = Console(stderr=True)
         console.print(f"[bold red]trainbus {options.command}:[/] ", end="")
-        console.print(str(error), highlight=False, soft_wrap=True, markup=False)
+        lines = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        console.print(lines, highlight=False, soft_wrap=True, markup=False)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse takes all words of a list from one place; those behind an option are left over.
+    if rest and (not hasattr(options, "changes") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.changes += rest
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,6 +6,9 @@ import argparse
 from pathlib import Path
 
 from eventloop.cli.arguments import Subparsers, positive
+from eventloop.cli.folders import free, to_resume
+
+DEFAULT = Path("runs/digits")
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -25,4 +28,5 @@ def add_parser(commands: Subparsers) -> None:
 def _demo(options: argparse.Namespace) -> int:
     from hooks.demo import run_demo
 
-    return run_demo(out=options.out, epochs=options.epochs, seed=options.seed, resume=options.resume)
+    work_dir = to_resume(options.out, DEFAULT) if options.resume else free(options.out or DEFAULT)
+    return run_demo(work_dir, epochs=options.epochs, seed=options.seed, resume=options.resume)

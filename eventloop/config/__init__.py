@@ -4,6 +4,7 @@
 signature, ``references`` resolves ``module:attribute``, ``make`` makes objects of both; ``hook_list`` does it for hooks.
 """
 
+from eventloop.config.annotations import describe
 from eventloop.config.hook_list import Chosen, hook_from, hooks_in, merged
 from eventloop.config.make import Maker
 from eventloop.config.options import Option, Options, OptionsOf
@@ -11,7 +12,7 @@ from eventloop.config.overrides import override
 from eventloop.config.places import check_keys, inside, wrong
 from eventloop.config.read import read
 from eventloop.config.references import Imports, find_files_in
-from eventloop.config.values import FromText, settle
+from eventloop.config.values import FromText, kind_of, settle
 
 __all__ = [
     "Chosen",
@@ -22,10 +23,12 @@ __all__ = [
     "Options",
     "OptionsOf",
     "check_keys",
+    "describe",
     "find_files_in",
     "hook_from",
     "hooks_in",
     "inside",
+    "kind_of",
     "merged",
     "override",
     "read",

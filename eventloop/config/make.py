@@ -213,7 +213,7 @@ class Maker:
         texts = [one for one in options if of.is_text(one)]
         others = [one for one in options if not of.is_text(one)]
         for one in others:
-            found = self._other(value, one, place, text_will_do=str in texts)
+            found = self._other(value, one, place, text_will_do=str in texts or (bool(texts) and not _is_name(value, one)))
             if found is not _MISSING:
                 return found
         if not texts:
@@ -270,6 +270,12 @@ class Maker:
         if isinstance(value, list):
             return [self._anything(entry, inside(place, index)) for index, entry in enumerate(value)]
         return value
+
+
+def _is_name(value: Any, annotation: Any) -> bool:
+    """True for text that can stand for an object or class: a reference, or a name where there are registered ones."""
+    asked = of.class_asked_for(annotation) or of.object_asked_for(annotation)
+    return is_reference(value) or (asked is not None and kind_of_base(asked) is not None)
 
 
 def _parsed(value: FromText, options: list[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections.abc
 import functools
 import inspect
 import typing
@@ -115,11 +116,13 @@ def _annotations(target: Any) -> dict[str, Any]:
         return typing.get_type_hints(function, include_extras=True)
     except Exception:  # noqa: BLE001 - names that are there for type checkers only, for instance
         raw = dict(getattr(function, "__annotations__", {}))
+    # Typing's own names are often imported for type checkers only (torch's schedulers do so).
+    names = {**vars(collections.abc), **vars(typing), **getattr(function, "__globals__", {})}
     found: dict[str, Any] = {}
     for name, annotation in raw.items():
         stand_in = type("Alone", (), {"__annotations__": {name: annotation}, "__module__": function.__module__})
         try:
-            found |= typing.get_type_hints(stand_in, getattr(function, "__globals__", {}), include_extras=True)
+            found |= typing.get_type_hints(stand_in, names, include_extras=True)
         except Exception:  # noqa: BLE001, S112 - this one is not known, then
             continue
     return found
