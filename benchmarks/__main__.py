@@ -1,4 +1,4 @@
-"""``python -m benchmarks [dispatch] [ema] [logging] [offload] [training] [--quick] [--out DIR]``; ``soak``, ``crash`` alone."""
+"""``python -m benchmarks [NAME ...] [--quick] [--out DIR]`` compares; ``soak`` and ``crash`` stand alone."""
 
 import argparse
 import importlib
@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks import crash, report, soak
 from benchmarks.harness import Settings, environment
 
-BENCHMARKS = ("dispatch", "ema", "logging", "offload", "training")
+BENCHMARKS = ("checkpoint", "dispatch", "ema", "logging", "offload", "training")
 
 
 def main() -> None:

@@ -17,30 +17,46 @@ SUBJECT_BAR, FLOOR_BAR, PEER_BAR = "#0969da", "#57606a", "#c9d1d9"
 # Inches; at the 8 inches that a README shows without scaling down, 9 points stay readable.
 WIDTH, BAR_PITCH, TITLE_HEIGHT, FOOTNOTE_HEIGHT = 8.0, 0.25, 0.55, 0.5
 FOOTNOTE_COLUMNS = 150
+FEW, WIDE = 4, 14.0  # more panels than a few stand in two columns
+NEXT_TO_NOTHING = 0.05  # times the floor
 
 
 def draw(comparisons: Sequence[Comparison], environment: Mapping[str, object], path: Path) -> None:
-    heights = [BAR_PITCH * len(comparison.rows()) + TITLE_HEIGHT for comparison in comparisons]
+    columns = 1 if len(comparisons) <= FEW else 2
+    rows = [comparisons[first : first + columns] for first in range(0, len(comparisons), columns)]
+    heights = [BAR_PITCH * max(len(each.rows()) for each in row) + TITLE_HEIGHT for row in rows]
     with mpl.rc_context({"font.family": "sans-serif", "font.size": 9, "text.color": INK}):
-        figure = Figure(figsize=(WIDTH, sum(heights) + FOOTNOTE_HEIGHT), dpi=200, facecolor="white")
+        size = (WIDTH if columns == 1 else WIDE, sum(heights) + FOOTNOTE_HEIGHT)
+        figure = Figure(figsize=size, dpi=200 if columns == 1 else 150, facecolor="white")
         figure.set_layout_engine("constrained")
-        panels = figure.subplots(len(comparisons), 1, squeeze=False, height_ratios=heights, sharex=True)[:, 0]
-        for axes, comparison in zip(panels, comparisons, strict=True):
+        panels = figure.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
+        for place, comparison in enumerate(comparisons):
+            axes = panels[divmod(place, columns)]
             panel(axes, comparison)
-        panels[0].set_xscale("log")
-        panels[0].set_xlim(*limits(comparisons))
+            scale(axes, comparisons if columns == 1 else [comparison])
+            axes.set_ylim(max(len(each.rows()) for each in rows[place // columns]) - 0.5, -0.6)  # bars of one height
+        for axes in panels.flat[len(comparisons) :]:
+            axes.set_axis_off()
         share = FOOTNOTE_HEIGHT / figure.get_figheight()
         figure.get_layout_engine().set(rect=(0, share, 1, 0.99 - share), hspace=0.06)
         figure.text(0.01, share * 0.2, footnote(environment), fontsize=6.5, color=MUTED, va="bottom", linespacing=1.4)
         figure.savefig(path)
 
 
-def limits(comparisons: Sequence[Comparison]) -> tuple[float, float]:
-    """A log axis has no zero to grow from: bars start a little below the floor, so that the floor can be seen too."""
+def scale(axes: Axes, comparisons: Sequence[Comparison]) -> None:
+    """A log axis has no zero to grow from: bars start a little below the floor, so that the floor can be seen too.
+
+    What is next to nothing, or less (a difference of two times), has a place on a linear one only.
+    """
     ratios = [row.ratio for comparison in comparisons for row in comparison.rows()]
+    if min(ratios) < NEXT_TO_NOTHING:
+        axes.set_xlim(min(0, *ratios), max(ratios) * 1.8)
+        return
     low = 0.8 * min(ratios)
-    # The longest bar leaves two fifths of the width to its label.
-    return low, max(ratios) * (max(ratios) / low) ** 0.4
+    axes.set_xscale("log")
+    # The longest bar leaves two fifths of the width to its label, or as much as it has itself where more is to be said.
+    room = 1.0 if any(comparison.remarks for comparison in comparisons) else 0.4
+    axes.set_xlim(low, max(ratios) * (max(ratios) / low) ** room)
 
 
 def panel(axes: Axes, comparison: Comparison) -> None:
@@ -51,7 +67,7 @@ def panel(axes: Axes, comparison: Comparison) -> None:
     for place, row in enumerate(rows):
         weight = "bold" if row.name == SUBJECT else "normal"
         text = label(row, comparison)
-        axes.annotate(text, (row.ratio, place), (5, 0), textcoords="offset points", va="center", weight=weight)
+        axes.annotate(text, (max(row.ratio, 0), place), (5, 0), textcoords="offset points", va="center", weight=weight)
     axes.set_title(comparison.title, loc="left", fontsize=10, weight="bold")
     name_rows(axes, rows, comparison.floor)
     axes.invert_yaxis()
@@ -65,7 +81,8 @@ def label(row: Row, comparison: Comparison) -> str:
     text = f"{row.ratio:.{decimals}f} {TIMES}   {sign}{amount(row.median, comparison.unit)} {comparison.unit}"
     if row.name == SUBJECT and comparison.budget is not None:
         text += f"   (goal ≤ {goal(comparison)}{'' if comparison.budget.seconds else f' {TIMES}'})"
-    return text
+    remark = comparison.remarks.get(row.name)
+    return f"{text}   {remark}" if remark else text
 
 
 def name_rows(axes: Axes, rows: Sequence[Row], floor: str) -> None:
@@ -79,4 +96,5 @@ def name_rows(axes: Axes, rows: Sequence[Row], floor: str) -> None:
 def footnote(environment: Mapping[str, object]) -> str:
     machine = f"{environment['cpu']}, {environment['cores']} cores, {environment['python']}"
     versions = " · ".join(f"{name} {version}" for name, version in environment["libraries"].items())
-    return textwrap.fill(f"Bars: times the floor, log scale, median. {machine} · {versions}", FOOTNOTE_COLUMNS)
+    axis = "log scale, linear where bars come near to zero"
+    return textwrap.fill(f"Bars: times the floor, {axis}; median. {machine} · {versions}", FOOTNOTE_COLUMNS)

@@ -23,11 +23,12 @@ CHECKPOINT_INTERVAL = 100
 class Job:
     """One run's model, optimizer and data, the same for every contender, fresh for every phase."""
 
-    def __init__(self, iterations: int) -> None:
+    def __init__(self, iterations: int, *, hidden: int = HIDDEN, checkpoint_interval: int = CHECKPOINT_INTERVAL) -> None:
         torch.manual_seed(0)
         self.iterations = iterations
+        self.checkpoint_interval = checkpoint_interval
         self.model = nn.Sequential(
-            nn.Linear(64, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10)
+            nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 10)
         )
         self.data = ClockedBatches(digits(), iterations)
 

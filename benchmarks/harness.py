@@ -27,6 +27,7 @@ LIBRARIES = (
     "mlflow",
     "lightning",
     "pytorch-ignite",
+    "safetensors",
     "pluggy",
     "pyee",
     "psygnal",
@@ -64,7 +65,8 @@ class Settings:
 class Budget:
     """A promise of the design: the subject's figure over the floor's figure is at most ``limit``."""
 
-    row: int
+    row: int | None
+    """Of the design's table; None for those that stand elsewhere."""
     limit: float
     seconds: float | None = None
     """Where the promise is not a multiple of the floor: the subject's own figure is at most this."""
@@ -96,6 +98,8 @@ class Comparison:
     budget: Budget | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Peers that could not take part, with the reason."""
+    remarks: Mapping[str, str] = field(default_factory=dict)
+    """What else is to be said of a contender, in a word or two."""
 
     def rows(self) -> list[Row]:
         """The figures of all contenders, in the order they ran."""

@@ -50,11 +50,14 @@ def table(comparison: Comparison) -> Table:
     grid.add_column("")
     for heading_text in (f"median {comparison.unit}", f"minimum {comparison.unit}", f"{TIMES} floor", "budget"):
         grid.add_column(heading_text, justify="right")
+    if comparison.remarks:
+        grid.add_column("")
     for row in sorted(comparison.rows(), key=lambda row: row.ratio):
         subject = row.name == SUBJECT
         name = f"{row.name} (floor)" if row.name == comparison.floor else row.name
         cells = (name, amount(row.median, comparison.unit), amount(row.minimum, comparison.unit), f"{row.ratio:.2f}")
-        grid.add_row(*cells, verdict(comparison) if subject else "", style="bold" if subject else "")
+        remark = [comparison.remarks.get(row.name, "")] if comparison.remarks else []
+        grid.add_row(*cells, verdict(comparison) if subject else "", *remark, style="bold" if subject else "")
     if comparison.baseline is not None:
         bare = min(comparison.samples[comparison.baseline])
         grid.caption = f"{comparison.baseline}: {amount(bare, comparison.unit)} {comparison.unit} at best, taken off"
@@ -66,7 +69,8 @@ def verdict(comparison: Comparison) -> str:
     if met is None:
         return ""
     word = "[green]pass[/]" if met else "[red]FAIL[/]"
-    return f"{word}: row {comparison.budget.row}, ≤ {goal(comparison)}"
+    row = "" if comparison.budget.row is None else f"row {comparison.budget.row}, "
+    return f"{word}: {row}≤ {goal(comparison)}"
 
 
 def goal(comparison: Comparison) -> str:
@@ -115,6 +119,7 @@ def as_dict(comparison: Result) -> dict[str, object]:
         "contenders": [row_as_dict(row) for row in comparison.rows()],
         "seconds": {name: {"median": median, "minimum": low} for name, (median, low) in comparison.raw().items()},
         "left_out": dict(comparison.left_out),
+        **({"remarks": dict(comparison.remarks)} if comparison.remarks else {}),
     }
 
 

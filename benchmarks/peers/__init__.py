@@ -6,14 +6,16 @@ A module may define any of
 - ``ema(model) -> {name: update}``: functions that update an average of the model once;
 - ``offload() -> {name: hand_off}``: ways to hand an event to a consumer elsewhere, each a context manager over ``receive``;
 - ``LOGS = {name: logs}``: ways to log the scalars of an iteration (see ``Logs``);
-- ``train(job, work_dir)`` with ``CHECKPOINTS`` and ``SCALARS`` (patterns of the files it writes): the digits job.
+- ``SAVERS = {name: savers}``: ways to save the weights of a model (see ``Savers``);
+- ``train(job, work_dir)`` with ``CHECKPOINTS`` and ``SCALARS`` (patterns of the files it writes): the digits job; and
+  ``weights(path)``: the trained weights of the model in such a checkpoint, in the order of its parameters.
 
 Modules import their library at the top; a peer that is not installed is left out with its name. ``trainbus``, ``handwritten``
 and ``stdlib`` need nothing but what trainbus needs.
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
+from torch import Tensor, nn
 
 TITLES = {
     "mmengine": "MMEngine",
@@ -35,6 +38,8 @@ TITLES = {
     "averaged_model": "AveragedModel",
     "anyio": "anyio",
     "bubus": "bubus",
+    "safetensors": "safetensors",
+    "distributed": "torch.distributed.checkpoint",
 }
 
 
@@ -83,6 +88,24 @@ class Logged:
 
 Logs = Callable[[Path, Mapping[str, object]], AbstractContextManager[Logged]]
 """Gets ready to log these scalars into a directory."""
+
+
+@dataclass(frozen=True)
+class Saver:
+    """One way to save the weights of a model, ready to be used again and again."""
+
+    save: Callable[[Path], object]
+    """Under a name that nothing has yet; when it returns, training may change the weights."""
+    read: Callable[[Path], Iterable[Tensor]]
+    """The weights in what was saved there, in the order of the model's state dict."""
+    settle: Callable[[], object] = lambda: None
+    """Waits until the last save is complete; the disk need not have it yet."""
+    background: bool = False
+    """Whether something is left to be written when ``save`` returns."""
+
+
+Savers = Callable[[nn.Module, Path], AbstractContextManager[Saver]]
+"""Gets ready to save this model again and again, with a directory for what else it writes."""
 
 
 def load(names: tuple[str, ...]) -> tuple[dict[str, ModuleType], dict[str, str]]:

@@ -2,14 +2,16 @@
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
-from benchmarks.digits import CHECKPOINT_INTERVAL, MOMENTUM, Job
-from benchmarks.peers import Logged, Statement
+from benchmarks.digits import MOMENTUM, Job
+from benchmarks.peers import Logged, Saver, Statement
 
 CHECKPOINTS = "*.pth"
 SCALARS = "scalars.jsonl"
@@ -56,7 +58,7 @@ def train(job: Job, work_dir: Path) -> None:
             line = {"iter": iteration, "loss": loss.item(), "lr": scheduler.get_last_lr()[0]}
             scalars.write(json.dumps(line) + "\n")
             scheduler.step()
-            if iteration % CHECKPOINT_INTERVAL == 0:
+            if iteration % job.checkpoint_interval == 0:
                 checkpoint = {
                     "model": job.model.state_dict(),
                     "average": average,
@@ -65,6 +67,27 @@ def train(job: Job, work_dir: Path) -> None:
                     "iter": iteration,
                 }
                 torch.save(checkpoint, work_dir / f"iter_{iteration}.pth")
+
+
+def weights(path: Path) -> Iterable[Tensor]:
+    return torch.load(path)["model"].values()
+
+
+@contextmanager
+def savers(model: nn.Module, work_dir: Path) -> Iterator[Saver]:
+    """torch.save into a file that is made to last."""
+    weights = model.state_dict()
+
+    def save(path: Path) -> None:
+        with path.open("wb") as file:
+            torch.save(weights, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    yield Saver(save, lambda path: torch.load(path).values())
+
+
+SAVERS = {"torch.save + fsync": savers}
 
 
 @contextmanager

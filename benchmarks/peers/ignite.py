@@ -1,13 +1,15 @@
 """PyTorch Ignite: Engine events, and the Engine with its EMA, schedule and checkpoint handlers."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import torch
 from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint, DiskSaver, EMAHandler, LRScheduler
+from torch import Tensor
 
-from benchmarks.digits import CHECKPOINT_INTERVAL, MOMENTUM, Batch, Job
+from benchmarks.digits import MOMENTUM, Batch, Job
 from benchmarks.peers import Statement, no_op_handlers
 
 CHECKPOINTS = "*.pt"
@@ -54,5 +56,9 @@ def train(job: Job, work_dir: Path) -> None:
             line = {"iter": engine.state.iteration, "loss": engine.state.output, "lr": optimizer.param_groups[0]["lr"]}
             scalars.write(json.dumps(line) + "\n")
 
-        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=CHECKPOINT_INTERVAL), checkpoint)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(every=job.checkpoint_interval), checkpoint)
         trainer.run(job.loader(), max_epochs=1)
+
+
+def weights(path: Path) -> Iterable[Tensor]:
+    return torch.load(path, weights_only=False)["model"].values()

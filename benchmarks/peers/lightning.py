@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,10 +10,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.trainer import call
+from torch import Tensor, nn
 
-from benchmarks.digits import CHECKPOINT_INTERVAL, LEARNING_RATE, MOMENTUM, Batch, Job
-from benchmarks.peers import Statement
+from benchmarks.digits import LEARNING_RATE, MOMENTUM, Batch, Job
+from benchmarks.peers import Saver, Statement
 
 CHECKPOINTS = "checkpoints/*.ckpt"
 SCALARS = "**/metrics.csv"
@@ -64,11 +66,32 @@ def train(job: Job, work_dir: Path) -> None:
             callbacks=[
                 EMAWeightAveraging(decay=1 - MOMENTUM),
                 LearningRateMonitor(logging_interval="step"),
-                ModelCheckpoint(work_dir / "checkpoints", every_n_train_steps=CHECKPOINT_INTERVAL, save_top_k=-1),
+                ModelCheckpoint(work_dir / "checkpoints", every_n_train_steps=job.checkpoint_interval, save_top_k=-1),
             ],
             **QUIET,
         )
         trainer.fit(Classifier(job), job.loader())
+
+
+def weights(path: Path) -> Iterable[Tensor]:
+    # With an average, that is what "state_dict" holds; it has no other name for the weights that were trained.
+    return torch.load(path, weights_only=False)["current_model_state"].values()
+
+
+@contextmanager
+def savers(model: nn.Module, work_dir: Path) -> Iterator[Saver]:
+    """Its plugin that saves on a thread, without the Trainer around it."""
+    weights = model.state_dict()
+    plugin = AsyncCheckpointIO(TorchCheckpointIO())
+
+    def save(path: Path) -> None:
+        plugin.save_checkpoint({"state_dict": weights}, path)
+
+    # Tearing down is its only way to wait; the next save starts a thread again.
+    yield Saver(save, lambda path: torch.load(path)["state_dict"].values(), plugin.teardown, background=True)
+
+
+SAVERS = {"Lightning AsyncCheckpointIO": savers}
 
 
 @contextmanager

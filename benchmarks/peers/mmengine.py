@@ -1,21 +1,22 @@
 """MMEngine: Runner.call_hook, ExponentialMovingAverage, and the Runner with its default and its EMA hook."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from mmengine.hooks import Hook, LoggerHook, RuntimeInfoHook
+from mmengine.hooks import CheckpointHook, Hook, LoggerHook, RuntimeInfoHook
 from mmengine.logging import MessageHub, MMLogger
 from mmengine.model import BaseModel, ExponentialMovingAverage
 from mmengine.runner import LogProcessor, Runner
 from mmengine.visualization import Visualizer
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from benchmarks.digits import CHECKPOINT_INTERVAL, LEARNING_RATE, MOMENTUM, Job
-from benchmarks.peers import TITLES, Logged, Statement
+from benchmarks.digits import LEARNING_RATE, MOMENTUM, Job
+from benchmarks.peers import TITLES, Logged, Saver, Statement
 
 CHECKPOINTS = "*.pth"
 SCALARS = "**/vis_data/scalars.json"
@@ -72,7 +73,7 @@ def train(job: Job, work_dir: Path) -> None:
         param_scheduler={"type": "CosineAnnealingLR", "by_epoch": False, "T_max": job.iterations},
         default_hooks={
             "logger": {"type": "LoggerHook", "interval": 1},
-            "checkpoint": {"type": "CheckpointHook", "interval": CHECKPOINT_INTERVAL, "by_epoch": False},
+            "checkpoint": {"type": "CheckpointHook", "interval": job.checkpoint_interval, "by_epoch": False},
         },
         custom_hooks=[{"type": "EMAHook", "momentum": MOMENTUM}],
         # Scalars go to scalars.json all the same; this saves MMEngine the lines on the terminal nobody else writes.
@@ -80,6 +81,49 @@ def train(job: Job, work_dir: Path) -> None:
         experiment_name=f"digits_{next(_run_number)}",
     )
     runner.train()
+
+
+def weights(path: Path) -> Iterable[Tensor]:
+    # With an average, "state_dict" holds it, and this the weights that were trained, after a counter.
+    state = torch.load(path, weights_only=False)["ema_state_dict"]
+    return [tensor for name, tensor in state.items() if name != "steps"]
+
+
+class Holder(BaseModel):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.net = model
+
+    def forward(self) -> None:
+        """Never called."""
+
+
+@contextmanager
+def savers(model: nn.Module, work_dir: Path) -> Iterator[Saver]:
+    """Its CheckpointHook on a Runner whose optimizer has no state, so that nobody writes more than another."""
+    hook = CheckpointHook(interval=1)
+    runner = Runner(
+        model=Holder(model),
+        work_dir=str(work_dir),
+        train_dataloader=DataLoader([0]),
+        train_cfg={"by_epoch": True, "max_epochs": 1_000_000},
+        optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.0}},
+        param_scheduler=[],
+        log_level="ERROR",
+        experiment_name=f"saving_{next(_run_number)}",
+    )
+    runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
+    runner._train_loop = runner.build_train_loop(runner._train_loop)
+    hook.before_train(runner)
+
+    def save(path: Path) -> None:
+        hook.out_dir, hook.filename_tmpl = str(path.parent), path.name
+        hook.after_train_epoch(runner)
+
+    yield Saver(save, lambda path: torch.load(path, weights_only=False)["state_dict"].values())
+
+
+SAVERS = {"MMEngine CheckpointHook": savers}
 
 
 @contextmanager

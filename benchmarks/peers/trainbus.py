@@ -1,17 +1,18 @@
 """trainbus: Bus.publish, its ExponentialMovingAverage, and TrainLoop with the hooks of the house."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from benchmarks.digits import CHECKPOINT_INTERVAL, MOMENTUM, Job
+from benchmarks.digits import MOMENTUM, Job
 from benchmarks.harness import SUBJECT
-from benchmarks.peers import HandOff, HandOffs, Logged, Logs, Receive, Statement, direct, no_op_handlers
+from benchmarks.peers import HandOff, HandOffs, Logged, Logs, Receive, Saver, Statement, direct, no_op_handlers
 from eventloop import AfterTrainIter, Bus, Event, Run, TrainLoop
+from eventloop.checkpoint import AsyncSaver, load
 from hooks import (
     CheckpointHook,
     EMAHook,
@@ -110,7 +111,8 @@ def ema(model: nn.Module, momentum: float) -> dict[str, Callable[[], None]]:
     return {SUBJECT: lambda: average.update_parameters(model)}
 
 
-def train(job: Job, work_dir: Path) -> None:
+def train(job: Job, work_dir: Path, **saving: Any) -> None:
+    """With options of its CheckpointHook."""
     optimizer = job.optimizer()
     bus = Bus()
     bus.add(
@@ -118,7 +120,7 @@ def train(job: Job, work_dir: Path) -> None:
         EMAHook(momentum=MOMENTUM),
         LoggerHook(interval=1, writers=[JSONLinesWriter()]),
         ParamSchedulerHook(job.scheduler(optimizer), by="iter"),
-        CheckpointHook(interval=CHECKPOINT_INTERVAL, by_epoch=False),
+        CheckpointHook(interval=job.checkpoint_interval, by_epoch=False, **saving),
     )
     loop = TrainLoop(
         job.model,
@@ -130,6 +132,22 @@ def train(job: Job, work_dir: Path) -> None:
         work_dir=work_dir,
     )
     loop.run()
+
+
+def weights(path: Path) -> Iterable[Tensor]:
+    # With an average, "state_dict" holds it, as in MMEngine.
+    return load(path)["ema_state_dict"].values()
+
+
+@contextmanager
+def savers(model: nn.Module, work_dir: Path) -> Iterator[Saver]:
+    """The engine without the hook."""
+    weights = model.state_dict()
+    with closing(AsyncSaver()) as saver:
+        yield Saver(lambda path: saver.save(weights, path), lambda path: load(path).values(), saver.wait, background=True)
+
+
+SAVERS = {SUBJECT: savers}
 
 
 def logs(writer: Callable[[], Writer]) -> Logs:

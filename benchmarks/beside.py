@@ -1,0 +1,120 @@
+"""A step of plain Python beside a save: what the writer takes from the training while it works.
+
+The step needs the GIL for all of its 2 ms, as a loop of many small operations does. It is timed while a save is under way,
+from when ``save`` has returned until the disk has it; then the next save is made. Who can save on the calling thread only
+(torch.save, safetensors) is put on a thread by hand, and spared the copy that this would need. The blocking ways of DCP and
+MMEngine take no part.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from itertools import count
+from pathlib import Path
+from timeit import Timer
+
+from benchmarks.handoff import percentile
+from benchmarks.harness import Budget, Comparison, Settings, Tick, measure
+from benchmarks.peers import Saver
+from benchmarks.saving import Size, prepared, remove, sync
+
+NO_SAVE = "no save"
+STEP = 0.002  # seconds
+TRIAL = 50_000  # turns of its loop, to see how long they take
+LIMIT = 1.1  # of the p99
+ON_A_THREAD = ("torch.save + fsync", "safetensors")
+LONGEST = 4.0
+"""Seconds of a sample: beside whom steps take so much longer gets fewer of them."""
+
+_numbers = count(1)
+
+Step = Callable[[], object]
+StartSave = Callable[[], Future[None]]
+
+
+def steps(settings: Settings, size: Size, directory: Path, tick: Tick) -> list[Comparison]:
+    """The median step and the 99th percentile, over those of steps without a save."""
+    rounds, number = settings.rounds(quick=1, full=3), settings.rounds(quick=100, full=500)
+    step = python_step()
+    with ExitStack() as scopes:
+        savers, left_out = prepared(scopes, size.model(), directory)
+        pool = scopes.enter_context(ThreadPoolExecutor(1))
+        contenders = {NO_SAVE: Steps(step, number)}
+        for name, saver in savers.items():
+            if saver.background or name in ON_A_THREAD:
+                contenders[name] = Steps(step, number, partial(start_save, saver, directory, pool))
+        middle = measure(contenders, rounds, tick)
+    last = {name: each.p99[-rounds:] for name, each in contenders.items()}
+    title = f"A Python step beside saves of {size}"
+    return [
+        Comparison(f"{title}: p50", "ms", NO_SAVE, middle, left_out=left_out),
+        Comparison(f"{title}: p99", "ms", NO_SAVE, last, budget=Budget(None, LIMIT), left_out=left_out),
+    ]
+
+
+class Steps:
+    """A sample is the median of many steps, all beside one save or another; their p99 is noted, too."""
+
+    def __init__(self, step: Step, number: int, start: StartSave | None = None) -> None:
+        self.step = step
+        self.number = number
+        self.start = start
+        self.p99: list[float] = []
+
+    def __call__(self) -> float:
+        times = [seconds for _, seconds in zip(range(self.number), self.durations(), strict=False)]
+        self.p99.append(percentile(times, 99))
+        return percentile(times, 50)
+
+    def durations(self) -> Iterator[float]:
+        """Seconds of one step after the other, as long as anybody asks; a save is finished before it ends."""
+        deadline = time.monotonic() + LONGEST
+        saving = None
+        try:
+            while time.monotonic() < deadline:
+                if self.start is not None and (saving is None or saving.done()):
+                    finish(saving)
+                    saving = self.start()
+                start = time.perf_counter()
+                self.step()
+                yield time.perf_counter() - start
+        finally:
+            finish(saving)
+
+
+def start_save(saver: Saver, directory: Path, pool: ThreadPoolExecutor) -> Future[None]:
+    """Save, and let a thread see to it that the disk has it and remove it."""
+    path = directory / f"beside_{next(_numbers)}"
+    if saver.background:
+        saver.save(path)
+
+    def rest() -> None:
+        if not saver.background:
+            saver.save(path)
+        saver.settle()
+        sync(path)
+
+    future = pool.submit(rest)
+    future.add_done_callback(lambda done: None if done.exception() else remove(path))
+    return future
+
+
+def finish(saving: Future[None] | None) -> None:
+    if saving is not None:
+        saving.result()
+
+
+def python_step() -> Step:
+    """Python that takes about 2 ms and never lets go of the GIL by itself."""
+
+    def work(number: int) -> int:
+        total = 0
+        for i in range(number):
+            total += i & 7
+        return total
+
+    timer = Timer(partial(work, TRIAL))
+    return partial(work, round(TRIAL * STEP / statistics.median(timer.repeat(15, 1))))

@@ -1,0 +1,108 @@
+"""torch.distributed.checkpoint in a process group of one: at once, on a thread, in a process; staged anew or in kept memory."""
+
+import os
+import resource
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from benchmarks.peers import Saver
+
+SPARE_FILES = 1000
+
+
+@contextmanager
+def at_once(model: nn.Module, work_dir: Path) -> Iterator[Saver]:
+    weights = model.state_dict()
+    with group():
+        yield Saver(lambda path: dcp.save(weights, checkpoint_id=path), partial(read, weights))
+
+
+@contextmanager
+def in_background(kind: AsyncCheckpointerType, kept: bool, model: nn.Module, work_dir: Path) -> Iterator[Saver]:
+    weights = model.state_dict()
+    shared = kind is AsyncCheckpointerType.PROCESS
+    options = {"async_checkpointer_type": kind}
+    pending: list[Any] = []
+
+    def save(path: Path) -> None:
+        pending.append(dcp.async_save(weights, checkpoint_id=path, **options))
+
+    def settle() -> None:
+        while pending:
+            pending.pop().result()
+
+    with ExitStack() as scopes:
+        scopes.enter_context(group())
+        if shared:
+            need_files(len(weights))
+            with hushed():
+                dcp.async_save({"nothing": torch.zeros(1)}, checkpoint_id=work_dir / "first", **options).result()
+        if kept:
+            # Without a CUDA device it can neither pin memory nor stage on a thread of its own.
+            options["async_stager"] = stager = DefaultStager(StagingOptions(False, shared, False, False))
+            scopes.callback(stager.close)
+        yield Saver(save, partial(read, weights), settle, background=True)
+
+
+def read(weights: Mapping[str, Tensor], path: Path) -> Iterable[Tensor]:
+    loaded = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+    dcp.load(loaded, checkpoint_id=path)
+    return loaded.values()
+
+
+@contextmanager
+def group() -> Iterator[None]:
+    """The process group that saving from another process asks for; made once, and kept for that process."""
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def need_files(tensors: int) -> None:
+    """Memory that is shared with a process is an open file for each tensor.
+
+    Raises:
+        OSError: so many are not allowed here.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < tensors + SPARE_FILES:
+        raise OSError(f"it needs an open file for each of {tensors:,} tensors, and this user may have {hard:,}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """The process that the first save starts logs every later one to the terminal that it is given."""
+    saved = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
+
+
+THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+SAVERS = {
+    "DCP": at_once,
+    "DCP async, thread": partial(in_background, THREAD, False),
+    "DCP async, thread, cached": partial(in_background, THREAD, True),
+    "DCP async, process": partial(in_background, PROCESS, False),
+    "DCP async, process, cached": partial(in_background, PROCESS, True),
+}

@@ -1,0 +1,213 @@
+"""The digits job with checkpoints of 18 MB on a disk of 20 MB/s, in everybody's loop, over the bare loop.
+
+Every feature is on, as in ``training``, on a larger model; what a run leaves to be written when its last iteration is over is
+waited for. First a checkpoint is due every 2.4 s, of which the disk is busy for 0.9, and the last one after the last
+iteration, where nothing can hide it. Then checkpoints are due four times as often as the disk can take them. What the disk
+is, and how it is throttled: see ``throttle``. All of this runs in one process of its own, in alternation; the bare loop and the
+arithmetic run between all others, each time for a shorter while, since they wait for no disk.
+
+Every file is loaded and must hold the weights of an iteration after which one was due, as a hook of the optimizer saw them.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from benchmarks import throttle
+from benchmarks.digits import Job
+from benchmarks.harness import SUBJECT, Budget, Comparison, Samples, Settings, Tick, one_thread, paused_gc
+from benchmarks.peers import handwritten, load, trainbus
+
+PEERS = ("ignite", "mmengine", "lightning")
+BARE, ARITHMETIC = "bare loop", "arithmetic inline"
+
+Train = Callable[[Job, Path], None]
+Contender = tuple[Train, ModuleType]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """When checkpoints are due."""
+
+    title: str
+    seconds: float
+    """Of the bare loop, from one to the next."""
+    due: int
+    dropping: bool = False
+    """Whether those take part who may leave some out."""
+    budget: Budget | None = None
+    hidden: int = 1024
+    """Makes 1.1 M weights: 18 MB with their average and AdamW's two moments."""
+    ground: int = 60
+    """Iterations of a loop that saves nothing, each time that it runs between the others."""
+
+    def job(self, iterations: int, interval: int = 1) -> Job:
+        return Job(iterations, hidden=self.hidden, checkpoint_interval=interval)
+
+
+class Figures(msgspec.Struct):
+    """What one scenario gave: seconds per iteration, and the checkpoints that were committed in a run."""
+
+    samples: Samples
+    committed: dict[str, int]
+
+
+def scenarios(settings: Settings) -> list[Scenario]:
+    if settings.quick:
+        small = {"hidden": 192, "ground": 10}
+        return [
+            Scenario("1 MB every 0.2 s on a disk of 20 MB/s", 0.2, 2, **small),
+            Scenario("1 MB every 0.02 s, which is more than it can take", 0.02, 2, dropping=True, **small),
+        ]
+    return [
+        Scenario("18 MB every 2.4 s on a disk of 20 MB/s", 2.4, 10, budget=Budget(5, 1.05)),
+        Scenario("18 MB every 0.225 s, which is more than it can take", 0.225, 8, dropping=True),
+    ]
+
+
+def compare(settings: Settings, directory: Path, tick: Tick) -> list[Comparison]:
+    """Run everything in a process with a slow disk.
+
+    Raises:
+        NoThrottleError: no disk can be throttled here.
+    """
+    out = directory / "figures.json"
+    arguments = [str(out), *(["--quick"] if settings.quick else [])]
+    with throttle.throttled(__name__, *arguments, directory=directory) as process:
+        for line in process.stdout or ():
+            if line.startswith("done "):
+                tick(*map(int, line.split()[1:]))
+    measured = msgspec.json.decode(out.read_bytes(), type=list[Figures])
+    return [comparison(figures, scenario) for figures, scenario in zip(measured, scenarios(settings), strict=True)]
+
+
+def comparison(figures: Figures, scenario: Scenario) -> Comparison:
+    remarks = {name: f"{number} of {scenario.due} committed" for name, number in figures.committed.items()}
+    _, left_out = load(PEERS)
+    title = f"{scenario.title}: an iteration"
+    return Comparison(title, "ms", BARE, figures.samples, budget=scenario.budget, left_out=left_out, remarks=remarks)
+
+
+# ------------------------------------------------------------------------------------------------- in the other process
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.slow_disk")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    planned = scenarios(Settings(options.quick))
+    with one_thread():
+        ground(planned[0], handwritten.train_floor)  # everything for the first time
+        figures = [run(scenario, part, len(planned)) for part, scenario in enumerate(planned)]
+    options.out.write_bytes(msgspec.json.encode(figures))
+
+
+def run(scenario: Scenario, part: int, parts: int) -> Figures:
+    """Everybody once, and between all of them the loops that save nothing."""
+    grounds = {BARE: handwritten.train_bare, ARITHMETIC: handwritten.train_floor}
+    interval = max(1, round(scenario.seconds / statistics.median(ground(scenario, grounds[BARE]) for _ in range(3))))
+    measured: Samples = {name: [] for name in grounds}
+    committed = {}
+    everybody = contenders(dropping=scenario.dropping)
+    for number, (name, (train, module)) in enumerate(everybody.items(), start=1):
+        for floor, loop in grounds.items():
+            measured[floor].append(ground(scenario, loop))
+        measured[name], committed[name] = saving(train, module, scenario.job(interval * scenario.due, interval))
+        if committed[name] != scenario.due and name not in DROPPING:
+            raise RuntimeError(f"{name} has committed {committed[name]} of {scenario.due} checkpoints")
+        print("done", part * len(everybody) + number, parts * len(everybody), flush=True)
+    # A long run is one round; what ran for a short while many times over is taken at its median.
+    samples = {name: [statistics.median(times)] for name, times in measured.items()}
+    return Figures(samples, committed)
+
+
+def contenders(*, dropping: bool) -> dict[str, Contender]:
+    modules, _ = load(PEERS)
+    others: dict[str, Contender] = {"hand-written loop": (handwritten.train, handwritten)}
+    others |= {name: (module.train, module) for name, module in modules.items()}
+    ours: dict[str, Contender] = {SUBJECT: (trainbus.train, trainbus), **(DROPPING if dropping else OVERLAPPING)}
+    return ours | others
+
+
+OVERLAPPING: dict[str, Contender] = {f"{SUBJECT}, overlap": (partial(trainbus.train, staging="overlap"), trainbus)}
+DROPPING: dict[str, Contender] = {
+    f"{SUBJECT}, busy={busy!r}": (partial(trainbus.train, busy=busy), trainbus) for busy in ("skip", "replace")
+}
+
+
+def ground(scenario: Scenario, train: Train) -> float:
+    """An iteration of a loop that saves nothing."""
+    return seconds(train, scenario.job(scenario.ground), Path())
+
+
+def seconds(train: Train, job: Job, work_dir: Path) -> float:
+    """Of an iteration, what is left to do after the last one included."""
+    with paused_gc():
+        train(job, work_dir)
+        return (time.perf_counter() - job.data.started) / job.iterations
+
+
+def saving(train: Train, module: ModuleType, job: Job) -> tuple[list[float], int]:
+    """A run with checkpoints: seconds of an iteration, and how many checkpoints there are."""
+    with tempfile.TemporaryDirectory() as directory, witnessed(job) as seen:
+        before = throttle.written()
+        took = seconds(train, job, Path(directory))
+        paths = sorted(Path(directory).glob(module.CHECKPOINTS))
+        check(module, paths, seen, throttle.written() - before)
+        return [took], len(paths)
+
+
+@contextmanager
+def witnessed(job: Job) -> Iterator[dict[int, list[Tensor]]]:
+    """The weights as they are after the steps after which a checkpoint is due, for everybody alike."""
+    seen: dict[int, list[Tensor]] = {}
+    steps = 0
+
+    def look(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+        if steps % job.checkpoint_interval == 0:
+            seen[steps] = [parameter.detach().clone() for parameter in job.model.parameters()]
+
+    handle = register_optimizer_step_post_hook(look)
+    yield seen
+    handle.remove()
+
+
+def check(module: ModuleType, paths: list[Path], seen: dict[int, list[Tensor]], paid: int) -> None:
+    """Nobody wins by going around the disk, or by writing something else.
+
+    Raises:
+        RuntimeError: a file was not paid for, or holds no weights of those moments, or the same as another.
+    """
+    total = sum(path.stat().st_size for path in paths)
+    if paid < total:
+        raise RuntimeError(f"{module.__name__} was held up for {paid:,} bytes and has files of {total:,}")
+    moments = [moment(list(module.weights(path)), seen) for path in paths]
+    if None in moments or len(set(moments)) < len(paths):
+        raise RuntimeError(f"{module.__name__}: {[path.name for path in paths]} are of the iterations {moments}")
+
+
+def moment(weights: list[Tensor], seen: dict[int, list[Tensor]]) -> int | None:
+    """The iteration after which the weights were these, all of them."""
+    for iteration, then in seen.items():
+        if len(weights) == len(then) and all(map(torch.equal, weights, then)):
+            return iteration
+    return None
+
+
+if __name__ == "__main__":
+    main()

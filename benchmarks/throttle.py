@@ -1,0 +1,76 @@
+"""A slow disk for everybody alike: a process in which writing below one directory is held to a rate.
+
+``throttle.c`` is compiled here and loaded before everything else (``LD_PRELOAD``), so it stands between the C library and
+whoever calls it: Python's files, torch's C++ writer, Rust. A call of write() and its kin returns when its bytes had their
+turn on the one disk of the process; no rights are needed for that, and no file system. Such a disk has no cache that takes a
+checkpoint at once and loses it in a power cut: with one, whoever does not sync would never notice the disk. :func:`written`
+says how many bytes had to wait so far; files of more bytes than that have found a way around.
+"""
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("throttle.c")
+RATE = 20e6
+"""Bytes per second."""
+
+
+class NoThrottleError(Exception):
+    """There is no compiler, or it failed."""
+
+
+def compiled(directory: Path) -> Path:
+    """Compile the library into a directory.
+
+    Raises:
+        NoThrottleError: with the reason.
+    """
+    library = directory / "throttle.so"
+    command = [os.environ.get("CC", "cc"), "-O2", "-shared", "-fPIC", str(SOURCE), "-o", str(library), "-ldl", "-lpthread"]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603
+    except FileNotFoundError as error:
+        raise NoThrottleError(f"throttling needs a C compiler: {error}") from error
+    except subprocess.CalledProcessError as error:
+        raise NoThrottleError(f"throttle.c does not compile: {error.stderr.strip()}") from error
+    return library
+
+
+@contextmanager
+def throttled(module: str, *arguments: str, directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run a module in a process for which ``directory`` lies on the slow disk, temporary files included.
+
+    Raises:
+        NoThrottleError: there is none.
+        RuntimeError: the process failed.
+    """
+    disk = directory / "disk"
+    disk.mkdir()
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": str(compiled(directory)),
+        "THROTTLE_DIRECTORY": str(disk.resolve()),
+        "THROTTLE_BYTES_PER_SECOND": str(RATE),
+        "TMPDIR": str(disk),
+    }
+    command = [sys.executable, "-m", module, *arguments]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise RuntimeError(f"{module} ended with {process.returncode}")
+
+
+def written() -> int:
+    """Bytes that this process was held up for so far; only in a throttled one."""
+    count = ctypes.CDLL(None).throttle_bytes
+    count.restype = ctypes.c_uint64
+    return count()
