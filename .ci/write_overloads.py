@@ -46,7 +46,37 @@ class TypedOn:
     def _stream(self, event: type[ev.Event] | str, options: dict[str, Any]) -> Any:
         raise NotImplementedError
 
-    # What capture= returns, or a list of events, is what the handler takes.
+    # What capture= returns, or a list of that or of events, is what the handler takes.
+    @overload
+    def on(
+        self, event: type[E], /, *, capture: Callable[[E], T], batch: int, **options: Unpack[Options]
+    ) -> Listens[list[T]]: ...
+    @overload
+    def on(
+        self,
+        event: type[E],
+        handler: Callable[[list[T]], object],
+        /,
+        *,
+        capture: Callable[[E], T],
+        batch: int,
+        **options: Unpack[Options],
+    ) -> Subscription: ...
+    @overload
+    def on(
+        self, event: str, /, *, capture: Callable[[Any], T], batch: int, **options: Unpack[Options]
+    ) -> Listens[list[T]]: ...
+    @overload
+    def on(
+        self,
+        event: str,
+        handler: Callable[[list[T]], object],
+        /,
+        *,
+        capture: Callable[[Any], T],
+        batch: int,
+        **options: Unpack[Options],
+    ) -> Subscription: ...
     @overload
     def on(self, event: type[E], /, *, capture: Callable[[E], T], **options: Unpack[Options]) -> Listens[T]: ...
     @overload

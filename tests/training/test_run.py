@@ -222,3 +222,21 @@ def test_its_weights_are_those_of_a_plain_loop(parts, job):
             parts.step(plain, batch).backward()
             optimizer.step()
     parts.assert_same(dict(run.model.state_dict()), dict(plain.state_dict()))
+
+
+def test_a_second_ctrl_c_while_the_first_is_told_leaves_nothing_open(bus, job):
+    run, _ = job
+    undone = []
+
+    def interrupt_again(event):
+        raise KeyboardInterrupt("second")
+
+    subscription = bus.on("on_exception", interrupt_again)
+    with pytest.raises(KeyboardInterrupt, match="second"), run:
+        run.defer(lambda: undone.append("deferred"))
+        raise KeyboardInterrupt("first")
+    assert undone == ["deferred"]
+    assert bus.state == "idle"
+    subscription.cancel()
+    with Run(bus, model=run.model):  # the thread was let go, and may have another run
+        assert bus.state == "open"

@@ -131,3 +131,14 @@ def module_ran(event: AfterModuleForward) -> None: ...
 
 bus.on("after_module_forward", module_ran)
 assert_type(bus.watch(torch.nn.Linear(1, 1), "*").names, tuple[str, ...])
+
+
+@bus.on(AfterTrainIter, offload="thread", batch=32, capture=lambda event: event.batch_idx)
+def batched_captures(indices: list[int]) -> None: ...
+
+
+@bus.on("after_train_iter", offload="thread", batch=32, capture=pick)
+def batched_picks(logits: list[torch.Tensor]) -> None: ...
+
+
+assert_type(bus.on(AfterTrainIter, batched_picks, offload="thread", batch=3, capture=pick), Subscription)
