@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
@@ -76,9 +77,11 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Bitwise equality of two trees of tensors and plain values."""
+    """Bitwise equality of two trees of tensors, arrays and plain values."""
     if isinstance(one, torch.Tensor):
         assert torch.equal(one, other)
+    elif isinstance(one, np.ndarray):
+        assert np.array_equal(one, other)
     elif isinstance(one, dict):
         assert one.keys() == other.keys()
         for key, value in one.items():

@@ -1,0 +1,230 @@
+"""What CheckpointHook does while a checkpoint is still being written, and what the events say about it."""
+
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from eventloop import CheckpointError, ConfigurationError, Hook
+from eventloop.checkpoint import load
+from hooks.checkpoint import CheckpointHook
+
+
+def files(directory: Path) -> set[str]:
+    return {path.stem for path in directory.glob("*.safetensors")}
+
+
+def stems(events: list[Any]) -> list[list[str]]:
+    return [[Path(name).stem for name in event.names] for event in events]
+
+
+class Disk(Hook):
+    """Holds writing up from one iteration on until another begins, and keeps what is published about checkpoints."""
+
+    priority = 95
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, until: int, from_iteration: int = 0) -> None:
+        self.until = until
+        self.from_iteration = from_iteration
+        self.held = threading.Event()
+        self.go = threading.Event()
+        self.staged: list[str] = []
+        self.committed: list[Any] = []
+        self.skipped: list[Any] = []
+        self.failed: list[Any] = []
+        self._fsync = os.fsync
+        self._armed = from_iteration == 0
+        self._hangs = False
+        monkeypatch.setattr(os, "fsync", self.fsync)
+
+    def fsync(self, descriptor: int) -> None:
+        if self._armed:
+            self.held.set()
+            assert self.go.wait(30)
+        self._fsync(descriptor)
+
+    def before_train_iter(self, event: Any) -> None:
+        if event.progress.iter == self.from_iteration:
+            self._armed = True
+        if event.progress.iter == self.until:
+            self.go.set()
+            event.run.wait_for_saves()
+
+    def checkpoint_staged(self, event: Any) -> None:
+        self.staged.append(Path(event.path).stem)
+        self._hangs = self._armed
+
+    def before_forward(self, event: Any) -> None:
+        # The first one is being written before the second one is due.
+        if self._hangs and not self.go.is_set():
+            assert self.held.wait(30)
+
+    def checkpoint_committed(self, event: Any) -> None:
+        self.committed.append(event)
+
+    def checkpoint_skipped(self, event: Any) -> None:
+        self.skipped.append(event)
+
+    def checkpoint_failed(self, event: Any) -> None:
+        self.failed.append(event)
+
+
+def train(job: SimpleNamespace, tmp_path: Path, disk: Disk, iterations: int = 8, **options: Any) -> CheckpointHook:
+    hook = CheckpointHook(interval=1, by_epoch=False, **options)
+    job.loop(hook, disk, work_dir=tmp_path, max_iters=iterations, train_data=job.batches(2)).run()
+    return hook
+
+
+@pytest.mark.parametrize("staging", ["block", "overlap"])
+def test_skip_leaves_out_what_is_due_while_another_is_written(
+    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: Any
+) -> None:
+    disk = Disk(monkeypatch, until=4)
+    with capture_logs() as logs:
+        train(job, tmp_path, disk, iterations=5, busy="skip", staging=staging)
+    assert stems(disk.skipped) == [["iter_2"], ["iter_3"], ["iter_4"]]
+    assert files(tmp_path) == {"iter_1", "iter_5"}
+    assert disk.staged == ["iter_1", "iter_5"]
+    assert [entry["skipped"] for entry in logs if entry["event"] == "checkpoint not made"] == [1, 2, 3]
+    assert disk.skipped[0].reason == "another checkpoint is being written"
+    assert disk.skipped[0].progress.iter == 1
+    assert disk.failed == []
+
+
+@pytest.mark.parametrize("staging", ["block", "overlap"])
+def test_replace_writes_the_newest_next(
+    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: Any
+) -> None:
+    disk = Disk(monkeypatch, until=4)
+    train(job, tmp_path, disk, iterations=5, busy="replace", staging=staging)
+    assert stems(disk.skipped) == [["iter_2"], ["iter_3"]]
+    assert disk.skipped[0].reason == f"replaced by {tmp_path / 'iter_3.safetensors'}"
+    assert files(tmp_path) == {"iter_1", "iter_4", "iter_5"}
+    assert disk.staged == [f"iter_{n}" for n in range(1, 6)]
+    assert {n: load(tmp_path / f"iter_{n}.safetensors")["progress"]["iter"] for n in (1, 4, 5)} == {1: 1, 4: 4, 5: 5}
+
+
+def test_wait_leaves_nothing_out(job: SimpleNamespace, tmp_path: Path) -> None:
+    job.loop(CheckpointHook(interval=1, by_epoch=False, busy="wait"), work_dir=tmp_path, max_iters=6).run()
+    assert files(tmp_path) == {f"iter_{n}" for n in range(1, 7)}
+
+
+@pytest.mark.parametrize("busy", ["skip", "replace"])
+def test_what_was_left_out_pushes_no_file_out(
+    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: Any
+) -> None:
+    """With two files to keep: those that are durable count, not those that were due."""
+    disk = Disk(monkeypatch, until=7, from_iteration=2)  # iter_1 and iter_2 are durable by then, iter_3 hangs
+    seen: list[set[str]] = []
+
+    class Looks(Hook):
+        def before_train_iter(self, event: Any) -> None:
+            if event.progress.iter <= 2:
+                event.run.wait_for_saves()
+            if event.progress.iter == 6:
+                seen.append(files(tmp_path))
+
+    hook = CheckpointHook(interval=1, by_epoch=False, busy=busy, max_keep_ckpts=2)
+    job.loop(Looks(), hook, disk, work_dir=tmp_path, max_iters=8, train_data=job.batches(2)).run()
+    assert seen == [{"iter_1", "iter_2"}]
+    assert files(tmp_path) == {"iter_7", "iter_8"}
+    assert (tmp_path / "last_checkpoint").read_text() == "iter_8.safetensors"
+
+
+@pytest.mark.parametrize("busy", ["skip", "replace"])
+def test_the_last_save_of_a_training_is_never_left_out(
+    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: Any
+) -> None:
+    class Release(Hook):
+        def after_train(self, event: Any) -> None:
+            disk.go.set()
+
+    disk = Disk(monkeypatch, until=99)
+    hook = CheckpointHook(interval=1, by_epoch=False, busy=busy)
+    job.loop(Release(), hook, disk, work_dir=tmp_path, max_iters=4, train_data=job.batches(2)).run()
+    assert files(tmp_path) == {"iter_1", "iter_4"}
+    assert load(tmp_path / "iter_4.safetensors")["progress"]["iter"] == 4
+
+
+def test_a_best_score_whose_save_was_left_out_is_forgotten(
+    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lower score is the best then, since there is no file with the higher one."""
+    disk = Disk(monkeypatch, until=2)
+    hook = CheckpointHook(by_epoch=False, busy="skip", save_best="acc", save_last=False)
+    data = {"val_data": job.batches(1), "metrics": {"acc": job.Scores(0.5, 0.9, 0.7)}}
+    job.loop(hook, disk, work_dir=tmp_path, max_iters=3, val_interval=1, **data).run()
+    assert stems(disk.skipped) == [["best_acc_iter_2"]]
+    assert files(tmp_path) == {"best_acc_iter_3"}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"staging": "later"}, r"staging='later': \"block\" copies"),
+        ({"busy": "drop"}, r"busy='drop': .*\"wait\" waits"),
+        ({"staging": None}, "staging=None"),
+    ],
+)
+def test_unknown_options_are_errors_when_the_hook_is_made(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        CheckpointHook(interval=1, **options)
+
+
+def test_the_events_of_every_save_add_up(job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each name that was asked for is committed, skipped or failed, once."""
+    disk = Disk(monkeypatch, until=5)
+    train(job, tmp_path, disk, iterations=9, busy="replace")
+    told = [name for event in (*disk.committed, *disk.skipped, *disk.failed) for name in event.names]
+    assert sorted(told) == sorted(str(tmp_path / f"iter_{n}.safetensors") for n in range(1, 10))
+    assert files(tmp_path) == {Path(name).stem for event in disk.committed for name in event.names}
+
+
+def test_checkpoint_now_is_never_left_out(job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Now(Hook):
+        def before_train_iter(self, event: Any) -> None:
+            if event.progress.iter == 2:
+                disk.go.set()
+                event.run.checkpoint_now()
+
+    disk = Disk(monkeypatch, until=99)
+    hook = CheckpointHook(interval=2, by_epoch=False, busy="skip", filename_tmpl="n_{}.safetensors", save_last=False)
+    job.loop(hook, disk, Now(), work_dir=tmp_path, max_iters=5).run()
+    assert load(tmp_path / "iter_3.safetensors")["progress"]["iter"] == 3
+
+
+@pytest.mark.parametrize("staging", ["block", "overlap"])
+@pytest.mark.parametrize("on_error", ["raise", "log"])
+def test_a_failed_save_is_loud_leaves_no_debris_and_ends_the_run_or_not(
+    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: Any, on_error: Any
+) -> None:
+    fsync, calls = os.fsync, []
+
+    def full(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 9:  # the third checkpoint; each takes four
+            raise OSError(28, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    hook = CheckpointHook(interval=1, by_epoch=False, staging=staging, on_error=on_error, max_keep_ckpts=9)
+    loop = job.loop(hook, work_dir=tmp_path, max_iters=8)
+    with capture_logs() as logs:
+        if on_error == "raise":
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                loop.run()
+        else:
+            loop.run()
+    assert any(entry["event"] == "checkpoint not written" for entry in logs)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    kept = files(tmp_path)
+    assert {"iter_1", "iter_2"} <= kept
+    assert "iter_3" not in kept
+    assert on_error == "raise" or kept == {f"iter_{n}" for n in (1, 2, 4, 5, 6, 7, 8)}
+    newest = tmp_path / (tmp_path / "last_checkpoint").read_text()
+    assert isinstance(load(newest)["state_dict"]["0.weight"], torch.Tensor)

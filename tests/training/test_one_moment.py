@@ -1,0 +1,207 @@
+"""A file never mixes two steps: whatever a training does meanwhile, it holds the state of one moment, bit by bit.
+
+What a file must hold is copied by a handler of ``before_save_checkpoint``, at the moment of the save. Copies beside the
+training are held up, so that they begin when the training has gone on as far as it can.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+
+from eventloop import CheckpointError, Run, Update
+from eventloop.checkpoint import load
+from hooks import CheckpointHook, EMAHook
+
+STAGINGS = ("block", "overlap")
+
+
+@pytest.fixture(params=STAGINGS)
+def staging(request, monkeypatch):
+    copy = torch._foreach_copy_
+
+    def late(*args: Any, **options: Any) -> Any:
+        if threading.current_thread().name.startswith("trainbus-stage"):
+            time.sleep(0.003)  # an iteration of these models takes less
+        return copy(*args, **options)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", late)
+    return request.param
+
+
+class Moments:
+    """Keeps what every checkpoint has to hold, by its path."""
+
+    def __init__(self, bus, parts):
+        self.expected: dict[str, Any] = {}
+        self.parts = parts
+        bus.on("before_save_checkpoint", lambda e: self.keep(e.path, e.checkpoint), priority=100)
+
+    def keep(self, path, checkpoint):
+        if path != ".":  # that is only a check
+            self.expected[path] = copied(checkpoint)
+
+    def check(self, files):
+        """Compare with the files, of which there must be as many."""
+        assert len(self.expected) == files
+        for path, expected in self.expected.items():
+            found = load(path)
+            self.parts.assert_same(found["state_dict"], expected["state_dict"])
+            self.parts.assert_same(found, expected)
+        distinct = [tree["state_dict"]["0.weight"] for tree in self.expected.values()]
+        assert not any(torch.equal(one, other) for one, other in pairwise(distinct))
+
+
+def copied(tree):
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().clone()
+    if isinstance(tree, dict):
+        return {key: copied(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(copied(value) for value in tree)
+    return tree.copy() if hasattr(tree, "copy") else tree
+
+
+@pytest.fixture
+def moments(bus, parts):
+    return Moments(bus, parts)
+
+
+def train(parts, bus, staging, work_dir, **options):
+    bus.add(CheckpointHook(interval=1, by_epoch=False, staging=staging))
+    options.setdefault("train_data", parts.batches(6))
+    options.setdefault("val_data", None)
+    model = options.setdefault("model", parts.model(dropout=0.2))
+    options.setdefault("optimizer", torch.optim.AdamW(model.parameters(), lr=0.1))
+    loop = parts.loop(bus, work_dir=work_dir, **options)
+    loop.run()
+
+
+def test_with_batch_norm_dropout_and_a_save_after_every_step(parts, bus, moments, staging, tmp_path):
+    train(parts, bus, staging, tmp_path)
+    moments.check(files=12)
+
+
+def test_with_an_average_that_is_lent_to_the_model_in_validations(parts, bus, moments, staging, tmp_path):
+    bus.add(EMAHook(momentum=0.3), CheckpointHook(save_best="loss", rule="less", staging=staging, name="best", save_last=False))
+    bus.on("after_val_iter", lambda e: e.run.request_save(f"inside_{e.progress.epoch}.safetensors", staging=staging), once=1)
+    train(parts, bus, staging, tmp_path, val_data=parts.batches(2, seed=2), train_data=parts.batches(4))
+    # A save after the last step of an epoch and in the validation after it have the same iteration, so the same file.
+    moments.check(files=8)
+
+
+def test_the_weights_of_a_validation_are_the_averaged_ones(parts, bus, moments, staging, tmp_path):
+    """In a file that is made while the model has them, and by itself: nothing else is saved after that iteration."""
+    bus.add(EMAHook(momentum=0.3))
+    bus.on("after_val_iter", lambda e: e.run.request_save(f"in_{e.progress.epoch}.safetensors", staging=staging), every=2)
+    parts.loop(bus, work_dir=tmp_path, train_data=parts.batches(4)).run()
+    moments.check(files=2)
+    state = load(tmp_path / "in_2.safetensors")
+    assert not torch.equal(state["state_dict"]["0.weight"], state["ema_state_dict"]["0.weight"])
+
+
+def test_weights_lent_in_a_validation_may_change_before_the_next_step(parts, bus, moments, staging, tmp_path):
+    """The file has them as they were: what is lent is nothing that only the optimizer changes."""
+    ema = EMAHook(momentum=0.3)
+    bus.add(ema)
+    bus.on("after_val_epoch", lambda e: e.run.request_save(f"{e.progress.epoch}.safetensors", staging=staging))
+
+    @bus.on("before_train_epoch", after=1)
+    def update_at_the_wrong_time(event):
+        ema.average.update_parameters(event.run.model)
+
+    parts.loop(bus, work_dir=tmp_path, train_data=parts.batches(4), max_epochs=3).run()
+    moments.check(files=3)
+
+
+def test_with_steps_that_the_scaler_skips(parts, bus, moments, staging, tmp_path):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    bus.add(Update(scaler=scaler))
+    taken: list[int] = []
+    bus.on("after_optimizer_step", lambda e: taken.append(e.progress.iter))
+    factors = iter([1.0, 1.0, float("inf"), 1.0, 1.0, 1.0])
+
+    def step(model, batch):
+        return parts.step(model, batch) * next(factors)
+
+    bus.add(CheckpointHook(interval=1, by_epoch=False, staging=staging))
+    parts.loop(bus, step=step, work_dir=tmp_path, train_data=parts.batches(6), val_data=None, max_epochs=1).run()
+    assert taken == [0, 1, 3, 4, 5]
+    assert len(moments.expected) == 6
+    for path, expected in moments.expected.items():
+        parts.assert_same(load(path), expected)
+
+
+def test_with_gradient_accumulation(parts, bus, moments, staging, tmp_path):
+    bus.add(Update(accumulate=3))
+    train(parts, bus, staging, tmp_path, train_data=parts.batches(8))
+    moments.check(files=6)  # after 3, 6 and, cut short, 8 batches of each epoch
+
+
+def test_with_parameters_that_are_replaced_between_saves(parts, bus, moments, staging, tmp_path):
+    @bus.on("before_train_iter", every=2)
+    def replace(event):
+        layer, optimizer = event.run.model[0], event.run.optimizers["optimizer"]
+        old = layer.weight
+        layer.weight = torch.nn.Parameter(old.detach() + 1)
+        optimizer.state.pop(old, None)
+        group = optimizer.param_groups[0]["params"]
+        group[[parameter is old for parameter in group].index(True)] = layer.weight
+
+    train(parts, bus, staging, tmp_path)
+    moments.check(files=12)
+
+
+def test_in_a_loop_of_ones_own_that_calls_step_itself(parts, bus, moments, staging, tmp_path):
+    bus.add(CheckpointHook(interval=1, by_epoch=False, staging=staging))
+    model = parts.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with Run(bus, model=model, optimizer=optimizer, work_dir=tmp_path) as run:
+        for _ in run.epochs(2):
+            for inputs, labels in run.train(parts.batches(5)):
+                loss = F.cross_entropy(model(inputs), labels)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                run.report(loss=loss)
+    moments.check(files=10)
+
+
+def test_with_handlers_of_before_optimizer_step_that_change_weights(parts, bus, moments, staging, tmp_path):
+    @bus.on("before_optimizer_step", priority=0)
+    def decay(event):
+        with torch.no_grad():
+            for parameter in event.run.model.parameters():
+                parameter.mul_(0.9)
+
+    train(parts, bus, staging, tmp_path)
+    moments.check(files=12)
+
+
+def test_weights_that_are_changed_before_the_step_fail_the_save_loudly(parts, bus, trace, tmp_path, monkeypatch):
+    """Only the copy beside the training can notice; copied at once they are saved as they were."""
+    copy, go = torch._foreach_copy_, threading.Event()
+
+    def late(*args: Any, **options: Any) -> Any:
+        if threading.current_thread().name.startswith("trainbus-stage"):
+            assert go.wait(30)
+        return copy(*args, **options)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", late)
+
+    @bus.on("before_forward", once=2)
+    def meddle(event):
+        with torch.no_grad():
+            event.run.model[0].weight.zero_()
+        go.set()
+
+    with pytest.raises(CheckpointError, match=r"state_dict\.0\.weight was changed while it was being copied"):
+        train(parts, bus, "overlap", tmp_path)
+    assert [event.names for event in trace.of("checkpoint_failed")] == [[str(tmp_path / "iter_1.safetensors")]]
+    assert not (tmp_path / "iter_1.safetensors").exists()
