@@ -51,7 +51,7 @@ def revive(value: Any) -> Any:
 
     numpy's arrays and scalars become what they were; MMEngine's ``HistoryBuffer`` a dict of ``log_history``,
     ``count_history`` and ``max_length``, its ``MessageHub`` a dict of ``log_scalars``, ``runtime_info`` and
-    ``resumed_keys``, its ``ConfigDict`` a dict.
+    ``resumed_keys``, its ``ConfigDict`` a dict. A ``bytearray``, which no checkpoint holds, becomes bytes.
 
     Raises:
         CheckpointError: for a stand-in in a place where it means nothing, with its path; for a tree without end.
@@ -76,6 +76,8 @@ class _Reviver:
             return self._mapping(path, value, depth + 1)
         if kind in (list, tuple, set):
             return kind(self.value(join(path, index), each, depth + 1) for index, each in enumerate(value))
+        if kind is bytearray:
+            return bytes(value)
         if isinstance(value, Inert):
             return self._inert(path, value, depth + 1)
         if isinstance(value, type) and issubclass(value, Inert):
@@ -114,14 +116,22 @@ def _scalar(value: Inert) -> Any:
     return _rebuilt_array(dtype, (), data, fortran=False)[()]
 
 
-def _rebuilt_array(dtype: Inert, shape: tuple[int, ...], data: bytes, *, fortran: bool) -> Any:
+def _rebuilt_array(dtype: Inert, shape: tuple[int, ...], data: bytes | Inert, *, fortran: bool) -> Any:
     (code, *_), (_, order, *_) = dtype.args, dtype.state
     if not (isinstance(code, str) and re.fullmatch(r"[biufc]\d{1,2}", code) and order in ("<", ">", "|", "=")):
         raise ValueError(f"a dtype {code!r} with byte order {order!r}; only numbers can be read")
     kind = np.dtype(order + code)
-    if not isinstance(data, bytes) or len(data) != math.prod(shape) * kind.itemsize:
+    data = data if isinstance(data, bytes) else _bytes(data)
+    if len(data) != math.prod(shape) * kind.itemsize:
         raise ValueError(f"{kind} of shape {shape}, but not as many bytes")
     return np.ndarray(shape, kind, bytearray(data), order="F" if fortran else "C")
+
+
+def _bytes(value: Inert) -> bytes:
+    # Protocol 2 has no bytes: it names _codecs.encode, which torch knows, and for none at all bytes().
+    if value.args:
+        raise ValueError("bytes that are not empty are no object")
+    return b""
 
 
 def _history(value: Inert) -> dict[str, Any]:
@@ -148,6 +158,7 @@ _REVIVE: Final[dict[str, Callable[[Inert], Any]]] = {
     "numpy._core.multiarray._reconstruct": _array,
     "numpy.core.multiarray.scalar": _scalar,
     "numpy._core.multiarray.scalar": _scalar,
+    "builtins.bytes": _bytes,
     "mmengine.logging.history_buffer.HistoryBuffer": _history,
     "mmengine.logging.message_hub.MessageHub": _message_hub,
     "mmengine.config.config.ConfigDict": _config,

@@ -19,7 +19,7 @@ from eventloop.errors import CheckpointValueError
 
 _LONGEST_INT: Final = 255 * 8 - 1  # bits; weights_only knows the pickle of no longer one
 _AS_IT_IS: Final = frozenset(
-    {type(None), bool, float, complex, str, bytes, torch.Tensor, torch.dtype, torch.device, torch.Size},
+    {type(None), bool, float, complex, str, torch.Tensor, torch.dtype, torch.device, torch.Size},
 )
 
 
@@ -28,7 +28,7 @@ def weights_only(value: Any, path: str = "") -> Any:
 
     Tensors, numbers, text, bytes, lists, tuples, sets, dicts, ``OrderedDict``, ``Counter``, ``torch.Size``, dtypes and devices
     stay what they are. Converted are numpy arrays (tensors, in this machine's byte order), numpy scalars (numbers),
-    ``defaultdict`` (dict) and ``frozenset`` (set).
+    ``defaultdict`` (dict), ``frozenset`` (set) and empty bytes (an empty ``bytearray``).
 
     Raises:
         CheckpointValueError: for a value that can be neither, with its path.
@@ -38,6 +38,8 @@ def weights_only(value: Any, path: str = "") -> Any:
         return value
     if kind is int:
         return _checked_int(value, path)
+    if kind is bytes:
+        return value or bytearray()  # the pickle of b"" is a call of bytes(), which is not allowed
     if kind in (dict, OrderedDict, Counter, defaultdict):
         return _mapping(value, path)
     if kind in (list, tuple):
@@ -68,8 +70,8 @@ def _mapping(value: Mapping[Any, Any], path: str) -> Any:
 
 
 def _hashable(value: Any, path: str) -> Any:
-    if isinstance(value, frozenset):
-        raise CheckpointValueError(f"{path}: torch.load(weights_only=True) takes no frozenset, and a set is no key or item")
+    if isinstance(value, frozenset) or (value == b"" and isinstance(value, bytes)):
+        raise CheckpointValueError(f"{path}: torch.load(weights_only=True) takes no {value!r} there, only what is hashable")
     return weights_only(value, path)
 
 

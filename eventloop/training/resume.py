@@ -212,6 +212,11 @@ def _check(state: Mapping[str, Any]) -> None:
         raise CheckpointError(f"the checkpoint has format {state['format']}, this trainbus reads up to {FORMAT}; upgrade it")
 
 
+def is_resumable(state: Any) -> bool:
+    """Whether this is the state of a run, with all that a resume needs."""
+    return not _lacking(state)
+
+
 def _lacking(state: Any) -> list[str]:
     there = state if isinstance(state, Mapping) else {}
     return [key for key in ("format", "state_dict", "progress", "bus", "rng") if key not in there]

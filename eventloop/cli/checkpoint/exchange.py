@@ -14,6 +14,7 @@ from eventloop.checkpoint import export_tree, export_weights, is_weights, load_p
 from eventloop.cli.checkpoint.output import check_file, check_kind, say, to_terminal
 from eventloop.errors import CheckpointError
 from eventloop.training.mmengine import from_mmengine, is_mmengine
+from eventloop.training.resume import is_resumable
 
 
 def export(options: argparse.Namespace) -> int:
@@ -59,6 +60,8 @@ def _converted(tree: Any) -> tuple[Any, dict[str, str]]:
         return state, _notes_on_mmengine(tree, state)
     if is_weights(tree):
         return {"state_dict": dict(tree)}, {"from": "a state_dict, now under that key", "resumes": "nothing but the weights"}
+    if is_resumable(tree):
+        return tree, {"from": "an export of trainbus", "resumes": "the run"}
     if not isinstance(tree, Mapping):
         return tree, {"from": f"a {type(tree).__name__}, as it is", "resumes": "nothing; eventloop.checkpoint.load reads it"}
     keys = ", ".join(map(str, list(tree)[:8])) + (" …" if len(tree) > 8 else "")

@@ -1,0 +1,323 @@
+from __future__ import annotations
+
+import errno
+import os
+from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from eventloop.checkpoint import export_tree, export_weights, load, outline, save
+from eventloop.checkpoint.header import FOREIGN_DTYPES, SAFE_DTYPES
+from eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointValueError
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch says so of any complex32 tensor
+
+DTYPES = [*SAFE_DTYPES.values(), *FOREIGN_DTYPES.values()]
+
+
+def exported(tree: Any, directory: Path) -> Any:
+    save(tree, directory / "a.safetensors")
+    export_tree(directory / "a.safetensors", directory / "a.pth")
+    return torch.load(directory / "a.pth", weights_only=True)
+
+
+def weights_of(tree: Any, directory: Path, suffix: str = ".pth", **options: Any) -> Any:
+    save(tree, directory / "a.safetensors")
+    out = directory / f"weights{suffix}"
+    export_weights(directory / "a.safetensors", out, **options)
+    return torch.load(out, weights_only=True) if suffix == ".pth" else load_file(out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_every_dtype_and_the_dtype_itself_are_exported(tmp_path, dtype):
+    tensor = torch.arange(16, dtype=torch.uint8).clamp(max=1).view(dtype)
+    back, itself = exported([tensor, dtype], tmp_path)
+    assert back.dtype == itself == dtype
+    assert back.view(torch.uint8).equal(tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        -(2**2038),
+        1.5,
+        float("-inf"),
+        1j,
+        "é\ud800",
+        b"\x00\xff",
+        [1, [2]],
+        (1, (), (2,), (1, 2, 3, 4)),
+        {1: "a", None: 2, (1, 2): 3, "b": {}},
+        {1, 2},
+        set(),
+        Counter("aab"),
+        torch.Size([2, 3]),
+        torch.device("cuda:3"),
+        OrderedDict(b=1, a=2),
+    ],
+    ids=repr,
+)
+def test_what_weights_only_can_hold_is_exported_as_it_is(tmp_path, value):
+    back = exported({"value": value}, tmp_path)["value"]
+    assert type(back) is type(value)
+    assert back == value
+    assert repr(back) == repr(value)
+
+
+def test_attributes_of_an_ordered_state_dict_are_exported(tmp_path):
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    back = exported(state, tmp_path)
+    assert back._metadata == state._metadata
+    torch.nn.BatchNorm1d(2).load_state_dict(back)
+
+
+@pytest.mark.parametrize(
+    ("value", "becomes"),
+    [
+        (np.float32(0.5), 0.5),
+        (np.int64(-3), -3),
+        (np.bool_(True), True),
+        (np.complex128(1j), 1j),
+        (frozenset({1}), {1}),
+        (b"", bytearray()),
+        (defaultdict(list, a=[1]), {"a": [1]}),
+        ({np.int64(1): np.float64(2)}, {1: 2.0}),
+    ],
+    ids=repr,
+)
+def test_what_weights_only_cannot_hold_is_converted(tmp_path, value, becomes):
+    back = exported([value], tmp_path)[0]
+    assert type(back) is type(becomes)
+    assert back == becomes
+
+
+@pytest.mark.parametrize("kind", ["b1", "i1", "<u2", ">i4", "<i8", "<u8", "<f2", ">f8", "<c8"])
+@pytest.mark.parametrize("shape", [(), (0, 2), (2, 3)])
+def test_arrays_become_tensors_with_the_same_numbers(tmp_path, kind, shape):
+    array = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(kind)
+    tensor = exported(array, tmp_path)
+    assert tuple(tensor.shape) == shape
+    assert tensor.numpy().dtype == array.dtype.newbyteorder("=")
+    assert np.array_equal(tensor.numpy(), array)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"a": [2**2040]}, r"a\.0: an integer of 2,041 bits"),
+        ({"a": {frozenset({1}): 2}}, r"a\.\(key\): .* no frozenset\(\{1\}\)"),
+        ({"a": {frozenset({1})}}, r"a\.\(item\): .* no frozenset"),
+        ({"a": {b"": 1}}, r"a\.\(key\): .* no b''"),
+        ({"a": np.zeros(2, np.longdouble)}, r"a: an array of .*128 cannot be a tensor"),
+        ({"a": np.longdouble(2)}, r"a: a .*128 has no number"),
+    ],
+    ids=["int", "key", "item", "bytes", "array", "scalar"],
+)
+def test_what_cannot_be_converted_is_an_error_with_its_path_and_leaves_no_file(tmp_path, value, says):
+    with pytest.raises(CheckpointValueError, match=says):
+        exported(value, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_tied_tensors_stay_tied_and_are_in_the_file_once(tmp_path):
+    weight = torch.randn(1000)
+    back = exported({"a": weight, "b": weight, "c": [weight.t()]}, tmp_path)
+    assert back["a"] is back["b"]
+    assert (tmp_path / "a.pth").stat().st_size < 2 * 4000
+
+
+def test_the_state_of_a_real_optimizer_loads_from_an_export(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    back = exported({"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
+    other = torch.optim.AdamW(torch.nn.Linear(3, 2).parameters(), lr=0.5)
+    other.load_state_dict(back["optimizer"])
+    assert other.state_dict()["state"][0]["exp_avg"].equal(optimizer.state_dict()["state"][0]["exp_avg"])
+    assert other.param_groups[0]["lr"] == 0.1
+
+
+# ------------------------------------------------------------------------------------------------------------ weights
+
+AVERAGED, TRAINED = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+RUN = {"state_dict": {"w": AVERAGED}, "ema_state_dict": {"w": TRAINED}, "progress": {"epoch": 1}}
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_weights_are_the_averages_and_nothing_else(tmp_path, suffix):
+    weights = weights_of(RUN, tmp_path, suffix)
+    assert list(weights) == ["w"]
+    assert weights["w"].equal(AVERAGED)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_raw_weights_are_those_that_were_trained(tmp_path, suffix):
+    assert weights_of(RUN, tmp_path, suffix, raw=True)["w"].equal(TRAINED)
+
+
+def test_raw_weights_of_a_checkpoint_without_averages_are_an_error_that_says_so(tmp_path):
+    with pytest.raises(CheckpointError, match="its state_dict has the trained weights already"):
+        weights_of({"state_dict": {"w": TRAINED}}, tmp_path, raw=True)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_a_model_loads_its_exported_weights(tmp_path, suffix):
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
+    other = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
+    other.load_state_dict(weights_of({"state_dict": model.state_dict()}, tmp_path, suffix))
+    assert all(each.equal(other.state_dict()[name]) for name, each in model.state_dict().items())
+
+
+def test_safetensors_of_every_dtype_that_it_knows_are_as_its_own_package_writes_them(tmp_path):
+    state = {str(dtype): torch.zeros(3, 2, dtype=dtype) for dtype in SAFE_DTYPES.values()}
+    state |= {"empty": torch.zeros(0, 4), "scalar": torch.tensor(2.5), "turned": torch.arange(6.0).view(2, 3).t()}
+    weights = weights_of({"state_dict": state}, tmp_path, ".safetensors")
+    assert weights.keys() == state.keys()
+    for name, tensor in state.items():
+        assert weights[name].dtype == tensor.dtype
+        assert weights[name].shape == tensor.shape
+    assert weights["turned"].equal(state["turned"])
+    with safe_open(tmp_path / "weights.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_tied_weights_are_under_each_name_in_safetensors_and_tied_in_pth(tmp_path):
+    tied = {"state_dict": {"a": AVERAGED, "b": AVERAGED}}
+    weights = weights_of(tied, tmp_path, ".safetensors")
+    assert weights["a"].equal(weights["b"])
+    weights = weights_of(tied, tmp_path, ".pth")
+    assert weights["a"] is weights["b"]
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"w": torch.ones(2), "c": torch.ones(2, dtype=torch.complex64)}, r"'c' is a tensor of torch\.complex64, which saf"),
+        ({"w": torch.ones(2), "_extra_state": {"amax": 1}}, r"'_extra_state' is a dict, and .* tensors only.*\.pth"),
+        ({"__metadata__": torch.ones(2)}, r"'__metadata__' is no name"),
+        ({"\ud800": torch.ones(2)}, r"is no name"),
+        ({1: torch.ones(2)}, r"1 is no name"),
+    ],
+    ids=["dtype", "extra", "metadata", "surrogate", "number"],
+)
+def test_what_safetensors_cannot_hold_is_an_error_with_its_name_and_pth_holds_it(tmp_path, state, says):
+    with pytest.raises(CheckpointValueError, match=says):
+        weights_of({"state_dict": state}, tmp_path, ".safetensors")
+    assert not (tmp_path / "weights.safetensors").exists()
+    assert weights_of({"state_dict": state}, tmp_path, ".pth").keys() == state.keys()
+
+
+def test_names_of_wrappers_are_left_out_on_request(tmp_path):
+    state = {"state_dict": {"module._orig_mod.w": AVERAGED, "head.module.b": TRAINED, "modules.c": TRAINED}}
+    assert list(weights_of(state, tmp_path)) == ["module._orig_mod.w", "head.module.b", "modules.c"]
+    assert list(weights_of(state, tmp_path, strip=True)) == ["w", "head.b", "modules.c"]
+
+
+def test_two_weights_that_would_get_one_name_are_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match=r"'w' and 'module\.w' would both be 'w'"):
+        weights_of({"state_dict": {"w": AVERAGED, "module.w": TRAINED}}, tmp_path, strip=True)
+
+
+def test_of_several_models_one_is_named(tmp_path):
+    models = {"state_dict": {"G": {"w": AVERAGED}, "D": {"w": TRAINED}}}
+    assert weights_of(models, tmp_path, model="D")["w"].equal(TRAINED)
+    with pytest.raises(CheckpointError, match="several models, 'G', 'D'"):
+        weights_of(models, tmp_path)
+    with pytest.raises(CheckpointError, match="no model 'E' but 'G', 'D'"):
+        weights_of(models, tmp_path, model="E")
+    with pytest.raises(CheckpointError, match="has one model, without a name"):
+        weights_of(RUN, tmp_path, model="G")
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [({"a": 1}, "no weights .state_dict. but 'a'"), ([1], "no keys"), ({"state_dict": {}}, "holds no tensors")],
+)
+def test_a_checkpoint_without_weights_is_an_error_that_says_what_is_there(tmp_path, tree, says):
+    with pytest.raises(CheckpointError, match=says):
+        weights_of(tree, tmp_path)
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path):
+    save(RUN, tmp_path / "a.safetensors")
+    data = bytearray((tmp_path / "a.safetensors").read_bytes())
+    data[data.index(AVERAGED.numpy().tobytes())] ^= 1
+    (tmp_path / "a.safetensors").write_bytes(data)
+    for export in (export_tree, export_weights):
+        with pytest.raises(CheckpointDamagedError):
+            export(tmp_path / "a.safetensors", tmp_path / "out.pth")
+    assert not (tmp_path / "out.pth").exists()
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_a_disk_that_is_full_costs_nothing_that_was_there(tmp_path, monkeypatch, suffix):
+    save(RUN, tmp_path / "a.safetensors")
+    out = tmp_path / f"out{suffix}"
+    out.write_text("before")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match=rf"cannot write .*out{suffix}.*No space left"):
+        export_weights(tmp_path / "a.safetensors", out)
+    assert out.read_text() == "before"
+    assert {path.name for path in tmp_path.iterdir()} == {"a.safetensors", out.name}
+
+
+def test_other_suffixes_are_refused(tmp_path):
+    save(RUN, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match=r"out\.bin: the name must end in \.pth or \.pt"):
+        export_tree(tmp_path / "a.safetensors", tmp_path / "out.bin")
+    with pytest.raises(CheckpointError, match=r"must end in \.pth or \.pt or \.safetensors"):
+        export_weights(tmp_path / "a.safetensors", tmp_path / "out.onnx")
+
+
+# ------------------------------------------------------------------------------------------------------------ outline
+
+
+def test_an_outline_has_the_tree_with_shapes_and_dtypes_and_no_data(tmp_path):
+    tied = torch.ones(2, 3)
+    tree = {"a": tied, "b": [tied, torch.ones(4, dtype=torch.complex64)], "n": {"epoch": 3, "x": np.arange(2)}}
+    save(tree, tmp_path / "a.safetensors")
+    seen = outline(tmp_path / "a.safetensors")
+    assert seen["a"] is seen["b"][0]
+    assert (seen["a"].device.type, seen["a"].shape, seen["a"].dtype) == ("meta", (2, 3), torch.float32)
+    assert (seen["b"][1].shape, seen["b"][1].dtype) == ((4,), torch.complex64)
+    assert seen["n"]["epoch"] == 3
+    assert seen["n"]["x"].tolist() == [0, 1]
+
+
+def test_an_outline_reads_only_header_and_tree(tmp_path):
+    save({"w": torch.zeros(1000)}, tmp_path / "a.safetensors")
+    data = bytearray((tmp_path / "a.safetensors").read_bytes())
+    data[1000] ^= 1  # in the tensor
+    (tmp_path / "a.safetensors").write_bytes(data)
+    assert outline(tmp_path / "a.safetensors")["w"].shape == (1000,)
+    with pytest.raises(CheckpointDamagedError):
+        load(tmp_path / "a.safetensors")
+
+
+def test_an_outline_of_a_damaged_file_is_a_typed_error_whatever_byte_it_is(tmp_path):
+    save({"w": torch.zeros(3), "c": torch.ones(2, dtype=torch.complex64), "n": (1, "é")}, tmp_path / "a.safetensors")
+    data = (tmp_path / "a.safetensors").read_bytes()
+    for offset in range(len(data)):
+        damaged = bytearray(data)
+        damaged[offset] ^= 0x41
+        (tmp_path / "b.safetensors").write_bytes(damaged)
+        try:
+            outline(tmp_path / "b.safetensors")
+        except CheckpointDamagedError as error:
+            assert "b.safetensors is damaged" in str(error)  # and damage to the data is not seen

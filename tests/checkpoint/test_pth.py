@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from collections import Counter, OrderedDict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eventloop.checkpoint import load, load_pth, save
+from eventloop.errors import CheckpointDamagedError, CheckpointError
+
+DATA = Path(__file__).parent / "data"
+MMENGINE = DATA / "mmengine.pth"
+
+
+@pytest.fixture
+def mmengine(monkeypatch) -> Any:
+    """Something that pickles like MMEngine's classes, and is gone before the file is read."""
+
+    class HistoryBuffer:
+        def __init__(self, values: Any = (), **more: Any) -> None:
+            self._log_history, self._count_history, self.max_length = np.array(values), np.ones(len(values), int), 9
+            vars(self).update(more)
+
+        def mean(self) -> None:
+            """Found by name, as a function of a class is under protocol 2."""
+
+    class MessageHub:
+        pass
+
+    class ConfigDict(dict):
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return ConfigDict, (dict(self),), None, None, None, None
+
+    places = {
+        "mmengine.logging.history_buffer": HistoryBuffer,
+        "mmengine.logging.message_hub": MessageHub,
+        "mmengine.config.config": ConfigDict,
+    }
+    for name in ("mmengine", "mmengine.logging", "mmengine.config", *places):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for name, kind in places.items():
+        kind.__module__, kind.__qualname__ = name, kind.__name__
+        setattr(sys.modules[name], kind.__name__, kind)
+    HistoryBuffer.mean.__qualname__ = "HistoryBuffer.mean"
+    HistoryBuffer.mean.__module__ = HistoryBuffer.__module__
+
+    class Fake:
+        buffer, hub, config = HistoryBuffer, MessageHub, ConfigDict
+
+        @staticmethod
+        def save(tree: Any, path: Path) -> Path:
+            torch.save(tree, path)
+            for name in [each for each in sys.modules if each.startswith("mmengine")]:
+                monkeypatch.delitem(sys.modules, name)
+            return path
+
+    return Fake
+
+
+def saved(tree: Any, path: Path) -> Path:
+    torch.save(tree, path)
+    return path
+
+
+def test_a_checkpoint_of_mmengine_is_read_where_mmengine_is_not(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mmengine", None)  # importing it would raise
+    tree = load_pth(MMENGINE)
+    assert list(tree) == ["meta", "state_dict", "message_hub", "optimizer", "param_schedulers", "ema_state_dict"]
+    with np.load(DATA / "mmengine.npz") as was:
+        for key, weight in tree["state_dict"].items():
+            assert np.array_equal(weight.numpy(), was[f"averaged/{key}"])
+            assert np.array_equal(tree["ema_state_dict"][f"module.{key}"].numpy(), was[f"trained/{key}"])
+        for index, state in tree["optimizer"]["state"].items():
+            assert np.array_equal(state["exp_avg"].numpy(), was[f"exp_avg/{index}"])
+    assert tree["ema_state_dict"]["steps"] == 4
+
+
+def test_its_message_hub_is_plain_data():
+    tree = load_pth(MMENGINE)
+    hub = tree["message_hub"]
+    loss = hub["log_scalars"]["train/loss"]
+    assert loss.keys() == {"log_history", "count_history", "max_length"}
+    assert loss["log_history"].dtype == np.float64
+    assert loss["log_history"].shape == (4,)
+    assert loss["count_history"].tolist() == [1, 1, 1, 1]
+    assert type(hub["runtime_info"]["best_score"]) is np.float64
+    assert hub["runtime_info"]["best_score"] == 0.5
+    assert tree["meta"]["dataset_meta"]["palette"].tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert type(tree["param_schedulers"][1]["milestones"]) is Counter
+
+
+def test_a_checkpoint_holds_what_was_read(tmp_path):
+    tree = load_pth(MMENGINE)
+    save(tree, tmp_path / "again")
+    again = load(tmp_path / "again")
+    assert type(again["state_dict"]) is OrderedDict
+    assert again["state_dict"]._metadata == tree["state_dict"]._metadata
+    assert again["message_hub"]["resumed_keys"] == tree["message_hub"]["resumed_keys"]
+
+
+def test_message_hubs_and_configs_as_older_versions_pickle_them(tmp_path, mmengine):
+    hub = mmengine.hub()
+    functions = {"mean": mmengine.buffer.mean}
+    hub._log_scalars = {"loss": mmengine.buffer([1.0, 2.0], statistics_methods=functions)}
+    hub._runtime_info, hub._resumed_keys = {"cfg": mmengine.config(lr=0.1, inner=mmengine.config(a=1))}, {"cfg": True}
+    tree = load_pth(mmengine.save({"message_hub": hub}, tmp_path / "a.pth"))["message_hub"]
+    assert tree.keys() == {"log_scalars", "runtime_info", "resumed_keys"}
+    assert tree["log_scalars"]["loss"]["log_history"].tolist() == [1.0, 2.0]
+    assert tree["runtime_info"] == {"cfg": {"lr": 0.1, "inner": {"a": 1}}}
+    assert type(tree["runtime_info"]["cfg"]) is dict
+
+
+def test_a_history_buffer_that_is_none_is_named_with_its_path(tmp_path, mmengine):
+    buffer = mmengine.buffer()
+    del buffer._log_history
+    path = mmengine.save({"hub": [buffer]}, tmp_path / "a.pth")
+    with pytest.raises(CheckpointError, match=r"a\.pth: hub\.0: this mmengine.*HistoryBuffer is none that can be read"):
+        load_pth(path)
+
+
+def test_a_function_outside_of_a_history_buffer_is_refused_with_its_path(tmp_path, mmengine):
+    path = mmengine.save({"x": {"f": mmengine.buffer.mean}}, tmp_path / "a.pth")
+    with pytest.raises(CheckpointError, match=r"a\.pth: x\.f: a reference to builtins\.getattr, which is code and no data"):
+        load_pth(path)
+
+
+class Runs:
+    """When it is unpickled, a command is run."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
+
+
+def test_code_is_refused_and_not_run_and_all_of_it_is_named(tmp_path):
+    tree = {"state_dict": {"w": torch.ones(2)}, "evil": Runs(f"touch {tmp_path}/ran"), "where": pathlib.PurePosixPath("a")}
+    with pytest.raises(CheckpointError, match=r"names code.*: pathlib\.PurePosixPath, posix\.system\. If you trust") as error:
+        load_pth(saved(tree, tmp_path / "evil.pth"))
+    assert "weights_only=False" in str(error.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_code_in_the_format_of_before_torch_1_6_is_refused_as_well(tmp_path):
+    path = tmp_path / "evil.pth"
+    torch.save([Runs(f"touch {tmp_path}/ran")], path, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"names code.*: posix\.system\."):
+        load_pth(path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_format_of_before_torch_1_6_is_read(tmp_path):
+    path = tmp_path / "old.pth"
+    torch.save({"w": torch.arange(3.0)}, path, _use_new_zipfile_serialization=False)
+    assert load_pth(path)["w"].tolist() == [0, 1, 2]
+
+
+def test_the_stand_ins_are_gone_afterwards_also_after_an_error(tmp_path):
+    before = set(torch.serialization.get_safe_globals())
+    load_pth(MMENGINE)
+    with pytest.raises(CheckpointError):
+        load_pth(saved(Runs("false"), tmp_path / "a.pth"))
+    assert set(torch.serialization.get_safe_globals()) == before
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=">i4").reshape(2, 3),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.array(1.5),
+        np.zeros((0, 3), np.float16),
+        np.array([True, False]),
+        np.array([1 + 2j]),
+        np.float32(0.1),
+        np.int64(-3),
+        np.bool_(True),
+    ],
+    ids=repr,
+)
+def test_arrays_and_scalars_of_numpy_come_back_as_they_were(tmp_path, array):
+    back = load_pth(saved([array], tmp_path / "a.pth"))[0]
+    assert type(back) is type(array)
+    assert back.dtype == array.dtype
+    assert back.shape == array.shape
+    assert back.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("array", [np.array(["a"]), np.array([None]), np.array(["2020-01-01"], "M8[D]")], ids=["U", "O", "M"])
+def test_an_array_of_anything_but_numbers_is_refused_with_its_path(tmp_path, array):
+    with pytest.raises(CheckpointError, match=r"a\.pth: info\.names: .*only numbers can be read"):
+        load_pth(saved({"info": {"names": array}}, tmp_path / "a.pth"))
+
+
+def test_bytes_come_back_as_bytes(tmp_path):
+    assert load_pth(saved([b"", b"\xff", bytearray(b"a")], tmp_path / "a.pth")) == [b"", b"\xff", b"a"]
+
+
+def test_every_flipped_bit_in_a_tensor_is_detected(tmp_path):
+    data = saved({"w": torch.ones(4)}, tmp_path / "a.pth").read_bytes()
+    start = data.index(torch.ones(4).numpy().tobytes())
+    for offset in range(start, start + 16):
+        damaged = bytearray(data)
+        damaged[offset] ^= 1
+        (tmp_path / "b.pth").write_bytes(damaged)
+        with pytest.raises(CheckpointDamagedError, match=r"b\.pth is damaged: the checksum of .* is wrong"):
+            load_pth(tmp_path / "b.pth")
+
+
+def test_every_truncation_is_detected(tmp_path):
+    data = saved({"w": torch.ones(4)}, tmp_path / "a.pth").read_bytes()
+    for length in range(4, len(data), 7):
+        (tmp_path / "b.pth").write_bytes(data[:length])
+        with pytest.raises(CheckpointDamagedError, match=r"b\.pth is damaged"):
+            load_pth(tmp_path / "b.pth")
+
+
+def test_what_torch_has_not_written_is_said_to_be_that(tmp_path):
+    (tmp_path / "a.pth").write_text("hello")
+    with pytest.raises(CheckpointError, match=r"a\.pth is no file that torch\.save wrote"):
+        load_pth(tmp_path / "a.pth")
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_another_pickle_protocol_is_an_error_that_says_what_is_in_the_way(tmp_path):
+    torch.save({"w": 1}, tmp_path / "a.pth", pickle_protocol=4)
+    with pytest.raises(CheckpointError, match=r"a\.pth cannot be read without running it: .*Unsupported operand 149"):
+        load_pth(tmp_path / "a.pth")
+
+
+def test_a_list_within_itself_is_an_error(tmp_path):
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(CheckpointError, match="nested deeper than 100 levels"):
+        load_pth(saved(endless, tmp_path / "a.pth"))
+
+
+def test_lists_that_repeat_each_other_without_end_are_an_error_and_fill_no_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("eventloop.checkpoint.inert.MAX_VALUES", 10_000)
+    bomb: list[Any] = [0]
+    for _ in range(40):
+        bomb = [bomb, bomb]
+    with pytest.raises(CheckpointError, match="more than 10,000 values"):
+        load_pth(saved(bomb, tmp_path / "a.pth"))

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from eventloop import Bus, TrainLoop, load_weights
+from eventloop.checkpoint import export_tree, load, load_pth, save
+from eventloop.training.mmengine import from_mmengine, is_mmengine
+from hooks import CheckpointHook, EMAHook
+
+DATA = Path(__file__).parent.parent / "checkpoint" / "data"
+
+
+@pytest.fixture(scope="module")
+def tree() -> Any:
+    return load_pth(DATA / "mmengine.pth")
+
+
+@pytest.fixture(scope="module")
+def was() -> Any:
+    with np.load(DATA / "mmengine.npz") as file:
+        return {key: torch.from_numpy(file[key]) for key in file}
+
+
+@pytest.fixture
+def path(tmp_path, tree) -> Path:
+    save(from_mmengine(tree), tmp_path / "imported.safetensors")
+    return tmp_path / "imported.safetensors"
+
+
+class Net(torch.nn.Module):
+    """The model in the file, without MMEngine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.ReLU(), torch.nn.Linear(3, 2)
+        )
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layers(inputs)
+
+
+def step(model: Net, batch: Any) -> torch.Tensor:
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def resumed(path: Path, *hooks: Any, max_epochs: int, seen: Any = None) -> Any:
+    """Train on from `path` and return how far that has come; ``seen`` is called with the run before it trains."""
+    bus, model = Bus(), Net()
+    bus.add(*hooks)
+    end = []
+    bus.on("after_train", lambda event: end.append(event.progress))
+    if seen is not None:
+        bus.on("before_train", lambda event: seen(event.run))
+    data = [(torch.ones(8, 4), torch.zeros(8, dtype=torch.long))] * 2
+    loop = TrainLoop(
+        model, torch.optim.AdamW(model.parameters(), lr=0.5), step=step, train_data=data, bus=bus, max_epochs=max_epochs
+    )
+    loop.run(resume=path)
+    return end[0]
+
+
+def weights(was: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    return {key.removeprefix(f"{kind}/"): value for key, value in was.items() if key.startswith(f"{kind}/")}
+
+
+def same(model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> bool:
+    state = model.state_dict()
+    return state.keys() == expected.keys() and all(state[key].equal(expected[key]) for key in state)
+
+
+def test_an_imported_file_has_the_averaged_weights_for_inference(path, was):
+    model = Net()
+    load_weights(model, load(path)["state_dict"])
+    assert same(model, weights(was, "averaged"))
+
+
+def test_a_run_goes_on_with_the_trained_weights_the_averages_and_the_optimizer(path, was):
+    hook, seen = EMAHook(), []
+
+    def look(run: Any) -> None:
+        moments = [state["exp_avg"].clone() for state in run.optimizers["optimizer"].state.values()]
+        averages = {key: value.clone() for key, value in hook.average.tensors.items()}
+        seen.append((same(run.model, weights(was, "trained")), averages, hook.average.steps, moments, run.progress))
+
+    end = resumed(path, hook, max_epochs=3, seen=look)
+    ((trained, averages, steps, moments, progress),) = seen
+    assert trained
+    assert steps == 4
+    assert averages
+    assert all(value.equal(was[f"averaged/{key}"]) for key, value in averages.items())
+    assert [value.equal(was[f"exp_avg/{index}"]) for index, value in enumerate(moments)] == [True] * 6
+    assert (progress.epoch, progress.iter, progress.update) == (2, 4, 4)
+    assert (end.epoch, end.iter) == (3, 6)
+
+
+def test_the_learning_rate_is_the_one_of_the_file(path):
+    rates = []
+    resumed(path, max_epochs=3, seen=lambda run: rates.append(run.optimizers["optimizer"].param_groups[0]["lr"]))
+    assert rates == [pytest.approx(1e-3)]
+
+
+def test_without_an_ema_hook_a_run_goes_on_with_the_averaged_weights(path, was):
+    seen = []
+    resumed(path, max_epochs=3, seen=lambda run: seen.append(same(run.model, weights(was, "averaged"))))
+    assert seen == [True]
+
+
+def test_random_states_are_those_of_the_new_run(path):
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    Net()  # as `resumed` makes one
+    expected = torch.rand(3)
+    torch.set_rng_state(state)
+    seen = []
+    resumed(path, max_epochs=3, seen=lambda run: seen.append(torch.rand(3)))
+    assert seen[0].equal(expected)
+
+
+def test_what_only_mmengine_understands_is_kept_apart(tree):
+    state = from_mmengine(tree)
+    assert state["mmengine"].keys() == {"meta", "message_hub", "param_schedulers"}
+    assert "param_schedulers" not in state
+
+
+def test_a_checkpoint_of_another_model_names_the_keys(path):
+    model = torch.nn.Linear(2, 2)
+    loop = TrainLoop(model, torch.optim.SGD(model.parameters(), 0.1), step=step, train_data=[1], bus=Bus(), max_epochs=3)
+    with pytest.raises(Exception, match=r"another model: missing: bias, weight; unexpected: layers\.0\.bias"):
+        loop.run(resume=path)
+
+
+def test_a_checkpoint_without_averages_has_none_afterwards(tree):
+    state = from_mmengine({key: value for key, value in tree.items() if key != "ema_state_dict"})
+    assert "ema_state_dict" not in state
+    assert state["bus"] == {"hooks": {}, "publishes": {}}
+
+
+def test_several_optimizers_keep_their_names_and_a_loss_scaler_stays_with_mmengine(tree):
+    one = tree["optimizer"]
+    state = from_mmengine({**tree, "optimizer": {"G": {**one, "loss_scaler": {"scale": 2.0}}, "D": one}})
+    assert state["optimizer"].keys() == {"G", "D"}
+    assert state["optimizer"]["G"].keys() == {"state", "param_groups"}
+    assert state["mmengine"]["optimizer"] == {"G": {"loss_scaler": {"scale": 2.0}}}
+
+
+def test_a_checkpoint_without_an_optimizer_has_none_afterwards(tree):
+    state = from_mmengine({key: value for key, value in tree.items() if key != "optimizer"})
+    assert "optimizer" not in state
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        None,
+        {},
+        {"state_dict": {}},
+        {"state_dict": {}, "meta": {"epoch": 1}},
+        {"meta": {"mmengine_version": "0.10.7", "epoch": 1, "iter": 2}},
+        {"state_dict": {}, "meta": {"mmengine_version": "0.10.7", "epoch": "one"}},
+    ],
+)
+def test_other_trees_are_not_taken_for_mmengines(other, tree):
+    assert is_mmengine(tree)
+    assert not is_mmengine(other)
+
+
+def test_a_run_of_ours_goes_on_bitwise_from_an_export_that_was_imported_again(tmp_path, parts):
+    data = torch.utils.data.TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
+
+    def train(name: str, epochs: int, resume: Path | None = None) -> Any:
+        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+        bus = Bus()
+        bus.add(EMAHook(), CheckpointHook(interval=1))
+        model = parts.model(dropout=0.3)
+        loop = parts.loop(bus, model=model, train_data=loader, max_epochs=epochs, work_dir=tmp_path / name, seed=0)
+        loop.run(resume=resume)
+        return model.state_dict()
+
+    whole = train("whole", 3)
+    train("half", 2)
+    export_tree(tmp_path / "half" / "epoch_2.safetensors", tmp_path / "half.pth")
+    save(load_pth(tmp_path / "half.pth"), tmp_path / "back.safetensors")
+    parts.assert_same(whole, train("rest", 3, tmp_path / "back.safetensors"))
