@@ -19,6 +19,9 @@ hook                         does
 :class:`ProfilerHook`        torch's profiler over the first epochs or iterations
 :class:`AutogradProfilerHook` a trace of each iteration that you choose
 :class:`AutogradAnomalyDetectHook` names the operation that a NaN gradient comes from
+:class:`EvaluateHook`        calls a function of yours every so often, keeps the best result
+:class:`EMAIterHook`         the average that a model keeps itself, after each update
+:class:`EMAEpochHook`        the same, after each epoch
 :class:`PreemptionHook`      on a signal: saves, and ends the run in order
 ===========================  ========================================================================
 """
@@ -30,7 +33,9 @@ from hooks.checkpoint import CheckpointHook
 from hooks.early_stopping import EarlyStoppingHook
 from hooks.ema import EMAHook
 from hooks.empty_cache import EmptyCacheHook
+from hooks.evaluate import EvaluateHook
 from hooks.logger import LoggerHook
+from hooks.model_ema import EMAEpochHook, EMAIterHook
 from hooks.optimizer import OptimizerHook
 from hooks.preemption import PreemptionHook
 from hooks.profiler import ProfilerHook
@@ -43,16 +48,19 @@ from hooks.timer import IterTimerHook
 from hooks.writers import ConsoleWriter, CSVWriter, JSONLinesWriter, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
 
 __all__ = [
-    "CSVWriter",
     "AutogradAnomalyDetectHook",
     "AutogradProfilerHook",
+    "CSVWriter",
     "CheckInvalidLossHook",
     "CheckpointHook",
     "ConsoleWriter",
     "DistSamplerSeedHook",
+    "EMAEpochHook",
     "EMAHook",
+    "EMAIterHook",
     "EarlyStoppingHook",
     "EmptyCacheHook",
+    "EvaluateHook",
     "ExponentialMovingAverage",
     "IterTimerHook",
     "JSONLinesWriter",

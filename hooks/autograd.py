@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from torch.autograd.profiler import profile
 
-from eventloop import AfterTrainIter, BeforeTrain, BeforeTrainIter, ConfigurationError, Hook, Priority
+from eventloop import AfterTrainIter, BeforeTrain, BeforeTrainIter, ConfigurationError, Hook, Priority, register
 from hooks.options import checked_flags
 from hooks.profiling import Session
 
 
+@register
 class AutogradAnomalyDetectHook(Hook):
     """Has autograd look for NaN in every gradient, and name the forward operation that it comes from, while training.
 
@@ -37,6 +38,7 @@ class AutogradAnomalyDetectHook(Hook):
         torch.autograd.set_detect_anomaly(self.mode)
 
 
+@register
 class AutogradProfilerHook(Hook):
     """Profiles chosen training iterations, and writes a trace for chrome://tracing or Perfetto of each.
 

@@ -21,6 +21,7 @@ from eventloop import (
     Priority,
     RunView,
     get_logger,
+    register,
 )
 from hooks.options import checked_count, checked_flags
 from hooks.profiling import Session
@@ -32,6 +33,7 @@ TraceHandler = Callable[[profile], object]
 _TENSORBOARD_DIRECTORY = "tf_tracing_logs"
 
 
+@register
 class ProfilerHook(Hook):
     """Profiles the first ``profile_times`` epochs or iterations of a training, or of a resumed one what follows the resume.
 

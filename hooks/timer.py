@@ -1,13 +1,15 @@
-"""``IterTimerHook``: how long iterations take, and when it will be over."""
+"""``IterTimerHook``: how long iterations take, when it will be over, and in the end what the time went into."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from time import perf_counter
 from typing import Any
 
 from eventloop import (
     AfterTestIter,
+    AfterTrain,
     AfterTrainIter,
     AfterValIter,
     BeforeTestEpoch,
@@ -17,11 +19,19 @@ from eventloop import (
     BeforeTrainIter,
     BeforeValEpoch,
     BeforeValIter,
+    ConfigurationError,
     Hook,
     Priority,
     RunEvent,
+    get_logger,
+    mount,
     register,
 )
+
+log = get_logger()
+
+# The optimizer's update is a subscriber at HIGH; what comes after it is the time of hooks.
+_AFTER_UPDATE = int(Priority.HIGH) + 1
 
 
 @register
@@ -36,12 +46,27 @@ class IterTimerHook(Hook):
     In validation and test, what is reported becomes a metric, so there the running means are only left in ``run.info``
     (``val/time``, ``val/data_time`` and ``val/eta``, the seconds left of this validation); the logger adds them to its line.
 
+    When training has ended in order, a summary is logged: how long it took in all, the mean time of an iteration, and how much
+    of an iteration's time went into *data* (waiting for the batch, and staging of checkpoints) and how much into *hooks*
+    (whatever is called around the step: after ``before_train_iter`` and after the update); the rest is the step itself. The
+    same is in ``run.info``: ``train/mean_time`` in seconds, ``train/data_share`` and ``train/hooks_share`` between 0 and 1.
+
     ``state_dict`` holds the iterations and seconds of training over all resumes; ``run.info["train/seconds"]`` tells them.
+
+    Args:
+        warmup_iter: iterations after the begin (or a resume) that the summary's means and shares leave out: the first ones
+            are slower than the rest.
+
+    Raises:
+        ConfigurationError: a negative number.
     """
 
     priority = Priority.NORMAL
 
-    def __init__(self) -> None:
+    def __init__(self, warmup_iter: int = 0) -> None:
+        if isinstance(warmup_iter, bool) or not isinstance(warmup_iter, int) or warmup_iter < 0:
+            raise ConfigurationError(f"warmup_iter={warmup_iter!r}: give the iterations that the summary leaves out, 0 or more")
+        self.warmup_iter = warmup_iter
         self.iters = 0
         """Training iterations measured, those before a resume included."""
         self.seconds = 0.0
@@ -51,6 +76,8 @@ class IterTimerHook(Hook):
         self._total: int | None = None
         self._last = 0.0
         self._data_time = 0.0
+        self._marks = _Marks()
+        self._began = 0.0
         self._pass = _Pass()
 
     def state_dict(self) -> dict[str, Any]:
@@ -66,20 +93,41 @@ class IterTimerHook(Hook):
         """Forget the mean of an earlier session: a resumed run may be on another machine."""
         self._session_iters = 0
         self._session_seconds = 0.0
+        self._began = perf_counter()
+        self._marks = _Marks()
 
     def before_train_epoch(self, event: BeforeTrainEpoch) -> None:
         """Start the clock; what lies between epochs is no iteration's time."""
         self._total = event.run.total_iters
-        self._last = perf_counter()
+        self._last = self._marks.hooks_done = perf_counter()
 
     def before_train_iter(self, event: BeforeTrainIter) -> None:
         """Take the time that the batch took."""
-        self._data_time = perf_counter() - self._last
+        now = perf_counter()
+        self._data_time = now - self._last
+        self._marks.batch = now
+
+    @mount("before_train_iter", priority=Priority.LOWEST)
+    def step_begins(self, event: BeforeTrainIter) -> None:
+        """Note that the user's step comes next."""
+        self._marks.step = perf_counter()
+
+    @mount("after_train_iter", priority=_AFTER_UPDATE)
+    def step_ends(self, event: AfterTrainIter) -> None:
+        """Note that the weights are new."""
+        self._marks.updated = perf_counter()
+
+    @mount("after_train_iter", priority=Priority.LOWEST)
+    def hooks_end(self, event: AfterTrainIter) -> None:
+        """Note that all hooks have had their turn."""
+        self._marks.hooks_done = perf_counter()
 
     def after_train_iter(self, event: AfterTrainIter) -> None:
         """Take the time of the iteration and report."""
         now = perf_counter()
         time, self._last = now - self._last, now
+        if self._session_iters >= self.warmup_iter:
+            self._marks.count(time)
         self.iters += 1
         self.seconds += time
         self._session_iters += 1
@@ -96,6 +144,24 @@ class IterTimerHook(Hook):
         info["eta"] = eta
         run.report(time=time, data_time=data_time, eta=eta)
 
+    def after_train(self, event: AfterTrain) -> None:
+        """Log the summary."""
+        marks, info = self._marks, event.run.info
+        total = timedelta(seconds=round(perf_counter() - self._began, 1))
+        if not marks.iters:
+            log.info("training took", total=str(total), iters=self._session_iters, warmup=self.warmup_iter)
+            return
+        mean, data, hooks = marks.summary()
+        info["train/mean_time"], info["train/data_share"], info["train/hooks_share"] = mean, data, hooks
+        log.info(
+            "training took",
+            total=str(total),
+            iters=self._session_iters,
+            seconds_per_iter=round(mean, 6),
+            data=f"{data:.1%}",
+            hooks=f"{hooks:.1%}",
+        )
+
     def before_val_epoch(self, event: BeforeValEpoch) -> None:
         """Start a clock of its own."""
         self._pass = _Pass(event.run.evaluation_length)
@@ -110,7 +176,7 @@ class IterTimerHook(Hook):
 
     def after_val(self, event: RunEvent) -> None:
         """Go on with training: a validation in the middle of an epoch is no iteration's time."""
-        self._last = perf_counter()
+        self._last = self._marks.hooks_done = perf_counter()
 
     def before_test_epoch(self, event: BeforeTestEpoch) -> None:
         """Start a clock of its own."""
@@ -123,6 +189,31 @@ class IterTimerHook(Hook):
     def after_test_iter(self, event: AfterTestIter) -> None:
         """Take the time of the iteration."""
         self._pass.iteration_is_over(event)
+
+
+class _Marks:
+    """Moments of the iteration under way on the host's clock, and the sums over the iterations that count."""
+
+    def __init__(self) -> None:
+        self.hooks_done = 0.0
+        self.batch = 0.0
+        self.step = 0.0
+        self.updated = 0.0
+        self.iters = 0
+        self._seconds = 0.0
+        self._data = 0.0
+        self._step = 0.0
+
+    def count(self, time: float) -> None:
+        self.iters += 1
+        self._seconds += time
+        self._data += self.batch - self.hooks_done
+        self._step += self.updated - self.step
+
+    def summary(self) -> tuple[float, float, float]:
+        """Return the mean seconds of an iteration, and the shares of data and hooks in them."""
+        data, hooks = self._data / self._seconds, (self._seconds - self._data - self._step) / self._seconds
+        return self._seconds / self.iters, data, hooks
 
 
 class _Pass:

@@ -2,8 +2,9 @@ import time
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
-from eventloop import Bus, Run, TrainLoop
+from eventloop import Bus, ConfigurationError, Run, TrainLoop
 from hooks.timer import IterTimerHook
 
 DATA = [torch.randn(4, 3) for _ in range(3)]
@@ -152,3 +153,96 @@ def test_it_works_in_a_loop_of_ones_own(bus, timer):
                 run.report(loss=0.5)
     assert timer.iters == 6
     assert all({"time", "data_time", "eta", "loss"} == set(outputs) for outputs in found)
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """A function that lets so many seconds pass, on a clock that stands still otherwise."""
+    now = [100.0]
+
+    def let_pass(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr("hooks.timer.perf_counter", lambda: now[0])
+    return let_pass
+
+
+def test_the_summary_tells_what_the_time_went_into(passes):
+    class Slow:
+        def __len__(self):
+            return 3
+
+        def __iter__(self):
+            for batch in DATA:
+                passes(1.0)
+                yield batch
+
+    def slow_step(model, batch):
+        passes(4.0)
+        return step(model, batch)
+
+    bus = Bus()
+    bus.add(IterTimerHook())
+    bus.on("before_train_iter", lambda event: passes(2.0), priority=80)
+    bus.on("after_train_iter", lambda event: passes(3.0), priority=40)
+    bus.on("before_val", lambda event: passes(50.0))
+    infos = []
+    bus.on("after_run", lambda event: infos.append(dict(event.run.info)))
+    with capture_logs() as logs:
+        make_loop(bus, train_data=Slow(), step=slow_step, val_data=DATA[:1], val_step=step).run()
+    assert infos[0]["train/mean_time"] == 10.0
+    assert infos[0]["train/data_share"] == pytest.approx(0.1)
+    assert infos[0]["train/hooks_share"] == pytest.approx(0.5)
+    (summary,) = [entry for entry in logs if entry["event"] == "training took"]
+    assert summary == {
+        "event": "training took",
+        "log_level": "info",
+        "total": "0:02:40",
+        "iters": 6,
+        "seconds_per_iter": 10.0,
+        "data": "10.0%",
+        "hooks": "50.0%",
+    }
+
+
+def test_hooks_after_the_timer_count_as_hooks_too(passes):
+    bus = Bus()
+    bus.add(IterTimerHook())
+    bus.on("after_train_iter", lambda event: passes(3.0), priority=90)
+    infos = []
+    bus.on("after_run", lambda event: infos.append(dict(event.run.info)))
+    with capture_logs():
+        make_loop(bus, step=lambda model, batch: passes(1.0) or step(model, batch), max_iters=5).run()
+    assert infos[0]["train/hooks_share"] == pytest.approx(12 / 17)  # the last one's come after the timer has stopped
+
+
+def test_warmup_iterations_are_left_out_of_the_summary(passes):
+    def slow_at_first(model, batch):
+        passes(9.0 if timer.iters < 2 else 1.0)
+        return step(model, batch)
+
+    timer = IterTimerHook(warmup_iter=2)
+    bus = Bus()
+    bus.add(timer)
+    infos = []
+    bus.on("after_run", lambda event: infos.append(dict(event.run.info)))
+    with capture_logs():
+        make_loop(bus, step=slow_at_first).run()
+    assert infos[0]["train/mean_time"] == 1.0
+    assert timer.seconds == 22.0
+
+
+def test_fewer_iterations_than_the_warmup_have_a_total_only():
+    bus = Bus()
+    bus.add(IterTimerHook(warmup_iter=50))
+    with capture_logs() as logs:
+        make_loop(bus).run()
+    (summary,) = [entry for entry in logs if entry["event"] == "training took"]
+    assert summary["iters"] == 6
+    assert "seconds_per_iter" not in summary
+
+
+@pytest.mark.parametrize("warmup", [-1, True, 1.5, None])
+def test_a_warmup_that_is_no_count_is_an_error(warmup):
+    with pytest.raises(ConfigurationError, match="warmup_iter"):
+        IterTimerHook(warmup_iter=warmup)

@@ -1,0 +1,200 @@
+"""``EvaluateHook``: a function of the user's own every so often and at the end of training; the best result is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from eventloop import (
+    AfterTrain,
+    AfterTrainEpoch,
+    AfterTrainIter,
+    BeforeTrain,
+    ConfigurationError,
+    Hook,
+    Priority,
+    RunEvent,
+    RunView,
+    TrainingError,
+    get_logger,
+    mount,
+    register,
+)
+from hooks.options import checked_flags, checked_name
+from hooks.rules import Rule, check_rule, find_rule, is_better
+
+log = get_logger()
+
+
+class Evaluated(RunEvent, kw_only=True):
+    """An ``EvaluateHook`` has called its function: ``metrics`` after ``epoch`` epochs and ``iter`` iterations, from 1."""
+
+    hook: str
+    epoch: int
+    iter: int
+    metrics: dict[str, float]
+    work_dir: str | None = None
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What an evaluation has found, and when."""
+
+    epoch: int
+    iter: int
+    metrics: dict[str, float]
+
+
+@register
+class EvaluateHook(Hook):
+    """Calls ``function()`` every ``period`` iterations (or epochs) and at the end of training, however it was stopped.
+
+    The function knows its model and data by itself and returns metrics: numbers or tensors with one value, in mappings of any
+    depth (``{"coco": {"AP": 0.3}}`` is ``coco/AP``), or None where there is nothing to tell. Models are in
+    evaluation mode and gradients off meanwhile. For validation by the loop's own events, with averaged weights, progress and
+    checkpoints of the best, give ``TrainLoop`` ``val_data`` instead.
+
+    Results are in ``run.info`` (``eval/<name>``), in the events ``evaluated`` that the hook publishes, and as lines of JSON in
+    the work dir. The best one is in :attr:`best`, is logged at the end of training, and survives a resume.
+
+    Args:
+        period: iterations or epochs between calls; 0 for only at the end.
+        function: is called without arguments.
+        by_epoch: count epochs.
+        monitor: name of the metric that tells the best; by default the first one of the first result.
+        rule: ``"greater"`` or ``"less"`` is better; by default it goes by the name, see :func:`hooks.rules.find_rule`.
+        json_file: name of the file in the work dir, None for none.
+        name: of this hook in checkpoints, where there are several of its kind.
+
+    Raises:
+        ConfigurationError: an option that cannot work.
+        TrainingError: later: what the function returned is no mapping of numbers, or lacks ``monitor``.
+    """
+
+    priority = Priority.LOW
+
+    def __init__(
+        self,
+        period: int,
+        function: Callable[[], Mapping[str, Any] | None],
+        *,
+        by_epoch: bool = False,
+        monitor: str | None = None,
+        rule: Rule | None = None,
+        json_file: str | None = "eval_result.json",
+        name: str = "",
+    ) -> None:
+        if isinstance(period, bool) or not isinstance(period, int) or period < 0:
+            raise ConfigurationError(f"period={period!r}: give the iterations (or epochs) between calls, 0 for only at the end")
+        if not callable(function):
+            raise ConfigurationError(f"function={function!r}: give a function without arguments that returns metrics")
+        checked_flags(by_epoch=by_epoch)
+        check_rule(rule)
+        if monitor is not None:
+            checked_name("monitor", monitor, 'the name of a metric, such as "accuracy"')
+            rule = rule or find_rule(monitor)
+        if json_file is not None:
+            checked_name("json_file", json_file, "the name of a file in the work dir, or None")
+        self.name = name
+        self.period = period
+        self.by_epoch = by_epoch
+        self.monitor = monitor
+        self.rule = rule
+        self.best: Result | None = None
+        """The best result so far."""
+        self._function = function
+        self._json_file = json_file
+        self._evaluated_at: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best result."""
+        return {"monitor": self.monitor, "best": None if self.best is None else msgspec.to_builtins(self.best)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the best result back, unless it is the best by another metric."""
+        if self.monitor is None or self.monitor == state["monitor"]:
+            self.monitor = state["monitor"]
+            self.best = None if state["best"] is None else msgspec.convert(state["best"], Result)
+
+    def before_train(self, event: BeforeTrain) -> None:
+        """Begin afresh with a new training."""
+        self._evaluated_at = None
+        if event.progress.iter == 0:
+            self.best = None
+
+    def after_train_iter(self, event: AfterTrainIter) -> None:
+        """Evaluate, if it is time to."""
+        done = event.progress.iter + 1
+        if not self.by_epoch and self.period and done % self.period == 0:
+            self._evaluate(event.run, event.progress.epoch + 1, done)
+
+    def after_train_epoch(self, event: AfterTrainEpoch) -> None:
+        """Evaluate, if it is time to."""
+        done = event.progress.epoch + 1
+        if self.by_epoch and self.period and done % self.period == 0:
+            self._evaluate(event.run, done, event.progress.iter + 1)
+
+    def after_train(self, event: AfterTrain) -> None:
+        """Evaluate what training ended with, unless that has been done, and tell the best."""
+        progress = event.progress
+        if self._evaluated_at != progress.iter:
+            self._evaluate(event.run, progress.epoch, progress.iter)
+        if self.best is not None:
+            log.info("best evaluation", hook=self.label, epoch=self.best.epoch, iter=self.best.iter, **self.best.metrics)
+
+    # Off the path: a slow disk must not hold up the training, nor a full one end it.
+    @mount(Evaluated, offload="thread", on_error="log", when=attrgetter("work_dir"))
+    def write(self, event: Evaluated) -> None:
+        """Append a line to the file."""
+        if event.hook == self.label and self._json_file is not None and event.work_dir is not None:
+            path = Path(event.work_dir) / self._json_file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:  # json and not orjson, which writes NaN as null
+                file.write(json.dumps({"epoch": event.epoch, "iter": event.iter} | event.metrics) + "\n")
+
+    def _evaluate(self, run: RunView, epoch: int, iteration: int) -> None:
+        self._evaluated_at = iteration
+        modes = [(module, module.training) for model in run.models.values() for module in model.modules()]
+        for model in run.models.values():
+            model.eval()
+        try:
+            with torch.no_grad():
+                returned = self._function()
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        metrics = dict(_flat(self.label, returned or {}))
+        if metrics:
+            self._keep(run, Result(epoch, iteration, metrics))
+
+    def _keep(self, run: RunView, result: Result) -> None:
+        metrics = result.metrics
+        run.info.update({f"eval/{name}": value for name, value in metrics.items()})
+        self.monitor = self.monitor or next(iter(metrics))
+        self.rule = self.rule or find_rule(self.monitor)
+        if self.monitor not in metrics:
+            raise TrainingError(f"{self.label}: monitor={self.monitor!r}, but the function returned {', '.join(metrics)}")
+        best = None if self.best is None else self.best.metrics[self.monitor]
+        if is_better(self.rule, metrics[self.monitor], best):
+            self.best = result
+        work_dir = None if run.work_dir is None else str(run.work_dir)
+        run.publish(Evaluated, hook=self.label, epoch=result.epoch, iter=result.iter, metrics=dict(metrics), work_dir=work_dir)
+
+
+def _flat(label: str, metrics: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+    if not isinstance(metrics, Mapping):
+        raise TrainingError(f"{label}: the function returned a {type(metrics).__name__}; return a mapping of names to numbers")
+    for key, value in metrics.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _flat(label, value, f"{name}/")
+            continue
+        try:
+            yield name, float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise TrainingError(f"{label}: the metric {name!r} is a {type(value).__name__}, no single number") from None

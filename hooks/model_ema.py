@@ -1,0 +1,91 @@
+"""Averages that a model keeps itself: calls of its ``init_ema`` and ``update_ema``."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from eventloop import AfterTrainEpoch, AfterTrainIter, BeforeRun, ConfigurationError, Hook, Priority, register
+
+
+class _ModelEMA(Hook):
+    """What the two hooks have in common."""
+
+    priority = Priority.NORMAL
+
+    def __init__(self, model: str | None = None) -> None:
+        if model is not None and (not isinstance(model, str) or not model):
+            raise ConfigurationError(f"model={model!r}: give the name of one of the run's models, or None where there is one")
+        self._name = model
+        self._initialised: weakref.ref[Any] | None = None
+
+    def before_run(self, event: BeforeRun) -> None:
+        """Have the average begin: before a checkpoint is loaded, which then fills the buffers made by it."""
+        models = event.run.models
+        if len(models) > 1 if self._name is None else self._name not in models:
+            raise ConfigurationError(
+                f"{self.label}(model={self._name!r}): the models of this run are {', '.join(map(repr, models))}; name the one "
+                "that has an average"
+            )
+        model = _unwrapped(models[self._name] if self._name is not None else event.run.model)
+        lacking = [method for method in ("init_ema", "update_ema") if not callable(getattr(model, method, None))]
+        if lacking:
+            raise ConfigurationError(
+                f"{self.label} calls the model's own init_ema() and update_ema(), but {type(model).__name__} has no "
+                f"{' and no '.join(lacking)}; EMAHook averages the weights of any model"
+            )
+        if self._initialised is None or self._initialised() is not model:
+            model.init_ema()
+            self._initialised = weakref.ref(model)
+
+    def _update(self) -> None:
+        model = None if self._initialised is None else self._initialised()
+        if model is not None:
+            model.update_ema()
+
+
+@register
+class EMAIterHook(_ModelEMA):
+    """Calls the model's ``init_ema()`` when its first run begins, and its ``update_ema()`` after each optimizer step.
+
+    The model keeps its average in buffers (``register_buffer`` in ``init_ema``), which makes it part of checkpoints. Those of
+    a DataParallel or compiled wrapper are found inside.
+
+    Args:
+        model: name of the model, where the run has several.
+
+    Raises:
+        ConfigurationError: an option that cannot work; or later, a model without these methods.
+    """
+
+    def after_train_iter(self, event: AfterTrainIter) -> None:
+        """Update the average, if the weights are new."""
+        if event.run.updated or not event.run.optimizers:
+            self._update()
+
+
+@register
+class EMAEpochHook(_ModelEMA):
+    """The same as :class:`EMAIterHook`, but ``update_ema()`` is called after each training epoch.
+
+    Args:
+        model: name of the model, where the run has several.
+
+    Raises:
+        ConfigurationError: an option that cannot work; or later, a model without these methods.
+    """
+
+    def after_train_epoch(self, event: AfterTrainEpoch) -> None:
+        """Update the average."""
+        self._update()
+
+
+def _unwrapped(model: torch.nn.Module) -> Any:
+    """Return the user's model inside of ``DataParallel``, ``DistributedDataParallel`` or ``torch.compile``."""
+    for wrapped in ("_orig_mod", "module"):
+        inner = getattr(model, wrapped, None)
+        if isinstance(inner, torch.nn.Module) and not hasattr(type(model), "init_ema"):
+            model = inner
+    return model

@@ -1,0 +1,194 @@
+"""When EvaluateHook calls its function, where results go, and that the best one is kept."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from eventloop import ConfigurationError, TrainingError
+from hooks.checkpoint import CheckpointHook
+from hooks.evaluate import EvaluateHook
+
+
+class Function:
+    """Returns one result after another, and notes at which count of iterations it was called."""
+
+    def __init__(self, *results: Any) -> None:
+        self.results = list(results)
+        self.calls = 0
+
+    def __call__(self) -> Any:
+        self.calls += 1
+        return self.results.pop(0) if self.results else {"acc": 0.5}
+
+
+def evaluated(job: SimpleNamespace, hook: EvaluateHook, *more: Any, **options: Any) -> list[Any]:
+    """Runs a training of two epochs of four batches; returns the events of the hook."""
+    loop = job.loop(hook, *more, **options)
+    events: list[Any] = []
+    loop.bus.on("evaluated", events.append)
+    with capture_logs():
+        loop.run()
+    return events
+
+
+@pytest.mark.parametrize(
+    ("options", "iterations"),
+    [
+        ({"period": 3}, [3, 6, 8]),
+        ({"period": 4}, [4, 8]),
+        ({"period": 0}, [8]),
+        ({"period": 99}, [8]),
+        ({"period": 1, "by_epoch": True}, [4, 8]),
+        ({"period": 2, "by_epoch": True}, [8]),
+        ({"period": 3, "by_epoch": True}, [8]),
+    ],
+)
+def test_it_is_called_every_period_and_at_the_end(job: SimpleNamespace, options: Any, iterations: list[int]) -> None:
+    function = Function()
+    events = evaluated(job, EvaluateHook(function=function, **options))
+    assert [event.iter for event in events] == iterations
+    assert function.calls == len(iterations)
+    assert events[-1].epoch == 2
+
+
+def test_a_run_that_is_stopped_is_evaluated_where_it_stopped(job: SimpleNamespace) -> None:
+    events = evaluated(job, EvaluateHook(0, Function()), job.StopAfter(5))
+    assert [event.iter for event in events] == [5]
+
+
+def test_it_runs_in_evaluation_mode_without_gradients(job: SimpleNamespace) -> None:
+    model = job.model()
+    model[1].eval()  # a layer that is frozen stays so
+    seen: list[Any] = []
+
+    def function() -> dict[str, float]:
+        seen.append((torch.is_grad_enabled(), any(module.training for module in model.modules())))
+        return {"acc": 0.5}
+
+    evaluated(job, EvaluateHook(4, function), model=model)
+    assert seen == [(False, False)] * 2
+    assert [module.training for module in model] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "results", "best"),
+    [
+        ({}, [{"acc": 0.1}, {"acc": 0.9}, {"acc": 0.5}], 6),
+        ({}, [{"acc": 0.9}, {"acc": 0.9}, {"acc": 0.5}], 3),
+        ({}, [{"loss": 0.1}, {"loss": 0.9}, {"loss": 0.5}], 3),
+        ({"rule": "less"}, [{"acc": 0.1}, {"acc": 0.9}, {"acc": 0.5}], 3),
+        ({"monitor": "loss"}, [{"acc": 1, "loss": 3}, {"acc": 2, "loss": 2}, {"acc": 3, "loss": 1}], 8),
+        ({}, [{"acc": float("nan")}, {"acc": 0.2}, {"acc": 0.1}], 6),
+        ({}, [None, {"acc": 0.2}, {}], 6),
+    ],
+)
+def test_the_best_result_is_kept(job: SimpleNamespace, options: Any, results: list[Any], best: int) -> None:
+    hook = EvaluateHook(3, Function(*results), **options)
+    evaluated(job, hook)
+    assert hook.best is not None
+    assert hook.best.iter == best
+
+
+def test_nested_results_and_tensors_are_flat_numbers(job: SimpleNamespace, tmp_path: Path) -> None:
+    infos: list[Any] = []
+    result = {"coco": {"AP": {"small": torch.tensor(0.25)}, "acc": 1}, "loss": torch.ones(1)}
+    loop = job.loop(EvaluateHook(0, Function(result), monitor="loss"), work_dir=tmp_path)
+    loop.bus.on("after_run", lambda event: infos.append(dict(event.run.info)))
+    with capture_logs():
+        loop.run()
+    assert {name: value for name, value in infos[0].items() if name.startswith("eval/")} == {
+        "eval/coco/AP/small": 0.25,
+        "eval/coco/acc": 1.0,
+        "eval/loss": 1.0,
+    }
+
+
+@pytest.mark.parametrize("file", ["eval_result.json", "deep/results.json"])
+def test_results_are_lines_of_json_in_the_work_dir(job: SimpleNamespace, tmp_path: Path, file: str) -> None:
+    evaluated(job, EvaluateHook(4, Function({"acc": 0.5}, {"acc": float("nan")}), json_file=file), work_dir=tmp_path)
+    text = (tmp_path / file).read_text()
+    assert text == '{"epoch": 1, "iter": 4, "acc": 0.5}\n{"epoch": 2, "iter": 8, "acc": NaN}\n'
+
+
+def test_without_a_file_name_or_a_work_dir_there_is_no_file(job: SimpleNamespace, tmp_path: Path) -> None:
+    evaluated(job, EvaluateHook(4, Function(), json_file=None), work_dir=tmp_path)
+    evaluated(job, EvaluateHook(4, Function()))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_best_is_logged_at_the_end(job: SimpleNamespace) -> None:
+    with capture_logs() as logs:
+        job.loop(EvaluateHook(3, Function({"acc": 0.1}, {"acc": 0.9}))).run()
+    (entry,) = [entry for entry in logs if entry["event"] == "best evaluation"]
+    assert (entry["iter"], entry["acc"]) == (6, 0.9)
+
+
+def test_the_best_survives_a_resume(job: SimpleNamespace, tmp_path: Path) -> None:
+    evaluated(job, EvaluateHook(4, Function({"acc": 0.9})), CheckpointHook(1), work_dir=tmp_path, max_epochs=1)
+    hook = EvaluateHook(4, Function({"acc": 0.5}))
+    loop = job.loop(hook, CheckpointHook(1), work_dir=tmp_path)
+    with capture_logs():
+        loop.run(resume="auto")
+    assert hook.best is not None
+    assert (hook.best.iter, hook.best.metrics) == (4, {"acc": 0.9})
+    other = EvaluateHook(4, Function({"acc": 0.1, "loss": 3.0}), monitor="loss")
+    with capture_logs():
+        job.loop(other, CheckpointHook(1), work_dir=tmp_path, max_epochs=3).run(resume="auto")
+    assert other.best is not None
+    assert other.best.metrics == {"acc": 0.1, "loss": 3.0}
+
+
+def test_a_new_training_with_the_same_hook_begins_afresh(job: SimpleNamespace) -> None:
+    hook = EvaluateHook(4, Function({"acc": 0.9}, {"acc": 0.8}, {"acc": 0.1}, {"acc": 0.2}))
+    evaluated(job, hook)
+    evaluated(job, hook)
+    assert hook.best is not None
+    assert hook.best.metrics == {"acc": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("result", "match"),
+    [
+        (3, "int"),
+        ({"acc": "high"}, "'acc' is a str"),
+        ({"a": {"b": torch.ones(2)}}, "'a/b' is a Tensor"),
+        ({"speed": 3}, "rule="),
+    ],
+)
+def test_a_result_that_cannot_be_used_is_an_error(job: SimpleNamespace, result: Any, match: str) -> None:
+    with pytest.raises((TrainingError, ConfigurationError), match=match), capture_logs():
+        job.loop(EvaluateHook(1, Function(result))).run()
+
+
+def test_a_missing_monitor_is_an_error_that_names_what_there_is(job: SimpleNamespace) -> None:
+    with pytest.raises(TrainingError, match=r"'accuracy'.*acc"), capture_logs():
+        job.loop(EvaluateHook(1, Function(), monitor="accuracy")).run()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"period": -1},
+        {"period": True},
+        {"period": 1.5},
+        {"function": None},
+        {"by_epoch": 1},
+        {"rule": "more"},
+        {"monitor": ""},
+        {"monitor": 3},
+        {"json_file": ""},
+        {"json_file": 3},
+    ],
+)
+def test_wrong_options_are_errors_when_the_hook_is_made(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        EvaluateHook(**({"period": 1, "function": Function()} | options))
+
+
+def test_a_metric_whose_name_does_not_tell_is_an_error_when_the_hook_is_made() -> None:
+    with pytest.raises(ConfigurationError, match="'speed'"):
+        EvaluateHook(1, Function(), monitor="speed")

@@ -1,0 +1,104 @@
+"""EMAIterHook and EMAEpochHook: the model's own init_ema and update_ema, and its average after a resume."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import nn
+
+from eventloop import ConfigurationError, Hook
+from hooks.checkpoint import CheckpointHook
+from hooks.model_ema import EMAEpochHook, EMAIterHook
+from hooks.optimizer import OptimizerHook
+
+
+class Averaging(nn.Module):
+    """A model that keeps the mean of old average and new weight in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(3, 2)
+        self.calls: list[str] = []
+
+    def init_ema(self) -> None:
+        self.calls.append("init")
+        self.register_buffer("average", self.layer.weight.detach().clone())
+
+    def update_ema(self) -> None:
+        self.calls.append("update")
+        self.average.lerp_(self.layer.weight.detach(), 0.5)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.layer(batch)
+
+
+@pytest.mark.parametrize(
+    ("found", "updates"), [([EMAIterHook()], 8), ([EMAIterHook(), OptimizerHook(accumulate=2)], 4), ([EMAEpochHook()], 2)]
+)
+def test_it_is_updated_after_each_step_or_epoch(job: SimpleNamespace, found: list[Hook], updates: int) -> None:
+    model = Averaging()
+    job.loop(*found, model=model).run()
+    assert model.calls == ["init"] + ["update"] * updates
+
+
+def test_it_sees_the_new_weights(job: SimpleNamespace) -> None:
+    model = Averaging()
+    first = model.layer.weight.detach().clone()
+    job.loop(EMAIterHook(), model=model, max_iters=1).run()
+    torch.testing.assert_close(model.average, (first + model.layer.weight.detach()) / 2)
+
+
+def test_a_resumed_run_goes_on_with_the_average_of_the_checkpoint(job: SimpleNamespace, tmp_path: Path) -> None:
+    straight = Averaging()
+    job.loop(EMAIterHook(), model=straight).run()
+    job.loop(EMAIterHook(), CheckpointHook(1), model=Averaging(), max_epochs=1, work_dir=tmp_path).run()
+    resumed = Averaging()
+    job.loop(EMAIterHook(), model=resumed, work_dir=tmp_path).run(resume="auto")
+    assert resumed.calls == ["init"] + ["update"] * 4
+    assert torch.equal(resumed.average, straight.average)
+
+
+def test_a_second_run_of_the_same_model_goes_on_and_of_another_begins(job: SimpleNamespace) -> None:
+    model, other, hook = Averaging(), Averaging(), EMAEpochHook()
+    loop = job.loop(hook, model=model, max_epochs=1, val_data=job.batches(1))
+    loop.run()
+    loop.val()
+    job.loop(hook, model=other, max_epochs=1).run()
+    assert model.calls == ["init", "update"]
+    assert other.calls == ["init", "update"]
+
+
+def test_the_model_inside_a_wrapper_is_found(job: SimpleNamespace) -> None:
+    model = Averaging()
+    job.loop(EMAEpochHook(), model=nn.DataParallel(model)).run()
+    assert model.calls == ["init", "update", "update"]
+
+
+def test_one_of_several_models_is_named(job: SimpleNamespace) -> None:
+    models = {"teacher": Averaging(), "student": job.model()}
+    optimizer = torch.optim.SGD(models["student"].parameters(), lr=0.1)
+
+    def step(both: Any, batch: Any) -> torch.Tensor:
+        return job.loss(both["student"], batch)
+
+    job.loop(EMAEpochHook(model="teacher"), model=models, optimizer=optimizer, step=step).run()
+    assert models["teacher"].calls == ["init", "update", "update"]
+    for name in (None, "tutor"):
+        with pytest.raises(ConfigurationError, match="'teacher', 'student'"), capture_logs():
+            job.loop(EMAIterHook(model=name), model=models, optimizer=optimizer, step=step).run()
+
+
+def test_a_model_without_the_methods_is_an_error_that_names_the_other_hook(job: SimpleNamespace) -> None:
+    with pytest.raises(ConfigurationError, match=r"no init_ema and no update_ema; EMAHook"), capture_logs():
+        job.loop(EMAIterHook()).run()
+
+
+@pytest.mark.parametrize("kind", [EMAIterHook, EMAEpochHook])
+@pytest.mark.parametrize("name", ["", 3])
+def test_wrong_options_are_errors_when_the_hook_is_made(kind: Any, name: Any) -> None:
+    with pytest.raises(ConfigurationError, match="model"):
+        kind(model=name)
