@@ -24,6 +24,7 @@ from eventloop import (
     BeforeTrainEpoch,
     ConfigurationError,
     Hook,
+    ImageReported,
     OnException,
     Priority,
     Progress,
@@ -92,7 +93,8 @@ class LoggerHook(Hook):
     begins its windows anew). A writer with an interval of 1 gets the values as they are.
 
     Metrics are written with the epochs done as their step: 0 where there was no training, and iterations in
-    iteration-based runs, where the epoch never moves. Names begin with their stage: ``train/loss``, ``val/accuracy``.
+    iteration-based runs, where the epoch never moves. Names begin with their stage: ``train/loss``, ``val/accuracy``. Images
+    (``run.report_image``) go to the writers that take them, with the steps of their stage.
 
     All of it happens on one thread. A writer that fails is reported and does not end the run.
 
@@ -122,7 +124,7 @@ class LoggerHook(Hook):
         ignore_last: bool = True,
         interval_exp_name: int = 1000,
         out_dir: str | Path | None = None,
-        out_suffix: str | Sequence[str] = (".json", ".jsonl", ".log", ".py", "yaml"),
+        out_suffix: str | Sequence[str] = (".json", ".jsonl", ".csv", ".log", ".py", "yaml"),
         keep_local: bool = True,
         log_metric_by_epoch: bool = True,
         *,
@@ -194,13 +196,16 @@ class LoggerHook(Hook):
     # Errors are logged, not raised: three weeks of training are worth more than a log line. Only here, not above: what an
     # inline method publishes may raise an error that some other offloaded handler left for the training thread.
     # A long linger, as the work of this thread is taken from the training (one GIL): many lines at once cost a third each.
-    @mount(AfterTrainIter, LogEvent, offload="thread", batch=256, linger=0.1, on_error="log")
-    def write(self, events: list[AfterTrainIter | LogEvent]) -> None:
-        """Write what is there: of iterations the scalars in ``outputs``, and the records that were made for it."""
+    @mount(AfterTrainIter, LogEvent, ImageReported, offload="thread", batch=256, linger=0.1, on_error="log")
+    def write(self, events: list[AfterTrainIter | LogEvent | ImageReported]) -> None:
+        """Write what is there: of iterations the scalars in ``outputs``, images, and the records that were made for it."""
         for event in events:
             if isinstance(event, AfterTrainIter):
                 where = _where(event.progress, event.batch_idx + 1, self._epoch_length)
                 self._fanout.train(_numbers(event.outputs), where)
+            elif isinstance(event, ImageReported):
+                where = _where(event.progress)
+                self._fanout.image(event.name, event.image, self._step(where), where)
             elif event.logger == self._token:
                 self._write_one(event)
         if self._facts is not None:
@@ -214,12 +219,15 @@ class LoggerHook(Hook):
                 self._fanout.end_epoch()
             case LogMetrics():
                 where = _where(event.progress)
-                by_epoch = self._by_epoch and where.max_iters is None
-                self._fanout.evaluated(_numbers(event.outputs), where.epoch if by_epoch else where.iter, where)
+                self._fanout.evaluated(_numbers(event.outputs), self._step(where), where)
             case LogOpened():
                 self._open(event)
             case LogClosed():
                 self._close(event)
+
+    def _step(self, where: Where) -> int:
+        by_epoch = where.stage != "train" and self._by_epoch and where.max_iters is None
+        return where.epoch if by_epoch else where.iter
 
     def _open(self, event: LogOpened) -> None:
         work_dir = None if event.work_dir is None else Path(event.work_dir)
@@ -230,7 +238,7 @@ class LoggerHook(Hook):
         facts, self._facts = self._facts, None
         if facts is None:
             return  # the run ended before it had begun
-        self._fanout.close()
+        self._fanout.close(finished=event.finished)
         if event.finished and self._out_dir is not None and facts.work_dir is not None:
             copies = send(facts.work_dir, self._out_dir, self._out_suffix, keep_local=self._keep_local)
             log.info("files copied", out_dir=str(self._out_dir), files=len(copies))

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from eventloop import registrable
 from hooks.smoothing import checked_count
+
+Image = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class RunFacts(msgspec.Struct, frozen=True):
@@ -41,8 +44,9 @@ class Where(msgspec.Struct, frozen=True):
 class Writer:
     """Base of all writers: override what the target can take. Everything else is let go.
 
-    Called by one thread at a time, never by the training thread, so it may block. What it raises is logged, and after
-    three failures in a row it is left alone until the next run.
+    The least is :meth:`write_scalar`, or :meth:`write_scalars` where many at once are cheaper. Called by one thread at a time,
+    never by the training thread, so it may block. What it raises is logged, and after three failures in a row it is left
+    alone until the next run.
 
     Args:
         interval: iterations between training scalars; None takes the logger's. With 1 it gets every iteration's values as
@@ -51,6 +55,8 @@ class Writer:
     Raises:
         ConfigurationError: an interval that is not positive.
     """
+
+    interval: int | None = None
 
     def __init__(self, interval: int | None = None) -> None:
         if interval is not None:
@@ -68,7 +74,23 @@ class Writer:
             step: what to put on the x axis: iterations in training, epochs (or iterations) in validation.
             where: the moment in full.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define write_scalars")
+        for name, value in scalars.items():
+            self.write_scalar(name, value, step)
+
+    def write_scalar(self, name: str, value: float, step: int) -> None:
+        """Take one scalar; by default it goes the way of :meth:`write_scalars`, so a writer needs only one of the two."""
+        if type(self).write_scalars is Writer.write_scalars:
+            raise NotImplementedError(f"{type(self).__name__} must define write_scalars or write_scalar")
+        self.write_scalars({name: value}, step, Where(name.partition("/")[0], epoch=0, iter=step))
+
+    def write_image(self, name: str, image: Image, step: int) -> None:
+        """Take an image that was reported with ``run.report_image``.
+
+        Args:
+            name: with its stage, such as ``val/samples``.
+            image: height × width × channels; channels are 1 (grey), 3 (RGB) or 4 (RGBA).
+            step: as for scalars.
+        """
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Take the user's configuration of the run: mappings, lists, numbers, strings and None in any nesting."""
@@ -78,6 +100,9 @@ class Writer:
 
     def flush(self) -> None:
         """Make what was written visible; called whenever the logger has nothing more to write for the moment."""
+
+    def aborted(self) -> None:
+        """Take the news that an exception has ended the run; :meth:`close` follows."""
 
     def close(self) -> None:
         """Let go of files and connections; the run is over."""

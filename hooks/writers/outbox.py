@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from hooks.writers.table import add_rows
+
 _APPENDED = (".jsonl", ".log")
 
 
@@ -36,6 +38,8 @@ def _send_one(path: Path, copy: Path, *, keep_local: bool) -> Path:
     if not keep_local and path.suffix in _APPENDED and copy.exists():
         with path.open("rb") as source, copy.open("ab") as end:
             shutil.copyfileobj(source, end)
+    elif not keep_local and path.suffix == ".csv" and copy.exists():
+        add_rows(path, copy)  # a header in the middle of a table would be a row
     else:
         shutil.copyfile(path, copy)
     if not keep_local:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eventloop import ConfigurationError, register
-from hooks.writers.base import RunFacts, Where, Writer
+from hooks.writers.base import Image, RunFacts, Where, Writer
 
 _QUEUE = 10_000  # events in TensorBoard's own queue to its writing thread; more than the logger hands over at once
 _NEVER = 10**6  # seconds; the logger says when to flush
@@ -19,7 +19,9 @@ class TensorBoardWriter(Writer):
 
     Scalars of one moment are one record, so six of them cost what one costs with ``SummaryWriter.add_scalar``. Without a
     work dir nothing is written. A resumed run writes a further file into the same folder, which TensorBoard shows as one
-    run. The configuration and the experiment's name appear under *Text*.
+    run; of what was written before it shows the steps below the first that is trained now (that is SummaryWriter's
+    ``purge_step``), so iterations that are made again are not seen twice. The configuration and the experiment's name appear
+    under *Text*.
 
     Args:
         directory: within the work dir.
@@ -38,16 +40,21 @@ class TensorBoardWriter(Writer):
         _load()  # now, and not once the run is under way
         self.directory = directory
         self._events: Any = None  # a SummaryWriter
+        self._trains = False
 
     def open(self, run: RunFacts) -> None:
         """Begin an event file, if the run has a work dir."""
         if run.work_dir is not None:
             summary_writer, _ = _load()
+            self._trains = False
             self._events = summary_writer(str(run.work_dir / self.directory), max_queue=_QUEUE, flush_secs=_NEVER)
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
         """Add a record."""
         if self._events is not None:
+            if where.stage == "train" and not self._trains:
+                self._trains = True
+                self._purge(step)
             _, summary = _load()
             values = [summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
             self._events.file_writer.add_summary(summary(value=values), step)
@@ -63,6 +70,11 @@ class TensorBoardWriter(Writer):
         if self._events is not None:
             self._events.add_text(name, text, where.iter)
 
+    def write_image(self, name: str, image: Image, step: int) -> None:
+        """Add an image."""
+        if self._events is not None:
+            self._events.add_image(name, image, step, dataformats="HWC")
+
     def flush(self) -> None:
         """Have TensorBoard's thread write everything."""
         if self._events is not None:
@@ -73,6 +85,12 @@ class TensorBoardWriter(Writer):
         events, self._events = self._events, None
         if events is not None:
             events.close()
+
+    def _purge(self, step: int) -> None:
+        # Not by SummaryWriter's option: where the training goes on is known only when the first scalars come.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        self._events.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
 
 
 def _load() -> tuple[Any, Any]:

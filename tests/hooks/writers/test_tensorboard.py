@@ -1,5 +1,7 @@
+import io
 import math
 import sys
+import threading
 
 import pytest
 import torch
@@ -64,6 +66,62 @@ def test_a_second_run_adds_to_the_first(events, tmp_path):
     assert scalars(events(tmp_path / "tensorboard"), "train/loss") == [(1, 1.0), (2, 2.0)]
 
 
+def test_iterations_that_a_resumed_run_makes_again_are_seen_once(events, tmp_path):
+    writer = TensorBoardWriter()
+    for first, last, loss in ((1, 6, 1.0), (4, 5, 2.0)):
+        writer.open(RunFacts("digits", tmp_path))
+        if first > 1:
+            writer.write_scalars({"val/loss": loss}, 1, Where("val", epoch=1, iter=3))
+        for step in range(first, last + 1):
+            writer.write_scalars({"train/loss": loss}, step, Where("train", epoch=1, iter=step))
+        writer.close()
+    found = events(tmp_path / "tensorboard")
+    assert scalars(found, "train/loss") == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0)]
+    assert scalars(found, "val/loss") == [(1, 2.0)]
+
+
+def test_a_validation_alone_hides_nothing_of_the_training(events, tmp_path):
+    writer = TensorBoardWriter()
+    for stage, step in (("train", 1), ("train", 2), ("val", 0), ("test", 0)):
+        writer.open(RunFacts("digits", tmp_path))
+        writer.write_scalars({f"{stage}/loss": 0.5}, step, Where(stage, epoch=0, iter=step))
+        writer.close()
+    assert scalars(events(tmp_path / "tensorboard"), "train/loss") == [(1, 0.5), (2, 0.5)]
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_images_can_be_read(events, tmp_path, channels):
+    pillow = pytest.importorskip("PIL.Image")
+    writer = TensorBoardWriter()
+    writer.open(RunFacts("digits", tmp_path))
+    writer.write_image("val/samples", torch.full((2, 5, channels), 7, dtype=torch.uint8).numpy(), 3)
+    writer.close()
+    found = events(tmp_path / "tensorboard")
+    (image,) = found.Images("val/samples")
+    picture = pillow.open(io.BytesIO(image.encoded_image_string))
+    assert (image.step, picture.size) == (3, (5, 2))
+    assert picture.getpixel((0, 0)) == (7,) * max(3, channels)  # TensorBoard makes grey RGB
+
+
+def test_what_the_logger_hands_over_at_once_does_not_wait_for_the_disk(events, tmp_path, monkeypatch):
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    free, write = threading.Event(), RecordWriter.write
+
+    def slow(self, data):
+        free.wait()
+        write(self, data)
+
+    writer = TensorBoardWriter()
+    writer.open(RunFacts("digits", tmp_path))
+    monkeypatch.setattr(RecordWriter, "write", slow)
+    for step in range(1, 5001):  # some twenty batches of the logger, while not one record gets to the disk
+        writer.write_scalars({"train/loss": 0.5}, step, AT)
+    free.set()
+    writer.close()
+    assert len(scalars(events(tmp_path / "tensorboard"), "train/loss")) == 5000
+
+
 def test_without_a_work_dir_nothing_is_written(events, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     writer = TensorBoardWriter()
@@ -71,6 +129,7 @@ def test_without_a_work_dir_nothing_is_written(events, tmp_path, monkeypatch):
     writer.write_config({"lr": 0.5})
     writer.write_scalars({"train/loss": 0.5}, 1, AT)
     writer.write_text("experiment", "digits", AT)
+    writer.write_image("train/noise", torch.zeros(2, 2, 3, dtype=torch.uint8).numpy(), 1)
     writer.flush()
     writer.close()
     assert list(tmp_path.iterdir()) == []

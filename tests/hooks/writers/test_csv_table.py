@@ -1,0 +1,121 @@
+import csv
+import math
+
+import pytest
+
+from eventloop import ConfigurationError
+from hooks import CSVWriter
+from hooks.writers import RunFacts, Where
+from hooks.writers.outbox import send
+from hooks.writers.table import Table, add_rows
+
+
+def rows(path):
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def write(work_dir, *moments):
+    writer = CSVWriter()
+    writer.open(RunFacts("digits", work_dir))
+    for step, scalars in moments:
+        writer.write_scalars(scalars, step, Where("train", epoch=1, iter=step))
+    writer.close()
+
+
+def test_a_run_can_be_read_by_the_csv_module(logged, tmp_path):
+    logged.loop(CSVWriter(), work_dir=tmp_path).run()
+    found = rows(tmp_path / "scalars.csv")
+    assert list(found[0]) == ["step", "epoch", "iter", "train/loss", "val/accuracy"]
+    assert [(row["step"], row["train/loss"]) for row in found if row["train/loss"]] == [
+        (str(step), f"{step}.0") for step in range(1, 7)
+    ]
+    assert [(row["step"], row["iter"], row["val/accuracy"]) for row in found if row["val/accuracy"]] == [
+        ("1", "3", "0.75"),
+        ("2", "6", "1.0"),
+    ]
+
+
+def test_a_name_that_comes_late_gets_a_column_and_earlier_rows_an_empty_cell(tmp_path):
+    write(tmp_path, (1, {"a": 1.0}), (2, {"a": 2.0, "b,\n": 3.0}), (3, {"c": 4.0}), (4, {"a": 5.0}))
+    found = rows(tmp_path / "scalars.csv")
+    assert [(row["a"], row["b,\n"], row["c"]) for row in found] == [
+        ("1.0", "", ""),
+        ("2.0", "3.0", ""),
+        ("", "", "4.0"),
+        ("5.0", "", ""),
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["scalars.csv"]
+
+
+def test_every_row_has_all_columns(tmp_path):
+    write(tmp_path, (1, {"a": 1.0}), (2, {"a": 2.0, "b": 3.0}), (3, {"c": 4.0}))
+    lines = (tmp_path / "scalars.csv").read_text().splitlines()
+    assert {line.count(",") for line in lines} == {5}
+
+
+def test_a_resumed_run_goes_on_without_a_second_header(tmp_path):
+    write(tmp_path, (1, {"a": 1.0}))
+    write(tmp_path, (2, {"b": 2.0}), (3, {"a": 3.0}))
+    found = rows(tmp_path / "scalars.csv")
+    assert [(row["step"], row["a"], row["b"]) for row in found] == [("1", "1.0", ""), ("2", "", "2.0"), ("3", "3.0", "")]
+
+
+def test_half_a_row_of_a_process_that_died_is_cut_off(tmp_path):
+    write(tmp_path, (1, {"a": 1.0}))
+    with (tmp_path / "scalars.csv").open("a") as file:
+        file.write("2,1,2,12" + "9" * 5000)
+    write(tmp_path, (2, {"a": 2.0}))
+    assert [row["a"] for row in rows(tmp_path / "scalars.csv")] == ["1.0", "2.0"]
+
+
+def test_a_file_without_a_whole_line_is_begun_anew(tmp_path):
+    (tmp_path / "scalars.csv").write_text("step,ep")
+    write(tmp_path, (1, {"a": 1.0}))
+    assert [row["a"] for row in rows(tmp_path / "scalars.csv")] == ["1.0"]
+
+
+def test_what_is_not_finite_and_all_digits_come_back(tmp_path):
+    values = [math.nan, math.inf, -math.inf, 1 / 3, 1e300, 10**20, True]
+    write(tmp_path, *((step, {"a": value}) for step, value in enumerate(values)))
+    found = [row["a"] for row in rows(tmp_path / "scalars.csv")]
+    assert math.isnan(float(found[0]))
+    assert [float(text) for text in found[1:]] == values[1:]
+    assert found[-1] == "1"
+
+
+def test_rows_can_be_read_after_a_flush(tmp_path):
+    writer = CSVWriter("made/here.csv", interval=3)
+    writer.open(RunFacts("digits", tmp_path))
+    writer.write_scalar("train/loss", 0.5, 7)
+    writer.flush()
+    assert rows(tmp_path / "made" / "here.csv") == [{"step": "7", "epoch": "0", "iter": "7", "train/loss": "0.5"}]
+    writer.close()
+
+
+def test_without_a_work_dir_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(None, (1, {"a": 1.0}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_name_making_one_says_what_to_give():
+    with pytest.raises(ConfigurationError, match="filename=''"):
+        CSVWriter("")
+
+
+def test_the_rows_of_a_later_run_are_added_to_the_copy_when_local_files_are_deleted(tmp_path):
+    for step, name in ((1, "a"), (2, "b")):
+        write(tmp_path / "run", (step, {name: float(step)}))
+        (copy,) = send(tmp_path / "run", tmp_path / "out", (".csv",), keep_local=False)
+        assert not (tmp_path / "run" / "scalars.csv").exists()
+    assert [(row["step"], row["a"], row["b"]) for row in rows(copy)] == [("1", "1.0", ""), ("2", "", "2.0")]
+
+
+def test_a_table_that_cannot_be_read_leaves_the_other_closed(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        add_rows(tmp_path / "none.csv", tmp_path / "target.csv")
+    table = Table(tmp_path / "target.csv")
+    table.append({"a": 1})
+    table.close()
+    assert rows(tmp_path / "target.csv") == [{"a": "1"}]

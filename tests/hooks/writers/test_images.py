@@ -1,0 +1,130 @@
+import math
+
+import numpy as np
+import pytest
+import structlog
+import torch
+
+from eventloop import Bus, Run
+from hooks import CSVWriter, LoggerHook, Writer
+from hooks.writers.images import as_image
+
+
+class Album(Writer):
+    def __init__(self):
+        self.images = []
+
+    def write_scalars(self, scalars, step, where): ...
+
+    def write_image(self, name, image, step):
+        self.images.append((name, step, image))
+
+
+def report(*writers, image=None):
+    """A run of two epochs of two iterations and a validation that reports an image in each iteration."""
+    bus = Bus()
+    bus.add(LoggerHook(writers=writers))
+    with Run(bus, model=torch.nn.Linear(1, 1)) as run:
+        for _ in run.epochs(2):
+            for _ in run.train(range(2)):
+                run.report_image("noise", torch.zeros(3, 4, 5) if image is None else image)
+            for _ in run.validate(range(1)):
+                run.report_image("digits", np.ones((4, 5)))
+    return run
+
+
+def test_images_come_with_their_stage_and_its_steps():
+    album = Album()
+    report(album)
+    steps = [
+        ("train/noise", 1),
+        ("train/noise", 2),
+        ("val/digits", 1),
+        ("train/noise", 3),
+        ("train/noise", 4),
+        ("val/digits", 2),
+    ]
+    assert [(name, step) for name, step, _ in album.images] == steps
+
+
+def test_a_writer_gets_bytes_of_height_width_and_channels():
+    album = Album()
+    report(album)
+    noise, digits = album.images[0][2], album.images[2][2]
+    assert (noise.shape, noise.dtype, noise.max()) == ((4, 5, 3), np.uint8, 0)
+    assert (digits.shape, digits.dtype, digits.min()) == ((4, 5, 1), np.uint8, 255)
+
+
+def test_an_image_may_be_changed_once_it_is_reported():
+    album = Album()
+    image = torch.ones(1, 2, 2, requires_grad=True)
+    bus = Bus()
+    bus.add(LoggerHook(writers=[album]))
+    with Run(bus, model=torch.nn.Linear(1, 1)) as run:
+        for _ in run.epochs(1):
+            for _ in run.train(range(1)):
+                run.report_image("noise", image)
+                with torch.no_grad():
+                    image.zero_()
+    assert album.images[0][2].min() == 255
+
+
+def test_a_handler_hears_reported_images_too():
+    heard = []
+    bus = Bus()
+    bus.on("image_reported", lambda event: heard.append((event.name, event.progress.iter, event.image.shape)))
+    with Run(bus, model=torch.nn.Linear(1, 1)) as run:
+        run.report_image("noise", torch.zeros(4, 5))
+    assert heard == [("noise", 0, (4, 5))]
+
+
+def test_a_hook_reports_images_through_its_event():
+    album = Album()
+    bus = Bus()
+    bus.add(LoggerHook(writers=[album]))
+    bus.on("after_train_iter", lambda event: event.run.report_image("batch", torch.zeros(2, 2)))
+    with Run(bus, model=torch.nn.Linear(1, 1)) as run:
+        for _ in run.epochs(1):
+            for _ in run.train(range(1)):
+                pass
+    assert [(name, step) for name, step, _ in album.images] == [("train/batch", 1)]
+
+
+def test_without_a_writer_that_takes_images_it_is_said_once(tmp_path):
+    with structlog.testing.capture_logs() as lines:
+        report(CSVWriter())
+    assert [line["image"] for line in lines if "none of the writers takes images" in line["event"]] == ["noise"]
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (torch.zeros(2, 3, 4, 5), r"'noise' has the shape \(2, 3, 4, 5\).*make_grid"),
+        (torch.zeros(5, 4, 5), "3 or 4 channels"),
+        (torch.zeros(7), "height, width"),
+        (np.zeros((0, 4)), "height, width"),
+        (torch.zeros(4, 4, dtype=torch.int64), "torch.int64: give bytes"),
+        (np.zeros((4, 4), dtype=complex), "complex128: give bytes"),
+    ],
+)
+def test_what_is_no_image_is_an_error_where_it_is_reported(image, message):
+    with pytest.raises(ValueError, match=message):
+        report(Album(), image=image)
+
+
+def test_another_object_is_an_error_that_says_what_to_give():
+    with pytest.raises(TypeError, match=r"numpy.asarray\(picture\)"):
+        report(Album(), image="picture.png")
+
+
+def test_channels_are_found_first_or_last():
+    pixels = np.arange(2 * 4 * 3, dtype=np.uint8).reshape(2, 4, 3)
+    assert np.array_equal(as_image(pixels), pixels)
+    assert np.array_equal(as_image(np.moveaxis(pixels, -1, 0)), pixels)
+    assert as_image(np.zeros((3, 7, 3))).shape == (7, 3, 3)
+
+
+def test_floats_are_scaled_and_cut_off_and_nan_is_black():
+    image = as_image(torch.tensor([[0.0, 0.5, 1.0], [-1.0, 2.0, math.nan]], dtype=torch.bfloat16))
+    assert image[..., 0].tolist() == [[0, 128, 255], [0, 255, 0]]
+    assert as_image(torch.tensor([[True, False]]))[..., 0].tolist() == [[255, 0]]

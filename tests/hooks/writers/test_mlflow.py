@@ -1,0 +1,171 @@
+import math
+import sys
+
+import pytest
+import torch
+
+from eventloop import ConfigurationError
+from hooks import MLflowWriter
+from hooks.writers import RunFacts, Where
+
+# What MLflow uses of SQLAlchemy is deprecated there.
+pytestmark = [pytest.mark.usefixtures("offline"), pytest.mark.filterwarnings("ignore")]
+AT = Where("train", epoch=1, iter=3)
+
+
+@pytest.fixture
+def client():
+    """Opens the store of a work dir, or one at an address, with MLflow's own client."""
+    mlflow = pytest.importorskip("mlflow")
+
+    def connect(place):
+        uri = place if isinstance(place, str) else f"sqlite:///{place}/mlflow.db"
+        return mlflow.MlflowClient(tracking_uri=uri)
+
+    return connect
+
+
+def runs(client):
+    return client.search_runs([one.experiment_id for one in client.search_experiments()])
+
+
+def history(client, run, name):
+    return [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name)]
+
+
+def test_what_a_run_has_logged_can_be_read_by_the_client(client, logged, tmp_path):
+    config = {"lr": 0.1, "model": {"depth": 3, "names": ["a"]}}
+    logged.loop(MLflowWriter(experiment="digits"), work_dir=tmp_path, name="first", config=config).run()
+    found = client(tmp_path)
+    (run,) = runs(found)
+    assert history(found, run, "train/loss") == [(step, float(step)) for step in range(1, 7)]
+    assert history(found, run, "val/accuracy") == [(1, 0.75), (2, 1.0)]
+    assert run.data.params == {"lr": "0.1", "model.depth": "3", "model.names": "['a']"}
+    assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
+    assert found.get_experiment(run.info.experiment_id).name == "digits"
+
+
+def test_images_are_artifacts_of_the_run(client, logged, tmp_path):
+    report = lambda event: event.run.report_image("noise", torch.ones(3, 2, 5))  # noqa: E731
+    logged.loop(MLflowWriter(), work_dir=tmp_path, every=report, max_epochs=1).run()
+    found = client(tmp_path)
+    (run,) = runs(found)
+    names = [artifact.path for artifact in found.list_artifacts(run.info.run_id, "images")]
+    assert sorted(name.split("+")[2] for name in names if name.endswith(".png")) == ["1", "2", "3"]
+    assert all("train~noise" in name for name in names)
+
+
+def test_a_resumed_run_goes_on_and_keeps_its_parameters(client, tmp_path):
+    for step, lr in ((1, 0.1), (2, 0.2)):
+        writer = MLflowWriter()
+        writer.open(RunFacts("digits", tmp_path))
+        writer.write_config({"lr": lr, f"new {step}": step})
+        writer.write_scalars({"train/loss": float(step)}, step, AT)
+        writer.flush()
+        assert runs(client(tmp_path))[0].info.status == "RUNNING"
+        writer.close()
+    found = client(tmp_path)
+    (run,) = runs(found)
+    assert history(found, run, "train/loss") == [(1, 1.0), (2, 2.0)]
+    assert run.data.params == {"lr": "0.1", "new 1": "1", "new 2": "2"}
+
+
+def test_a_run_that_the_store_no_longer_has_is_begun_anew(client, tmp_path):
+    (tmp_path / "mlflow_run_id").write_text("0123456789abcdef0123456789abcdef\n")
+    writer = MLflowWriter()
+    writer.open(RunFacts("digits", tmp_path))
+    writer.close()
+    (run,) = runs(client(tmp_path))
+    assert (tmp_path / "mlflow_run_id").read_text() == f"{run.info.run_id}\n"
+
+
+def test_numbers_come_back_and_infinity_as_the_largest_that_mlflows_database_has(client, tmp_path):
+    writer = MLflowWriter()
+    writer.open(RunFacts("digits", tmp_path))
+    for step, value in enumerate([math.nan, math.inf, -math.inf, 1 / 3, True]):
+        writer.write_scalars({"train/loss": value}, step, AT)
+    writer.flush()
+    writer.close()
+    found = client(tmp_path)
+    values = [value for _, value in history(found, runs(found)[0], "train/loss")]
+    assert math.isnan(values[0])
+    assert values[1:] == [sys.float_info.max, -sys.float_info.max, 1 / 3, 1.0]
+
+
+def test_more_scalars_than_one_call_takes_and_names_that_mlflow_refuses_are_written(client, tmp_path):
+    writer = MLflowWriter()
+    writer.open(RunFacts("digits", tmp_path))
+    for step in range(600):
+        writer.write_scalars({"val/AR@100": float(step), "val/ü": 1.0}, step, AT)
+    writer.flush()
+    writer.close()
+    found = client(tmp_path)
+    (run,) = runs(found)
+    assert len(found.get_metric_history(run.info.run_id, "val/AR_100")) == 600
+    assert len(found.get_metric_history(run.info.run_id, "val/_")) == 600
+
+
+def test_what_could_not_be_written_is_tried_again_and_fails_where_it_is_counted(client, tmp_path, monkeypatch):
+    writer = MLflowWriter()
+    writer.open(RunFacts("digits", tmp_path))
+    writer.write_scalars({"train/loss": 1.0}, 1, AT)
+    with monkeypatch.context() as broken:
+        broken.setattr(type(writer._client), "log_batch", lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            writer.flush()
+        with pytest.raises(ZeroDivisionError):
+            writer.write_scalars({"train/loss": 2.0}, 2, AT)
+    writer.write_scalars({"train/loss": 3.0}, 3, AT)
+    writer.flush()
+    writer.close()
+    found = client(tmp_path)
+    assert history(found, runs(found)[0], "train/loss") == [(1, 1.0), (3, 3.0)]
+
+
+def test_a_store_of_several_runs_can_be_named(client, logged, tmp_path):
+    uri = f"sqlite:///{tmp_path}/all.db"
+    found = client(uri)
+    found.create_experiment("digits", artifact_location=(tmp_path / "artifacts").as_uri())
+    for name in ("first", "second"):
+        logged.loop(MLflowWriter(uri, experiment="digits"), name=name, max_epochs=1).run()
+    assert {run.info.run_name for run in runs(found)} == {"first", "second"}
+
+
+def test_an_aborted_run_has_failed(client, logged, tmp_path):
+    def fail(event):
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        logged.loop(MLflowWriter(), work_dir=tmp_path, every=fail).run()
+    assert runs(client(tmp_path))[0].info.status == "FAILED"
+
+
+def test_without_a_work_dir_nothing_is_written(client, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    writer = MLflowWriter()
+    writer.open(RunFacts("digits"))
+    writer.write_config({"lr": 0.5})
+    writer.write_scalars({"train/loss": 0.5}, 1, AT)
+    writer.write_image("train/noise", torch.zeros(2, 2, 3, dtype=torch.uint8).numpy(), 1)
+    writer.flush()
+    writer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [{"tracking_uri": ""}, {"experiment": ""}])
+def test_options_are_no_empty_names(options):
+    with pytest.raises(ConfigurationError, match="give names"):
+        MLflowWriter(**options)
+
+
+def test_without_mlflow_making_one_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(ConfigurationError, match=r'pip install "trainbus\[mlflow\]"'):
+        MLflowWriter()
+
+
+def test_without_what_a_local_store_needs_making_one_says_what_to_install(client, monkeypatch):
+    monkeypatch.setattr("hooks.writers.mlflow.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match="needs sqlalchemy and alembic for a local store"):
+        MLflowWriter()
+    MLflowWriter("http://localhost:5000")
