@@ -126,10 +126,10 @@ class Lines:
 
     def of(self, path: str, value: Any, depth: int) -> Iterator[list[str | tuple[str, str]]]:
         """The lines of what is at `path`, down to `depth` levels."""
-        if _is_leaf(value):
-            yield [self._leaf(path, value)]
-        else:
+        if _has_children(value):
             yield from self._level(path, value, depth, "")
+        else:
+            yield [self._leaf(path, value)]
 
     def _level(self, path: str, value: Any, depth: int, indent: str) -> Iterator[list[str | tuple[str, str]]]:
         children = list(_children(value))

@@ -1,0 +1,518 @@
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eventloop import load_weights
+from eventloop.checkpoint import link, load, save
+from eventloop.cli import main
+
+MMENGINE = Path(__file__).parent.parent / "checkpoint" / "data" / "mmengine.pth"
+
+
+class Result(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def trainbus(capsys, tmp_path, monkeypatch) -> Any:
+    """Runs ``trainbus checkpoint`` in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments: object) -> Result:
+        status = main(["checkpoint", *map(str, arguments)])
+        return Result(status, *capsys.readouterr())
+
+    return run
+
+
+def tree(epoch: int = 1) -> dict[str, Any]:
+    averaged, trained = torch.full((2, 3), float(epoch)), torch.full((2, 3), -float(epoch))
+    return {
+        "state_dict": {"head.weight": averaged, "module.tied": averaged, "count": torch.tensor(epoch)},
+        "ema_state_dict": {"head.weight": trained, "module.tied": trained},
+        "progress": {"epoch": epoch, "iter": 10 * epoch, "phase": "train"},
+        "rng": {"numpy": ("MT19937", np.arange(300, dtype=np.uint32), 0), "bad": float("nan")},
+        "optimizer": {"optimizer": {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1}]}},
+    }
+
+
+def make(path: str, epoch: int = 1, age: float = 0) -> Path:
+    save(tree(epoch), path)
+    os.utime(path, (time.time() - age,) * 2)
+    return Path(path)
+
+
+def flip(path: Path) -> None:
+    """Damage a tensor: the header stays as it is."""
+    data = bytearray(path.read_bytes())
+    data[data.index(load(path)["state_dict"]["head.weight"].numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+# ----------------------------------------------------------------------------------------------------------------- ls
+
+
+def test_ls_shows_how_far_each_file_has_come_oldest_first(trainbus):
+    make("epoch_10.safetensors", 10)
+    make("epoch_9.safetensors", 9, age=60)
+    result = trainbus("ls", ".")
+    assert result.status == 0
+    rows = [line.split() for line in result.out.splitlines()]
+    assert rows[0] == ["file", "epoch", "iter", "size", "when", "state"]
+    assert [row[:3] for row in rows[1:]] == [["epoch_9.safetensors", "9", "90"], ["epoch_10.safetensors", "10", "100"]]
+    assert [row[-1] for row in rows[1:]] == ["complete", "complete"]
+    assert [row[3:5] for row in rows[1:]] == [["2.1", "kB"], ["2.1", "kB"]]
+
+
+def test_ls_marks_the_newest_and_shows_all_names_of_one_file(trainbus):
+    make("epoch_1.safetensors", 1, age=60)
+    link(make("epoch_2.safetensors", 2), "best_accuracy_epoch_2.safetensors")
+    Path("last_checkpoint").write_text("epoch_2.safetensors")
+    lines = trainbus("ls", ".").out.splitlines()
+    assert lines[1].split()[0] == "epoch_1.safetensors"
+    assert lines[2].split()[:2] == ["→", "epoch_2.safetensors"]
+    assert lines[3].strip() == "= best_accuracy_epoch_2"
+    assert lines[4] == "→ last_checkpoint: epoch_2.safetensors"
+
+
+def test_ls_says_so_when_last_checkpoint_names_a_file_that_is_not_there(trainbus):
+    make("epoch_1.safetensors")
+    Path("last_checkpoint").write_text("epoch_2.safetensors")
+    assert "→ last_checkpoint: epoch_2.safetensors (which is not there)" in trainbus("ls", ".").out
+
+
+def test_ls_of_a_work_dir_names_the_newest_in_another_directory(trainbus):
+    Path("elsewhere").mkdir()
+    make("elsewhere/epoch_1.safetensors")
+    Path("run").mkdir()
+    Path("run/last_checkpoint").write_text("../elsewhere/epoch_1.safetensors")
+    result = trainbus("ls", "run")
+    assert result == (0, "no checkpoints in run\n→ last_checkpoint: ../elsewhere/epoch_1.safetensors\n", "")
+
+
+def test_ls_finds_a_truncated_file_by_its_header_and_ends_with_status_1(trainbus):
+    make("epoch_1.safetensors", age=60)
+    cut(make("epoch_2.safetensors", 2))
+    result = trainbus("ls", ".")
+    assert result.status == 1
+    assert result.out.splitlines()[1].endswith("complete")
+    assert result.out.splitlines()[2].rstrip().endswith("damaged")
+    assert "epoch_2.safetensors is damaged: the header promises" in result.out
+
+
+def test_only_ls_with_verify_finds_a_flipped_bit(trainbus):
+    flip(make("epoch_1.safetensors"))
+    assert trainbus("ls", ".").status == 0
+    result = trainbus("ls", ".", "--verify")
+    assert result.status == 1
+    assert "epoch_1.safetensors is damaged: its bytes give crc32:" in result.out
+    make("epoch_1.safetensors")
+    assert trainbus("ls", ".", "--verify").out.splitlines()[1].rstrip().endswith("verified")
+
+
+def test_ls_shows_other_weights_and_what_a_killed_process_has_left(trainbus):
+    save_file({"w": torch.ones(2)}, "weights.safetensors")
+    Path(".trainbus-0123.tmp").touch()
+    result = trainbus("ls", ".")
+    assert result.status == 0
+    assert result.out.splitlines()[1].split()[0] == "weights.safetensors"
+    assert result.out.splitlines()[1].split()[-1] == "weights"
+    assert "unfinished: .trainbus-0123.tmp" in result.out
+
+
+def test_ls_fits_into_80_columns_with_long_names(trainbus, monkeypatch):
+    from rich.console import Console
+
+    make("best_accuracy_epoch_10.safetensors", 10)
+    monkeypatch.setattr("eventloop.cli.checkpoint.listing.to_terminal", lambda: Console(width=80, highlight=False))
+    lines = trainbus("ls", ".").out.splitlines()
+    assert len(lines) == 2
+    assert all(len(line) <= 80 for line in lines)
+
+
+@pytest.mark.parametrize(("name", "says"), [("nowhere", "no such directory"), ("file", "is a file")])
+def test_ls_of_no_directory_is_a_mistake(trainbus, name, says):
+    Path("file").touch()
+    result = trainbus("ls", name)
+    assert result.status == 2
+    assert says in result.err
+
+
+# ------------------------------------------------------------------------------------------------------------- verify
+
+
+def test_verify_reads_every_byte_and_ends_with_status_1_and_a_line_for_each_damaged_file(trainbus):
+    make("epoch_1.safetensors", age=60)
+    flip(make("epoch_2.safetensors", 2))
+    cut(make("epoch_3.safetensors", 3))
+    result = trainbus("verify", ".")
+    assert result.status == 1
+    lines = sorted(result.out.splitlines())
+    assert lines[0] == "1 of 3 files verified, 2 damaged"
+    assert lines[1].startswith("damaged   epoch_2.safetensors is damaged: its bytes give crc32:")
+    assert lines[2].startswith("damaged   epoch_3.safetensors is damaged: the header promises")
+    assert lines[3].startswith("verified  epoch_1.safetensors")
+
+
+def test_verify_of_a_good_file_ends_with_status_0(trainbus):
+    make("epoch_1.safetensors")
+    result = trainbus("verify", "epoch_1.safetensors")
+    assert (result.status, result.err) == (0, "")
+    assert result.out.startswith("verified  epoch_1.safetensors")
+
+
+def test_verify_reads_a_file_with_two_names_once(trainbus):
+    link(make("epoch_1.safetensors"), "best_loss_epoch_1.safetensors")
+    result = trainbus("verify", ".")
+    assert result.out.count("verified") == 1
+    assert "epoch_1.safetensors = best_loss_epoch_1.safetensors" in result.out
+
+
+def test_verify_takes_several_files(trainbus):
+    result = trainbus("verify", make("a.safetensors"), make("b.safetensors"))
+    assert result.out.splitlines()[-1] == "2 of 2 files verified"
+
+
+def test_to_verify_nothing_at_all_is_a_mistake(trainbus):
+    assert trainbus("verify", ".") == (2, "", "trainbus checkpoint verify: no checkpoints in .\n")
+    save_file({"w": torch.ones(2)}, "weights.safetensors")
+    assert trainbus("verify", ".").status == 2
+
+
+# --------------------------------------------------------------------------------------------------------------- show
+
+
+def test_show_has_names_shapes_dtypes_numbers_and_which_are_tied(trainbus):
+    make("a.safetensors", 3)
+    result = trainbus("show", "a.safetensors")
+    assert result.status == 0
+    lines = result.out.splitlines()
+    assert lines[0].startswith("a.safetensors  ")
+    assert "4 tensors" in lines[0]
+    assert "  head.weight: float32 [2, 3]" in lines
+    assert "  module.tied: float32 [2, 3] = state_dict.head.weight" in lines
+    assert "  count: int64 []" in lines
+    assert "progress: {'epoch': 3, 'iter': 30, 'phase': 'train'}" in lines
+    assert "  numpy: tuple of 3" in lines
+    assert "  optimizer: dict of 2, 1 tensor, 4 bytes" in lines
+    assert not any("param_groups" in line for line in lines)  # it is a level deeper
+
+
+def test_show_goes_as_deep_as_it_is_told(trainbus):
+    make("a.safetensors")
+    assert "param_groups" in trainbus("show", "a.safetensors", "--depth", 3).out
+    assert "head.weight" not in trainbus("show", "a.safetensors", "--depth", 1).out
+
+
+@pytest.mark.parametrize(
+    ("key", "shows"),
+    [
+        ("progress.epoch", ["1"]),
+        ("state_dict.head.weight", ["float32 [2, 3]"]),
+        ("state_dict.module", ["module.tied: float32 [2, 3] = state_dict.head.weight"]),
+        ("optimizer.optimizer.state.0.step", ["float32 []"]),
+        ("optimizer.optimizer.param_groups.0", ["lr: 0.1"]),
+        ("rng.numpy.1", ["array uint32 [300]"]),
+    ],
+)
+def test_show_of_a_key_shows_that_part(trainbus, key, shows):
+    make("a.safetensors")
+    assert trainbus("show", "a.safetensors", "--key", key).out.splitlines()[1:] == shows
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("state_dikt", "no 'state_dikt' in the checkpoint; there is state_dict, ema_state_dict"),
+        ("state_dict.heat", "no 'heat' under 'state_dict'; there is"),
+        ("progress.epoch.x", "nothing under 'progress.epoch': that is a leaf"),
+    ],
+)
+def test_show_of_a_key_that_is_not_there_says_what_is(trainbus, key, says):
+    make("a.safetensors")
+    result = trainbus("show", "a.safetensors", "--key", key)
+    assert result.status == 2
+    assert says in result.err
+
+
+def test_show_of_a_large_checkpoint_is_short_and_says_how_to_see_the_rest(trainbus):
+    save({"state_dict": {f"layer{i}": torch.ones(1) for i in range(300)}}, "a.safetensors")
+    out = trainbus("show", "a.safetensors").out
+    assert len(out.splitlines()) < 30
+    assert "… 280 more: --key state_dict" in out
+    assert len(trainbus("show", "a.safetensors", "--key", "state_dict").out.splitlines()) == 301
+
+
+def test_show_json_is_for_programs(trainbus):
+    make("a.safetensors")
+    shown = json.loads(trainbus("show", "a.safetensors", "--json").out)
+    assert shown["bytes"] == Path("a.safetensors").stat().st_size
+    assert shown["digest"].startswith("crc32:")
+    assert shown["tree"]["progress"] == {"epoch": 1, "iter": 10, "phase": "train"}
+    assert shown["tree"]["state_dict"]["head.weight"] == {"tensor": {"dtype": "float32", "shape": [2, 3]}}
+    assert shown["tree"]["state_dict"]["module.tied"]["tensor"]["same_as"] == "state_dict.head.weight"
+    assert shown["tree"]["rng"]["bad"] == "nan"
+    assert shown["tree"]["rng"]["numpy"][1] == {"array": {"dtype": "uint32", "shape": [300]}}
+    assert shown["tree"]["optimizer"]["optimizer"]["param_groups"] == [{"lr": 0.1}]
+
+
+def test_show_json_of_a_key_and_to_a_depth(trainbus):
+    make("a.safetensors")
+    shown = json.loads(trainbus("show", "a.safetensors", "--json", "--key", "rng", "--depth", 1).out)
+    assert shown["key"] == "rng"
+    assert shown["tree"] == {"numpy": "tuple of 3", "bad": "nan"}
+
+
+def test_show_does_not_let_a_file_write_to_the_terminal(trainbus):
+    save({"a\x1b[2Jb": "\x1b[2J", "[red]": "[bold]x"}, "a.safetensors")
+    out = trainbus("show", "a.safetensors").out
+    assert "\x1b" not in out
+    assert "[red]: '[bold]x'" in out
+
+
+# ------------------------------------------------------------------------------------------------------------- export
+
+
+def test_export_writes_the_whole_checkpoint_for_torch_load(trainbus):
+    make("a.safetensors", 3)
+    result = trainbus("export", "a.safetensors", "a.pth")
+    assert result.status == 0
+    assert result.out.startswith("exported a.pth")
+    back = torch.load("a.pth", weights_only=True)
+    assert back["progress"] == {"epoch": 3, "iter": 30, "phase": "train"}
+    assert back["state_dict"]["head.weight"].equal(torch.full((2, 3), 3.0))
+    assert back["rng"]["numpy"][1].tolist() == list(range(300))
+
+
+def test_export_of_weights_averaged_or_raw_as_pth_or_safetensors(trainbus):
+    make("a.safetensors", 3)
+    assert trainbus("export", "a.safetensors", "w.pth", "--weights").status == 0
+    assert torch.load("w.pth", weights_only=True)["head.weight"].equal(torch.full((2, 3), 3.0))
+    assert trainbus("export", "a.safetensors", "w.safetensors", "--weights", "--raw", "--strip").status == 0
+    raw = load_file("w.safetensors")
+    assert raw.keys() == {"head.weight", "tied"}
+    assert raw["tied"].equal(torch.full((2, 3), -3.0))
+
+
+def test_export_names_a_model(trainbus):
+    save({"state_dict": {"G": {"w": torch.ones(2)}, "D": {"w": torch.zeros(2)}}}, "a.safetensors")
+    assert "several models, 'G', 'D'" in trainbus("export", "a.safetensors", "w.pth", "--weights").err
+    assert trainbus("export", "a.safetensors", "w.pth", "--weights", "--model", "D").status == 0
+    assert torch.load("w.pth", weights_only=True)["w"].equal(torch.zeros(2))
+
+
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_nothing_is_overwritten_without_force(trainbus, command):
+    source = make("a.safetensors") if command == "export" else MMENGINE
+    out = Path("out.pth" if command == "export" else "out.safetensors")
+    out.write_text("before")
+    result = trainbus(command, source, out)
+    assert result.status == 2
+    assert f"{out} is there already; --force replaces it" in result.err
+    assert out.read_text() == "before"
+    assert trainbus(command, source, out, "--force").status == 0
+    assert out.stat().st_size > 1000
+
+
+def test_not_even_force_replaces_the_file_that_is_read(trainbus):
+    before = make("a.safetensors").read_bytes()
+    result = trainbus("export", "a.safetensors", "./a.safetensors", "--weights", "--force")
+    assert result.status == 2
+    assert Path("a.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["a.safetensors", "out.bin"], "must end in .pth or .pt"),
+        (["a.safetensors", "out.safetensors"], "with --weights, only its weights"),
+        (["a.safetensors", "out.pth", "--raw"], "--raw goes with --weights"),
+        (["a.safetensors", "out.pth", "--strip"], "--strip goes with --weights"),
+        (["a.safetensors", "out.pth", "--model", "m"], "--model goes with --weights"),
+        (["a.safetensors", "nowhere/out.pth"], "nowhere: no such directory"),
+        (["a.safetensors", "."], ". is a directory"),
+    ],
+)
+def test_a_mistake_in_an_export_ends_with_status_2_and_leaves_nothing(trainbus, arguments, says):
+    make("a.safetensors")
+    result = trainbus("export", *arguments)
+    assert (result.status, result.out) == (2, "")
+    assert says in result.err
+    assert [path.name for path in Path().iterdir()] == ["a.safetensors"]
+
+
+# ------------------------------------------------------------------------------------------------------------- import
+
+
+def test_import_of_an_mmengine_checkpoint_says_what_resumes_and_what_does_not(trainbus):
+    result = trainbus("import", MMENGINE, "out.safetensors")
+    assert (result.status, result.err) == (0, "")
+    lines = dict(line.split(maxsplit=1) for line in result.out.splitlines())
+    assert lines["from"] == "MMEngine 0.10.7"
+    assert lines["resumes"] == "weights; averages of 4 updates (EMAHook); optimizer; epoch 2, iteration 4"
+    assert "schedules" in lines["afresh"]
+    assert "message_hub" in lines["kept"]
+    assert trainbus("verify", "out.safetensors").status == 0
+    assert load("out.safetensors")["progress"]["epoch"] == 2
+
+
+def test_import_of_a_plain_state_dict_makes_weights_that_load(trainbus):
+    model, other = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+    torch.save(model.state_dict(), "w.pth")
+    result = trainbus("import", "w.pth", "w.safetensors")
+    assert "nothing but the weights" in result.out
+    load_weights(other, load("w.safetensors")["state_dict"])
+    assert other.weight.equal(model.weight)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"state_dict": {"w": torch.ones(1)}, "epoch": 3}, "nothing but the weights: load_weights"),
+        ({"model": 1, "epoch": 3}, "a dict, as it is: model, epoch"),
+        ([1, 2], "a list, as it is"),
+    ],
+    ids=["weights", "dict", "list"],
+)
+def test_import_of_anything_else_keeps_the_tree_and_says_that_it_resumes_nothing(trainbus, content, says):
+    torch.save(content, "a.pth")
+    assert says in trainbus("import", "a.pth", "a.safetensors").out
+    assert repr(load("a.safetensors")) == repr(content)
+
+
+class Runs:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch ran",)
+
+
+def test_import_runs_no_code_and_says_how_to_keep_the_rest(trainbus):
+    torch.save({"state_dict": {"w": torch.ones(1)}, "x": Runs()}, "a.pth")
+    result = trainbus("import", "a.pth", "a.safetensors")
+    assert result.status == 2
+    assert "posix.system" in result.err
+    assert "torch.save({'state_dict'" in result.err
+    assert [path.name for path in Path().iterdir()] == ["a.pth"]
+
+
+def test_import_of_a_tensor_that_no_checkpoint_holds_names_its_path(trainbus):
+    torch.save({"state_dict": {"w": torch.ones(2).to_sparse()}}, "a.pth")
+    result = trainbus("import", "a.pth", "a.safetensors")
+    assert result.status == 2
+    assert "state_dict.w: cannot store a sparse_coo tensor" in result.err
+
+
+def test_import_makes_files_that_a_run_finds_only(trainbus):
+    result = trainbus("import", MMENGINE, "out.pth")
+    assert result.status == 2
+    assert "ends in .safetensors" in result.err
+
+
+# ------------------------------------------------------------------------------------------------------- all commands
+
+
+READING = [["verify"], ["show"], ["export", "out.pth"], ["import", "out.safetensors"]]
+
+
+def call(trainbus: Any, command: list[str], file: str) -> Result:
+    name, *rest = command
+    return trainbus(name, file, *rest)
+
+
+@pytest.mark.parametrize("command", READING, ids=lambda command: command[0])
+def test_a_missing_file_is_a_mistake(trainbus, command):
+    result = call(trainbus, command, "nowhere.safetensors")
+    assert (result.status, result.out) == (2, "")
+    assert result.err == f"trainbus checkpoint {command[0]}: nowhere.safetensors: no such file\n"
+
+
+@pytest.mark.parametrize("command", READING[:3], ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("a.pth", "no checkpoint but a file of torch.save; the way out: trainbus checkpoint import a.pth"),
+        ("plain.safetensors", "no checkpoint but plain safetensors"),
+        ("notes.txt", "is no checkpoint; their names end in .safetensors"),
+    ],
+)
+def test_a_file_that_is_something_else_is_a_mistake_and_not_damage(trainbus, command, name, says):
+    torch.save({"w": 1}, "a.pth")
+    save_file({"w": torch.ones(1)}, "plain.safetensors")
+    Path("notes.txt").write_text("hello, this is a text")
+    result = call(trainbus, command, name)
+    assert result.status == 2
+    assert says in result.err
+
+
+@pytest.mark.parametrize("command", READING[:3], ids=lambda command: command[0])
+def test_a_damaged_file_ends_with_status_1(trainbus, command):
+    cut(make("a.safetensors"))
+    result = call(trainbus, command, "a.safetensors")
+    assert result.status == 1
+    assert "a.safetensors is damaged: the header promises" in result.out + result.err
+
+
+def test_a_damaged_file_of_torch_save_ends_with_status_1(trainbus):
+    data = MMENGINE.read_bytes()
+    Path("a.pth").write_bytes(data[: len(data) // 2])
+    result = trainbus("import", "a.pth", "a.safetensors")
+    assert result.status == 1
+    assert "a.pth is damaged" in result.err
+
+
+@pytest.mark.parametrize("command", READING[1:3], ids=lambda command: command[0])
+def test_a_directory_in_place_of_a_file_is_a_mistake(trainbus, command):
+    Path("run").mkdir()
+    result = call(trainbus, command, "run")
+    assert result.status == 2
+    assert "trainbus checkpoint ls run lists them" in result.err
+
+
+def test_a_file_that_cannot_be_written_ends_with_status_1(trainbus, monkeypatch):
+    make("a.safetensors")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    result = trainbus("export", "a.safetensors", "a.pth")
+    assert result.status == 1
+    assert "cannot write a.pth" in result.err
+    assert "No space left on device" in result.err
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["show"], ["show", "a", "--depth", "0"], ["ls"]])
+def test_a_mistake_in_the_options_ends_with_status_2_and_the_usage(trainbus, arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        trainbus(*arguments)
+    assert exit_.value.code == 2
+    assert "usage: trainbus checkpoint" in capsys.readouterr().err
+
+
+def test_no_pickle_is_touched_when_a_checkpoint_is_read(trainbus, monkeypatch):
+    make("a.safetensors")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("unpickled")
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    monkeypatch.setattr(torch, "load", refuse)
+    for command in (["ls", "."], ["verify", "."], ["show", "a.safetensors"], ["export", "a.safetensors", "b.pth"]):
+        assert trainbus(*command).status == 0
