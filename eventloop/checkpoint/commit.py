@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,9 +36,11 @@ def commit_file(path: _Path, size: int, fill: Callable[[int], None]) -> None:
     Raises:
         CheckpointError: from the `OSError` of the step that failed.
     """
-    path = Path(path)
-    with _named(f"cannot write {path} ({size:,} bytes)"):
-        with _temporary(path) as temporary:
+    # Plain calls of the system, no pathlib: it runs beside the training, and holds the GIL while it is in Python.
+    name = os.fspath(path)
+    directory = os.path.dirname(name)  # noqa: PTH120
+    try:
+        with _temporary(directory) as temporary:
             # O_EXCL: never write into what someone else put there. 0o666: the umask decides, as with open().
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
@@ -47,8 +48,10 @@ def commit_file(path: _Path, size: int, fill: Callable[[int], None]) -> None:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            temporary.replace(path)
-        _sync_directory(path.parent)
+            os.replace(temporary, name)  # noqa: PTH105
+        _sync_directory(directory or os.curdir)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {name} ({size:,} bytes): {error}") from error
 
 
 def commit_bytes(path: _Path, data: bytes) -> None:
@@ -102,7 +105,8 @@ def _link(existing: Path, new: Path) -> bool:
     with _named(f"cannot give {existing} the name {new}"):
         # rename() between two names of one file does nothing, and would leave the temporary one.
         if not (new.exists() and new.samefile(existing)):
-            with _temporary(new) as temporary:
+            with _temporary(str(new.parent)) as name:
+                temporary = Path(name)
                 try:
                     temporary.hardlink_to(existing)
                 except FileNotFoundError:
@@ -132,22 +136,28 @@ def _named(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {error}") from error
 
 
-@contextmanager
-def _temporary(path: Path) -> Iterator[Path]:
-    """A free name beside `path`; nothing has it any more when the block ends."""
-    # Not derived from the name: that one may be as long as the file system allows.
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}.tmp")
-    try:
-        yield temporary
-    except BaseException as error:  # also KeyboardInterrupt: gigabytes must not stay behind
-        try:
-            temporary.unlink(missing_ok=True)
+class _temporary:  # noqa: N801 - a context manager
+    """A free name in `directory`; nothing has it any more when the block ends by an exception."""
+
+    def __init__(self, directory: str) -> None:
+        # Not derived from the final name: that one may be as long as the file system allows.
+        self._name = os.path.join(directory, f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}.tmp")  # noqa: PTH118
+
+    def __enter__(self) -> str:
+        return self._name
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            return
+        try:  # also after KeyboardInterrupt: gigabytes must not stay behind
+            os.unlink(self._name)  # noqa: PTH108
+        except FileNotFoundError:
+            pass
         except OSError as second:
-            error.add_note(f"and the temporary file {temporary} could not be removed: {second}")
-        raise
+            error.add_note(f"and the temporary file {self._name} could not be removed: {second}")
 
 
-def _sync_directory(directory: Path) -> None:
+def _sync_directory(directory: _Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

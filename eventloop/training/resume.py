@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -126,8 +126,9 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], name: str =
 
 def unwrapped_state(model: torch.nn.Module) -> dict[str, Any]:
     """Return ``model.state_dict()`` without the names of wrappers in its keys."""
-    keys = checkpoint_keys(model)
-    return {keys[name]: value for name, value in model.state_dict().items()}
+    values: dict[str, Any] = model.state_dict()
+    keys = _short(values)
+    return {keys[name]: value for name, value in values.items()}
 
 
 def checkpoint_keys(model: torch.nn.Module) -> dict[str, str]:
@@ -136,7 +137,14 @@ def checkpoint_keys(model: torch.nn.Module) -> dict[str, str]:
     ``module.`` and ``_orig_mod.`` are left out wherever they stand, so that a part of a model may be wrapped, too; they stay
     where two tensors would get one key (a model with a submodule of its own called ``module``).
     """
-    short = {name: _WRAPPERS.sub("", name) for name in model.state_dict()}
+    return _short(model.state_dict())
+
+
+def _short(names: Iterable[str]) -> dict[str, str]:
+    names = list(names)
+    if not any("module." in name or "_orig_mod." in name for name in names):  # the usual case: no regular expressions
+        return dict(zip(names, names, strict=True))
+    short = {name: _WRAPPERS.sub("", name) for name in names}
     return short if len(set(short.values())) == len(short) else {name: name for name in short}
 
 

@@ -229,7 +229,8 @@ class SavePoints:
         """Make ``path`` the newest checkpoint of its directory, and of the work dir ``home``."""
         for directory in dict.fromkeys((path.parent, home or path.parent)):
             _make(directory)
-            commit_bytes(directory / LAST, os.path.relpath(path, directory).encode())
+            name = path.name if directory == path.parent else os.path.relpath(path, directory)
+            commit_bytes(directory / LAST, name.encode())
 
     def _tell_committed(self, job: SaveJob, done: list[Path], size: int, seconds: float) -> None:
         names = [str(path) for path in done]
@@ -259,6 +260,8 @@ class SavePoints:
 
 
 def _make(directory: Path) -> None:
+    if directory.is_dir():
+        return
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
