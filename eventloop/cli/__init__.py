@@ -40,7 +40,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     if rest and (not hasattr(options, "changes") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
-        options.changes += rest
+        options.changes = [*options.changes, *rest]
     return options
 
 

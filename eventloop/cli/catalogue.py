@@ -16,7 +16,7 @@ from rich.text import Text
 
 from eventloop.cli.arguments import Subparsers
 from eventloop.config import Imports, Option, Options, describe, find_files_in
-from eventloop.events import Event, mount_points, resolve
+from eventloop.events import BUILTIN, Event, mount_points, resolve
 from eventloop.hook import mount_points_of
 from eventloop.priority import Priority
 from eventloop.registry import Registered, registered
@@ -94,16 +94,24 @@ def _default(value: Any) -> str:
 
 def _events(options: argparse.Namespace) -> int:
     Imports(options.imports, find_files_in(Path.cwd()))
-    table = Table(title="Mount points in the order of a run", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    names = mount_points()
+    console = Console()
+    console.print(_event_table("Mount points in the order of a run", [name for name in names if name in BUILTIN]))
+    if further := [name for name in names if name not in BUILTIN]:
+        console.print()
+        console.print(_event_table("Declared by hooks and by modules of yours", further))
+    return 0
+
+
+def _event_table(title: str, names: list[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("mount point", no_wrap=True)
     table.add_column("filters count", no_wrap=True)
     table.add_column("payload (live: not for offloaded handlers)", overflow="fold")
-    for name in mount_points():
+    for name in names:
         event = resolve(name)
         table.add_row(name, _COUNTED[event.counts], ", ".join(_payload(event)))
-    console = Console()
-    console.print(table)
-    return 0
+    return table
 
 
 _COUNTED = {

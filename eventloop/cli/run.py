@@ -27,7 +27,7 @@ def add_parser(commands: Subparsers) -> None:
     """Declare the command."""
     parser = commands.add_parser("run", help="train what a configuration file describes", epilog=_MORE)
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a .toml, .yaml or .json file")
-    parser.add_argument("changes", nargs="*", metavar="CHANGE", help="changes to the configuration (below)")
+    parser.add_argument("changes", nargs="*", default=[], metavar="CHANGE", help="changes to the configuration (below)")
     parser.add_argument("--dry-run", action="store_true", help="make everything, show the hook table, and do not train")
     parser.add_argument(
         "--resume", action="store_true", help="go on from the last checkpoint in loop.work_dir (default: the newest run)"

@@ -213,7 +213,7 @@ class Maker:
         texts = [one for one in options if of.is_text(one)]
         others = [one for one in options if not of.is_text(one)]
         for one in others:
-            found = self._other(value, one, place, text_will_do=str in texts or (bool(texts) and not _is_name(value, one)))
+            found = self._other(value, one, place, text_will_do=_is_meant_as_text(value, one, texts))
             if found is not _MISSING:
                 return found
         if not texts:
@@ -272,10 +272,12 @@ class Maker:
         return value
 
 
-def _is_name(value: Any, annotation: Any) -> bool:
-    """True for text that can stand for an object or class: a reference, or a name where there are registered ones."""
+def _is_meant_as_text(value: Any, annotation: Any, texts: list[Any]) -> bool:
+    """True if a text is no name of an object or class: where text will do, and where it looks like none."""
+    if str in texts or of.is_path(annotation) or set(texts) <= {type(None)}:
+        return str in texts
     asked = of.class_asked_for(annotation) or of.object_asked_for(annotation)
-    return is_reference(value) or (asked is not None and kind_of_base(asked) is not None)
+    return not is_reference(value) and (asked is None or kind_of_base(asked) is None)
 
 
 def _parsed(value: FromText, options: list[Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +89,10 @@ class Setup:
         folders: Sequence[Path] = (),
     ) -> None:
         check_keys(config, _PARTS, "", "a configuration")
-        for name, what in _NEEDED.items():
-            if config.get(name) is None:
-                raise wrong(name, f"is missing: {what}")
         self._config = {name: value if name in _TYPED else _settled(value) for name, value in config.items()}
+        for name, what in _NEEDED.items():
+            if self._config.get(name) is None:
+                raise wrong(name, f"is missing: {what}")
         self._defaults = default_hooks or {}
         self._maker = Maker(Imports(_names(self._config.get("imports", []), "imports"), folders))
         self.loop = self._loop_options()
@@ -116,7 +116,7 @@ class Setup:
         optimizer = self._make_optimizer(model)
         data = self._data()
         metrics = _table(self._config.get("metrics") or {}, "metrics")
-        steps = {name: self._maker.function(self._config[name], name) for name in _STEPS if self._config.get(name) is not None}
+        steps = {name: self._step(name) for name in _STEPS if self._config.get(name) is not None}
         bus = Bus()
         bus.add_chosen(self._hooks(Maker(self._maker.imports, model=model, optimizer=optimizer)))
         made = {
@@ -164,11 +164,16 @@ class Setup:
         for stage, value in table.items():
             if value is not None:
                 made[f"{stage}_data"] = batches = self._maker.make(value, inside("data", stage))
-                if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
-                    raise wrong(
-                        inside("data", stage), f"expected an iterable of batches, such as a DataLoader, got {batches!r}"
-                    )
+                _check_batches(batches, inside("data", stage))
         return made
+
+    def _step(self, name: str) -> Callable[..., Any]:
+        step = self._maker.function(self._config[name], name)
+        if isinstance(step, type):
+            raise wrong(
+                name, f"{step.__name__} is a class: name a function, or write a table with it as type for an object of it"
+            )
+        return step
 
     def _hooks(self, maker: Maker) -> list[Chosen]:
         defaults = merged(self._defaults, self._config.get("default_hooks") or {}, "default_hooks")
@@ -186,6 +191,13 @@ def _settled(value: Any) -> Any:
 def _parsed(value: Any) -> Any:
     """Return what was typed on the command line in place of a whole table or list as one."""
     return settle(value) if isinstance(value, FromText) else value
+
+
+def _check_batches(batches: Any, place: str) -> None:
+    if not hasattr(batches, "__iter__"):
+        hint = '; a dataset goes into a loader: { type = "torch.utils.data:DataLoader", dataset = … }'
+        is_dataset = hasattr(batches, "__getitem__")
+        raise wrong(place, f"expected an iterable of batches, such as a DataLoader, got {batches!r}{hint * is_dataset}")
 
 
 def _is_several(value: Any) -> bool:

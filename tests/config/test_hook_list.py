@@ -1,0 +1,386 @@
+"""``bus.add_from_config``: hooks from tables, typed by their constructors, and what the errors say."""
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+import torch
+from rich.console import Console
+
+from eventloop import Bus, ConfigurationError, Hook, OptionsOf, Priority, SubscribeError, mount, register
+from hooks import (
+    CheckpointHook,
+    ConsoleWriter,
+    EMAHook,
+    ExponentialMovingAverage,
+    LoggerHook,
+    MomentumAnnealingEMA,
+    ParamSchedulerHook,
+    PreemptionHook,
+    Writer,
+)
+
+SCHEDULERS = ("torch.optim.lr_scheduler",)
+
+
+@register
+class Everything(Hook):
+    """Takes all kinds of options, and keeps what it got."""
+
+    def __init__(
+        self,
+        number: int = 1,
+        *,
+        share: float = 0.5,
+        flag: bool = False,
+        choice: Literal["a", "b"] = "a",
+        names: Sequence[str] = (),
+        pair: tuple[int, float] | None = None,
+        table: Mapping[str, int] | None = None,
+        path: Path | None = None,
+        function: Callable[[int], int] | None = None,
+        kind: type[torch.nn.Module] = torch.nn.ReLU,
+        console: Console | None = None,
+        writer: Writer | None = None,
+        writers: Mapping[str, Writer] | None = None,
+        anything: Any = None,
+        untyped=3,
+    ):
+        self.got = dict(locals())
+
+    def after_run(self, event):
+        pass
+
+
+@register
+class NeedsModel(Hook):
+    def __init__(self, model: torch.nn.Module, scale: float = 1.0):
+        self.model = model
+
+    def after_run(self, event):
+        pass
+
+
+@register
+class Forwards(Hook):
+    """Hands its options on to a class of the user's choice."""
+
+    def __init__(self, kind: type[torch.nn.Module] = torch.nn.Dropout, **options: Annotated[Any, OptionsOf("kind")]):
+        self.made = kind(**options)
+
+    def after_run(self, event):
+        pass
+
+
+def add(*hooks, **options):
+    bus = Bus()
+    bus.add_from_config(hooks, **options)
+    return bus.hooks
+
+
+def got(**options):
+    return add({"type": "Everything", **options})[0].got
+
+
+def message(*hooks, **options):
+    with pytest.raises(ConfigurationError) as caught:
+        add(*hooks, **options)
+    return str(caught.value)
+
+
+def network():
+    model = torch.nn.Linear(2, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def double(number):
+    return 2 * number
+
+
+# ------------------------------------------------------------------------------------------------------ what is accepted
+
+
+def test_mmengines_list_is_accepted_as_it_is():
+    bus = Bus()
+    bus.add_from_config(
+        [
+            dict(type="EMAHook", momentum=0.001, priority="ABOVE_NORMAL"),  # noqa: C408 - as people write it
+            dict(type="CheckpointHook", interval=1, save_best="auto", max_keep_ckpts=3),  # noqa: C408
+            dict(type="LoggerHook", interval=50, priority=60),  # noqa: C408
+        ]
+    )
+    assert [type(hook) for hook in bus.hooks] == [EMAHook, CheckpointHook, LoggerHook]
+    priorities = {one.hook: one.priority for one in bus.subscriptions}
+    assert [priorities[hook] for hook in bus.hooks] == [Priority.ABOVE_NORMAL, Priority.VERY_LOW, Priority.BELOW_NORMAL]
+
+
+class PriorityStatus(enum.Enum):
+    """As iMIX spells it."""
+
+    HIGHER = 10
+    LOWER = 50
+
+
+@pytest.mark.parametrize(
+    ("level", "priority"), [("HIGHER", 10), ("normal", 30), ("LOWEST", 60), (PriorityStatus.LOWER, 50), (7, 7)]
+)
+def test_imixs_levels_are_on_imixs_scale(level, priority):
+    bus = Bus()
+    bus.add_from_config([{"type": "Everything", "level": level}])
+    assert [one.priority for one in bus.subscriptions] == [priority]
+
+
+def test_a_name_a_class_and_a_hook_are_entries_too():
+    made = PreemptionHook()
+    assert [type(hook) for hook in add("EMAHook", {"type": LoggerHook, "interval": 5}, LoggerHook, made)] == [
+        EMAHook,
+        LoggerHook,
+        LoggerHook,
+        PreemptionHook,
+    ]
+
+
+def test_a_priority_of_the_configuration_comes_before_the_methods_own():
+    class Marked(Hook):
+        @mount(priority=Priority.HIGH)
+        def after_run(self, event):
+            pass
+
+    bus = Bus()
+    bus.add_from_config([{"type": Marked, "priority": "LOWEST"}, {"type": Marked}])
+    assert sorted(one.priority for one in bus.subscriptions) == [Priority.HIGH, Priority.LOWEST]
+
+
+def test_a_name_tells_hooks_of_a_kind_apart_also_where_the_constructor_takes_none():
+    hooks = add({"type": "Everything", "name": "one"}, {"type": "EMAHook", "name": "two"}, "EMAHook")
+    assert [hook.label for hook in hooks] == ["one", "two", "EMAHook"]
+
+
+def test_text_becomes_what_the_signature_says():
+    options = got(share=1, names=["a"], pair=[1, 2], table={"x": 1}, path="here", choice="b")
+    assert options["share"] == 1.0
+    assert (options["names"], options["pair"], options["table"]) == (["a"], (1, 2.0), {"x": 1})
+    assert (options["path"], options["choice"]) == (Path("here"), "b")
+
+
+def test_what_is_not_given_is_left_to_the_constructor():
+    assert got()["names"] == ()
+    assert got()["kind"] is torch.nn.ReLU
+
+
+def test_functions_and_classes_are_named():
+    table = {"type": "Everything", "function": "operator:neg", "kind": "torch.nn:Tanh"}
+    options = add(table, imports=["operator", "torch.nn"])[0].got
+    assert options["function"](3) == -3
+    assert options["kind"] is torch.nn.Tanh
+
+
+def test_a_function_with_options_has_them_filled_in():
+    table = {"type": "Everything", "function": {"type": "statistics:mean", "data": [1, 2, 3]}}
+    hook = add(table, imports=["statistics"])[0]
+    assert hook.got["function"]() == 2
+
+
+def test_objects_are_tables_with_a_type_of_their_own():
+    options = got(writer={"type": "JSONLinesWriter", "interval": 3}, writers={"main": "ConsoleWriter"})
+    assert options["writer"].interval == 3
+    assert type(options["writers"]["main"]) is ConsoleWriter
+    hook = add({"type": "Everything", "console": {"type": "rich.console:Console", "width": 33}}, imports=["rich.console"])[0]
+    assert hook.got["console"].width == 33
+
+
+def test_objects_of_a_list_in_python_are_taken_as_they_are():
+    console, writer = Console(), ConsoleWriter()
+    options = got(console=console, writer=writer, function=double, kind=torch.nn.Tanh, path=Path("x"), anything=[writer])
+    assert (options["console"], options["writer"], options["function"]) == (console, writer, double)
+    assert (options["kind"], options["path"], options["anything"]) == (torch.nn.Tanh, Path("x"), [writer])
+
+
+def test_an_object_in_a_module_is_taken_and_not_called():
+    hook = add({"type": "Everything", "anything": {"type": "torch:float16"}, "untyped": "torch:x"}, imports=["torch"])[0]
+    assert hook.got["anything"] is torch.float16
+    assert hook.got["untyped"] == "torch:x"  # where the signature says nothing, text is text
+
+
+def test_a_scheduler_gets_the_optimizer():
+    _, optimizer = network()
+    table = {"type": "torch.optim.lr_scheduler:StepLR", "step_size": 3}
+    (hook,) = add({"type": "ParamSchedulerHook", "by": "epoch", "scheduler": table}, imports=SCHEDULERS, optimizer=optimizer)
+    assert isinstance(hook, ParamSchedulerHook)
+    (scheduler,) = hook.schedulers.values()
+    assert (scheduler.optimizer, scheduler.step_size) == (optimizer, 3)
+
+
+def test_schedulers_within_a_scheduler_get_it_too():
+    _, optimizer = network()
+    inner = [
+        {"type": "torch.optim.lr_scheduler:ConstantLR", "factor": 0.5},
+        {"type": "torch.optim.lr_scheduler:LambdaLR", "lr_lambda": "math:sqrt"},
+    ]
+    table = {"type": "torch.optim.lr_scheduler:SequentialLR", "schedulers": inner, "milestones": [2]}
+    imports = ["torch.optim.lr_scheduler", "math"]
+    (hook,) = add({"type": "ParamSchedulerHook", "by": "iter", "scheduler": table}, imports=imports, optimizer=optimizer)
+    (scheduler,) = hook.schedulers.values()
+    assert [type(one).__name__ for one in scheduler._schedulers] == ["ConstantLR", "LambdaLR"]
+
+
+def test_of_several_optimizers_a_table_names_one():
+    (_, one), (_, other) = network(), network()
+    both = {"generator": one, "critic": other}
+    table = {"type": "torch.optim.lr_scheduler:StepLR", "step_size": 3, "optimizer": "critic"}
+    hook = {"type": "ParamSchedulerHook", "by": "epoch", "scheduler": table}
+    (made,) = add(hook, imports=SCHEDULERS, optimizer=both)
+    assert made.schedulers["StepLR"].optimizer is other
+    table["optimizer"] = "crtic"
+    place = "hooks[0].scheduler.optimizer"
+    assert message(hook, imports=SCHEDULERS, optimizer=both) == (
+        f"{place}: there is no optimizer 'crtic' (did you mean 'critic'?); there are generator, critic"
+    )
+    del table["optimizer"]
+    assert message(hook, imports=SCHEDULERS, optimizer=both) == (
+        f"{place}: is missing: StepLR needs it (Optimizer); name one of generator, critic"
+    )
+
+
+def test_a_hook_that_needs_the_model_gets_it():
+    model, _ = network()
+    assert add("NeedsModel", model=model)[0].model is model
+    assert message("NeedsModel") == "hooks[0].model: is missing: NeedsModel needs it (Module)"
+
+
+def test_options_that_a_hook_hands_on_are_typed_by_whom_they_are_for():
+    (hook,) = add({"type": "EMAHook", "ema_type": "MomentumAnnealingEMA", "gamma": 50})
+    assert (hook._type, hook._options) == (MomentumAnnealingEMA, {"gamma": 50})
+    assert message({"type": "EMAHook", "gama": 50, "ema_type": "MomentumAnnealingEMA"}) == (
+        "hooks[0].gama: EMAHook with MomentumAnnealingEMA has no option 'gama' (did you mean 'gamma'?)"
+    )
+    assert message({"type": "EMAHook", "momentum": "fast"}) == "hooks[0].momentum: expected float, got str 'fast'"
+    assert add({"type": "Forwards", "p": 0.25})[0].made.p == 0.25
+
+
+def test_a_registered_average_of_the_users_is_an_ema_type_in_python_too():
+    @register(name="mine_for_ema")
+    class Mine(ExponentialMovingAverage):
+        pass
+
+    assert add({"type": "EMAHook", "ema_type": "mine_for_ema"})[0]._type is Mine
+    assert EMAHook("mine_for_ema")._type is Mine
+
+
+def test_signals_go_by_name():
+    assert [one.name for one in add({"type": "PreemptionHook", "signals": ["SIGTERM", "SIGUSR1"]})[0].signals] == [
+        "SIGTERM",
+        "SIGUSR1",
+    ]
+
+
+# -------------------------------------------------------------------------------------------- what is wrong, and where
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"number": "ten"}, "number: expected int, got str 'ten'"),
+        ({"number": 1.5}, "number: expected int, got float 1.5"),
+        ({"number": True}, "number: expected int, got bool True"),
+        ({"number": None}, "number: expected int, got null"),
+        ({"share": [1]}, "share: expected float, got a list"),
+        ({"flag": 1}, "flag: expected bool, got int 1"),
+        ({"choice": "A"}, "choice: expected 'a' | 'b', got str 'A' (did you mean 'a'?)"),
+        ({"names": "abc"}, "names: expected list of str, got str 'abc'"),
+        ({"names": ["a", 2]}, "names[1]: expected str, got int 2"),
+        ({"pair": [1]}, "pair: expected a list of 2, got one of 1"),
+        ({"pair": [1, "x"]}, "pair[1]: expected float, got str 'x'"),
+        ({"table": {"x": 1, "y y": "z"}}, "table.\"y y\": expected int, got str 'z'"),
+        ({"table": 3}, "table: expected table of int | None, got int 3"),
+        ({"path": 3}, "path: expected Path | None, got int 3"),
+        ({"function": 3}, "function: expected function | None, got int 3"),
+        (
+            {"kind": "torch.nn:Linear"},
+            "kind: 'torch.nn:Linear' is in a module that is not listed under imports; add it there: ",
+        ),
+        ({"console": "Console"}, "console: 'Console' names nothing: write module:attribute, such as \"my_module:MyClass\""),
+        ({"writer": {"typ": "ConsoleWriter"}}, "writer.type: is missing (is 'typ' it, misspelt?): say what to make"),
+        ({"writer": "Console"}, "writer: no writer is registered as 'Console' (did you mean 'ConsoleWriter'?)"),
+        ({"writer": {"type": "JSONLinesWriter", "interval": "x"}}, "writer.interval: expected int | None, got str 'x'"),
+        ({"writers": {"main": {"type": "JSONLinesWriter", "intervall": 1}}}, "writers.main.intervall: JSONLinesWriter has no "),
+        ({"numbr": 3}, "numbr: Everything has no option 'numbr' (did you mean 'number'?)"),
+        ({"prioriti": 3}, "prioriti: Everything has no option 'prioriti' (did you mean 'priority'?)"),
+        ({"priority": "NORML"}, "priority: priority='NORML' is no priority name (did you mean NORMAL?)"),
+        ({"priority": 101}, "priority: priority=101: priorities go from 0 (runs first) to 100 (runs last)"),
+        (
+            {"level": "VERY_LOW"},
+            "level: priority='VERY_LOW' is no priority name; use an integer from 0 to 100 or one of HIGHEST, HIGHER",
+        ),
+        (
+            {"level": "LOW", "priority": 3},
+            "level: priority is given, too: level is iMIX's name for it, on iMIX's scale; give one",
+        ),
+        ({"name": 3}, "name: expected str, got int 3"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_place_what_was_expected_and_the_nearest_name(options, expected):
+    said = message("EMAHook", {"type": "LoggerHook"}, {"type": "Everything", **options})
+    assert said.startswith(f"hooks[2].{expected}"), said
+
+
+def test_an_unknown_option_far_from_all_others_lists_them():
+    assert message({"type": "CheckInvalidLossHook", "zzz": 1}) == (
+        "hooks[0].zzz: CheckInvalidLossHook has no option 'zzz'; there are interval, keys, type, priority, level, name"
+    )
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        (3, "hooks[0]: expected a table with the type of a hook, or its name, got int 3"),
+        ({}, "hooks[0].type: is missing: name a hook, one of "),
+        ({"tpye": "EMAHook"}, "hooks[0].type: is missing (is 'tpye' it, misspelt?): name a hook, one of "),
+        ("EMAHok", "hooks[0].type: no hook is registered as 'EMAHok' (did you mean 'EMAHook'"),
+        ({"type": "ConsoleWriter"}, "hooks[0].type: no hook is registered as 'ConsoleWriter'"),
+        ({"type": ConsoleWriter}, "hooks[0].type: expected a class derived from Hook, got <class"),
+        ({"type": 3}, "hooks[0].type: expected a class derived from Hook, got int 3"),
+        ({"type": "LoggerHook", "interval": 0}, "hooks[0] (LoggerHook): interval=0: give the number of iterations"),
+        ({"type": "ParamSchedulerHook", "scheduler": 1}, "hooks[0].by: is missing: ParamSchedulerHook needs it"),
+    ],
+)
+def test_an_entry_that_is_no_hook_is_named(entry, expected):
+    assert message(entry).startswith(expected), message(entry)
+
+
+@pytest.mark.parametrize("hooks", [{"type": "EMAHook"}, "EMAHook", 3])
+def test_what_is_no_list_is_an_error(hooks):
+    with pytest.raises(ConfigurationError, match="hooks: expected a list of hooks, got"):
+        Bus().add_from_config(hooks)
+
+
+def test_all_are_added_or_none():
+    bus = Bus()
+    with pytest.raises(ConfigurationError):
+        bus.add_from_config(["EMAHook", "LoggerHook", "EMAHok"])
+    with pytest.raises(SubscribeError, match="two hooks with state are named 'EMAHook'"):
+        bus.add_from_config(["EMAHook", "EMAHook"])
+    assert bus.hooks == ()
+    assert bus.subscriptions == ()
+
+
+def test_what_a_constructor_raises_itself_says_for_what():
+    class Fails(Hook):
+        def __init__(self):
+            raise ZeroDivisionError("oh")
+
+        def after_run(self, event):
+            pass
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        add({"type": Fails})
+    assert caught.value.__notes__ == ["while making Fails for hooks[0]"]
+
+
+def test_the_configuration_is_not_changed():
+    table = {"type": "LoggerHook", "priority": "LOW", "name": "x", "writers": [{"type": "JSONLinesWriter", "interval": 1}]}
+    before = repr(table)
+    add(table)
+    assert repr(table) == before
