@@ -48,18 +48,20 @@ class LostError(AssertionError):
 
 @dataclass
 class Moment:
-    """When to kill: so many lines of this kind after the start, and then so many seconds."""
+    """When to kill: so many lines of this kind after the start, and then so many seconds. And how that process saves."""
 
     kind: str
     count: int
     seconds: float
+    staging: str
 
     @classmethod
     def draw(cls, rng: random.Random, *, first: bool) -> "Moment":
         kind = rng.choice(["start", "staged"] if first else ["start", "staged", "committed"])
+        staging = rng.choice(["block", "overlap"])
         if kind == "start":
-            return cls(kind, 0, rng.uniform(0, LATEST))
-        return cls(kind, 1 if first else rng.randint(1, 12), rng.uniform(0, CLOSE))
+            return cls(kind, 0, rng.uniform(0, LATEST), staging)
+        return cls(kind, 1 if first else rng.randint(1, 12), rng.uniform(0, CLOSE), staging)
 
 
 @dataclass
@@ -149,7 +151,7 @@ def live(directory: Path, moment: Moment) -> list[dict]:
     pid = os.fork()
     if pid == 0:
         os.close(reading)
-        crash_job.train_until_killed(directory, writing)
+        crash_job.train_until_killed(directory, writing, moment.staging)
     os.close(writing)
     said = bytearray()
     try:
@@ -185,12 +187,12 @@ def run(kills: int, seed: int, place: Path) -> dict:
     directory = Directory(place / "none")
     began = time.perf_counter()
     for number in range(kills):
-        first = number % LIVES == 0
-        if first:
+        if number % LIVES == 0:
             directory = Directory(place / f"run_{number // LIVES}", chains=found)
         moment = Moment.draw(rng, first=not directory.reported)
         directory.check(live(directory.path, moment), seen)
         seen[f"killed after: {moment.kind}"] += 1
+        seen[f"staging: {moment.staging}"] += 1
         seen["killed before anything was committed"] += not directory.reported
         if (number + 1) % LIVES == 0:
             shutil.rmtree(directory.path, ignore_errors=True)

@@ -110,18 +110,18 @@ def make_loop(*hooks: Hook, work_dir: Path | None = None, steps: int = 1_000_000
     )
 
 
-def saving() -> Hook:
+def saving(staging: str = "block") -> Hook:
     """After each iteration, and of every second validation the best."""
-    return CheckpointHook(1, by_epoch=False, max_keep_ckpts=KEEP, save_best="score", rule="greater")
+    return CheckpointHook(1, by_epoch=False, max_keep_ckpts=KEEP, save_best="score", rule="greater", staging=staging)
 
 
-def train_until_killed(work_dir: Path, pipe: int) -> NoReturn:
+def train_until_killed(work_dir: Path, pipe: int, staging: str) -> NoReturn:
     """The life of a forked process."""
     log = os.open(work_dir.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
-        make_loop(Teller(pipe), saving(), work_dir=work_dir).run(resume="auto")
+        make_loop(Teller(pipe), saving(staging), work_dir=work_dir).run(resume="auto")
     except BaseException:  # noqa: BLE001  # whatever it is, the parent hears of it by the exit status
         traceback.print_exc()
         sys.stderr.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -189,7 +190,7 @@ def _rebuilding() -> Iterator[None]:
     # The digest was right, so this is no damage to the disk but a file that something else wrote in our name.
     try:
         yield
-    except (ValueError, TypeError, LookupError, OverflowError, RuntimeError, msgspec.MsgspecError) as error:
+    except (ValueError, TypeError, LookupError, OverflowError, RuntimeError, struct.error, msgspec.MsgspecError) as error:
         raise CheckpointDamagedError(f"the tree cannot be rebuilt ({error!r})") from error
 
 

@@ -165,6 +165,7 @@ def test_a_header_that_contradicts_itself_is_refused_even_with_a_right_digest(go
         msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(16, b"nonsense")]),
         msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(13, msgspec.msgpack.encode(["O", [1], b"12345678"]))]),
         msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(7, msgspec.msgpack.encode([[1]]))]),
+        msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(4, b"12345678")]),
         msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(13, msgspec.msgpack.encode(["f4,(", [1], b"1234"]))]),
         msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(13, msgspec.msgpack.encode(["a", [1], b"1234"]))]),
         msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(13, msgspec.msgpack.encode([None, [1], b"12345678"]))]),

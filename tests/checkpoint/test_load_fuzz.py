@@ -158,8 +158,10 @@ values = st.recursive(
     ),
     max_leaves=10,
 )
-slots = st.one_of(st.lists(st.integers(-9, 9), max_size=6), values)
+slots = st.one_of(st.just([0, 1, 2, 3]), st.just([0, 1, 2, 3]), st.lists(st.integers(-9, 9), max_size=6), values)
 foreign = st.one_of(
+    st.just({}),
+    st.just({}),
     st.dictionaries(
         st.integers(0, 6),
         st.tuples(
