@@ -8,7 +8,7 @@ hook                         does
 :class:`EMAHook`             averaged weights for validation, test and checkpoints
 :class:`RuntimeInfoHook`     facts of the run in ``run.info``
 :class:`IterTimerHook`       time per iteration and per batch, time left
-:class:`LoggerHook`          scalars to writers: the terminal, JSON lines, TensorBoard, your own
+:class:`LoggerHook`          scalars and images to writers: the terminal, JSON lines, CSV, TensorBoard, W&B, MLflow
 :class:`ProgressBar`         the progress of a run on a terminal
 :class:`CheckInvalidLossHook` ends a run whose loss is no longer finite
 :class:`CheckpointHook`      saves, keeps the newest and the best
@@ -36,7 +36,7 @@ from hooks.empty_cache import EmptyCacheHook
 from hooks.evaluate import EvaluateHook
 from hooks.logger import LoggerHook
 from hooks.model_ema import EMAEpochHook, EMAIterHook
-from hooks.optimizer import OptimizerHook
+from hooks.optimizer import Fp16OptimizerHook, OptimizerHook
 from hooks.preemption import PreemptionHook
 from hooks.profiler import ProfilerHook
 from hooks.progress_bar import ProgressBar
@@ -62,6 +62,7 @@ __all__ = [
     "EmptyCacheHook",
     "EvaluateHook",
     "ExponentialMovingAverage",
+    "Fp16OptimizerHook",
     "IterTimerHook",
     "JSONLinesWriter",
     "LoggerHook",

@@ -36,7 +36,7 @@ SUFFIX = ".safetensors"
 log = get_logger()
 
 
-@register
+@register(aliases=("CheckPointHook",))
 class CheckpointHook(Hook):
     """Saves checkpoints: every ``interval`` epochs or iterations, at the end, and when a metric is the best so far.
 

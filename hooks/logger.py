@@ -84,7 +84,7 @@ class LogClosed(LogEvent, kw_only=True):
     finished: bool = True
 
 
-@register
+@register(aliases=("PeriodicLogger", "LogHook"))
 class LoggerHook(Hook):
     """Hands every scalar to writers: of iterations what was reported in ``outputs``, of validations and tests the metrics.
 

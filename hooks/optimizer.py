@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from eventloop import Update, register
 
 
@@ -20,10 +23,35 @@ class OptimizerHook(Update):
         grad_clip: largest norm of all gradients together, or the arguments of ``torch.nn.utils.clip_grad_norm_``, such as
             ``{"max_norm": 35, "norm_type": 2}``. Clipped once per real step, after unscaling.
         amp: ``"bf16"`` or ``"fp16"``.
-        scaler: a ``torch.amp.GradScaler`` of your own, for fp16.
+        scaler: a ``torch.amp.GradScaler`` of your own for fp16, or the arguments of one as a mapping.
 
     Raises:
         ConfigurationError: an option out of range.
     """
 
     name = "OptimizerHook"
+
+
+@register
+class Fp16OptimizerHook(OptimizerHook):
+    """iMIX's name for ``OptimizerHook(amp="fp16")``: autocast and a gradient scaler.
+
+    Gradients are unscaled and clipped once per real step, with accumulation, too (iMIX: in each micro-batch).
+
+    Args:
+        grad_clip: as in :class:`OptimizerHook`.
+        grad_scaler_config: arguments of ``torch.amp.GradScaler``: ``{"init_scale": 1024.0, "growth_interval": 500}``.
+        accumulate: micro-batches per step.
+
+    Raises:
+        ConfigurationError: an option out of range.
+    """
+
+    def __init__(
+        self,
+        grad_clip: float | Mapping[str, Any] | None = None,
+        grad_scaler_config: Mapping[str, Any] | None = None,
+        *,
+        accumulate: int = 1,
+    ) -> None:
+        super().__init__(accumulate=accumulate, grad_clip=grad_clip, amp="fp16", scaler=grad_scaler_config)

@@ -34,7 +34,7 @@ KEY = "param_schedulers"
 """Where checkpoints hold the states of schedulers, by name."""
 
 
-@register
+@register(aliases=("LRSchedulerHook", "MomentumSchedulerHook"))
 class ParamSchedulerHook(Hook):
     """Steps schedulers after the optimizer, as often as ``by`` says.
 

@@ -34,7 +34,7 @@ log = get_logger()
 _AFTER_UPDATE = int(Priority.HIGH) + 1
 
 
-@register
+@register(aliases=("IterationTimerHook",))
 class IterTimerHook(Hook):
     """Measures every iteration on the host's clock.
 

@@ -45,8 +45,9 @@ class Update(Hook):
             mapping (``{"max_norm": 1.0, "norm_type": 2}``). The norm before clipping is reported as ``grad_norm``.
         amp: ``"bf16"`` or ``"fp16"`` runs forward passes (validation and test, too) under ``torch.autocast``; ``"fp16"``
             brings a gradient scaler.
-        scaler: a ``torch.amp.GradScaler`` to use instead. A step it skips is no update; to know, the scaler reads a flag
-            back from the device once a step (its own host sync). Its state is in the checkpoint.
+        scaler: a ``torch.amp.GradScaler`` to use instead, or the arguments of fp16's own as a mapping. A step it skips is
+            no update; to know, the scaler reads a flag back from the device once a step (its own host sync). Its state is in
+            the checkpoint.
 
     Raises:
         ConfigurationError: an option out of range.
@@ -61,7 +62,7 @@ class Update(Hook):
         accumulate: int = 1,
         grad_clip: float | Mapping[str, Any] | None = None,
         amp: Precision | None = None,
-        scaler: torch.amp.GradScaler | None = None,
+        scaler: torch.amp.GradScaler | Mapping[str, Any] | None = None,
     ) -> None:
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise ConfigurationError(
@@ -72,7 +73,10 @@ class Update(Hook):
         self.accumulate = accumulate
         self._clip = _clip_options(grad_clip)
         self._amp: Precision | None = amp
-        self._scaler = scaler
+        self._scaler_options = _scaler_options(scaler, amp) if isinstance(scaler, Mapping) else {}
+        self._scaler = scaler if isinstance(scaler, torch.amp.GradScaler) else None
+        if scaler is not None and self._scaler is None and not isinstance(scaler, Mapping):
+            raise ConfigurationError(f"scaler={scaler!r}: give a torch.amp.GradScaler, or its arguments as a mapping")
         self._count = 0
         self._optimizers: Mapping[str, torch.optim.Optimizer] = {}
         self._autocast: torch.autocast | None = None
@@ -110,7 +114,7 @@ class Update(Hook):
         self._count = 0
         self._optimizers = event.run.optimizers
         if self._amp == "fp16" and self._scaler is None:
-            self._scaler = torch.amp.GradScaler(event.run.device.type)
+            self._scaler = torch.amp.GradScaler(event.run.device.type, **self._scaler_options)
 
     # Entered last and left first, so that no other handler runs under autocast.
     @mount(priority=Priority.LOWEST)
@@ -236,6 +240,18 @@ def _clip_options(grad_clip: float | Mapping[str, Any] | None) -> dict[str, Any]
             f'grad_clip={grad_clip!r}: give the largest norm, such as 1.0, or {{"max_norm": 1.0, "norm_type": 2}}'
         )
     return options
+
+
+def _scaler_options(options: Mapping[str, Any], amp: Precision | None) -> dict[str, Any]:
+    if amp != "fp16":
+        raise ConfigurationError(
+            f'scaler={dict(options)!r} are the arguments of the scaler that amp="fp16" brings, not amp={amp!r}'
+        )
+    try:
+        torch.amp.GradScaler("cpu", **options)  # says now what it cannot use
+    except (TypeError, AssertionError) as error:
+        raise ConfigurationError(f"scaler={dict(options)!r}: {error or 'a factor is out of range'}") from None
+    return dict(options)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

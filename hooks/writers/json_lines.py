@@ -14,7 +14,7 @@ from eventloop import ConfigurationError, register
 from hooks.writers.base import RunFacts, Where, Writer
 
 
-@register
+@register(aliases=("JSONLogger", "JSONLoggerHook"))
 class JSONLinesWriter(Writer):
     """Appends ``{"step": 41, "epoch": 1, "iter": 41, "train/loss": 0.25, ...}`` to ``<work_dir>/scalars.jsonl``.
 

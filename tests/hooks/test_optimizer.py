@@ -11,7 +11,7 @@ from torch import nn
 from eventloop import Bus, ConfigurationError, Hook, Run
 from eventloop.checkpoint import load
 from hooks.checkpoint import CheckpointHook
-from hooks.optimizer import OptimizerHook
+from hooks.optimizer import Fp16OptimizerHook, OptimizerHook
 
 
 class Steps(Hook):
@@ -176,3 +176,36 @@ def test_in_a_loop_of_ones_own_it_is_an_error(job: SimpleNamespace) -> None:
 def test_wrong_options_are_errors_when_the_hook_is_made(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(options))):
         OptimizerHook(**options)
+
+
+def test_fp16_unscales_and_clips_once_per_real_step(job: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    unscale, clip = torch.amp.GradScaler.unscale_, torch.nn.utils.clip_grad_norm_
+
+    def counted(name: str, function: Any) -> Any:
+        return lambda *args, **kwargs: (calls.append(name), function(*args, **kwargs))[1]
+
+    monkeypatch.setattr(torch.amp.GradScaler, "unscale_", counted("unscale", unscale))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", counted("clip", clip))
+    hook = Fp16OptimizerHook(grad_clip=1.0, grad_scaler_config={"init_scale": 8.0}, accumulate=2)
+    scales: list[float] = []
+    loop = job.loop(hook, max_epochs=1)
+    loop.bus.on("before_optimizer_step", lambda event: scales.append(hook.state_dict()["scaler"]["scale"]))
+    loop.run()
+    assert calls == ["unscale", "clip"] * 2
+    assert scales == [8.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Fp16OptimizerHook(grad_scaler_config={"scale": 8.0}),
+        lambda: Fp16OptimizerHook(grad_scaler_config={"growth_factor": 0.5}),
+        lambda: OptimizerHook(scaler={"init_scale": 8.0}),
+        lambda: OptimizerHook(amp="bf16", scaler={"init_scale": 8.0}),
+        lambda: OptimizerHook(amp="fp16", scaler=8.0),
+    ],
+)
+def test_arguments_that_no_scaler_takes_are_errors_when_the_hook_is_made(make: Any) -> None:
+    with pytest.raises(ConfigurationError, match="scaler"):
+        make()
