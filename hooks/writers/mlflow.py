@@ -29,6 +29,9 @@ class MLflowWriter(Writer):
     becomes parameters, with dotted names. MLflow cannot change a parameter: what a resumed run has otherwise is reported. Its
     databases hold NaN, but the largest double for infinity. Characters that MLflow does not allow in names become ``_``.
 
+    Making a store takes some seconds, and a server may not answer: all writers of one ``LoggerHook`` wait for each other, so
+    what is slow can have a ``LoggerHook`` of its own.
+
     Args:
         tracking_uri: of another store, such as one that several runs share (``sqlite:///mlflow.db``) or a server's
             address. With the default, nothing is written without a work dir.
