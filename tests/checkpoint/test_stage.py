@@ -279,3 +279,49 @@ def test_a_tree_too_deep_for_the_stack_that_is_left_is_refused():
 
     with pytest.raises(CheckpointValueError, match="for the stack that is left"):
         descend()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str)
+def test_many_small_tensors_that_are_copied_together_keep_their_places(tmp_path, dtype):
+    def make(number):
+        rows = {f"r{index}": torch.full((index % 4 + 1, 3), index + number).to(dtype) for index in range(600)}
+        scalars = {f"s{index}": torch.tensor(index + number).to(dtype) for index in range(9)}
+        odd = {"t": torch.full((3, 4), number).to(dtype).t(), "e": torch.empty(0, 3, dtype=dtype)}
+        return {**rows, **scalars, **odd}
+
+    buffer = StageBuffer()
+    for number in range(3):
+        tree = make(number)
+        write(stage(tree, buffer), tmp_path / "c")
+        loaded = load(tmp_path / "c")
+        assert loaded.keys() == tree.keys()
+        assert all(torch.equal(loaded[name], value) for name, value in tree.items())
+
+
+@pytest.mark.parametrize("change", ["transposed", "one dtype", "one shape", "tied", "strided"])
+def test_a_buffer_follows_when_one_of_many_small_tensors_changes(tmp_path, change):
+    tree: dict[str, Any] = {f"w{index}": torch.full((2, 3), float(index)) for index in range(300)}
+    buffer = StageBuffer()
+    stage(tree, buffer).release()
+    match change:
+        case "transposed":
+            tree = {name: value.t().contiguous() for name, value in tree.items()}
+        case "one dtype":
+            tree["w280"] = tree["w280"].half()
+        case "one shape":
+            tree["w280"] = tree["w280"].view(3, 2)
+        case "tied":
+            tree["w280"] = tree["w5"]
+        case "strided":
+            tree["w280"] = torch.arange(6.0).view(3, 2).t()
+    write(stage(tree, buffer), tmp_path / "c")
+    loaded = load(tmp_path / "c")
+    assert all(torch.equal(loaded[name], value) and loaded[name].dtype == value.dtype for name, value in tree.items())
+    assert (loaded["w280"] is loaded["w5"]) == (change == "tied")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_for_tensors_on_a_cuda_device_is_pinned():
+    buffer = StageBuffer()
+    stage({"w": torch.ones(3, device="cuda")}, buffer)
+    assert buffer._memories[0].flat.is_pinned()
