@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from eventloop import AfterEpoch, AfterIter, BeforeEpoch, ConfigurationError, Hook, Priority, register
@@ -33,24 +35,23 @@ class EmptyCacheHook(Hook):
                 "EmptyCacheHook(before_epoch=False, after_epoch=False, after_iter=False) would never do anything; choose one "
                 "of them, or leave the hook out"
             )
-        self._before_epoch = before_epoch
-        self._after_epoch = after_epoch
-        self._after_iter = after_iter
+        self._wanted = {"before_epoch": before_epoch, "after_epoch": after_epoch, "after_iter": after_iter}
+
+    def unused(self) -> Collection[str]:
+        """Those that are not wanted."""
+        return [name for name, wanted in self._wanted.items() if not wanted]
 
     def before_epoch(self, event: BeforeEpoch) -> None:
-        """Empty the cache, if it is wanted here."""
-        if self._before_epoch:
-            _empty_cache()
+        """Empty the cache."""
+        _empty_cache()
 
     def after_iter(self, event: AfterIter) -> None:
-        """Empty the cache, if it is wanted here."""
-        if self._after_iter:
-            _empty_cache()
+        """Empty the cache."""
+        _empty_cache()
 
     def after_epoch(self, event: AfterEpoch) -> None:
-        """Empty the cache, if it is wanted here."""
-        if self._after_epoch:
-            _empty_cache()
+        """Empty the cache."""
+        _empty_cache()
 
 
 def _empty_cache() -> None:
