@@ -2,6 +2,7 @@
 
 Parameters and the state of optimizers make up nearly all of a checkpoint, and between two steps nobody changes them. So
 they are copied on a thread while the next forward and backward pass run, and the next step waits for the copy: the fence.
+(Small tensors of one shape are copied at once all the same: that is sooner done than handed over.)
 It stands in torch's own step pre-hook, so it holds wherever the step is called.
 
 A tensor whose version (which torch counts up with every change in place) moved during the copy makes the save fail. What

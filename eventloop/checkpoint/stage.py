@@ -19,6 +19,9 @@ from eventloop.errors import CheckpointError
 _pack: Final = msgspec.msgpack.Encoder().encode
 _Sources = tuple[torch.Tensor, ...]
 
+_SMALL: Final = 16 << 10
+"""Bytes up to which tensors that can be joined are copied sooner than they are handed to another thread."""
+
 
 class _Memory:
     """One flat byte buffer, its view per tensor, and who reads or writes it."""
@@ -165,10 +168,15 @@ def _fill(flat: Flat, buffer: StageBuffer, overlap: Overlap | None) -> tuple[Lay
     memory.wait()  # for copies of a Staged that nobody wrote, on what may have been another stream
     memory.late = None
     if overlap is None and not layout.pinned:
-        for (batch, sources), target in zip(layout.matched(flat), memory.targets, strict=True):
-            _copy_batch(batch, target, sources)
+        for (_, sources), target in zip(layout.matched(flat), memory.targets, strict=True):
+            _copy_batch(target, sources)
         return layout, memory
-    pairs = [pair for batch, sources in layout.matched(flat) for pair in _paired(memory, batch, sources)]
+    pairs: list[Pair] = []
+    for (batch, sources), target in zip(layout.matched(flat), memory.targets, strict=True):
+        if not layout.pinned and isinstance(target, torch.Tensor) and target.nbytes <= _SMALL * len(sources):
+            _copy_batch(target, sources)
+        else:
+            pairs += _paired(memory, batch, sources)
     later: list[Pair] = []
     if overlap is not None:
         pairs, later = overlap.divide(pairs)
@@ -178,7 +186,7 @@ def _fill(flat: Flat, buffer: StageBuffer, overlap: Overlap | None) -> tuple[Lay
     return layout, memory
 
 
-def _copy_batch(batch: Batch, target: list[torch.Tensor] | torch.Tensor, sources: _Sources) -> None:
+def _copy_batch(target: list[torch.Tensor] | torch.Tensor, sources: _Sources) -> None:
     if isinstance(target, list):
         torch._foreach_copy_(target, sources)
     elif sources[0].dim():

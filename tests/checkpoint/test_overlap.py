@@ -72,6 +72,21 @@ def test_the_next_step_waits_for_the_copy_and_the_file_has_the_weights_before_it
     assert torch.equal(loaded["optimizer"]["state"][0]["momentum_buffer"], torch.ones(1000))
 
 
+def test_many_small_weights_are_of_the_same_moment_as_large_ones(late, tmp_path):
+    weights = [torch.nn.Parameter(torch.zeros(10)) for _ in range(300)] + [torch.nn.Parameter(torch.zeros(10_000))]
+    optimizer = torch.optim.SGD(weights, lr=1.0, maximize=True)
+    overlap = Overlap([optimizer])
+    staged = stage([weight.detach() for weight in weights], overlap=overlap)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    threading.Timer(0.02, late.set).start()
+    optimizer.step()
+    write(staged, tmp_path / "c")
+    assert all((weight == 0).all() for weight in load(tmp_path / "c"))
+    assert all((weight == 1).all() for weight in weights)
+    overlap.close()
+
+
 def test_what_no_optimizer_has_is_copied_at_once(job, overlap, late, tmp_path):
     staged = stage(job.tree(), overlap=overlap)
     job.buffer.add_(1)
