@@ -44,6 +44,7 @@ from hooks.writers.outbox import send
 log = get_logger()
 
 _tokens = count(1)
+_NUMBERS = frozenset((int, float))
 
 
 class LogEvent(RunEvent, kw_only=True):
@@ -257,7 +258,9 @@ def _where(progress: Progress, batch: int = 0, epoch_length: int | None = None) 
     )
 
 
-def _numbers(outputs: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(outputs: Mapping[str, Any]) -> Mapping[str, float]:
+    if _NUMBERS.issuperset(map(type, outputs.values())):
+        return outputs
     return {name: value for name, value in outputs.items() if isinstance(value, int | float)}
 
 
