@@ -127,6 +127,12 @@ def registered(kind: str) -> list[Registered]:
     return list({id(entry): entry for entry in _found[kind].values()}.values())
 
 
+def name_of(cls: type) -> str | None:
+    """Return the name under which a class is registered; None if it is not."""
+    _load_builtin()
+    return next((entry.name for named in _found.values() for entry in named.values() if entry.cls is cls), None)
+
+
 def find(kind: str, name: str) -> type[Any]:
     """Return the class registered under a name or an alias.
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from eventloop.config.annotations import describe, is_path, is_text, list_item, members, strip, table_value
+from eventloop.registry import name_of
 
 _EMPTY = inspect.Parameter.empty
 
@@ -89,11 +90,18 @@ def as_text(value: Any) -> Any:
     if value is _EMPTY:
         return msgspec.UNSET
     if isinstance(value, type):
-        return value.__name__
+        return name_of(value) or f"{value.__module__}:{value.__qualname__}"
     try:
-        return msgspec.to_builtins(value, enc_hook=_no_text)
+        return _lists(msgspec.to_builtins(value, enc_hook=_no_text))
     except (TypeError, NotImplementedError):
         return msgspec.UNSET
+
+
+def _lists(value: Any) -> Any:
+    """Return a value with lists for tuples, as text has them."""
+    if isinstance(value, dict):
+        return {key: _lists(entry) for key, entry in value.items()}
+    return [_lists(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _no_text(value: Any) -> Any:

@@ -1,0 +1,185 @@
+"""Files and changes of the command line."""
+
+import json
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eventloop import ConfigurationError
+from eventloop.config import Maker, Options, override, read, settle
+
+CONFIG = {"loop": {"max_epochs": 3}, "custom_hooks": [{"type": "EMAHook"}, {"type": "LoggerHook"}], "model": "mine:net"}
+
+TEXTS = {
+    "toml": 'model = "a:b"\n[loop]\nlr = 1e-3\nlist = [1, 2]\noff = false\n',
+    "yaml": "model: 'a:b'\nloop:\n  lr: 1e-3\n  list: [1, 2]\n  off: false\n",
+    "json": '{"model": "a:b", "loop": {"lr": 1e-3, "list": [1, 2], "off": false}}',
+}
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(name, text):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def said(function, *arguments):
+    with pytest.raises(ConfigurationError) as caught:
+        function(*arguments)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("suffix", ["toml", "yaml", "yml", "json", "TOML"])
+def test_the_three_languages_read_the_same(file, suffix):
+    text = TEXTS[{"yml": "yaml"}.get(suffix, suffix.lower())]
+    found = read(file(f"config.{suffix}", text))
+    # YAML 1.1 would take keys named off for booleans; values of learning rates for text.
+    assert found["loop"]["lr"] == 0.001
+    assert (found["model"], found["loop"]["list"]) == ("a:b", [1, 2])
+
+
+@pytest.mark.parametrize("number", ["1e-3", "1E-3", "1.e-3", "-2e5", ".5e1", "1.5e+3"])
+def test_a_number_with_an_exponent_is_a_number_in_yaml(file, number):
+    assert read(file("config.yaml", f"lr: {number}"))["lr"] == float(number)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("c.toml", "a = ]", "(at line 1, column 5)"),
+        ("c.json", '{"a": 1,}', "(at line 1, column 9)"),
+        ("c.yaml", "a: [1\nb: 2", "(at line 2, column 2)"),
+        ("c.yaml", "a: !!python/object/apply:os.system ['true']", "could not determine a constructor for the tag"),
+        ("c.yaml", "- a", "expected a table with model, data, optimizer …, got a list"),
+        ("c.yaml", "", "expected a table with model, data, optimizer …, got nothing"),
+        ("c.json", "3", "expected a table with model, data, optimizer …, got int 3"),
+        ("c.py", "", "is a .toml, .yaml or .json file; a Python file is a program: run it with python"),
+        ("c.ini", "", "a configuration is a .toml, .yaml or .json file"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_what_is_wrong(file, name, text, message):
+    path = file(name, text)
+    assert said(read, path).startswith(f"{path}: ")
+    assert message in said(read, path)
+
+
+def test_a_file_that_is_not_there_names_those_beside_it(file, tmp_path):
+    file("first.toml", "")
+    file("notes.txt", "")
+    assert said(read, tmp_path / "frist.toml").endswith("cannot be read: No such file or directory; there are first.toml")
+
+
+def test_a_file_that_is_no_text_is_an_error(tmp_path):
+    (tmp_path / "c.toml").write_bytes(b"\xff\xfe")
+    assert "is not UTF-8 text" in said(read, tmp_path / "c.toml")
+
+
+def test_yaml_without_pyyaml_says_what_to_install(file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert 'pip install "trainbus[yaml]"' in said(read, file("c.yaml", "a: 1"))
+
+
+# -------------------------------------------------------------------------------------------------------------- changes
+
+
+def changed(*changes, config=CONFIG):
+    return override(config, changes)
+
+
+def test_a_change_replaces_adds_and_makes_tables_on_the_way():
+    found = changed("loop.max_epochs=5", "loop.name=x", "default_hooks.logger.interval=3", "custom_hooks[1].interval=7")
+    assert found["loop"] == {"max_epochs": "5", "name": "x"}
+    assert found["default_hooks"] == {"logger": {"interval": "3"}}
+    assert found["custom_hooks"] == [{"type": "EMAHook"}, {"type": "LoggerHook", "interval": "7"}]
+    assert CONFIG["loop"] == {"max_epochs": 3}
+
+
+def test_an_option_of_what_is_a_name_alone_makes_it_a_table():
+    assert changed("model.width=3")["model"] == {"type": "mine:net", "width": "3"}
+
+
+def test_quoted_names_and_counts_from_the_end():
+    assert changed('metrics."a.b".k=1')["metrics"] == {"a.b": {"k": "1"}}
+    assert changed("custom_hooks[-1].type=EMAHook")["custom_hooks"][1]["type"] == "EMAHook"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("loop", "'loop': changes are written as place=value, such as loop.max_epochs=3"),
+        ("loop..x=1", "'loop..x' is no place in a configuration"),
+        ("[0].x=1", "'[0].x' is no place in a configuration"),
+        ("=1", "'' is no place in a configuration"),
+        ("custom_hooks[2].x=1", "custom_hooks[2]: custom_hooks has 2 entries, counted from 0"),
+        ("custom_hooks.x=1", "custom_hooks.x: custom_hooks is a list, not a table"),
+        ("loop[0]=1", "loop[0]: loop is a table, not a list"),
+        ("loop.max_epochs.x=1", "loop.max_epochs.x: loop.max_epochs is int 3, not a table"),
+        ("nothing[0]=1", "nothing[0]: nothing is not in the configuration"),
+    ],
+)
+def test_a_change_that_leads_nowhere_says_where(change, message):
+    assert said(changed, change).startswith(message), said(changed, change)
+
+
+def typed(annotation, text):
+    def target(option):
+        return option
+
+    target.__annotations__ = {"option": annotation}
+    table = override({"x": {}}, [f"x.option={text}"])["x"]
+    return Maker().decode(Options(target), table, "x")[1]["option"]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text", "value"),
+    [
+        (int, "3", 3),
+        (float, "3", 3.0),
+        (float, "1e-3", 0.001),
+        (str, "3", "3"),
+        (str, "true", "true"),
+        (bool, "true", True),
+        (bool, "false", False),
+        (int | None, "null", None),
+        (str | list[str], "abc", "abc"),
+        (str | list[str], '["a", "b"]', ["a", "b"]),
+        (list[int], "[1, 2]", [1, 2]),
+        (dict[str, int], "{a = 1}", {"a": 1}),
+        (dict[str, int], '{"a": 1}', {"a": 1}),
+        (float | dict[str, float] | None, "2", 2.0),
+        (float | dict[str, float] | None, "{max_norm = 2.0}", {"max_norm": 2.0}),
+    ],
+)
+def test_a_changes_value_has_the_type_of_its_option(annotation, text, value):
+    found = typed(annotation, text)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "text", "message"),
+    [
+        (int, "x", "x.option: expected int, got str 'x'"),
+        (int, "1.5", "x.option: expected int, got str '1.5'"),
+        (bool, "yes", "x.option: expected bool, got str 'yes'"),
+        (list[int], "3", "x.option: expected list of int, got str '3'"),
+        (list[int], '[1, "x"]', "x.option[1]: expected int, got str 'x'"),
+    ],
+)
+def test_a_change_of_the_wrong_type_is_an_error_with_its_place(annotation, text, message):
+    assert said(typed, annotation, text) == message
+
+
+@given(st.recursive(st.booleans() | st.integers() | st.text("abc", max_size=3), lambda inner: st.lists(inner, max_size=3)))
+def test_a_value_in_json_comes_through_where_the_signature_says_nothing(value):
+    text = json.dumps(value)
+    assert settle(override({}, [f"a={text}"])) == {"a": value}

@@ -1,0 +1,137 @@
+"""What a configuration can name, and what it cannot make run."""
+
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eventloop import Bus, ConfigurationError
+from eventloop.config import Imports, find_files_in
+
+MODULES = ("os", "subprocess", "torch.nn", "my_module", "builtins")
+
+
+def said(reference, modules=(), **options):
+    with pytest.raises(ConfigurationError) as caught:
+        Imports(modules, **options).resolve(reference, "model")
+    return str(caught.value)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder that modules are found in; what was imported from it is forgotten again."""
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    find_files_in(tmp_path)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def test_a_listed_module_and_its_submodules_can_be_named():
+    from torch.nn.utils import clip_grad_norm_
+
+    imports = Imports(["torch.nn"])
+    assert imports.resolve("torch.nn.utils:clip_grad_norm_", "here") is clip_grad_norm_
+    assert imports.resolve("torch.nn:Module.eval", "here").__name__ == "eval"
+
+
+def test_a_module_that_is_not_listed_says_which_list_to_extend():
+    assert said("torch.optim:AdamW", ["torch.nn"]) == (
+        "model: 'torch.optim:AdamW' is in a module that is not listed under imports; add it there: "
+        'imports = ["torch.nn", "torch.optim"]'
+    )
+    assert 'imports = ["torch_other"]' in said("torch_other:x", [])
+
+
+def test_a_package_whose_name_begins_like_a_listed_one_is_not_listed(folder):
+    (folder / "listed_a.py").write_text("value = 1")
+    assert "is not listed" in said("listed_ab:value", ["listed_a"])
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("torch.nn.Linear", "model: 'torch.nn.Linear' names nothing: write module:attribute (did you mean 'torch.nn:Linear'?)"),
+        ("Linear", "model: 'Linear' names nothing: write module:attribute, such as \"my_module:MyClass\""),
+        ("torch.nn:Liner", "model: the module 'torch.nn' has no 'Liner' (did you mean 'Linear'"),
+        ("torch.nn:Linear.forwrd", "model: the class 'Linear' has no 'forwrd' (did you mean 'forward'?)"),
+        ("torch.nn:functional", "model: 'functional' is a module: name what is in it, as torch.nn.functional:attribute"),
+        ("torch.nn:init.math.sqrt", "model: 'init' is a module"),
+        ("torch.nn:Linear.__init__", "model: '__init__' is private"),
+        ("torch.nn:Linear.forward.__globals__", "model: '__globals__' is private"),
+        ("torch.nn:Linear.forward.x", "model: 'x' cannot be looked up in a function, only in a module or class"),
+        ("torch.nn:Linear()", "model: 'torch.nn:Linear()' names nothing"),
+        ("torch.nn.nope:x", "model: there is no module 'torch.nn.nope'"),
+    ],
+)
+def test_what_a_reference_cannot_be(reference, message):
+    assert said(reference, ["torch.nn"]).startswith(message), said(reference, ["torch.nn"])
+
+
+def test_a_misspelt_module_names_the_nearest_file_and_where_was_looked(folder):
+    (folder / "my_parts.py").touch()
+    with pytest.raises(ConfigurationError) as caught:
+        Imports(["my_prats"], [folder])
+    assert str(caught.value) == (
+        f"imports[0]: there is no module 'my_prats' (did you mean 'my_parts'?) in {folder}, nor among the installed ones"
+    )
+
+
+def test_a_file_name_is_answered_with_the_modules_name():
+    with pytest.raises(ConfigurationError, match=r"imports\[0\]: 'my/parts.py' is a file: give the module's name, 'my.parts'"):
+        Imports(["my/parts.py"])
+
+
+def test_a_file_that_an_installed_module_hides_is_an_error_and_not_ignored(folder):
+    (folder / "json.py").touch()
+    with pytest.raises(ConfigurationError, match=r"imports\[0\]: 'json' is .*json/__init__.py, which hides .*json.py; rename"):
+        Imports(["json"], [folder])
+
+
+@pytest.mark.parametrize("source", ["import nothing_like_it_is_installed", "raise RuntimeError('boom')", "x ="])
+def test_an_error_inside_of_a_users_module_is_theirs_with_a_note(folder, source):
+    (folder / "broken_module.py").write_text(source)
+    with pytest.raises((ImportError, RuntimeError, SyntaxError)) as caught:
+        Imports(["broken_module"], [folder])
+    assert caught.value.__notes__ == ["while importing 'broken_module' for imports[0]"]
+
+
+def test_nothing_is_imported_that_is_not_listed(folder):
+    (folder / "trap_module.py").write_text("raise SystemExit('it ran')")
+    table = {"type": "ParamSchedulerHook", "by": "iter", "scheduler": {"type": "trap_module:x"}}
+    with pytest.raises(ConfigurationError, match=r"trap_module.* is not listed under imports"):
+        Bus().add_from_config([table])
+    with pytest.raises(ConfigurationError, match=r"trap_module.* is not listed under imports"):
+        Bus().add_from_config(["trap_module:Hook"])
+    assert "trap_module" not in sys.modules
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.sampled_from([f"{name}:system" for name in MODULES]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["type", "interval", "writers", "scheduler", "optimizer", "x"]), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    st.sampled_from(["LoggerHook", "ParamSchedulerHook", "EMAHook", "CheckpointHook", "OptimizerHook", "os:system"]),
+    st.dictionaries(
+        st.sampled_from(["writers", "scheduler", "by", "ema_type", "scaler", "interval", "custom_cfg", "priority"]), values
+    ),
+)
+def test_no_configuration_gets_to_a_name_of_a_module_that_is_not_listed(name, options):
+    """Whatever is in it: it is made without an import, or an error of ours."""
+    before = set(sys.modules)
+    try:
+        Bus().add_from_config([{"type": name, **options}])
+    except ConfigurationError:
+        pass
+    except (TypeError, ValueError, AttributeError) as error:  # of a constructor that does not check what it is given
+        assert "while making" in "".join(getattr(error, "__notes__", ()))
+    assert not {one for one in set(sys.modules) - before if one.split(".")[0] in MODULES}
