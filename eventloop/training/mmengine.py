@@ -69,7 +69,9 @@ def _raw_weights(averaged: Mapping[str, Any], weights: Mapping[str, Any]) -> dic
 
 def _steps(averaged: Mapping[str, Any]) -> int:
     steps = averaged.get("steps", 0)
-    return int(steps) if isinstance(steps, int | torch.Tensor) else 0
+    if isinstance(steps, torch.Tensor) and steps.numel() == 1 and steps.dtype is torch.int64:
+        steps = steps.item()
+    return steps if isinstance(steps, int) and steps >= 0 else 0
 
 
 def _optimizers(saved: Any) -> tuple[dict[str, Any], dict[str, Any]]:

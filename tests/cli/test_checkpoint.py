@@ -411,6 +411,13 @@ def test_import_runs_no_code_and_says_how_to_keep_the_rest(trainbus):
     assert [path.name for path in Path().iterdir()] == ["a.pth"]
 
 
+def test_import_does_not_let_a_file_write_to_the_terminal(trainbus):
+    torch.save({"\x1b[2J": 1, "\ud800": 2}, "a.pth")
+    assert "\\x1b[2J, \\ud800" in trainbus("import", "a.pth", "a.safetensors").out
+    torch.save({"\x1b[2J": torch.ones(2).to_sparse()}, "b.pth")
+    assert "\\x1b[2J: cannot store" in trainbus("import", "b.pth", "b.safetensors").err
+
+
 def test_import_of_a_tensor_that_no_checkpoint_holds_names_its_path(trainbus):
     torch.save({"state_dict": {"w": torch.ones(2).to_sparse()}}, "a.pth")
     result = trainbus("import", "a.pth", "a.safetensors")

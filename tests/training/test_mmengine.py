@@ -142,6 +142,12 @@ def test_a_checkpoint_without_averages_has_none_afterwards(tree):
     assert state["bus"] == {"hooks": {}, "publishes": {}}
 
 
+@pytest.mark.parametrize("steps", [torch.ones(2, dtype=torch.int64), torch.tensor(float("nan")), "four", None, -1])
+def test_averages_without_a_count_of_updates_begin_anew(tree, steps):
+    state = from_mmengine({**tree, "ema_state_dict": {**tree["ema_state_dict"], "steps": steps}})
+    assert state["bus"]["hooks"] == {"EMAHook": {"steps": 0}}
+
+
 def test_several_optimizers_keep_their_names_and_a_loss_scaler_stays_with_mmengine(tree):
     one = tree["optimizer"]
     state = from_mmengine({**tree, "optimizer": {"G": {**one, "loss_scaler": {"scale": 2.0}}, "D": one}})

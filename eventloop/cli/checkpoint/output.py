@@ -22,8 +22,12 @@ def to_terminal() -> Console:
 
 
 def say(console: Console, *parts: str | tuple[str, str]) -> None:
-    """Write one line of parts (texts, or texts with a style), however long it is."""
-    console.print(Text.assemble(*parts), soft_wrap=True)
+    """Write one line of parts (texts, or texts with a style), however long it is.
+
+    Some of it comes from files, and nothing of that shall move the cursor.
+    """
+    safe = [_escaped(part) if isinstance(part, str) else (_escaped(part[0]), part[1]) for part in parts]
+    console.print(Text.assemble(*safe), soft_wrap=True)
 
 
 def complain(options: argparse.Namespace, message: str) -> None:
@@ -33,8 +37,14 @@ def complain(options: argparse.Namespace, message: str) -> None:
 
 
 def printable(name: object) -> str:
-    """A name from a file, in which nothing can move the cursor."""
+    """A name from a file: as it is, if it can be seen."""
     return name if isinstance(name, str) and name.isprintable() and name else repr(name)
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
 
 
 def check_file(path: Path) -> None:
