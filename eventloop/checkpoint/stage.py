@@ -178,7 +178,7 @@ def _fill(flat: Flat, buffer: StageBuffer, overlap: Overlap | None) -> tuple[Lay
         else:
             pairs += _paired(memory, batch, sources)
     later: list[Pair] = []
-    if overlap is not None:
+    if overlap is not None and pairs:
         pairs, later = overlap.divide(pairs)
     _copy_pairs(memory, pairs)
     if overlap is not None and later:
