@@ -95,10 +95,34 @@ def write_pth(value: Any, path: str | os.PathLike[str], size: int) -> None:
     """
 
     def fill(descriptor: int) -> None:
-        with os.fdopen(descriptor, "wb", closefd=False) as file:
-            torch.save(value, file)
+        file = _File(descriptor)
+        try:
+            torch.save(value, file)  # type: ignore[arg-type]  # it calls write and flush only
+        except RuntimeError:  # torch closes its archive while the error is on its way, and then has another one
+            if file.error is not None:
+                raise file.error from None
+            raise
 
     commit_file(path, size, fill)
+
+
+class _File:
+    """As much of a file as ``torch.save`` needs. It remembers the error that the system has given."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            write_all(self._descriptor, memoryview(data))
+        except OSError as error:
+            self.error = error
+            raise
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing waits."""
 
 
 def write_safetensors(tensors: Mapping[str, Any], path: str | os.PathLike[str]) -> None:

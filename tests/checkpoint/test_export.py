@@ -277,6 +277,24 @@ def test_a_disk_that_is_full_costs_nothing_that_was_there(tmp_path, monkeypatch,
     assert {path.name for path in tmp_path.iterdir()} == {"a.safetensors", out.name}
 
 
+@pytest.mark.parametrize("room", [0, 5_000, 500_000])
+def test_a_disk_that_fills_up_in_the_middle_is_told_by_its_own_error(tmp_path, monkeypatch, room):
+    save({"state_dict": {"a": torch.randn(100_000), "b": torch.randn(100_000)}}, tmp_path / "a.safetensors")
+    write, left = os.write, [room]
+
+    def full(descriptor: int, data: Any) -> int:
+        left[0] -= len(data)
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(CheckpointError, match=r"cannot write .*out\.pth.*No space left") as error:
+        export_weights(tmp_path / "a.safetensors", tmp_path / "out.pth")
+    assert isinstance(error.value.__cause__, OSError)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+
+
 def test_other_suffixes_are_refused(tmp_path):
     save(RUN, tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match=r"out\.bin: the name must end in \.pth or \.pt"):
