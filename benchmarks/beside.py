@@ -27,7 +27,7 @@ TRIAL = 50_000  # turns of its loop, to see how long they take
 LIMIT = 1.1  # of the p99
 ON_A_THREAD = ("torch.save + fsync", "safetensors")
 LONGEST = 4.0
-"""Seconds of a sample: beside whom steps take so much longer gets fewer of them."""
+"""Seconds of a sample: beside whom steps take so much longer gets fewer of them, and is not asked again."""
 
 _numbers = count(1)
 
@@ -63,11 +63,20 @@ class Steps:
         self.number = number
         self.start = start
         self.p99: list[float] = []
+        self.once: tuple[float, float] | None = None
 
     def __call__(self) -> float:
+        p50, p99 = self.once or self.sample()
+        self.p99.append(p99)
+        return p50
+
+    def sample(self) -> tuple[float, float]:
+        start = time.monotonic()
         times = [seconds for _, seconds in zip(range(self.number), self.durations(), strict=False)]
-        self.p99.append(percentile(times, 99))
-        return percentile(times, 50)
+        p50, p99 = percentile(times, 50), percentile(times, 99)
+        if time.monotonic() - start > LONGEST:
+            self.once = p50, p99
+        return p50, p99
 
     def durations(self) -> Iterator[float]:
         """Seconds of one step after the other, as long as anybody asks; a save is finished before it ends."""

@@ -23,14 +23,21 @@ CHECKPOINT_INTERVAL = 100
 class Job:
     """One run's model, optimizer and data, the same for every contender, fresh for every phase."""
 
-    def __init__(self, iterations: int, *, hidden: int = HIDDEN, checkpoint_interval: int = CHECKPOINT_INTERVAL) -> None:
+    def __init__(
+        self,
+        iterations: int,
+        *,
+        hidden: int = HIDDEN,
+        batch_size: int = BATCH_SIZE,
+        checkpoint_interval: int = CHECKPOINT_INTERVAL,
+    ) -> None:
         torch.manual_seed(0)
         self.iterations = iterations
         self.checkpoint_interval = checkpoint_interval
         self.model = nn.Sequential(
             nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 10)
         )
-        self.data = ClockedBatches(digits(), iterations)
+        self.data = ClockedBatches(digits(batch_size), iterations)
 
     def optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
@@ -72,7 +79,7 @@ class ClockedBatches(Dataset[Batch]):
 
 
 @functools.cache
-def digits() -> list[Batch]:
+def digits(batch_size: int) -> list[Batch]:
     """The 1,797 images of 8 × 8 pixels in shuffled batches; the incomplete last one is dropped."""
     from sklearn.datasets import load_digits
 
@@ -80,5 +87,5 @@ def digits() -> list[Batch]:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     pixels = torch.as_tensor(images, dtype=torch.float32)[order] / 16
     classes = torch.as_tensor(labels, dtype=torch.long)[order]
-    pairs = zip(pixels.split(BATCH_SIZE), classes.split(BATCH_SIZE), strict=True)
-    return [pair for pair in pairs if len(pair[1]) == BATCH_SIZE]
+    pairs = zip(pixels.split(batch_size), classes.split(batch_size), strict=True)
+    return [pair for pair in pairs if len(pair[1]) == batch_size]

@@ -42,7 +42,7 @@ def steps(settings: Settings, size: Size, directory: Path, tick: Tick) -> Compar
             BLOCK: staging(training, None),
         }
         contenders = {name: training.step_after(save) for name, save in saves.items()} | {WRITTEN: written}
-        samples = measure(contenders, settings.rounds(quick=1, full=11), tick)
+        samples = measure(contenders, settings.rounds(quick=1, full=7), tick)
     title = f"Added to a step of {training.seconds * 1e3:,.0f} ms by the copy: {size}"
     return Comparison(title, "ms", FOREACH, samples, STEP_ALONE, Budget(6, LIMIT))
 

@@ -63,7 +63,7 @@ def sizes(settings: Settings) -> tuple[Size, Size]:
 
 def saves(settings: Settings, size: Size, directory: Path, tick: Tick) -> list[Comparison]:
     """The stall, and the time until the disk has it, of the same saves."""
-    model, rounds = size.model(), settings.rounds(quick=1, full=5)
+    model, rounds = size.model(), settings.rounds(quick=1, full=3)
     with ExitStack() as scopes:
         savers, left_out = prepared(scopes, model, directory)
         savings = {name: Saving(saver, model, size, directory) for name, saver in savers.items()}
@@ -209,7 +209,13 @@ def timed(weights: list[Tensor], work: Callable[[], object]) -> Sample:
         work()
         return time.perf_counter() - start
 
-    return lambda: statistics.median(once() for _ in range(MOST))
+    def sample() -> float:
+        times = [once()]
+        while len(times) < MOST and sum(times) < SECONDS_PER_SAMPLE:
+            times.append(once())
+        return statistics.median(times)
+
+    return sample
 
 
 def raw_write(size: Size, directory: Path) -> Sample:
