@@ -93,7 +93,7 @@ class RunView(Protocol):
         """What hooks keep for each other in typed slots while the run goes on."""
 
     def publish(self, event: type[Any], **payload: Any) -> None:
-        """Publish an event of this class, with this run and its progress filled in."""
+        """Publish an event of this class, with this run and its progress filled in where it has fields for them."""
 
     def report(self, **entries: Any) -> None:
         """Add entries to the current iteration's ``outputs``: numbers or 0-dim tensors, which stay on their device."""

@@ -23,7 +23,7 @@ from eventloop import events as ev
 from eventloop.bus import Bus
 from eventloop.checkpoint import Busy, Staging, load
 from eventloop.errors import ConfigurationError, LaneFullError
-from eventloop.events import Event, Progress
+from eventloop.events import Event, Progress, RunEvent
 from eventloop.log import get_logger
 from eventloop.offload.deadline import Deadline
 from eventloop.shared import Shared
@@ -208,9 +208,16 @@ class Run:
             self.publish(ev.ImageReported, name=name, image=image)
 
     def publish(self, event: type[Event], **payload: Any) -> None:
-        """Publish an event of this class, with this run and its progress filled in."""
+        """Publish an event of this class, with this run and its progress filled in where it has fields for them."""
         if self.bus.wants(event):
-            self.bus.publish(event(run=self, progress=self.order.progress, **payload))
+            try:
+                made = event(run=self, progress=self.order.progress, **payload)
+            except TypeError:  # a plain Event, or a mistake in the payload; the run's own events pay nothing for it
+                if issubclass(event, RunEvent):
+                    raise
+                ours = {"run": self, "progress": self.order.progress}
+                made = event(**{name: ours[name] for name in ours if name in event.__struct_fields__}, **payload)
+            self.bus.publish(made)
 
     def defer(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` when the innermost open scope ends, however it ends; last registered, first called."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eventloop import Bus, ConfigurationError, Run, Update
+from eventloop import Bus, ConfigurationError, Event, Progress, Run, Update
 
 ITER = "before_train_iter after_train_iter"
 VAL = "before_val before_val_epoch 2*(before_val_iter after_val_iter) after_val_epoch after_val"
@@ -47,6 +47,28 @@ def test_a_loop_of_ones_own_publishes_what_a_train_loop_does(parts, bus, job, tr
     assert trace.names == parts.spell(f"before_run before_train {EPOCH} {VAL} {EPOCH} {VAL} after_train after_run")
     assert [e.progress.iter for e in trace.of("after_train_iter")] == list(range(6))
     assert all("loss" in e.outputs for e in trace.of("after_train_iter"))
+
+
+class PlainOfRunTests(Event):
+    points: int
+
+
+class PlacedOfRunTests(Event):
+    progress: Progress
+
+
+def test_a_run_publishes_events_of_the_users_own_with_what_they_have_fields_for(bus, job):
+    heard = []
+    bus.on(PlainOfRunTests, heard.append)
+    bus.on(PlacedOfRunTests, heard.append)
+    run, _ = job
+    with run:
+        run.publish(PlainOfRunTests, points=3)
+        run.publish(PlacedOfRunTests)
+        with pytest.raises(TypeError, match="point"):
+            run.publish(PlainOfRunTests, point=3)
+    assert heard[0].points == 3
+    assert heard[1].progress.iter == 0
 
 
 def test_steps_of_the_body_are_counted_and_published(parts, bus, job):

@@ -1,0 +1,244 @@
+"""``trainbus run``, ``trainbus hooks`` and ``trainbus events``, as a new user would type them."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from rich import get_console
+
+import eventloop
+from eventloop.checkpoint import load
+from eventloop.cli import main
+from eventloop.events import registry
+
+pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning:sklearn")
+
+DIGITS = str(Path(eventloop.__file__).parent.parent / "examples" / "digits.toml")
+
+PARTS = """
+import torch
+from torch import nn
+from eventloop import Event, Hook, register
+from hooks import Writer
+
+class DensifiedForTests(Event):
+    points: int
+
+@register
+class GrowerForTests(Hook):
+    '''Publishes an event of its own.'''
+    def __init__(self, every: int = 2):
+        self.every = every
+    def after_train_iter(self, event):
+        if (event.progress.iter + 1) % self.every == 0:
+            event.run.publish(DensifiedForTests, points=event.progress.iter)
+
+@register
+class CounterForTests(Hook):
+    '''Hears an event of ours.'''
+    def __init__(self):
+        self.points = []
+    def densified_for_tests(self, event):
+        self.points.append(event.points)
+    def after_run(self, event):
+        with open("points.txt", "w") as file:
+            file.write(repr(self.points))
+
+@register(name="lines_for_tests")
+class Lines(Writer):
+    '''Writes a file of lines.'''
+    def __init__(self, filename: str = "lines.txt"):
+        super().__init__(interval=1)
+        self.filename = filename
+    def open(self, run):
+        self.file = open(self.filename, "w")
+    def write_scalars(self, scalars, step, where):
+        self.file.write(f"{step}\\n")
+    def close(self):
+        self.file.close()
+
+def net(width: int = 3):
+    return nn.Linear(2, width)
+
+def data(batches: int = 4):
+    return [torch.ones(2, 2)] * batches
+
+def step(model, batch):
+    return model(batch).square().mean()
+"""
+
+CONFIG = """
+imports = ["{module}", "torch.optim"]
+model = "{module}:net"
+optimizer = {{ type = "torch.optim:SGD", lr = 0.1 }}
+step = "{module}:step"
+data.train = "{module}:data"
+loop.max_epochs = 1
+default_hooks.logger = {{ writers = ["lines_for_tests"] }}
+custom_hooks = ["GrowerForTests", "CounterForTests"]
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(get_console(), "_width", 120)
+    return tmp_path
+
+
+@pytest.fixture
+def project(here):
+    """A file of the user's beside a configuration in a folder of its own; its module is forgotten afterwards."""
+    module = "user_parts_for_tests"
+    events = dict(registry)
+    (here / "configs").mkdir()
+    (here / "configs" / f"{module}.py").write_text(PARTS)
+    (here / "configs" / "mine.toml").write_text(CONFIG.format(module=module))
+    yield "configs/mine.toml"
+    sys.modules.pop(module, None)
+    registry.clear()
+    registry.update(events)
+
+
+def said(capsys, *arguments):
+    assert main(arguments) == 2
+    return capsys.readouterr().err.strip()
+
+
+def test_the_demo_as_a_configuration_trains_the_same_weights_as_the_demo(here):
+    main(["demo", "--epochs", "1", "--out", "demo"])
+    changes = ["loop.max_epochs=1", "custom_hooks[1].scheduler.lr_lambda.total=34", "loop.work_dir=ours"]
+    assert main(["run", DIGITS, *changes]) == 0
+    one, other = (load(here / name / "epoch_1.safetensors")["state_dict"] for name in ("demo", "ours"))
+    assert one.keys() == other.keys()
+    assert all(one[key].equal(other[key]) for key in one)
+
+
+def test_a_run_leaves_what_its_hooks_leave_and_says_where(here, capsys):
+    assert main(["run", DIGITS, "loop.max_epochs=2"]) == 0
+    files = {path.name for path in (here / "runs/digits").iterdir()}
+    assert {"epoch_2.safetensors", "last_checkpoint", "scalars.jsonl", "config.json", "test_metrics.json"} <= files
+    assert json.loads((here / "runs/digits/config.json").read_text())["loop"] == {"max_epochs": 2, "seed": 0}
+    printed = capsys.readouterr().out
+    for words in ("last validation", "accuracy", "test", "68 iterations", "runs/digits"):
+        assert words in printed
+
+
+def test_own_hook_writer_and_event_from_a_file_beside_the_configuration_are_picked_up(here, project):
+    assert main(["run", project, "custom_hooks=['GrowerForTests', 'CounterForTests']"]) == 0
+    assert (here / "points.txt").read_text() == "[1, 3]"
+    assert (here / "lines.txt").read_text().split() == ["1", "2", "3", "4"]
+
+
+def test_a_second_run_does_not_overwrite_the_first_and_resume_goes_on(here, project, capsys):
+    for _ in range(2):
+        main(["run", project])
+    assert {path.name for path in (here / "runs").iterdir()} == {"mine", "mine-2"}
+    capsys.readouterr()
+    assert main(["run", project, "--resume", "loop.max_epochs=3"]) == 0
+    assert "12 iterations" in capsys.readouterr().out
+    assert {path.name for path in (here / "runs").iterdir()} == {"mine", "mine-2"}
+
+
+def test_resume_without_a_run_says_what_is_missing(here, project, capsys):
+    assert "there is nothing to resume in runs: no last_checkpoint; leave --resume out" in said(
+        capsys, "run", project, "--resume"
+    )
+
+
+def test_a_dry_run_shows_the_hook_table_and_leaves_nothing(here, project, capsys):
+    assert main(["run", project, "--dry-run", "custom_hooks[0]=GrowerForTests", "default_hooks.checkpoint=false"]) == 0
+    printed = capsys.readouterr().out
+    for words in ("Hooks in the order of a run", "densified_for_tests", "CounterForTests", "OptimizerHook", "not trained"):
+        assert words in printed
+    assert "CheckpointHook" not in printed
+    assert not (here / "runs").exists()
+
+
+def test_changes_may_stand_before_and_behind_options(here, project, capsys):
+    assert main(["run", project, "model.width=5", "--dry-run", "loop.max_epochs=2"]) == 0
+    assert main(["run", project, "--dry-run", "loop.max_epochs=2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("loop.max_epochs=x", "loop.max_epochs: expected int | None, got str 'x'"),
+        ("loop.max_epoch=3", "loop.max_epoch: loop has no option 'max_epoch' (did you mean 'max_epochs'?)"),
+        ("custom_hooks[0]=GrowrForTests", "custom_hooks[0].type: no hook is registered as 'GrowrForTests' (did you mean"),
+        (
+            "default_hooks.logger.writers=[{type='lines_for_test'}]",
+            "default_hooks.logger.writers[0].type: no writer is registered",
+        ),
+        ("default_hooks.loger.interval=3", "default_hooks.loger: there is no default hook 'loger' (did you mean 'logger'?)"),
+        ("model.widht=3", "model.widht: net has no option 'widht' (did you mean 'width'?)"),
+        (
+            "imports=['user_parts_for_test']",
+            "imports[0]: there is no module 'user_parts_for_test' (did you mean 'user_parts_for_tests'?)",
+        ),
+        ("imports=[]", "model: 'user_parts_for_tests:net' is in a module that is not listed under imports; add it there"),
+        ("loop", "'loop': changes are written as place=value, such as loop.max_epochs=3"),
+    ],
+)
+def test_a_mistake_ends_with_status_2_and_says_where_what_and_the_nearest(project, capsys, change, message):
+    assert said(capsys, "run", project, "--dry-run", change).startswith(f"trainbus run: {message}")
+
+
+def test_a_missing_configuration_names_those_that_are_there(project, capsys):
+    assert said(capsys, "run", "configs/mime.toml").endswith("cannot be read: No such file or directory; there are mine.toml")
+
+
+@pytest.mark.parametrize("arguments", [["run"], ["run", "x.toml", "--nonsense"], ["demo", "loop.max_epochs=3"]])
+def test_a_call_that_argparse_refuses_shows_the_usage(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert "usage: trainbus" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_hooks_lists_every_registered_hook_with_options_types_defaults_and_mount_points(here, capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["hooks"]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= width
+    for kind in ("hook", "writer", "average"):
+        for entry in eventloop.registered(kind):
+            assert re.search(rf"^{re.escape(entry.name)}\b", printed, re.MULTILINE), entry.name
+    assert re.search(r"momentum +float +0\.0002", printed)
+    assert re.search(r"monitor +str +required", printed)
+    assert re.search(r"'greater' \| 'less' \| None +None", printed)
+    assert "priority 90 VERY_LOW, at before_run, before_train" in printed
+
+
+def test_hooks_of_a_users_module_are_listed_with_it(project, capsys, monkeypatch, here):
+    monkeypatch.chdir(here / "configs")
+    assert main(["hooks", "--import", "user_parts_for_tests"]) == 0
+    printed = capsys.readouterr().out
+    assert "GrowerForTests" in printed
+    assert "lines_for_tests" in printed
+    assert re.search(r"priority 50 NORMAL, at densified_for_tests, after_run", printed)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_events_lists_the_mount_points_in_order_with_what_they_hold(here, capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["events"]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= width
+    found = [line.split()[0] for line in printed.splitlines() if line and not line.startswith(" ")]
+    names = [name for name in found if name in eventloop.mount_points()]
+    assert names == eventloop.mount_points()
+    text = " ".join(printed.split())
+    assert "after_train_iter iterations batch_idx: int, batch: live" in text
+
+
+def test_events_of_a_users_module_are_listed_apart(project, capsys, monkeypatch, here):
+    monkeypatch.chdir(here / "configs")
+    assert main(["events", "--import", "user_parts_for_tests"]) == 0
+    before, _, after = capsys.readouterr().out.partition("Declared by hooks and by modules of yours")
+    assert "densified_for_tests" not in before
+    assert re.search(r"densified_for_tests +publishes +points: int", after)
