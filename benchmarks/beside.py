@@ -3,7 +3,7 @@
 The step needs the GIL for all of its 2 ms, as a loop of many small operations does. It is timed while a save is under way,
 from when ``save`` has returned until the disk has it; then the next save is made. Who can save on the calling thread only
 (torch.save, safetensors) is put on a thread by hand, and spared the copy that this would need. The blocking ways of DCP and
-MMEngine take no part.
+MMEngine take no part. A thread that only writes as many bytes shows what any work beside the step costs on this machine.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from timeit import Timer
 from benchmarks.handoff import percentile
 from benchmarks.harness import Budget, Comparison, Settings, Tick, measure
 from benchmarks.peers import Saver
-from benchmarks.saving import Size, prepared, remove, sync
+from benchmarks.saving import RAW, Size, prepared, raw_write, remove, sync
 
 NO_SAVE = "no save"
 STEP = 0.002  # seconds
@@ -32,7 +32,7 @@ LONGEST = 4.0
 _numbers = count(1)
 
 Step = Callable[[], object]
-StartSave = Callable[[], Future[None]]
+StartSave = Callable[[], Future[object]]
 
 
 def steps(settings: Settings, size: Size, directory: Path, tick: Tick) -> list[Comparison]:
@@ -42,7 +42,7 @@ def steps(settings: Settings, size: Size, directory: Path, tick: Tick) -> list[C
     with ExitStack() as scopes:
         savers, left_out = prepared(scopes, size.model(), directory)
         pool = scopes.enter_context(ThreadPoolExecutor(1))
-        contenders = {NO_SAVE: Steps(step, number)}
+        contenders = {NO_SAVE: Steps(step, number), RAW: Steps(step, number, partial(pool.submit, raw_write(size, directory)))}
         for name, saver in savers.items():
             if saver.background or name in ON_A_THREAD:
                 contenders[name] = Steps(step, number, partial(start_save, saver, directory, pool))
@@ -94,7 +94,7 @@ class Steps:
             finish(saving)
 
 
-def start_save(saver: Saver, directory: Path, pool: ThreadPoolExecutor) -> Future[None]:
+def start_save(saver: Saver, directory: Path, pool: ThreadPoolExecutor) -> Future[object]:
     """Save, and let a thread see to it that the disk has it and remove it."""
     path = directory / f"beside_{next(_numbers)}"
     if saver.background:
@@ -111,7 +111,7 @@ def start_save(saver: Saver, directory: Path, pool: ThreadPoolExecutor) -> Futur
     return future
 
 
-def finish(saving: Future[None] | None) -> None:
+def finish(saving: Future[object] | None) -> None:
     if saving is not None:
         saving.result()
 
