@@ -79,11 +79,12 @@ from eventloop.events import (
 from eventloop.hook import Hook, mount
 from eventloop.log import get_logger
 from eventloop.offload import DrainReport
+from eventloop.options import Options, StreamOptions
 from eventloop.priority import Priority
 from eventloop.registry import Registered, find, register, registered, registrable
 from eventloop.shared import Shared, Slot
 from eventloop.stream import Stream
-from eventloop.subscription import Options, Stats, StreamOptions, Subscription
+from eventloop.subscription import Stats, Subscription
 from eventloop.training import Metric, Run, SeededDataset, TrainLoop, Update, checkpoint_keys, load_weights, set_sampler_epoch
 from eventloop.view import RunView
 from eventloop.watch import Watch

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol, TypeVar, Unpack, overload
 
 from eventloop import events as ev
+from eventloop.options import Options, StreamOptions
 from eventloop.stream import Stream
-from eventloop.subscription import Options, StreamOptions, Subscription
+from eventloop.subscription import Subscription
 
 E = TypeVar("E", bound=ev.Event)
 T = TypeVar("T")

@@ -17,17 +17,19 @@ from eventloop.config import Chosen, Imports, Maker, hooks_in
 from eventloop.describe import Description, describe
 from eventloop.errors import BusStateError, OffloadError, SubscribeError
 from eventloop.events import Event, lineage, name_of, resolve
+from eventloop.handlers import stream
 from eventloop.hook import Hook, subscriptions_of
 from eventloop.log import get_logger
 from eventloop.offload import DrainReport, Lane, Runtime
 from eventloop.offload.deadline import Deadline
 from eventloop.offload.in_thread import in_thread
 from eventloop.offload.loops import Backend, HostLoop
+from eventloop.options import check_stream_names
 from eventloop.priority import PriorityLike
 from eventloop.publisher import INLINED, Publisher
-from eventloop.routes import Entry, Route, Source, compile_route, ignore, route_source
+from eventloop.routes import Route, Source, compile_route, ignore, route_source
 from eventloop.stream import Stream
-from eventloop.subscription import Stats, StreamOptions, Subscription, stream
+from eventloop.subscription import Stats, Subscription
 from eventloop.watch import KINDS, Watch, Watches
 
 State = Literal["idle", "open", "draining"]
@@ -73,6 +75,7 @@ class Bus(TypedOn, Publisher):
         self._training: tuple[_Training, ...] = ()
         self._state: State = "idle"
         self._inert = False
+        self._rank, self._world_size = 0, 1
         self._watches = Watches()
         self.drain_timeout = drain_timeout
         self.abort_timeout = abort_timeout
@@ -92,10 +95,7 @@ class Bus(TypedOn, Publisher):
         return subscribe
 
     def _stream(self, event: type[Event] | str, options: dict[str, Any]) -> Any:
-        for name in options:
-            if name not in StreamOptions.__annotations__ and name != "capture":
-                known = ", ".join(["capture", *StreamOptions.__annotations__])
-                raise SubscribeError(f"bus.stream takes no {name}=; its options are {known}")
+        check_stream_names(options)
         subscription = Subscription(self, resolve(event), stream, **{"full": "drop_old", **options})
         try:
             made = Stream[Any](subscription, cast("Lane", subscription.lane), self._interrupt)
@@ -223,7 +223,7 @@ class Bus(TypedOn, Publisher):
 
     def describe(self, *, stats: bool = False) -> Description:
         """Return who hears what, in the order of a run: a table to print (rich or plain), its data in ``rows``."""
-        return describe(self._subscriptions, stats=stats or self._timing)
+        return describe(self._subscriptions, stats=stats or self._timing, ranks=self._world_size > 1)
 
     def explain(self, event: type[Event] | str) -> Source:
         """Return the source of the function compiled for ``event``; shows as it is at a prompt or when printed."""
@@ -382,19 +382,18 @@ class Bus(TypedOn, Publisher):
         with self._lock:
             self._training = (*self._training, _Training(threading.get_ident(), interrupt))
 
+    def place(self, rank: int, world_size: int) -> None:
+        """Say which of the processes that train together this is; a run does. Handlers of others are not called."""
+        with self._lock:
+            if (rank, world_size) != (self._rank, self._world_size):
+                self._rank, self._world_size = rank, world_size
+                self._compiled = {}
+                self._use_routes({})
+
     def release_thread(self, interrupt: Callable[[], object]) -> None:
         """Undo :meth:`adopt_thread` with the same ``interrupt``."""
         with self._lock:
             self._training = tuple(one for one in self._training if one.interrupt != interrupt)
-
-    def annotate(self, error: BaseException, subscription: Entry, event: Event) -> None:
-        """Add a note to ``error`` that says whose it is, where and when."""
-        progress = getattr(event, "progress", None)
-        when = "" if progress is None else f", epoch {progress.epoch}, iteration {progress.iter}"
-        error.add_note(
-            f"in {subscription.label} ({subscription.mode}, priority {subscription.priority}, {subscription.location}) "
-            f"at {name_of(type(event))}{when}"
-        )
 
     def fail(self, subscription: Subscription, error: BaseException) -> None:
         """Have ``error`` raised by the next publish or drain on the training thread, or by close.
@@ -496,7 +495,7 @@ class Bus(TypedOn, Publisher):
     def _subscriptions_of(self, hook: Hook, priority: PriorityLike | None) -> Iterator[Subscription]:
         for events, method, mark in subscriptions_of(hook):
             chosen = next(choice for choice in (priority, mark.priority, hook.priority) if choice is not None)
-            yield Subscription(self, events, method, hook=hook, **{"priority": chosen, **mark.options})
+            yield Subscription(self, events, method, hook=hook, **{"priority": chosen, "ranks": hook.ranks, **mark.options})
 
     def _check_names(self, hooks: list[Hook]) -> None:
         for index, hook in enumerate(hooks):
@@ -549,7 +548,11 @@ class Bus(TypedOn, Publisher):
 
     def _heard_by(self, event_type: type[Event]) -> list[Subscription]:
         names = set(lineage(event_type))
-        return [subscription for subscription in self._subscriptions if not names.isdisjoint(subscription.mount_points)]
+        return [
+            subscription
+            for subscription in self._subscriptions
+            if not names.isdisjoint(subscription.mount_points) and (not self._rank or subscription.ranks == "all")
+        ]
 
     def _route(self, event_type: type) -> Route:
         """Find the route of an event that has none cached, after raising what offloaded handlers left behind."""
@@ -569,7 +572,6 @@ class Bus(TypedOn, Publisher):
                 event_type,
                 heard,
                 count=self._counts.setdefault(name_of(event_type), _Count()).next,
-                blame=self.annotate,
                 timing=self._timing,
             )
             if event_type not in self._compiled:

@@ -25,6 +25,7 @@ class Row(msgspec.Struct, frozen=True):
     filter: str
     lane: str
     stats: Stats
+    ranks: str = "all"
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -32,6 +33,7 @@ class Description(msgspec.Struct, frozen=True):
 
     rows: list[Row]
     stats: bool = False
+    ranks: bool = False
 
     def __rich__(self) -> RenderableType:
         # Narrow enough for a terminal of 80 columns: the mount point stands over its hooks, the lane beside the mode.
@@ -40,6 +42,8 @@ class Description(msgspec.Struct, frozen=True):
         table.add_column("priority", no_wrap=True)
         table.add_column("runs", no_wrap=True)
         table.add_column("filter", no_wrap=True)
+        if self.ranks:
+            table.add_column("ranks", no_wrap=True)
         if self.stats:
             table.add_column("events", justify="right")
         if any(row.stats.calls for row in self.rows):
@@ -50,7 +54,7 @@ class Description(msgspec.Struct, frozen=True):
                 table.add_row(row.mount_point, style="bold")
                 previous = row.mount_point
             runs = f"{row.mode.removeprefix('offloaded: ')} {row.lane}" if row.lane else row.mode
-            cells = [f"  {_short(row)}", f"{row.priority} {row.priority_name}", runs, row.filter]
+            cells = [f"  {_short(row)}", f"{row.priority} {row.priority_name}", runs, row.filter, *[row.ranks] * self.ranks]
             table.add_row(*cells, *(_figures(row.stats) if self.stats else ()), style="cyan" if row.lane else "")
         return table
 
@@ -61,7 +65,7 @@ class Description(msgspec.Struct, frozen=True):
         return captured.get()
 
 
-def describe(subscriptions: Iterable[Subscription], *, stats: bool) -> Description:
+def describe(subscriptions: Iterable[Subscription], *, stats: bool, ranks: bool = False) -> Description:
     """Build the table from subscriptions in dispatch order; what hears everything, or a hook's own group, comes last, once."""
     heard = list(subscriptions)
     rows = [
@@ -71,7 +75,7 @@ def describe(subscriptions: Iterable[Subscription], *, stats: bool) -> Descripti
         if any(heard_at in lineage(resolve(name)) and not _listed_apart(heard_at) for heard_at in subscription.mount_points)
     ]
     rows += [_row(name, subscription) for subscription in heard for name in subscription.mount_points if _listed_apart(name)]
-    return Description(rows, stats)
+    return Description(rows, stats, ranks)
 
 
 def _listed_apart(mount_point: str) -> bool:
@@ -90,6 +94,7 @@ def _row(mount_point: str, subscription: Subscription) -> Row:
         filter=str(subscription.filter or ""),
         lane=_lane(subscription),
         stats=subscription.stats,
+        ranks=subscription.ranks,
     )
 
 

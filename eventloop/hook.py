@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 from eventloop.errors import SubscribeError
 from eventloop.events import BUILTIN, Event, name_of, registry, resolve, suggest
+from eventloop.options import Where
 from eventloop.priority import Priority, PriorityLike
 from eventloop.registry import registrable
 
@@ -30,10 +31,12 @@ class Hook:
         priority: of all methods that do not name their own.
         name: key of ``state_dict`` in checkpoints and label in tables; the class name by default. Two hooks of a kind
             that both have state need two names.
+        ranks: ``"all"``, or ``"rank0"`` for a hook that only the first of several processes calls, such as one that writes.
     """
 
     priority: PriorityLike = Priority.NORMAL
     name: str = ""
+    ranks: Where = "all"
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this hook has learned and must survive a resume; {} by default."""
@@ -73,7 +76,7 @@ def mount(
         priority: of this method, instead of the hook's.
         **options: filters, ``offload`` (``"process"`` only for a ``@staticmethod``: the hook itself stays in this process),
             ``capture``, ``queue``, ``full``, ``batch``, ``linger``, ``max_bytes``, ``timeout``, ``on_error``,
-            ``disable_after``. An ``operator.attrgetter`` takes the value from the hook when it is added to a bus, such as
+            ``disable_after``, ``ranks``. An ``operator.attrgetter`` takes the value from the hook when it is added to a bus, such as
             ``every=attrgetter("interval")`` for what the hook's constructor was given (not for ``when`` and ``capture``,
             which are functions themselves).
     """

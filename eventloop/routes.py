@@ -90,7 +90,6 @@ def compile_route(
     entries: Sequence[Entry],
     *,
     count: Callable[[], int],
-    blame: Callable[[Exception, Entry, Event], None],
     timing: bool = False,
     template: str = FUNCTION,
 ) -> Callable[..., None]:
@@ -100,7 +99,6 @@ def compile_route(
         event_type: the event; its ``counts`` says what filters compare.
         entries: subscriptions in the order of their priorities.
         count: next value of the publish counter; called only where a filter compares it.
-        blame: called with an error that leaves the route and the entry it came from; adds a note.
         timing: measure each call.
         template: source of the function that the route is part of; knows its ``event`` and the ``event_type``.
     """
@@ -113,7 +111,7 @@ def compile_route(
         "event_type": event_type,
         "count": count,
         "clock": perf_counter_ns,
-        "blame": _blame(entries, writer.owners, blame),
+        "blame": _blame(entries, writer.owners),
     }
     module = compile(source, filename, "exec")
     code = next(constant for constant in module.co_consts if isinstance(constant, types.CodeType))
@@ -179,14 +177,21 @@ class _Writer:
         return block
 
 
-def _blame(
-    entries: Sequence[Entry], owners: Mapping[int, int], blame: Callable[[Exception, Entry, Event], None]
-) -> Callable[[Exception, Event], None]:
+def annotate(error: BaseException, entry: Entry, event: Event) -> None:
+    """Add a note to ``error`` that says whose it is, where and when."""
+    progress = getattr(event, "progress", None)
+    when = "" if progress is None else f", epoch {progress.epoch}, iteration {progress.iter}"
+    error.add_note(
+        f"in {entry.label} ({entry.mode}, priority {entry.priority}, {entry.location}) at {name_of(type(event))}{when}"
+    )
+
+
+def _blame(entries: Sequence[Entry], owners: Mapping[int, int]) -> Callable[[Exception, Event], None]:
     def find(error: Exception, event: Event) -> None:
         # The innermost traceback entry of the handler is further down; the first one is the route's own frame.
         index = owners.get(error.__traceback__.tb_lineno) if error.__traceback__ is not None else None
         if index is not None:
-            blame(error, entries[index], event)
+            annotate(error, entries[index], event)
 
     return find
 

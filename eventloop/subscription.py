@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import threading
-from collections.abc import Awaitable, Callable, Iterable
-from difflib import get_close_matches
-from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypedDict, cast
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, Protocol, Self, cast
 
 import msgspec
 
-from eventloop.detach import detacher, is_plain
+from eventloop.detach import is_plain
 from eventloop.errors import HandlerTimeoutError, SubscribeError, WorkerDiedError
 from eventloop.events import Event, name_of
-from eventloop.filters import FILTERS, Filter, make_filter
+from eventloop.filters import Filter, make_filter
+from eventloop.handlers import Mode, check_arity, label_of, location_of, mode_of
 from eventloop.hook import Hook
+from eventloop.lane_options import LaneOptions
 from eventloop.log import get_logger
-from eventloop.offload.lane import FULL, Full, Lane, LaneStats
+from eventloop.offload.lane import Full, LaneStats
 from eventloop.offload.process import ProcessWorker
 from eventloop.offload.runtime import Runtime
 from eventloop.offload.sized import SizedLane
 from eventloop.offload.target import target_of
 from eventloop.offload.worker import MakeThread, ThreadWorker, Worker
+from eventloop.options import Where, check_counts, check_errors, check_names, check_ranks
 from eventloop.priority import Priority, PriorityLike
-from eventloop.staged import check_capture
-
-Mode = Literal["inline", "async", "thread", "process", "stream"]
+from eventloop.routes import annotate
 
 _MOST_TIMEOUTS = 3  # handlers that hang in threads left behind, or worker processes that do not start, before it is retired
 
@@ -37,61 +34,11 @@ log = get_logger()
 class Owner(Protocol):
     """What a subscription needs to know of its bus."""
 
-    def annotate(self, error: BaseException, subscription: Any, event: Event) -> None:
-        """Add a note to ``error`` that says whose it is, where and when."""
-
     def fail(self, subscription: Any, error: BaseException) -> None:
         """Have ``error`` raised on the training thread."""
 
     def remove(self, *subscriptions: Any) -> None:
         """Let go of subscriptions."""
-
-
-class Options(TypedDict, total=False):
-    """Keyword options of ``bus.on`` and ``@mount``, which also take ``capture`` and ``batch`` (see ``Bus.on``).
-
-    ``every``, ``once``, ``after``, ``before``, ``when``, ``every_seconds``: filters, see :mod:`eventloop.filters`.
-    ``offload``: ``"thread"`` for a blocking handler, ``"process"`` for one that computes in Python (a function at the top level
-    of a module, called in a worker process); ``"inline"`` says out loud what a plain function does anyway.
-    ``queue``, ``full``, ``linger``: the lane of an offloaded handler: its places (1024), what happens when they are
-    taken (``"block"``, ``"drop_old"``, ``"drop_new"``, ``"latest"``, ``"raise"``), seconds between looks (0.01).
-    ``max_bytes``: with ``capture``, bytes of tensors that may wait or be in the handler's hands; ``full`` applies to them, too.
-    ``timeout``: seconds after which a call of an offloaded handler has failed: async it is cancelled, in a thread left behind
-    (three times, then the handler is retired), in a process killed with its worker, which is replaced.
-    ``on_error``: ``"raise"`` or ``"log"``. ``disable_after``: retire the handler after so many errors (implies "log").
-    """
-
-    priority: PriorityLike
-    every: int
-    once: int | Iterable[int]
-    after: int
-    before: int
-    when: Callable[[Any], object]
-    every_seconds: float
-    offload: Literal["inline", "thread", "process"]
-    queue: int
-    full: Full
-    linger: float
-    max_bytes: int
-    timeout: float
-    on_error: Literal["raise", "log"]
-    disable_after: int
-
-
-class StreamOptions(TypedDict, total=False):
-    """Keyword options of ``bus.stream``, which also takes ``capture``: filters and the lane, as in :class:`Options`."""
-
-    priority: PriorityLike
-    every: int
-    once: int | Iterable[int]
-    after: int
-    before: int
-    when: Callable[[Any], object]
-    every_seconds: float
-    queue: int
-    max_bytes: int
-    full: Full
-    linger: float
 
 
 class Stats(msgspec.Struct, frozen=True):
@@ -137,6 +84,7 @@ class Subscription:
         batch: int | None = None,
         on_error: Literal["raise", "log"] | None = None,
         disable_after: int | None = None,
+        ranks: Where = "all",
         **filters: Any,
     ) -> None:
         events = event if isinstance(event, tuple) else (event,)
@@ -144,34 +92,32 @@ class Subscription:
         self.mount_point = ", ".join(self.mount_points)
         self.handler = handler
         self.hook = hook
-        self.label = _label(handler, hook)
-        self.location = _location(handler)
+        self.label = label_of(handler, hook)
+        self.location = location_of(handler)
         with _naming(self):
             if not callable(handler):
                 raise SubscribeError("a handler is a function (or an object with __call__) that takes the event")
-            _check_options(filters)
+            check_names(filters)
             self.priority = Priority.parse(priority)
             self.filter: Filter | None = make_filter(**filters)
             if self.filter is not None and self.filter.counted:
                 for one in events:
-                    _check_counts(one)
-            self.mode: Mode = _mode(handler, offload)
-            _check_arity(handler, batched=batch is not None)
-            self._check_errors(on_error, disable_after)
+                    check_counts(one)
+            self.mode: Mode = mode_of(handler, offload)
+            check_arity(handler, batched=batch is not None)
+            check_errors(on_error, disable_after)
+            check_ranks(ranks)
             self._target = target_of(handler) if self.mode == "process" else None
-            lane = {
-                "capture": capture,
-                "queue": queue,
-                "full": full,
-                "linger": linger,
-                "max_bytes": max_bytes,
-                "timeout": timeout,
-                "batch": batch,
-            }
-            self.lane = self._make_lane({name: option for name, option in lane.items() if option is not None})
-            if self.lane is not None:
+            asked = LaneOptions(capture, queue, full, linger, max_bytes, timeout, batch)
+            if self.mode == "inline":
+                asked.refuse()
+                self.lane = None
+            else:
+                self.lane = asked.make(f"{self.label} ({self.mount_point})")
                 # A batch has many publishers: its handler sees the subscriber's context variables.
                 self.lane.contextual = batch is None and self.mode in ("async", "thread")
+        self._detaches = capture is None  # nothing else is done to an event on its way into the lane
+        self.ranks: Where = ranks
         self.batch = batch
         self.timeout = timeout
         self.disable_after = disable_after
@@ -226,7 +172,7 @@ class Subscription:
 
     def isolate(self, error: Exception, event: Event) -> None:
         """Report an error of this handler (or of its hand-off) and go on."""
-        self._bus.annotate(error, self, event)
+        annotate(error, self, event)
         self._report(error)
 
     def spent(self, nanoseconds: int) -> None:
@@ -307,47 +253,6 @@ class Subscription:
         if self.disable_after is not None and failures >= self.disable_after:
             self._retire()
 
-    def _make_lane(self, options: dict[str, Any]) -> Lane | None:
-        if self.mode == "inline":
-            if options:
-                raise SubscribeError(
-                    f"{next(iter(options))}= is for offloaded handlers, and this one is a plain function that runs inline; "
-                    'add offload="thread", or make it async'
-                )
-            return None
-        capture, batch = options.pop("capture", None), options.pop("batch", None)
-        self._detaches = capture is None  # nothing else is done to an event on its way into the lane
-        queue, full, linger = options.get("queue", 1024), options.get("full", "block"), options.get("linger", 0.01)
-        for name, value in (("queue", queue), ("batch", batch if batch is not None else 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SubscribeError(f"{name}={value!r}: give a positive number of events")
-        if full not in FULL:
-            raise SubscribeError(f"full={full!r}: a full lane can {', '.join(map(repr, FULL))}")
-        if isinstance(linger, bool) or not isinstance(linger, int | float) or not 0 <= linger <= 60:
-            raise SubscribeError(f"linger={linger!r}: give seconds between 0 and 60")
-        timeout, max_bytes = options.get("timeout"), options.get("max_bytes")
-        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e6):
-            raise SubscribeError(f"timeout={timeout!r}: give the seconds after which a call of the handler has failed")
-        if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
-            raise SubscribeError(f"max_bytes={max_bytes!r}: give a positive number of bytes")
-        label = f"{self.label} ({self.mount_point})"
-        if capture is not None:
-            check_capture(capture)
-            return SizedLane(label, capture, max_bytes=max_bytes, capacity=queue, full=full, linger=linger)
-        if max_bytes is not None:
-            raise SubscribeError("max_bytes= counts the tensors that capture= picks; for events without, queue= is the bound")
-        return Lane(label, detacher(), capacity=queue, full=full, linger=linger)
-
-    def _check_errors(self, on_error: str | None, disable_after: int | None) -> None:
-        if on_error not in (None, "raise", "log"):
-            raise SubscribeError(f'on_error={on_error!r}: "raise" ends the run, "log" reports and goes on')
-        if disable_after is None:
-            return
-        if isinstance(disable_after, bool) or not isinstance(disable_after, int) or disable_after < 1:
-            raise SubscribeError(f"disable_after={disable_after!r}: give the number of errors after which to retire it")
-        if on_error == "raise":
-            raise SubscribeError('disable_after= needs on_error="log": with "raise" the first error ends the run')
-
 
 class _naming:  # noqa: N801 - used like a function
     """Adds to an error of the block which subscription it is about."""
@@ -361,90 +266,3 @@ class _naming:  # noqa: N801 - used like a function
         if isinstance(error, SubscribeError):
             which = self._subscription
             raise SubscribeError(f"cannot subscribe {which.label} to {which.mount_point}: {error}") from None
-
-
-def is_async(handler: Callable[..., Any]) -> bool:
-    """True for coroutine functions, partials of them, and objects with an async ``__call__``."""
-    return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__)
-
-
-def stream(event: Any) -> None:
-    """Stands in for the handler of a stream, whose events are taken by whoever iterates over it."""
-
-
-def _mode(handler: Callable[..., Any], offload: str | None) -> Mode:
-    if handler is stream:
-        return "stream"
-    if inspect.isgeneratorfunction(handler) or inspect.isasyncgenfunction(handler):
-        raise SubscribeError("a handler with `yield` in it is a generator: calling it would run nothing; return instead")
-    if offload not in (None, "inline", "thread", "process"):
-        raise SubscribeError(
-            f'offload={offload!r}: blocking work goes to offload="thread" or "process"; async functions are offloaded by '
-            "nature; anything else runs inline"
-        )
-    if not is_async(handler):
-        return cast("Mode", offload or "inline")
-    if offload == "inline":
-        raise SubscribeError(
-            "an async function cannot run inline: publishing never awaits. Leave offload= out to run it on the bus's event "
-            "loop, or make it a plain function"
-        )
-    if offload is not None:
-        raise SubscribeError(
-            f'an async function needs no offload="{offload}": it runs on the bus\'s event loop. Leave offload= out, or make it '
-            f"a plain function to run it in a {offload}"
-        )
-    return "async"
-
-
-def _check_arity(handler: Callable[..., Any], *, batched: bool) -> None:
-    try:
-        signature = inspect.signature(handler)
-    except (TypeError, ValueError):
-        return  # a builtin without a signature: nothing to check
-    try:
-        signature.bind(None)
-    except TypeError:
-        what = "a list of events" if batched else "the event"
-        raise SubscribeError(f"a handler is called with one argument, {what}; this one takes {signature}") from None
-
-
-def _check_options(filters: dict[str, Any]) -> None:
-    for name in filters:
-        if name not in FILTERS:
-            known = [*Options.__annotations__, "capture", "batch"]
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}=?" if near else f"the options are {', '.join(known)}"
-            raise SubscribeError(f"there is no option {name}=; {hint}")
-
-
-def _check_counts(event: type[Event]) -> None:
-    if event.counts != "publish" and "progress" not in event.__struct_fields__:
-        raise SubscribeError(
-            f"{event.__name__}.counts is {event.counts!r}, but the event has no field `progress: Progress` to count by; add it "
-            "or leave `counts` out to count its publishes"
-        )
-
-
-def _label(handler: object, hook: Hook | None) -> str:
-    if not callable(handler):
-        return repr(handler)
-    name = getattr(_unwrapped(handler), "__name__", type(handler).__name__)
-    if hook is not None:
-        return f"{hook.label}.{name}"
-    return str(name)
-
-
-def _location(handler: Callable[..., Any]) -> str:
-    function = _unwrapped(handler)
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    if code is None:
-        return "builtin"
-    path = Path(code.co_filename)
-    return f"{'/'.join(path.parts[-2:])}:{code.co_firstlineno}"
-
-
-def _unwrapped(handler: Any) -> Any:
-    if isinstance(handler, functools.partial):
-        handler = handler.func
-    return inspect.unwrap(getattr(handler, "__func__", handler))
