@@ -40,6 +40,24 @@ COUNTS: dict[Counter, str] = {
 """Source of the expression that yields v, by an event's ``counts``."""
 
 
+class Interval:
+    """Says yes at most once per ``seconds``; the first time it is asked it says yes."""
+
+    __slots__ = ("_next", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._next = float("-inf")
+
+    def due(self) -> bool:
+        """Return True, and begin the next interval, if the present one is over."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + self.seconds
+        return True
+
+
 class Filter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """The validated filter of one subscription; built by :func:`make_filter`."""
 
@@ -48,7 +66,7 @@ class Filter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     after: int | None = None
     before: int | None = None
     when: Callable[[Any], object] | None = None
-    every_seconds: float | None = None
+    interval: Interval | None = None  # the subscription's own: routes are compiled anew whenever somebody subscribes
 
     @property
     def counted(self) -> bool:
@@ -75,9 +93,9 @@ class Filter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         if self.when is not None:
             bound[f"_when_{suffix}"] = self.when
             terms.append(f"_when_{suffix}(event)")
-        if self.every_seconds is not None:
+        if self.interval is not None:
             # Last, because asking starts the next interval: it must only be asked when all else agrees.
-            bound[f"_due_{suffix}"] = _Interval(self.every_seconds).due
+            bound[f"_due_{suffix}"] = self.interval.due
             terms.append(f"_due_{suffix}()")
         return terms, bound
 
@@ -87,26 +105,9 @@ class Filter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             parts.append(f"once={sorted(self.once) if len(self.once) > 1 else next(iter(self.once))}")
         if self.when is not None:
             parts.append(f"when={getattr(self.when, '__qualname__', repr(self.when))}")
-        if self.every_seconds is not None:
-            parts.append(f"every {self.every_seconds:g} s")
+        if self.interval is not None:
+            parts.append(f"every {self.interval.seconds:g} s")
         return " ".join(parts)
-
-
-class _Interval:
-    """Says yes at most once per ``seconds``; the first time it is asked it says yes."""
-
-    __slots__ = ("_next", "_seconds")
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._next = float("-inf")
-
-    def due(self) -> bool:
-        now = time.monotonic()
-        if now < self._next:
-            return False
-        self._next = now + self._seconds
-        return True
 
 
 FILTERS = ("every", "once", "after", "before", "when", "every_seconds")
@@ -142,7 +143,7 @@ def make_filter(
         after=after or None,
         before=before,
         when=when,
-        every_seconds=every_seconds,
+        interval=None if every_seconds is None else Interval(every_seconds),
     )
     _check_can_fire(filter_)
     return filter_ if filter_.counted or when is not None or every_seconds is not None else None

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from eventloop import (
     AfterBackward,
     AfterOptimizerStep,
+    AfterRun,
     AfterTrainEpoch,
     AfterTrainIter,
     AfterVal,
@@ -125,6 +126,21 @@ def test_every_seconds_fires_at_once_and_then_not_before_its_time_is_up(monkeypa
     for now in (100.0, 105.0, 109.9, 110.0, 111.0, 130.0):  # noqa: B007
         bus.publish(BeforeRun(progress=Progress()))
     assert calls == [100.0, 110.0, 130.0]
+
+
+def test_an_interval_goes_on_when_somebody_else_subscribes_or_another_mount_point_is_heard(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("eventloop.filters.time.monotonic", lambda: now)
+    calls: list[tuple[float, str]] = []
+    bus = Bus()
+    bus.on(Event, lambda event: calls.append((now, event.mount_point)), every_seconds=10)
+    bus.publish(BeforeRun(progress=Progress()))
+    bus.on(BeforeRun, lambda _: None)
+    bus.publish(BeforeRun(progress=Progress()))
+    bus.publish(AfterRun(progress=Progress()))
+    now = 110.0
+    bus.publish(AfterRun(progress=Progress()))
+    assert calls == [(100.0, "before_run"), (110.0, "after_run")]
 
 
 def test_every_seconds_is_asked_last_so_that_other_filters_do_not_use_up_its_turn():
