@@ -22,14 +22,14 @@ from eventloop import (
     Hook,
     Priority,
     RunView,
-    TrainingError,
     get_logger,
     register,
 )
 from eventloop.checkpoint import Busy, Staging, check_busy, check_staging, remove
+from hooks.best import Best, names
 from hooks.publishing import publish_checkpoint, sweep
 from hooks.retention import Shelf
-from hooks.rules import GREATER, LESS, Rule, check_rule, find_rule, is_better
+from hooks.rules import Rule
 
 SUFFIX = ".safetensors"
 
@@ -115,7 +115,6 @@ class CheckpointHook(Hook):
             raise ConfigurationError(f"save_begin={save_begin!r}: give the epoch or iteration to begin at, 0 or more")
         if on_error not in ("raise", "log"):
             raise ConfigurationError(f'on_error={on_error!r}: "raise" ends the run, "log" reports and goes on')
-        check_rule(rule)
         check_staging(staging)
         check_busy(busy)
         self.name = name
@@ -133,14 +132,9 @@ class CheckpointHook(Hook):
             "busy": busy,
         }
         self._template = _checked_template(filename_tmpl or f"{'epoch' if by_epoch else 'iter'}_{{}}{SUFFIX}")
-        self._publish = None if published_keys is None else _names("published_keys", published_keys)
-        self._rule = rule
-        self._greater = GREATER if greater_keys is None else _names("greater_keys", greater_keys)
-        self._less = LESS if less_keys is None else _names("less_keys", less_keys)
-        self._metrics = None if save_best is None else _names("save_best", save_best)
-        self._check_metrics()
+        self._publish = None if published_keys is None else names("published_keys", published_keys)
+        self._best = Best(save_best, rule, greater_keys, less_keys)
         self._files = Shelf(None if max_keep_ckpts == -1 else max_keep_ckpts)
-        self._best: dict[str, Shelf] = {}
         self._directory: Path | None = None
         self._checked = False
         self._finished = False
@@ -212,31 +206,25 @@ class CheckpointHook(Hook):
 
     def after_val_epoch(self, event: AfterValEpoch) -> None:
         """Save what is the best so far by any of the metrics."""
-        if self._metrics is None:
+        if not self._best.wanted:
             return
         if not event.metrics:
             log.warning("this validation has no metrics; the best checkpoint is not looked for", hook=self.label)
             return
-        if self._metrics == ("auto",):
-            self._metrics = (next(iter(event.metrics)),)
-        for metric in self._metrics:
-            score = _score(metric, event.metrics)
-            shelf = self._best.setdefault(metric, Shelf(keep=1))
-            best = shelf.newest
-            if score is not None and is_better(self._rule_of(metric), score, best.score if best is not None else None):
-                file = f"best_{metric.replace('/', '_')}_{self._when(event)}{SUFFIX}"
-                shelf.put(file, score)
-                event.run.request_save(file, directory=self._directory, **self._options)
+        for metric, score, shelf in self._best.improved(event.metrics):
+            file = f"best_{metric.replace('/', '_')}_{self._when(event)}{SUFFIX}"
+            shelf.put(file, score)
+            event.run.request_save(file, directory=self._directory, **self._options)
 
     # --------------------------------------------------------------------------------- on the committing thread
 
     def checkpoint_committed(self, event: CheckpointCommitted) -> None:
         """Delete what has a durable successor now."""
-        names = self._own(event.names)
-        if not names or self._directory is None:
+        own = self._own(event.names)
+        if not own or self._directory is None:
             return
-        for shelf in (self._files, *self._best.values()):
-            for name in shelf.committed(names):
+        for shelf in (self._files, *self._best.shelves):
+            for name in shelf.committed(own):
                 self._remove(self._directory / name)
 
     def checkpoint_failed(self, event: CheckpointFailed) -> None:
@@ -251,31 +239,25 @@ class CheckpointHook(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the names of the files that stay, and the best scores."""
-        best = {metric: shelf.state_dict() for metric, shelf in self._best.items()}
-        return {"files": self._files.state_dict(), "best": best, "metrics": self._metrics}
+        return {"files": self._files.state_dict(), **self._best.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take it back. A best score whose file is gone is forgotten: the next one is the best that there is."""
         self._files.load_state_dict(state["files"], self._exists)
-        if self._metrics == ("auto",) and state["metrics"] is not None:
-            self._metrics = tuple(state["metrics"])
-        for metric, saved in state["best"].items():
-            if self._metrics is not None and metric in self._metrics:
-                self._best[metric] = Shelf(keep=1)
-                self._best[metric].load_state_dict(saved, self._exists)
+        self._best.load_state_dict(state, self._exists)
 
     # ------------------------------------------------------------------------------------------------ internals
 
     def _forget(self, paths: Iterable[str]) -> None:
-        names = self._own(paths)
-        if self._files.forget(names):
+        own = self._own(paths)
+        if self._files.forget(own):
             self._saved_at = None
-        for shelf in list(self._best.values()):
-            shelf.forget(names)
+        for shelf in self._best.shelves:
+            shelf.forget(own)
 
     @property
     def _saves(self) -> bool:
-        return self.interval > 0 or self.save_last or self._metrics is not None
+        return self.interval > 0 or self.save_last or self._best.wanted
 
     def _due(self, done: int) -> bool:
         return self.interval > 0 and done >= self.save_begin and (done - self.save_begin) % self.interval == 0
@@ -288,17 +270,6 @@ class CheckpointHook(Hook):
     def _when(self, event: AfterValEpoch) -> str:
         by_epoch = self.by_epoch and event.progress.max_iters is None
         return f"epoch_{event.progress.epoch}" if by_epoch else f"iter_{event.progress.iter}"
-
-    def _rule_of(self, metric: str) -> Rule:
-        return self._rule or find_rule(metric, self._greater, self._less)
-
-    def _check_metrics(self) -> None:
-        metrics = self._metrics or ()
-        if "auto" in metrics and len(metrics) > 1:
-            raise ConfigurationError(f'save_best={list(metrics)}: "auto" stands alone, or name the metrics')
-        for metric in metrics:
-            if metric != "auto":
-                self._rule_of(metric)  # says now if it cannot tell
 
     def _own(self, paths: Iterable[str]) -> Collection[str]:
         return {path.name for path in map(Path, paths) if path.parent == self._directory}
@@ -313,25 +284,6 @@ class CheckpointHook(Hook):
             if self.on_error == "raise":
                 raise
             log.warning("an old checkpoint could not be removed", path=str(path), error=str(error))
-
-
-def _score(metric: str, metrics: Mapping[str, Any]) -> float | None:
-    if metric not in metrics:
-        raise TrainingError(f"save_best={metric!r}, but this validation has only {', '.join(map(repr, metrics))}")
-    value = metrics[metric]
-    if value is None:
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TrainingError(f"save_best={metric!r}: its value is a {type(value).__name__}, no single number") from error
-
-
-def _names(option: str, names: str | Iterable[str]) -> tuple[str, ...]:
-    chosen = (names,) if isinstance(names, str) else tuple(names)
-    if not chosen or not all(isinstance(name, str) and name for name in chosen):
-        raise ConfigurationError(f"{option}={names!r}: give a name or a list of names")
-    return tuple(dict.fromkeys(chosen))
 
 
 def _check_count(option: str, value: object, what: str) -> None:

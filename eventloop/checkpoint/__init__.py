@@ -4,7 +4,7 @@ Knows nothing of the bus. A checkpoint is a tree (dicts, lists, tuples … of nu
 file that the safetensors package opens.
 """
 
-from eventloop.checkpoint.commit import TEMPORARY_PREFIX, commit_bytes, link, remove
+from eventloop.checkpoint.commit import TEMPORARY_PREFIX, commit_bytes, link, make_directory, remove
 from eventloop.checkpoint.container import CommitInfo, save, write
 from eventloop.checkpoint.export import export_tree, export_weights, is_weights
 from eventloop.checkpoint.kind import file_kind
@@ -14,6 +14,7 @@ from eventloop.checkpoint.pth import load_pth
 from eventloop.checkpoint.saver import AsyncSaver
 from eventloop.checkpoint.stage import StageBuffer, Staged, stage
 from eventloop.checkpoint.turns import Busy, Turns, check_busy
+from eventloop.checkpoint.wrappers import without_wrappers
 
 __all__ = [
     "TEMPORARY_PREFIX",
@@ -37,10 +38,12 @@ __all__ = [
     "link",
     "load",
     "load_pth",
+    "make_directory",
     "outline",
     "remove",
     "save",
     "stage",
     "verify",
+    "without_wrappers",
     "write",
 ]

@@ -86,6 +86,40 @@ def remove(path: _Path) -> None:
         _sync_directory(path.parent)
 
 
+def make_directory(directory: _Path) -> None:
+    """Make a directory and those above it, durably. One that is there is fine.
+
+    What is there already is synced into its parents as well, since whoever made it may not have done so; but for those
+    parents that this process may not read.
+
+    Raises:
+        CheckpointError: from the `OSError` of the step that failed.
+    """
+    path = Path(os.path.abspath(directory))  # noqa: PTH100 - resolve() would follow links
+    with _named(f"cannot make the directory {directory}"):
+        for each in (*reversed(path.parents), path):
+            made = _make(each)
+            if each == each.parent or (not made and each.is_mount()):
+                continue
+            try:
+                _sync_directory(each.parent)
+            except PermissionError:
+                if made:
+                    raise
+
+
+def _make(directory: Path) -> bool:
+    if directory.is_dir():
+        return False
+    try:
+        directory.mkdir()
+    except FileExistsError:
+        if not directory.is_dir():
+            raise
+        return False  # by another process, this very moment
+    return True
+
+
 def write_all(descriptor: int, data: memoryview) -> None:
     """Write all of `data`, in bounded pieces and however few bytes the system takes at a time.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +11,7 @@ import torch
 
 from eventloop.checkpoint.load import load
 from eventloop.checkpoint.plain import weights_only, write_pth, write_safetensors
+from eventloop.checkpoint.wrappers import without_wrappers
 from eventloop.errors import CheckpointError
 
 WEIGHTS: Final = "state_dict"
@@ -22,7 +22,6 @@ RAW: Final = "ema_state_dict"
 _Path = str | os.PathLike[str]
 _PTH: Final = (".pth", ".pt")
 _SAFETENSORS: Final = ".safetensors"
-_WRAPPERS: Final = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod)\.")
 
 
 def export_tree(path: _Path, out: _Path) -> None:
@@ -80,11 +79,10 @@ def strip_wrappers(weights: Mapping[str, Any]) -> dict[str, Any]:
     """
     stripped: dict[str, Any] = {}
     origin: dict[str, str] = {}
-    for name, value in weights.items():
-        short = _WRAPPERS.sub("", name)
+    for name, short in without_wrappers(weights).items():
         if short in stripped:
             raise CheckpointError(f"without the names of wrappers {origin[short]!r} and {name!r} would both be {short!r}")
-        stripped[short], origin[short] = value, name
+        stripped[short], origin[short] = weights[name], name
     return stripped
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from eventloop.bus import Bus
-from eventloop.checkpoint import load
+from eventloop.checkpoint import load, without_wrappers
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 from eventloop.log import get_logger
 from eventloop.training.order import Order
@@ -21,8 +20,6 @@ from eventloop.training.savepoint import LAST, SaveRequest
 
 FORMAT = 1
 """Version of the tree's shape, in every checkpoint under ``"format"``."""
-
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod)\.")
 
 log = get_logger()
 
@@ -141,10 +138,7 @@ def checkpoint_keys(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _short(names: Iterable[str]) -> dict[str, str]:
-    names = list(names)
-    if not any("module." in name or "_orig_mod." in name for name in names):  # the usual case: no regular expressions
-        return dict(zip(names, names, strict=True))
-    short = {name: _WRAPPERS.sub("", name) for name in names}
+    short = without_wrappers(names)
     return short if len(set(short.values())) == len(short) else {name: name for name in short}
 
 

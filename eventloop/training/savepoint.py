@@ -27,11 +27,12 @@ from eventloop.checkpoint import (
     check_staging,
     commit_bytes,
     link,
+    make_directory,
     stage,
     write,
 )
 from eventloop.detach import Owned
-from eventloop.errors import CheckpointError, ConfigurationError
+from eventloop.errors import ConfigurationError
 from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointSkipped, CheckpointStaged, Progress
 from eventloop.log import get_logger
 from eventloop.priority import Priority
@@ -93,6 +94,7 @@ class SavePoints:
         self._turns: Turns[SaveJob] = Turns()
         self._written: tuple[int, SaveRequest, SaveJob] | None = None
         self._broken: set[Path] = set()
+        self._made: set[Path] = set()  # directories that a power cut cannot take away any more
         self.skipped = 0
         """Saves that were due and not made, because another was being written."""
         self._writer = bus.on(
@@ -211,7 +213,7 @@ class SavePoints:
         source, size = None if job.source is None else job.source.paths[0], 0
         try:
             for path in job.paths:
-                _make(path.parent)
+                self._make(path.parent)
                 if source is not None:
                     link(source, path)
                 elif job.staged is not None:
@@ -228,9 +230,15 @@ class SavePoints:
     def _point_to(self, path: Path, home: Path | None = None) -> None:
         """Make ``path`` the newest checkpoint of its directory, and of the work dir ``home``."""
         for directory in dict.fromkeys((path.parent, home or path.parent)):
-            _make(directory)
+            self._make(directory)
             name = path.name if directory == path.parent else os.path.relpath(path, directory)
-            commit_bytes(directory / LAST, name.encode())
+            commit_bytes(directory / LAST, os.fsencode(name))
+
+    def _make(self, directory: Path) -> None:
+        if directory in self._made and directory.is_dir():
+            return
+        make_directory(directory)
+        self._made.add(directory)
 
     def _tell_committed(self, job: SaveJob, done: list[Path], size: int, seconds: float) -> None:
         names = [str(path) for path in done]
@@ -257,15 +265,6 @@ class SavePoints:
             return False
         has = self._written[1]
         return has.save_optimizer >= wanted.save_optimizer and has.save_param_scheduler >= wanted.save_param_scheduler
-
-
-def _make(directory: Path) -> None:
-    if directory.is_dir():
-        return
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot make the directory {directory}: {error}") from error
 
 
 def _job(event: CheckpointStaged) -> Any:

@@ -112,6 +112,14 @@ def test_another_directory_is_found_again_from_the_work_dir(job: SimpleNamespace
     assert (out / "last_checkpoint").read_text() == "epoch_2.safetensors"
 
 
+def test_a_directory_whose_name_is_no_utf_8_is_found_again_from_the_work_dir(job: SimpleNamespace, tmp_path: Path) -> None:
+    elsewhere = tmp_path / os.fsdecode(b"caf\xe9")
+    job.loop(CheckpointHook(out_dir=elsewhere), work_dir=tmp_path / "run").run()
+    assert (tmp_path / "run" / "last_checkpoint").read_bytes() == b"../caf\xe9/epoch_2.safetensors"
+    job.loop(CheckpointHook(out_dir=elsewhere), work_dir=tmp_path / "run", max_epochs=3).run(resume="auto")
+    assert load(elsewhere / "epoch_3.safetensors")["progress"]["iter"] == 12
+
+
 @pytest.mark.parametrize(
     ("options", "name"),
     [
