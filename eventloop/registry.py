@@ -144,7 +144,8 @@ def find(kind: str, name: str) -> type[Any]:
         return _found[kind][name].cls
     except KeyError:
         hint = did_you_mean(name, _found[kind])
-        known = "" if hint else f"; registered: {', '.join(entry.name for entry in entries) or 'none'}"
+        nothing = "none (`import hooks` registers those that come with trainbus)"
+        known = "" if hint else f"; registered: {', '.join(entry.name for entry in entries) or nothing}"
         raise UnknownNameError(f"no {kind} is registered as {name!r}{hint}{known}") from None
 
 

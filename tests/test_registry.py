@@ -49,7 +49,7 @@ def test_another_modules_class_cannot_take_a_name_or_an_alias(taken):
 
 
 def test_a_class_of_no_kind_cannot_be_registered():
-    with pytest.raises(RegistrationError, match="classes derived from Hook or .*Writer.*, not for <class 'int'>"):
+    with pytest.raises(RegistrationError, match=r"classes derived from Hook or .*Writer.*, not for <class 'int'>"):
         register(int)
 
 
@@ -69,6 +69,16 @@ def test_an_unknown_name_lists_the_nearest_ones():
 def test_a_name_far_from_all_others_lists_what_is_registered():
     with pytest.raises(UnknownNameError, match=r"'zzz'; registered: ConsoleWriter, .*JSONLinesWriter"):
         find("writer", "zzz")
+
+
+def test_where_nothing_is_registered_the_error_says_what_to_import():
+    @registrable("nobody_of_these_tests")
+    class Base:
+        pass
+
+    with pytest.raises(UnknownNameError, match=r"registered: none \(`import hooks` registers those that come with trainbus\)"):
+        find("nobody_of_these_tests", "x")
+    assert Base not in [entry.cls for entry in registered("hook")]
 
 
 def test_an_unknown_kind_is_an_error():

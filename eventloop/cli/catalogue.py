@@ -42,6 +42,8 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def _hooks(options: argparse.Namespace) -> int:
+    import hooks  # noqa: F401 - registers what it has
+
     Imports(options.imports, find_files_in(Path.cwd()))
     console = Console()
     for kind, title in _TITLES.items():
