@@ -1,43 +1,34 @@
-"""The bus: subscribe, publish, look inside, open and close."""
+"""The bus: who hears what, and the ways to look at that. How it opens and closes is in ``lifecycle``."""
 
 from __future__ import annotations
 
-import atexit
-import os
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, Self, cast
+from typing import Any, cast
 
 import torch
 
 from eventloop._on import TypedOn
 from eventloop.config import Chosen, Imports, Maker, hooks_in
 from eventloop.describe import Description, describe
-from eventloop.errors import BusStateError, OffloadError, SubscribeError
+from eventloop.errors import BusStateError, SubscribeError
 from eventloop.events import Event, lineage, name_of, resolve
 from eventloop.handlers import stream
 from eventloop.hook import Hook, subscriptions_of
-from eventloop.log import get_logger
-from eventloop.offload import DrainReport, Lane, Runtime
-from eventloop.offload.deadline import Deadline
-from eventloop.offload.in_thread import in_thread
-from eventloop.offload.loops import Backend, HostLoop
+from eventloop.hook_state import check_names, load_state, state_of
+from eventloop.lifecycle import Lifecycle
+from eventloop.offload import Lane, Runtime
+from eventloop.offload.loops import Backend
 from eventloop.options import check_stream_names
 from eventloop.priority import PriorityLike
 from eventloop.publisher import INLINED, Publisher
-from eventloop.routes import Route, Source, compile_route, ignore, route_source
+from eventloop.routes import Count, Route, Source, compile_route, ignore, route_source
 from eventloop.stream import Stream
 from eventloop.subscription import Stats, Subscription
 from eventloop.watch import KINDS, Watch, Watches
 
-State = Literal["idle", "open", "draining"]
 
-log = get_logger()
-
-
-class Bus(TypedOn, Publisher):
+class Bus(TypedOn, Lifecycle, Publisher):
     """An in-process event bus. Plain handlers run inline, in order of priority; async and blocking ones are offloaded.
 
     Inline handlers work at any time. Offloaded ones need the bus to be open: ``with bus:``, which a ``Run`` or
@@ -59,27 +50,16 @@ class Bus(TypedOn, Publisher):
         drain_timeout: float = 60.0,
         abort_timeout: float = 5.0,
     ) -> None:
-        if backend not in ("asyncio", "trio"):
-            raise SubscribeError(f'backend={backend!r}: the event loop is "asyncio" or "trio"')
+        super().__init__(backend=backend, drain_timeout=drain_timeout, abort_timeout=abort_timeout)
         self._routes: dict[type, Route] = {}  # what publish looks into; emptied to make the next publish come by _route
         self._compiled: dict[type, Route] = {}
-        self._lock = threading.RLock()
         self._subscriptions: tuple[Subscription, ...] = ()
         self._hooks: tuple[Hook, ...] = ()
-        self._counts: dict[str, _Count] = {}
-        self._failures: dict[Subscription, BaseException] = {}  # the first of each; all were logged
+        self._counts: dict[str, Count] = {}
         self._timing = timing
-        self._backend: Backend = backend
-        self._runtime: Runtime | None = None
-        self._host: HostLoop | None = None
-        self._training: tuple[_Training, ...] = ()
-        self._state: State = "idle"
         self._inert = False
         self._rank, self._world_size = 0, 1
         self._watches = Watches()
-        self.drain_timeout = drain_timeout
-        self.abort_timeout = abort_timeout
-        _buses.add(self)
 
     # ----------------------------------------------------------------------------------------------- subscribing
 
@@ -163,7 +143,7 @@ class Bus(TypedOn, Publisher):
         subscriptions = [made for hook, priority in pairs for made in self._subscriptions_of(hook, priority)]
         hooks = [hook for hook, _ in pairs]
         with self._lock:
-            self._check_names([*self._hooks, *hooks])
+            check_names([*self._hooks, *hooks])
             self._insert(subscriptions)
             self._hooks += tuple(hooks)
 
@@ -246,141 +226,19 @@ class Bus(TypedOn, Publisher):
             self._compiled = {}
             self._use_routes({})
 
-    # -------------------------------------------------------------------------------------------------- lifecycle
-
-    @property
-    def state(self) -> State:
-        """``"idle"``, ``"open"`` or ``"draining"``."""
-        return self._state
-
-    def open(self) -> None:
-        """Start the consumers of offloaded handlers; ``with bus:`` does it and closes.
-
-        Raises:
-            BusStateError: it is open already (whoever opened it closes it).
-        """
-        self._check_idle()
-        self._open(Runtime(self._backend, self._interrupt))
-
-    def close(self, *, abort: bool = False) -> None:
-        """Deliver what is pending, end the consumers. Idempotent.
-
-        Args:
-            abort: wait for ``abort_timeout`` only, and report what is left or failed instead of raising it.
-
-        Raises:
-            BusStateError: this is an offloaded handler of the same bus, or it was opened by ``async with bus:``.
-            OffloadError: not everything could be delivered within ``drain_timeout``.
-            Exception: what offloaded handlers with ``on_error="raise"`` raised (an ExceptionGroup if several did).
-        """
-        runtime = self._runtime
-        if runtime is not None:
-            _check_may_wait(runtime, "close")
-            if runtime.hosted:
-                raise BusStateError("this bus was opened by `async with bus:`, which closes it when its block ends")
-        self._close(_Patience(self, abort=abort))
-
-    async def aclose(self, *, abort: bool = False) -> None:
-        """Like :meth:`close`, without blocking the event loop. Cancelled, it goes on like ``abort=True``, and then ends.
-
-        ``async with bus:`` does it; what is left to its end then is to leave the block.
-        """
-        runtime = self._runtime
-        if runtime is None:
-            return
-        _check_not_inside(runtime, "aclose")
-        patience = _Patience(self, abort=abort)
-        await in_thread(partial(self._close, patience), "trainbus closes", cancelled=patience.abort)
-
-    def drain(self, timeout: float | None = None) -> DrainReport:
-        """Wait until everything published before this call is delivered, dropped or failed.
-
-        Args:
-            timeout: seconds; None waits for as long as it takes. What is ``pending`` afterwards is in the report.
-
-        Raises:
-            BusStateError: the bus is not open, this is an offloaded handler of the same bus, or its event loop.
-            Exception: what offloaded handlers with ``on_error="raise"`` raised; while a run is open, on its thread only.
-        """
-        runtime = self._opened()
-        _check_may_wait(runtime, "drain")
-        report = runtime.drain(Deadline(timeout))
-        self.raise_failures()
-        return report
-
-    async def adrain(self, timeout: float | None = None) -> DrainReport:  # noqa: ASYNC109 - reports, and does not cancel
-        """Like :meth:`drain`, without blocking the event loop; on any bus that is open, also one with a thread of its own."""
-        runtime = self._opened()
-        _check_not_inside(runtime, "adrain")
-        deadline = Deadline(timeout)
-        stop = partial(deadline.shorten, 0)
-        report = await in_thread(partial(runtime.drain, deadline), "trainbus drains", cancelled=stop)
-        self.raise_failures()
-        return report
-
-    def __enter__(self) -> Self:
-        self.open()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        self.close(abort=error is not None)
-
-    async def __aenter__(self) -> Self:
-        self._check_idle()
-        host = HostLoop()
-        runtime = Runtime(host, self._interrupt)
-        await host.open()
-        try:
-            await in_thread(partial(self._open, runtime), "trainbus opens", cancelled=_nothing)
-        except BaseException:
-            try:
-                if self._runtime is runtime:  # cancelled meanwhile
-                    await self.aclose(abort=True)
-            finally:
-                host.end()
-                await host.close()
-            raise
-        self._host = host
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        host, self._host = self._host, None
-        try:
-            await self.aclose(abort=error is not None)
-        finally:
-            if host is not None:
-                await host.close()
-
     # ---------------------------------------------------------------------------------------------- saved state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all hooks by name, and the publish counts that filters compare."""
-        hooks = {hook.label: hook.state_dict() for hook in self._hooks if hook.stateful}
-        return {"hooks": hooks, "publishes": {name: count.value for name, count in self._counts.items()}}
+        return {"hooks": state_of(self._hooks), "publishes": {name: count.value for name, count in self._counts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give every hook its state back. A hook without saved state keeps its own, with a warning, and so the reverse."""
-        saved = dict(state["hooks"])
-        for hook in self._hooks:
-            if hook.stateful and hook.label not in saved:
-                log.warning("the checkpoint has no state for this hook; it starts afresh", hook=hook.label)
-            elif hook.stateful:
-                hook.load_state_dict(saved.pop(hook.label))
-        if saved:
-            log.warning("the checkpoint has state of hooks that are not on the bus", hooks=sorted(saved))
+        load_state(self._hooks, state["hooks"])
         for name, value in state["publishes"].items():
-            self._counts.setdefault(name, _Count()).value = value
+            self._counts.setdefault(name, Count()).value = value
 
     # --------------------------------------------------------------------------- for subscriptions and their lanes
-
-    def adopt_thread(self, interrupt: Callable[[], object]) -> None:
-        """Make this thread the one on which errors of offloaded handlers are raised: a run is open on it.
-
-        Args:
-            interrupt: called when the thread is about to wait for a place in a lane; may raise instead.
-        """
-        with self._lock:
-            self._training = (*self._training, _Training(threading.get_ident(), interrupt))
 
     def place(self, rank: int, world_size: int) -> None:
         """Say which of the processes that train together this is; a run does. Handlers of others are not called."""
@@ -390,11 +248,6 @@ class Bus(TypedOn, Publisher):
                 self._compiled = {}
                 self._use_routes({})
 
-    def release_thread(self, interrupt: Callable[[], object]) -> None:
-        """Undo :meth:`adopt_thread` with the same ``interrupt``."""
-        with self._lock:
-            self._training = tuple(one for one in self._training if one.interrupt != interrupt)
-
     def fail(self, subscription: Subscription, error: BaseException) -> None:
         """Have ``error`` raised by the next publish or drain on the training thread, or by close.
 
@@ -403,19 +256,9 @@ class Bus(TypedOn, Publisher):
         Of several errors of one subscription the first is kept: a handler that always fails would pile them up.
         """
         with self._lock:
-            self._failures.setdefault(subscription, error)
-            # Emptied, so that the next publish misses and comes past _raise_failures; costs nothing until then.
+            self._failures.add(subscription, error)
+            # Emptied, so that the next publish misses and comes past raise_failures; costs nothing until then.
             self._use_routes({})
-
-    def raise_failures(self) -> None:
-        """Raise what offloaded handlers have left, if this is the thread to raise it on, as the next publish would."""
-        if self._raises_here():
-            _raise(self._take_failures())
-
-    @property
-    def hosted_here(self) -> bool:
-        """True on the thread whose event loop ``async with bus:`` uses, which nothing may block."""
-        return self._runtime is not None and self._runtime.in_host_loop
 
     def remove(self, *subscriptions: Subscription) -> None:
         """Let go of subscriptions; of those that are gone already nothing happens."""
@@ -427,86 +270,10 @@ class Bus(TypedOn, Publisher):
 
     # -------------------------------------------------------------------------------------------------- internals
 
-    def _check_idle(self) -> None:
-        if self._state != "idle":
-            where = " in an event loop by `async with bus:`" if self._runtime is not None and self._runtime.hosted else ""
-            raise BusStateError(f"this bus is {self._state}{where} already; whoever opened it closes it")
-
-    def _opened(self) -> Runtime:
-        if self._runtime is None:
-            raise BusStateError("only an open bus can be drained: use `with bus:` or `async with bus:`")
-        return self._runtime
-
-    def _open(self, runtime: Runtime) -> None:
-        with self._lock:
-            self._check_idle()
-            self._failures = {}
-            try:
-                for subscription in self._subscriptions:
-                    subscription.serve(runtime)
-            except BaseException:
-                runtime.close(1.0, "its bus could not be opened", abandon=True)
-                raise
-            self._runtime = runtime
-            self._state = "open"
-            self._attach()
-        _open_buses.add(self)
-
-    def _close(self, patience: _Patience) -> None:
-        with self._lock:
-            runtime = self._runtime
-            if self._state != "open" or runtime is None:
-                return
-            self._state = "draining"
-        settled = False
-        try:
-            settled = runtime.settle(patience)
-        finally:
-            left = self._shut(runtime, 5.0 if settled else 1.0, abandon=not settled)
-            failures = self._take_failures()
-        if patience.aborted:
-            if left:
-                log.warning("events were not delivered before the bus closed", events=left)
-            return
-        if left:
-            missed = ", ".join(f"{number} for {label}" for label, number in left.items())
-            failures.append(
-                OffloadError(
-                    f"the bus closed with events undelivered after drain_timeout={self.drain_timeout:g} s: {missed}. "
-                    "Give Bus a longer drain_timeout=, or those handlers less to do"
-                )
-            )
-        _raise(failures)
-
-    def _raises_here(self) -> bool:
-        """True if offloaded handlers have left errors, and this is the thread to raise them on."""
-        if not self._failures:
-            return False
-        if self._training:
-            here = threading.get_ident()
-            return any(one.ident == here for one in self._training)
-        return self._runtime is None or not self._runtime.inside
-
-    def _interrupt(self) -> None:
-        for one in self._training:
-            if one.ident == threading.get_ident():
-                one.interrupt()
-
     def _subscriptions_of(self, hook: Hook, priority: PriorityLike | None) -> Iterator[Subscription]:
         for events, method, mark in subscriptions_of(hook):
             chosen = next(choice for choice in (priority, mark.priority, hook.priority) if choice is not None)
             yield Subscription(self, events, method, hook=hook, **{"priority": chosen, "ranks": hook.ranks, **mark.options})
-
-    def _check_names(self, hooks: list[Hook]) -> None:
-        for index, hook in enumerate(hooks):
-            for other in hooks[:index]:
-                if hook is other:
-                    raise SubscribeError(f"{hook.label} is on this bus already")
-                if hook.stateful and other.stateful and hook.label == other.label:
-                    raise SubscribeError(
-                        f"two hooks with state are named {hook.label!r}, and a checkpoint keeps state by name; "
-                        f"give one of them another `name`"
-                    )
 
     def _insert(self, new: list[Subscription]) -> list[Subscription]:
         with self._lock:
@@ -571,7 +338,7 @@ class Bus(TypedOn, Publisher):
                 compile_route,
                 event_type,
                 heard,
-                count=self._counts.setdefault(name_of(event_type), _Count()).next,
+                count=self._counts.setdefault(name_of(event_type), Count()).next,
                 timing=self._timing,
             )
             if event_type not in self._compiled:
@@ -582,111 +349,19 @@ class Bus(TypedOn, Publisher):
                     self._inline(event_type, compiled(template=INLINED), len(heard))
             return self._compiled[event_type]
 
-    def _take_failures(self) -> list[BaseException]:
-        with self._lock:
-            failures, self._failures = list(self._failures.values()), {}
-        return failures
+    def _serve(self, runtime: Runtime) -> None:
+        for subscription in self._subscriptions:
+            subscription.serve(runtime)
 
-    def _shut(self, runtime: Runtime, grace: float, *, abandon: bool) -> dict[str, int]:
-        try:
-            return runtime.close(
-                grace, "the bus has closed: events are published inside `with bus:` (or `async with bus:`)", abandon=abandon
-            )
-        finally:
-            with self._lock:
-                self.remove(*(one for one in self._subscriptions if one.mode == "stream"))
-                self._runtime = None
-                self._state = "idle"
-                self._attach()
-            _open_buses.discard(self)
+    def _end_streams(self) -> None:
+        self.remove(*(one for one in self._subscriptions if one.mode == "stream"))
 
-    def _become_inert(self) -> None:
-        """In a forked child nobody consumes and the locks may be held for ever: start over, deaf."""
+    def become_inert(self) -> None:
+        """Take the news that this is the copy of a bus in a forked child: it publishes nothing any more."""
         self._inert = True
-        self._lock = threading.RLock()
+        super().become_inert()
         self._compiled = {}
         self._use_routes({})
-        self._runtime = None
-        self._host = None
-        self._training = ()
-        self._state = "idle"
-        _open_buses.discard(self)
         for subscription in self._subscriptions:
             if subscription.lane is not None:
                 subscription.lane.become_inert()
-
-
-class _Count:
-    """Counts the publishes of one event type; 1-based."""
-
-    __slots__ = ("_lock", "value")
-
-    def __init__(self) -> None:
-        self.value = 0
-        self._lock = threading.Lock()
-
-    def next(self) -> int:
-        with self._lock:
-            self.value += 1
-            return self.value
-
-
-class _Training(NamedTuple):
-    """A thread with an open run."""
-
-    ident: int
-    interrupt: Callable[[], object]
-
-
-class _Patience(Deadline):
-    """How long closing waits for handlers. What aborts it can come later, and from another thread."""
-
-    def __init__(self, bus: Bus, *, abort: bool) -> None:
-        super().__init__(bus.abort_timeout if abort else bus.drain_timeout)
-        self._abort_timeout = bus.abort_timeout
-        self.aborted = abort
-
-    def abort(self) -> None:
-        self.aborted = True
-        self.shorten(self._abort_timeout)
-
-
-def _check_not_inside(runtime: Runtime, call: str) -> None:
-    if runtime.inside:
-        raise BusStateError(f"bus.{call}() was called from an offloaded handler of the same bus: it would wait for itself")
-
-
-def _check_may_wait(runtime: Runtime, call: str) -> None:
-    _check_not_inside(runtime, call)
-    if runtime.in_host_loop:
-        raise BusStateError(f"bus.{call}() would block the event loop that this bus runs in: use `await bus.a{call}()`")
-
-
-def _nothing() -> None:
-    """There is nothing to cancel: it is over in a moment."""
-
-
-def _raise(failures: list[BaseException]) -> None:
-    if len(failures) == 1:
-        raise failures[0]
-    if failures:
-        raise BaseExceptionGroup("several offloaded handlers failed", failures)
-
-
-_buses: weakref.WeakSet[Bus] = weakref.WeakSet()
-_open_buses: set[Bus] = set()
-
-
-def _close_at_exit() -> None:
-    for bus in list(_open_buses):
-        log.warning("the interpreter exits while a bus is open; use `with bus:` so that nothing is lost")
-        bus._close(_Patience(bus, abort=True))
-
-
-def _inert_after_fork() -> None:
-    for bus in list(_buses):
-        bus._become_inert()
-
-
-atexit.register(_close_at_exit)
-os.register_at_fork(after_in_child=_inert_after_fork)

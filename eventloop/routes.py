@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import linecache
 import re
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -79,6 +80,22 @@ class Source(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+class Count:
+    """Counts the publishes of one event type; 1-based."""
+
+    __slots__ = ("_lock", "value")
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._lock = threading.Lock()
+
+    def next(self) -> int:
+        """Count one more, and return the count."""
+        with self._lock:
+            self.value += 1
+            return self.value
 
 
 def ignore(event: Event) -> None:

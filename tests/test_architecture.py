@@ -119,6 +119,8 @@ STAIRS = {
     "eventloop.publisher": ["events", "routes"],
     "eventloop.watch": ["errors", "events"],
     "eventloop.lane_options": ["detach", "errors", "offload.lane", "offload.sized", "staged"],
+    "eventloop.failures": [],
+    "eventloop.hook_state": ["errors", "hook", "log"],
     "eventloop.ring": [],
     "eventloop.scalars": ["ring"],
     "eventloop.staged": ["errors", "events"],
@@ -143,6 +145,13 @@ STAIRS = {
     "eventloop.offload.runtime": [
         "log",
         *(f"offload.{module}" for module in ("consumer", "contexts", "deadline", "lane", "loops", "worker")),
+    ],
+    "eventloop.lifecycle": [
+        "errors",
+        "failures",
+        "log",
+        "offload",
+        *(f"offload.{module}" for module in ("deadline", "in_thread", "loops")),
     ],
 }
 
