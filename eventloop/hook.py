@@ -76,9 +76,9 @@ def mount(
         priority: of this method, instead of the hook's.
         **options: filters, ``offload`` (``"process"`` only for a ``@staticmethod``: the hook itself stays in this process),
             ``capture``, ``queue``, ``full``, ``batch``, ``linger``, ``max_bytes``, ``timeout``, ``on_error``,
-            ``disable_after``, ``ranks``. An ``operator.attrgetter`` takes the value from the hook when it is added to a bus, such as
-            ``every=attrgetter("interval")`` for what the hook's constructor was given (not for ``when`` and ``capture``,
-            which are functions themselves).
+            ``disable_after``, ``ranks``. An ``operator.attrgetter`` takes the value from the hook when it is added to a bus,
+            such as ``every=attrgetter("interval")`` for what the hook's constructor was given (not for ``when`` and
+            ``capture``, which are functions themselves).
     """
 
     def mark(method: Method) -> Method:

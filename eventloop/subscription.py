@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable
-from typing import Any, Literal, Protocol, Self, cast
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, Self
 
 import msgspec
 
@@ -16,6 +16,7 @@ from eventloop.handlers import Mode, check_arity, label_of, location_of, mode_of
 from eventloop.hook import Hook
 from eventloop.lane_options import LaneOptions
 from eventloop.log import get_logger
+from eventloop.offload.collectives import refuses_collectives
 from eventloop.offload.lane import Full, LaneStats
 from eventloop.offload.process import ProcessWorker
 from eventloop.offload.runtime import Runtime
@@ -185,11 +186,13 @@ class Subscription:
         """Start the consumer of an offloaded subscription."""
         if self.lane is None or self.mode == "stream":
             return
+        label = f"{self.label} ({self.mount_point})"
+        handler = refuses_collectives(self.handler, label, is_async=self.mode == "async")
         if self.mode == "async":
-            handler = cast("Callable[[Any], Awaitable[object]]", self.handler)
             runtime.serve_task(self.lane, handler, self._lane_failed, self._lane_broke, self.batch, self.timeout)
         else:
-            runtime.serve_thread(self.lane, self.handler, self._lane_failed, self._lane_broke, self.batch, self._worker())
+            worker = self._worker(handler, label)
+            runtime.serve_thread(self.lane, handler, self._lane_failed, self._lane_broke, self.batch, worker)
 
     def ended(self) -> None:
         """Take the news that the bus has let go of this subscription."""
@@ -199,13 +202,13 @@ class Subscription:
 
     # ------------------------------------------------------------------------------------------------ internals
 
-    def _worker(self) -> Callable[[MakeThread], Worker] | None:
-        label, timeout = f"{self.label} ({self.mount_point})", self.timeout
+    def _worker(self, handler: Callable[..., Any], label: str) -> Callable[[MakeThread], Worker] | None:
+        timeout = self.timeout
         if self._target is not None:
             target, batched = self._target, self.batch is not None
             return lambda _: ProcessWorker(target, self.handler, label, batched=batched, timeout=timeout)
         if timeout is not None:
-            return lambda make_thread: ThreadWorker(self.handler, timeout, label, make_thread)
+            return lambda make_thread: ThreadWorker(handler, timeout, label, make_thread)
         return None
 
     def _lane_failed(self, error: Exception) -> None:

@@ -54,6 +54,14 @@ class RunView(Protocol):
         """Where batches are moved to."""
 
     @property
+    def rank(self) -> int:
+        """Which of the processes that train together this is; 0 where there is one."""
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together."""
+
+    @property
     def outputs(self) -> Mapping[str, Any]:
         """What the current iteration has reported so far."""
 

@@ -155,7 +155,7 @@ class CheckpointHook(Hook):
             raise ConfigurationError(
                 f"{self.label} has no place for checkpoints: give the run a work_dir, or the hook an out_dir"
             )
-        if self._directory is not None:
+        if self._directory is not None and event.run.rank == 0:
             sweep(self._directory)
         self._saved_at = event.progress.iter
 
@@ -173,10 +173,10 @@ class CheckpointHook(Hook):
 
     def after_run(self, event: AfterRun) -> None:
         """Write the stripped copies."""
-        if self._publish is None or not self._finished or self._directory is None:
+        if self._publish is None or not self._finished or self._directory is None or event.run.rank:
             return
         event.run.wait_for_saves()
-        shelves = [*self._best.values(), *([self._files] if self.save_last else [])]
+        shelves = [*self._best.shelves, *([self._files] if self.save_last else [])]
         for entry in (shelf.newest for shelf in shelves):
             if entry is not None and entry.durable:
                 publish_checkpoint(self._directory / entry.name, self._publish)

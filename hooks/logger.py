@@ -118,6 +118,7 @@ class LoggerHook(Hook):
     """
 
     priority = Priority.BELOW_NORMAL
+    ranks = "rank0"
 
     def __init__(
         self,

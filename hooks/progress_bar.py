@@ -59,6 +59,7 @@ class ProgressBar(Hook):
     """
 
     priority = Priority.LOW
+    ranks = "rank0"
 
     def __init__(self, console: Console | None = None) -> None:
         if console is not None and not isinstance(console, Console):

@@ -35,6 +35,7 @@ class Epochs:
             order.nothing_left = counters.batches == 0
             return counters.epoch if counters.batches else max(0, counters.epoch - 1)
         order.nothing_left = False
+        order.settle()
         if order.should_stop():  # the phase stays: a save made now resumes with a validation that was cut off
             order.end_train()
             raise StopIteration
@@ -130,7 +131,7 @@ class EvaluationBatches:
             if order.should_stop():
                 self._over = True
                 raise StopIteration
-            order.begin_evaluation(stage)
+            order.begin_evaluation(stage, self._feed.length)
             self._accumulated.reset()
         else:
             order.end_evaluation_iteration(stage, self._index, self._accumulated)
@@ -143,7 +144,7 @@ class EvaluationBatches:
         except StopIteration:
             self._over = True
             self._feed.end()
-            self.metrics = self._accumulated.compute()
+            self.metrics = self._accumulated.compute(order.ranks)
             order.end_evaluation(stage, self.metrics)
             raise
         self._index += 1

@@ -9,6 +9,10 @@ from typing import Any, Protocol
 import torch
 
 from eventloop.errors import ConfigurationError, TrainingError
+from eventloop.log import get_logger
+from eventloop.training.ranks import Ranks
+
+log = get_logger()
 
 
 class Metric(Protocol):
@@ -33,6 +37,10 @@ class Metrics:
     Scalars among the outputs that are no metric's name are averaged over the batches, so a validation step that returns
     ``{"loss": ...}`` yields ``loss`` without further ado.
 
+    Where several processes validate, each its part of the data, the means are over the batches of all. A metric with a sync of
+    its own (torchmetrics') is left to it. One with ``merge_state(others)``, which adds what metrics of its kind have seen to
+    itself (torcheval's protocol), is merged, from pickled copies. Any other tells what rank 0 has seen, and a warning says so.
+
     Args:
         metrics: name → metric.
         device: of the run.
@@ -47,6 +55,7 @@ class Metrics:
         self._wanted = {name: _parameters(name, metric) for name, metric in self._metrics.items()}
         self._sums: dict[str, torch.Tensor | float] = {}
         self._counts: dict[str, int] = {}
+        self._told: set[str] = set()
 
     def reset(self) -> None:
         """Start over; metrics that have ``.to()`` are moved to the device."""
@@ -70,16 +79,44 @@ class Metrics:
                 self._sums[name] = self._sums.get(name, 0.0) + scalar
                 self._counts[name] = self._counts.get(name, 0) + 1
 
-    def compute(self) -> dict[str, Any]:
-        """Return all values by name: numbers where they are scalars; a metric that returns a mapping gives ``name/key``."""
-        values: dict[str, Any] = {name: _number(total / self._counts[name]) for name, total in self._sums.items()}
-        for name, metric in self._metrics.items():
+    def compute(self, ranks: Ranks | None = None) -> dict[str, Any]:
+        """Return all values by name: numbers where they are scalars; a metric that returns a mapping gives ``name/key``.
+
+        Args:
+            ranks: all processes, where there are several: the values are then of what all of them have seen, and the same
+                on each, as decisions (the best checkpoint, an early stop) hang on them. A collective.
+        """
+        sums, counts, metrics = self._sums, self._counts, self._metrics
+        if ranks is not None:
+            sums, counts = _added(ranks.gather((_plain(sums), counts)))
+            metrics = self._merged(ranks)
+        values: dict[str, Any] = {name: _number(total / counts[name]) for name, total in sums.items()}
+        for name, metric in metrics.items():
             value = metric.compute()
             if isinstance(value, Mapping):
                 values |= {f"{name}/{key}": _number(entry) for key, entry in value.items()}
             else:
                 values[name] = _number(value)
-        return values
+        return values if ranks is None else dict(ranks.from_first(values))
+
+    def _merged(self, ranks: Ranks) -> dict[str, Metric]:
+        """Return metrics that know what all ranks have seen, as far as that is possible."""
+        able = {name: metric for name, metric in self._metrics.items() if _merges(metric)}
+        gathered = ranks.gather(able)
+        for name, metric in self._metrics.items():
+            if name not in able and not _syncs_itself(metric) and name not in self._told:
+                self._told.add(name)
+                log.warning(
+                    "this metric is of rank 0's batches alone: it has no merge_state(others), which would add those of others",
+                    metric=name,
+                    type=type(metric).__name__,
+                )
+        merged = dict(self._metrics)
+        for name in able:
+            # From copies, in one order on all ranks: sums of floats would differ otherwise.
+            merged[name], *others = [one[name] for one in gathered]
+            merged[name].merge_state(others)  # type: ignore[attr-defined]  # it has it: see able
+        return merged
 
     def _pick(self, name: str, outputs: Mapping[str, Any]) -> dict[str, Any]:
         wanted = self._wanted[name]
@@ -117,3 +154,26 @@ def _scalar(value: Any) -> torch.Tensor | float | None:
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _merges(metric: Metric) -> bool:
+    return callable(getattr(metric, "merge_state", None)) and not _syncs_itself(metric)
+
+
+def _syncs_itself(metric: Metric) -> bool:
+    return bool(getattr(metric, "sync_on_compute", False))
+
+
+def _plain(sums: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
+    return {name: float(value) for name, value in sums.items()}
+
+
+def _added(parts: list[tuple[dict[str, float], dict[str, int]]]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the sums and the counts of all ranks."""
+    sums: dict[str, Any] = {}
+    counts: dict[str, int] = {}
+    for some, many in parts:
+        for name, value in some.items():
+            sums[name] = sums.get(name, 0.0) + value
+            counts[name] = counts.get(name, 0) + many[name]
+    return sums, counts

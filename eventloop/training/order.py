@@ -18,6 +18,7 @@ from eventloop.events import Event, Progress, Stage
 from eventloop.training.data import Feed, set_epoch, set_sampler_epoch
 from eventloop.training.metrics import Metrics
 from eventloop.training.progress import Counters
+from eventloop.training.ranks import Agreement, Ranks
 from eventloop.training.rng import get_rng_state
 from eventloop.training.scopes import Scopes
 
@@ -69,6 +70,9 @@ class Order:
         self.validation_follows: Callable[[], bool] = _never
         self.cancelled = False
         self.stop = False  # no threading.Event: its lock is not re-entrant, and a signal handler may set this
+        self.agreement: Agreement | None = None
+        """Where there are other ranks: what all of them stop for."""
+        self._in_step = False
         self._publish = publish
         self._save = save
         self._window_open = window_open
@@ -83,12 +87,23 @@ class Order:
             RunCancelled: the run was cancelled. All iterators ask here, which makes it a safe mount point.
         """
         self.check_cancelled()
-        return self.stop and not self._window_open()
+        stop = self.stop if self.agreement is None else self.agreement.stop
+        return stop and not self._window_open()
 
     def check_cancelled(self) -> None:
         """Raise RunCancelled if the run was cancelled."""
-        if self.cancelled:
+        if self.cancelled if self.agreement is None else self.agreement.cancelled:
             raise RunCancelled("the run was cancelled")
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """All processes, where there are several."""
+        return None if self.agreement is None else self.agreement.ranks
+
+    def settle(self) -> None:
+        """Wait for what other ranks have asked for, if there are any."""
+        if self.agreement is not None:
+            self.agreement.settle()
 
     # --------------------------------------------------------------------------------------------------- training
 
@@ -154,6 +169,7 @@ class Order:
         self.counters.phase = "val" if self.counters.max_iters is None else "train"
         if self.feed is not None:
             self.feed.end()
+        self.settle()
         self._save(force=True)
         self.scopes.leave("epoch")
 
@@ -178,6 +194,8 @@ class Order:
             return
         self._publish(ev.AfterTrainIter, batch_idx=self.counters.batches, batch=self._batch, outputs=self.outputs)
         self._count_iteration()
+        if self.agreement is not None:
+            self.agreement.exchange()
         self._save()
         self.scopes.leave("iter")
 
@@ -224,8 +242,14 @@ class Order:
             self.end_epoch()
         self.end_iteration()
 
-    def begin_evaluation(self, stage: Stage) -> None:
-        """Publish ``before_val`` and ``before_val_epoch`` (or the same of a test), in evaluation mode, without gradients."""
+    def begin_evaluation(self, stage: Stage, length: int | None = None) -> None:
+        """Publish ``before_val`` and ``before_val_epoch`` (or the same of a test), in evaluation mode, without gradients.
+
+        Args:
+            stage: ``"val"`` or ``"test"``.
+            length: batches, if that is known. Ranks with as many each can stop in its middle, others only at its end.
+        """
+        self._in_step = self.agreement is not None and self.agreement.ranks.same(length) and length is not None
         # A validation outside of training (TrainLoop.val) is no phase of it: a later run does not begin with it.
         if stage == "val" and "train" in self.scopes:
             self.counters.phase = "val"
@@ -248,6 +272,8 @@ class Order:
         """Publish ``after_val_iter`` (or ``after_test_iter``), and feed the metrics."""
         self._publish(_EVALUATION[stage][3], batch_idx=index, batch=self._batch, outputs=self.outputs)
         metrics.update(self.outputs)
+        if self._in_step and self.agreement is not None:
+            self.agreement.exchange()
         self._save()
         self.scopes.leave("evaluation iter")
 
@@ -258,6 +284,7 @@ class Order:
         self._publish(_EVALUATION[stage][4], metrics=dict(metrics))
         self.counters.validations += stage == "val"
         self.counters.tests += stage == "test"
+        self.settle()
         # Also within an accumulation window (its gradients are saved, too): the best weights are those that were validated.
         self._save(force=True)
         self.scopes.leave(stage)

@@ -15,7 +15,7 @@ from eventloop.errors import CheckpointDamagedError, CheckpointError
 from eventloop.log import get_logger
 from eventloop.training.order import Order
 from eventloop.training.progress import Counters
-from eventloop.training.rng import get_rng_state, set_rng_state
+from eventloop.training.rng import get_rng_state, other_rng_state, set_rng_state
 from eventloop.training.savepoint import LAST, SaveRequest
 
 FORMAT = 1
@@ -85,6 +85,26 @@ def apply(run: Resumable, state: Mapping[str, Any], *, strict: bool = True) -> N
     run.set_data_state(state["data"])
     if state["rng"] is not None:  # None: imported from elsewhere
         set_rng_state(state["rng"])
+
+
+def state_of_rank(state: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Any]:
+    """Return the state with the random states and the place in the data that rank ``rank`` had.
+
+    A rank that the saving run did not have draws other random numbers than rank 0. The place in the data is counted in
+    batches: it is the same on another number of ranks if the batches of all ranks together are as large as they were.
+    """
+    ranks = state.get("ranks") or [{"rng": state["rng"], "data": state["data"]}]
+    used = (state["data"] or {}).get("used", 0)
+    if len(ranks) != world_size and used:
+        log.warning(
+            "resuming in the middle of an epoch on another number of processes: the place in the data is right if the batches "
+            "of all of them together are as large as they were",
+            saved=len(ranks),
+            now=world_size,
+        )
+    if rank < len(ranks):
+        return {**state, **ranks[rank]}
+    return {**state, **ranks[0], "rng": other_rng_state(ranks[0]["rng"], rank)}
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], name: str = "model", *, strict: bool = True) -> bool:
@@ -245,4 +265,4 @@ def _first(keys: list[str], most: int = 8) -> str:
     return ", ".join(keys[:most]) + rest
 
 
-__all__ = ["apply", "checkpoint_keys", "find_checkpoint", "gather", "load_weights", "unwrapped_state"]
+__all__ = ["apply", "checkpoint_keys", "find_checkpoint", "gather", "load_weights", "state_of_rank", "unwrapped_state"]

@@ -39,3 +39,16 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state.get("cuda", ())) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def other_rng_state(state: Mapping[str, Any] | None, rank: int) -> Mapping[str, Any] | None:
+    """Return random states for ``rank`` that follow from those of rank 0, and differ from them."""
+    if state is None:
+        return None
+    now = get_rng_state()
+    try:
+        set_rng_state(state)
+        seed_everything(int(torch.randint(2**31, ())) + rank)
+        return get_rng_state()
+    finally:
+        set_rng_state(now)

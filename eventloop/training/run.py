@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from eventloop import events as ev
 from eventloop.bus import Bus
@@ -34,7 +35,16 @@ from eventloop.training.iterators import Epochs, EvaluationBatches, TrainBatches
 from eventloop.training.metrics import Metric, Metrics
 from eventloop.training.order import Order
 from eventloop.training.progress import Counters
-from eventloop.training.rng import seed_everything
+from eventloop.training.ranks import (
+    Agreement,
+    Ranks,
+    check_initialized,
+    control_group,
+    tell_failure,
+    this_rank,
+    world_size,
+)
+from eventloop.training.rng import get_rng_state, seed_everything
 from eventloop.training.savepoint import OnError, SavePoints, SaveRequest
 from eventloop.training.update import Update
 
@@ -46,6 +56,11 @@ log = get_logger()
 
 class Run:
     """Counts, publishes, keeps scopes and save points. A context manager; opens the bus if it is not open.
+
+    Where ``torch.distributed`` is initialised with several processes, each has a run of its own, and they go in step: the model
+    is one that its wrapper keeps the same on all ranks (``DistributedDataParallel``), validation metrics are those of all
+    ranks, a stop or a checkpoint that one of them asks for is made by all after the same iteration, rank 0 writes the
+    files, and an exception on one ends them all.
 
     Args:
         bus: with the hooks on it; a new one without any if None.
@@ -115,6 +130,8 @@ class Run:
         self._feed: Feed | None = None
         self._evaluated: Feed | None = None
         self._saved_place: Mapping[str, Any] | None = None
+        self._ranks: Ranks | None = None
+        self._rank_states: list[Any] = []
 
     # --------------------------------------------------------------------------------------- what users call
 
@@ -128,6 +145,16 @@ class Run:
     def progress(self) -> Progress:
         """How far the run has come: the snapshot that events carry."""
         return self.order.progress
+
+    @property
+    def rank(self) -> int:
+        """Which of the training's processes this is; 0 where there is one."""
+        return this_rank()
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together."""
+        return world_size()
 
     @property
     def outputs(self) -> dict[str, Any]:
@@ -227,7 +254,9 @@ class Run:
         """End the run at the next safe mount point: after an iteration whose accumulation window is complete.
 
         The scopes that this cuts short (epoch, validation) do not publish their ``after_x``; the train scope and the run
-        end in order. Safe from any thread and from signal handlers: nothing is locked or logged here.
+        end in order. Safe from any thread and from signal handlers: nothing is locked or logged here. With several
+        processes, all of them end after the same iteration, which is the one after at the latest; in a validation they do
+        so only if all ranks have the same number of batches, else at its end.
 
         Args:
             reason: for the record; in ``run.info["stop_reason"]`` at ``after_run``.
@@ -267,6 +296,7 @@ class Run:
     ) -> None:
         """Save under ``name`` once the last subscriber of the current mount point has run.
 
+        With several processes all of them ask, at the same mount point; rank 0 writes, and the random states of all are in it.
         Inside an accumulation window the save waits for the window's step. Requests of one moment are one write.
 
         Args:
@@ -290,7 +320,8 @@ class Run:
 
     def check_savable(self) -> None:
         """Raise CheckpointValueError now, with its path, if the state holds something that no checkpoint can hold."""
-        self._save_points().check()
+        if not self.rank:
+            self._save_points().check()
 
     def wait_for_saves(self) -> None:
         """Wait until nothing is being written."""
@@ -349,6 +380,7 @@ class Run:
 
     def _begin(self) -> None:
         self.order.scopes.enter("run")
+        self._join_ranks()
         self.defer(self.shared.clear)
         self.defer(self._forget_data)
         self._check_update()
@@ -365,20 +397,35 @@ class Run:
         if self._resume is not None:
             self._load()
 
+    def _join_ranks(self) -> None:
+        """Get to know the other processes, if there are any."""
+        check_initialized()
+        self.bus.place(self.rank, self.world_size)
+        if self.world_size > 1:
+            self._ranks = Ranks(control_group())
+            wishes = lambda: (self.order.stop, self._save_now, self.order.cancelled)  # noqa: E731 - read by the agreement
+            self.order.agreement = Agreement(self._ranks, wishes, lambda: self._stop_reason)
+            if self.optimizers:
+                warn_if_apart(self.models)
+
     def _end(self) -> None:
         self.order.abandon_evaluation()
         self.order.break_epoch()
         self.order.end_train()
         self.order.progress = self.counters.snapshot()
-        if self._stop_reason:
-            self.info["stop_reason"] = self._stop_reason
+        if reason := self._stop_reason or (self.order.agreement.reason if self.order.agreement is not None else ""):
+            self.info["stop_reason"] = reason
         self.publish(ev.AfterRun)
         self._save_if_asked(force=True)
         self.wait_for_saves()  # on a bus that stays open, too: what comes next may want to resume from it
+        self.bus.raise_failures()
+        self.order.settle()  # no process leaves before all is written, and all hear if it is not
         self.order.scopes.leave("run")
 
     def _abort(self, error: BaseException) -> None:
         """The exception is what the user must see: whatever fails in here is logged and added to it as a note."""
+        if self._ranks is not None:
+            tell_failure(error)
         self._patience = Deadline(self.bus.abort_timeout)
         # Finally: a second Ctrl-C strikes in a handler of on_exception, say, and must not leave anything open.
         try:
@@ -436,15 +483,37 @@ class Run:
 
     def _save_if_asked(self, *, force: bool = False) -> None:
         saves = self._save_points()
-        if self._save_now and (force or not self._window_open()):
-            self._save_now = False
+        if not force and self._window_open():
+            return
+        if self._take_save_now():
             self.request_save(f"iter_{self.counters.iter}.safetensors")
-        if saves.requested and (force or not self._window_open()):
+        if self._ranks is not None:
+            if force:  # a file that could not be written, only rank 0 knows of, and may want another one for it
+                saves.adopt(self._ranks.from_first(saves.requests))
+            if saves.requested:
+                own = {"rng": self.order.validation_rng or get_rng_state(), "data": self.data_state()}
+                self._rank_states = self._ranks.gather(own)
+            if self.rank:
+                saves.adopt([])
+        if saves.requested:
             # In a validation hooks may have lent the model other weights (averages), which only a copy made now holds.
             saves.save(self.counters.iter, self.publish, self.progress, at_once=self.progress.stage != "train")
 
+    def _take_save_now(self) -> bool:
+        """Return True, once, if a checkpoint was asked for, by whichever rank."""
+        agreement = self.order.agreement
+        if agreement is None:
+            asked, self._save_now = self._save_now, False
+            return asked
+        if not agreement.save:
+            return False
+        agreement.save = self._save_now = False
+        return True
+
     def _capture(self, request: SaveRequest) -> dict[str, Any]:
         state = resume.gather(self, request)
+        if self._rank_states:
+            state["ranks"] = self._rank_states
         self.publish(ev.BeforeSaveCheckpoint, path=str(request.path), checkpoint=state)
         if not request.save_param_scheduler:
             state.pop("param_schedulers", None)
@@ -473,20 +542,32 @@ class Run:
         self._saved_place = state
 
     def _load(self) -> None:
-        if self._resume == "auto":
-            found = resume.find_checkpoint(self._need_work_dir())
-            if found is None:
-                log.info("no checkpoint to resume from; the run begins", work_dir=str(self.work_dir))
-                return
-            path, state = found
-        else:
-            path = Path(str(self._resume))
-            state = load(path)
+        found = self._find()
+        if found is None:
+            log.info("no checkpoint to resume from; the run begins", work_dir=str(self.work_dir))
+            return
+        path, state = found
         self.publish(ev.AfterLoadCheckpoint, path=str(path), checkpoint=state)
         resume.apply(self, state, strict=self._strict)
         self.resumed_from = path
         self.order.progress = self.counters.snapshot()
         log.info("resumed", path=str(path), epoch=self.counters.epoch, iter=self.counters.iter)
+
+    def _find(self) -> tuple[Path, Any] | None:
+        """Load what to go on from: what rank 0 finds, on all ranks."""
+        found: tuple[Path, Any] | None = None
+        if self._ranks is None or not self.rank:
+            if self._resume == "auto":
+                found = resume.find_checkpoint(self._need_work_dir())
+            else:
+                found = Path(str(self._resume)), load(Path(str(self._resume)))
+        if self._ranks is None:
+            return found
+        path = self._ranks.from_first(None if found is None else found[0])
+        if path is None:
+            return None
+        state = load(path) if found is None else found[1]
+        return path, resume.state_of_rank(state, self.rank, self.world_size)
 
     def _forget_data(self) -> None:
         # A run is a cycle of references. Were a DataLoader with persistent workers collected as part of one, its queues would
@@ -501,6 +582,18 @@ class Run:
                 self._feed.load_state_dict(self._saved_place)
                 self._saved_place = None
         return self._feed
+
+
+def warn_if_apart(models: Mapping[str, torch.nn.Module]) -> None:
+    """Warn of models that have weights to train and nothing that keeps them the same on all ranks."""
+    for name, model in models.items():
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        if trained and not any(isinstance(one, DistributedDataParallel) for one in model.modules()):
+            log.warning(
+                "each process trains its own copy of this model, as it is neither in DistributedDataParallel nor sharded; wrap "
+                "it, unless you average gradients yourself",
+                model=name,
+            )
 
 
 def _named(kind: str, things: Any, wanted: type) -> dict[str, Any]:

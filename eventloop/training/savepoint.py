@@ -111,6 +111,15 @@ class SavePoints:
         """True if somebody waits for a save."""
         return bool(self._requests)
 
+    @property
+    def requests(self) -> list[SaveRequest]:
+        """What is to be saved next."""
+        return list(self._requests)
+
+    def adopt(self, requests: list[SaveRequest]) -> None:
+        """Take these for what is to be saved next, instead of what was asked for here."""
+        self._requests = list(requests)
+
     def request(self, request: SaveRequest) -> None:
         """Note a wish for the next save point.
 

@@ -1,0 +1,172 @@
+"""Several processes: which one this is, what all of them agree on, and how one that fails takes the others along.
+
+Everything here goes over a process group of its own (gloo, so over the CPU): it never waits for an accelerator, and never
+meets the collectives of the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+from torch import distributed
+
+from eventloop.errors import ConfigurationError
+from eventloop.log import get_logger
+
+_FAILURE: Final = "trainbus/failure"
+_STORE_TIMEOUT: Final = 5.0
+_NOTHING: Final = (False, False, False)
+
+log = get_logger()
+
+
+def this_rank() -> int:
+    """Return the rank of this process in ``torch.distributed``'s default group; 0 without one."""
+    return distributed.get_rank() if world_size() > 1 else 0
+
+
+def world_size() -> int:
+    """Return the number of processes in ``torch.distributed``'s default group; 1 without one."""
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def check_initialized() -> None:
+    """Raise ConfigurationError if ``torchrun`` started several processes, and they do not know of each other."""
+    if not (distributed.is_available() and distributed.is_torchelastic_launched()) or distributed.is_initialized():
+        return
+    raise ConfigurationError(
+        "torchrun started this process, but torch.distributed is not initialised: every process would train alone and write "
+        "the same files. Call torch.distributed.init_process_group() before the run, and wrap the model in "
+        "DistributedDataParallel (or fully_shard it)"
+    )
+
+
+class Ranks:
+    """All processes of a run, seen from one. Every method is a collective: all ranks call it at the same place.
+
+    Args:
+        group: a CPU process group that nobody else uses.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup) -> None:
+        self.rank = distributed.get_rank(group)
+        self.size = distributed.get_world_size(group)
+        self.group = group
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in their order."""
+        values: list[Any] = [None] * self.size
+        distributed.all_gather_object(values, value, group=self.group)
+        return values
+
+    def from_first(self, value: Any) -> Any:
+        """Return rank 0's value."""
+        values = [value]
+        distributed.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
+
+    def same(self, value: object) -> bool:
+        """Return True if the value is the same on all ranks."""
+        return all(other == value for other in self.gather(value))
+
+
+class Agreement:
+    """What some rank has asked for, known to all ranks at the same moment: a stop, a checkpoint, a cancellation.
+
+    In the middle of training it is asked without waiting: what is asked for within an iteration is collected beside the next
+    one, and holds at the end of that. :meth:`settle` waits, at the ends of epochs and validations.
+
+    Args:
+        ranks: all processes.
+        wishes: returns what this rank wants: stop, save, cancel.
+        reason: returns why it wants a stop.
+    """
+
+    def __init__(self, ranks: Ranks, wishes: Callable[[], tuple[bool, bool, bool]], reason: Callable[[], str]) -> None:
+        self.ranks = ranks
+        self.stop, self.save, self.cancelled = _NOTHING
+        self.reason = ""
+        self._wishes = wishes
+        self._reason = reason
+        self._flags = torch.zeros(len(_NOTHING), dtype=torch.int32)
+        self._under_way: distributed.Work | None = None
+
+    def exchange(self) -> None:
+        """Take what was asked for by the exchange before, and begin the next one."""
+        self._take()
+        self._launch()
+
+    def settle(self) -> None:
+        """Take everything that was asked for up to now. It is a barrier, too."""
+        self._take()
+        self._launch()
+        self._take()
+
+    def _launch(self) -> None:
+        self._flags.copy_(torch.tensor(self._wishes(), dtype=torch.int32))
+        self._under_way = distributed.all_reduce(
+            self._flags, op=distributed.ReduceOp.MAX, group=self.ranks.group, async_op=True
+        )
+
+    def _take(self) -> None:
+        if self._under_way is None:
+            return
+        self._under_way.wait()
+        self._under_way = None
+        stop, save, cancelled = self._flags.tolist()
+        if stop and not self.stop:
+            self.reason = next(filter(None, self.ranks.gather(self._reason())), "")
+        self.stop = self.stop or bool(stop)
+        self.save = self.save or bool(save)
+        self.cancelled = self.cancelled or bool(cancelled)
+
+
+def control_group() -> distributed.ProcessGroup:
+    """Return the group of the default group's ranks for agreements; made once. A collective the first time."""
+    return _group_for("control")
+
+
+def saves_group() -> distributed.ProcessGroup:
+    """Return the group that checkpoints are written with, on a thread of their own; made once. A collective then."""
+    return _group_for("saves")
+
+
+def _group_for(purpose: str) -> distributed.ProcessGroup:
+    world = distributed.group.WORLD
+    if _groups.get("world") is not world:  # initialised anew since
+        _groups.clear()
+        _groups["world"] = world
+    if purpose not in _groups:
+        _groups[purpose] = distributed.new_group(backend="gloo")
+    group: distributed.ProcessGroup = _groups[purpose]
+    return group
+
+
+_groups: dict[str, Any] = {}
+
+
+def tell_failure(error: BaseException) -> None:
+    """Have the other ranks know of the first error of all; if it was another's, add it to ``error``.
+
+    They end because this process does: its connections close, and whoever waits for it fails. (Where a host catches the error
+    and lives on, they wait until torch's own timeout, that of ``init_process_group(timeout=)``.)
+    """
+    mine = f"rank {this_rank()}: {type(error).__name__}: {error}"
+    try:
+        first = _first_failure(mine)
+    except (RuntimeError, OSError):  # the process that holds the store is gone, or never had time to say why
+        first = mine
+    if first != mine:
+        error.add_note(f"another process failed first, {first}")
+    log.error("a process failed, and ends the others", first=first)
+
+
+def _first_failure(mine: str) -> str:
+    from torch.distributed.distributed_c10d import _get_default_store  # torch has no public way to the store it made
+
+    store = _get_default_store()
+    store.set_timeout(timedelta(seconds=_STORE_TIMEOUT))
+    return bytes(store.compare_set(_FAILURE, "", mine)).decode()

@@ -1,0 +1,99 @@
+"""Runs functions in several processes at once, forked from one that has torch imported: a scenario takes a second."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+PRELOADED = ["torch", "torch.distributed", "torch.distributed.checkpoint", "torch.nn.parallel", "eventloop", "hooks"]
+
+
+@dataclass
+class Outcome:
+    """What became of one process."""
+
+    exitcode: int | None
+    value: Any = None
+    error: str = ""
+    output: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+def on_ranks(function: Callable[..., Any], *args: Any, folder: Path, size: int = 2, timeout: float = 40) -> list[Outcome]:
+    """Call ``function(*args)`` in ``size`` processes of one gloo group (in one without a group, if it is one)."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    folder = folder / f"{function.__name__}_{time.monotonic_ns()}"
+    folder.mkdir()
+    processes = [context.Process(target=_child, args=(rank, size, str(folder), function, args)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + timeout
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+    hung = [process for process in processes if process.exitcode is None]
+    for process in hung:
+        process.kill()
+        process.join()
+    assert not hung, f"{len(hung)} of {size} processes hung in {function.__name__}: {_outputs(folder)}"
+    return [_outcome(folder, rank, process.exitcode) for rank, process in enumerate(processes)]
+
+
+def _child(rank: int, size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    output = os.open(f"{folder}/{rank}.out", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    torch.set_num_threads(1)
+    outcome, code = Outcome(0), 0
+    if size > 1:
+        distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+    try:
+        outcome.value = function(*args)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the test looks at it
+        outcome.error, outcome.notes, code = f"{type(error).__name__}: {error}", list(getattr(error, "__notes__", [])), 1
+        traceback.print_exc()
+    Path(f"{folder}/{rank}.pickle").write_bytes(pickle.dumps(outcome))
+    if size > 1 and not code:
+        distributed.destroy_process_group()
+    os._exit(code)  # as a script that ends: nothing of the test runner's is to run here
+
+
+def _outcome(folder: Path, rank: int, exitcode: int | None) -> Outcome:
+    file = folder / f"{rank}.pickle"
+    outcome: Outcome = pickle.loads(file.read_bytes()) if file.exists() else Outcome(exitcode)  # noqa: S301 - ours
+    outcome.exitcode = exitcode
+    outcome.output = (folder / f"{rank}.out").read_text()
+    return outcome
+
+
+def _outputs(folder: Path) -> str:
+    return "\n".join(file.read_text() for file in sorted(folder.glob("*.out")))
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Callable[..., list[Any]]:
+    """``ranks(function, *args, size=2)`` returns what the function returned on each rank."""
+
+    def call(function: Callable[..., Any], *args: Any, size: int = 2) -> list[Any]:
+        outcomes = on_ranks(function, *args, folder=tmp_path, size=size)
+        assert [one.exitcode for one in outcomes] == [0] * size, "\n".join(one.output for one in outcomes)
+        return [one.value for one in outcomes]
+
+    return call
+
+
+@pytest.fixture
+def outcomes(tmp_path: Path) -> Callable[..., list[Outcome]]:
+    """The same for those that may fail: returns an ``Outcome`` of each rank."""
+    return lambda function, *args, **options: on_ranks(function, *args, folder=tmp_path, **options)

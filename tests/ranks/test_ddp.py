@@ -1,0 +1,174 @@
+"""Two processes with DistributedDataParallel: the same training, the same decisions, one who writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eventloop import Hook
+from hooks import CheckpointHook, EarlyStoppingHook, JSONLinesWriter, LoggerHook
+
+from . import jobs
+
+
+def train(work_dir: str) -> Any:
+    loop = jobs.make_loop(work_dir, LoggerHook(interval=1, writers=[JSONLinesWriter(interval=1)]))
+    with_writer = loop.bus.wants("before_train_epoch")
+    metrics = loop.run()
+    return jobs.weights(loop.model), metrics, str(loop.bus.describe()), with_writer
+
+
+def test_training_equals_the_single_process_on_the_same_global_batch(ranks, tmp_path):
+    ((single, metrics, table, _),) = ranks(train, str(tmp_path / "one"), size=1)
+    assert "rank0" not in table
+    for values, reduced, described, _ in ranks(train, str(tmp_path / "two")):
+        for name, value in single.items():
+            torch.testing.assert_close(values[name], value)
+        assert reduced["loss"] == pytest.approx(metrics["loss"], rel=1e-5)
+        assert reduced["accuracy"] == metrics["accuracy"]
+        assert "rank0" in described
+    one, two = ((tmp_path / name / "scalars.jsonl").read_text().splitlines() for name in ("one", "two"))
+    assert len(one) == len(two)  # rank 0's lines, once
+    assert [json.loads(line)["step"] for line in one] == [json.loads(line)["step"] for line in two]
+
+
+class StopsAt(Hook):
+    """Asks on one rank only."""
+
+    def __init__(self, iteration: int, rank: int = 1) -> None:
+        self.at, self.rank = iteration, rank
+
+    def after_train_iter(self, event: Any) -> None:
+        if event.run.rank == self.rank and event.progress.iter == self.at:
+            event.run.checkpoint_now()
+            event.run.stop("enough")
+
+
+def stop(work_dir: str) -> Any:
+    seen: list[int] = []
+    loop = jobs.make_loop(work_dir, StopsAt(3))
+    loop.bus.on("after_train_iter", lambda event: seen.append(event.progress.iter))
+    loop.bus.on("after_run", lambda event: seen.append(event.run.info["stop_reason"]))
+    loop.run()
+    return seen
+
+
+def test_a_stop_and_a_checkpoint_that_one_rank_asks_for_are_made_by_all_after_the_same_iteration(ranks, tmp_path):
+    first, second = ranks(stop, str(tmp_path))
+    assert first == second == [0, 1, 2, 3, 4, "enough"]
+    assert [file.name for file in tmp_path.glob("*.safetensors")] == ["iter_5.safetensors"]
+
+
+class StopsInValidation(Hook):
+    def after_val_iter(self, event: Any) -> None:
+        if event.run.rank == 1 and event.batch_idx == 2:
+            event.run.stop()
+
+
+def stop_in_validation(uneven: bool) -> Any:
+    rank, _ = jobs.rank_and_size()
+    data = jobs.loader(shuffle=False, rows=64 if not uneven or rank else 80)
+    loop = jobs.make_loop(None, StopsInValidation(), val_data=data)
+    seen: list[str] = []
+    loop.bus.on("after_val_iter", lambda event: seen.append(event.batch_idx))
+    loop.bus.on("after_val_epoch", lambda event: seen.append("over"))
+    loop.run()
+    return seen
+
+
+def test_a_stop_in_a_validation_ends_it_on_all_ranks_where_they_go_in_step_else_it_is_finished(ranks):
+    assert ranks(stop_in_validation, False) == [[0, 1, 2, 3]] * 2
+    assert ranks(stop_in_validation, True) == [[*range(10), "over"], [*range(8), "over"]]
+
+
+class Alone:
+    """A metric that cannot be merged."""
+
+    def update(self, loss: Any) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+    def compute(self) -> float:
+        return float(jobs.rank_and_size()[0])
+
+
+class Syncing(Alone):
+    """One that syncs by itself, as torchmetrics' do."""
+
+    sync_on_compute = True
+
+    def compute(self) -> float:
+        total = torch.tensor(1.0)
+        torch.distributed.all_reduce(total)
+        return float(total)
+
+
+def odd_metrics() -> Any:
+    loop = jobs.make_loop(None, EarlyStoppingHook("alone", rule="greater"), metrics={"alone": Alone(), "synced": Syncing()})
+    return loop.val()
+
+
+def test_a_metric_that_cannot_be_merged_is_rank_0s_on_all_ranks_with_a_warning(outcomes):
+    first, second = outcomes(odd_metrics)
+    assert first.value == second.value
+    assert first.value["alone"] == 0.0
+    assert first.value["synced"] == 2.0
+    assert "merge_state" in first.output
+    assert "synced" not in first.output
+
+
+def plain_model() -> None:
+    loop = jobs.make_loop(None)
+    loop.model = loop.model.module
+    loop.run()
+
+
+def test_a_model_that_nothing_keeps_the_same_is_warned_of(outcomes):
+    for outcome in outcomes(plain_model):
+        assert outcome.exitcode == 0, outcome.output
+        assert "DistributedDataParallel" in outcome.output
+
+
+def save(work_dir: str, epochs: int, resume: str | None, stop_at: int | None) -> Any:
+    hooks: list[Hook] = [CheckpointHook(interval=1, save_best="loss")]
+    if stop_at is not None:
+        hooks.append(StopsAt(stop_at, rank=0))
+    loop = jobs.make_loop(work_dir, *hooks, epochs=epochs)
+    loop.run(resume=resume)
+    return jobs.weights(loop.model), loop.counters.iter
+
+
+@pytest.mark.parametrize("stops", [(None, None), (9, 19)])
+def test_resuming_on_2_1_and_2_processes_gives_the_weights_of_one_run(ranks, tmp_path, stops):
+    straight = ranks(save, str(tmp_path / "straight"), 4, None, None, size=1)[0][0]
+    place = str(tmp_path / "resumed")
+    ranks(save, place, 1 if stops[0] is None else 4, None, stops[0])
+    ranks(save, place, 3 if stops[1] is None else 4, "auto", stops[1], size=1)
+    for resumed, iterations in ranks(save, place, 4, "auto", None):
+        assert iterations == 32
+        for name, value in straight.items():
+            torch.testing.assert_close(resumed[name], value)
+    assert Path(place, "last_checkpoint").read_text() == "epoch_4.safetensors"
+
+
+def with_dropout(work_dir: str, epochs: int, resume: str | None) -> Any:
+    torch.manual_seed(jobs.rank_and_size()[0])
+    loop = jobs.make_loop(work_dir, CheckpointHook(interval=1), epochs=epochs, dropout=0.5, seed=None)
+    torch.manual_seed(10 + jobs.rank_and_size()[0])  # other masks on each rank
+    loop.run(resume=resume)
+    return jobs.weights(loop.model)
+
+
+def test_every_rank_goes_on_with_its_own_random_numbers(ranks, tmp_path):
+    straight = ranks(with_dropout, str(tmp_path / "straight"), 2, None)
+    ranks(with_dropout, str(tmp_path / "resumed"), 1, None)
+    resumed = ranks(with_dropout, str(tmp_path / "resumed"), 2, "auto")
+    for name, value in straight[0].items():
+        assert torch.equal(value, resumed[0][name])
+        assert torch.equal(value, resumed[1][name])

@@ -1,0 +1,95 @@
+"""An error on one of two processes ends both, and says why; what would make them hang is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from eventloop import Hook
+from eventloop.checkpoint import load
+from hooks import CheckpointHook
+
+from . import jobs
+
+
+class Breaks(Hook):
+    def after_train_iter(self, event: Any) -> None:
+        if event.run.rank == 1 and event.progress.iter == 5:
+            raise ValueError("one process has had enough")
+
+
+def breaks(work_dir: str) -> None:
+    jobs.make_loop(work_dir, Breaks(), CheckpointHook(interval=1)).run()
+
+
+def test_an_exception_on_one_rank_ends_the_other_and_is_shown_there_too(outcomes, tmp_path):
+    first, second = outcomes(breaks, str(tmp_path))
+    assert (first.exitcode, second.exitcode) == (1, 1)
+    assert second.error == "ValueError: one process has had enough"
+    assert any("rank 1: ValueError: one process has had enough" in note for note in first.notes), first.output
+
+
+def dies_in_a_save(work_dir: str) -> None:
+    loop = jobs.make_loop(work_dir, CheckpointHook(interval=1), epochs=4)
+
+    def die(event: Any) -> None:
+        if event.progress.epoch == 2 and event.run.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    loop.bus.on("checkpoint_staged", die, priority=0)
+    loop.run(resume="auto")
+
+
+def finishes(work_dir: str) -> Any:
+    loop = jobs.make_loop(work_dir, CheckpointHook(interval=1), epochs=4)
+    loop.run(resume="auto")
+    return jobs.weights(loop.model)
+
+
+def test_a_process_killed_in_a_save_ends_the_other_and_the_checkpoint_before_resumes(outcomes, ranks, tmp_path):
+    place = tmp_path / "run"
+    first, second = outcomes(dies_in_a_save, str(place))
+    assert first.exitcode == -signal.SIGKILL
+    assert second.exitcode == 1, second.output
+    assert (place / "last_checkpoint").read_text() == "epoch_2.safetensors"
+    assert load(place / "epoch_2.safetensors")["progress"]["epoch"] == 2
+    straight = ranks(finishes, str(tmp_path / "straight"))[0]
+    resumed = ranks(finishes, str(place))[1]
+    for name, value in straight.items():
+        assert torch.equal(resumed[name], value)
+
+
+def reduces_offloaded(kind: str) -> None:
+    loop = jobs.make_loop(None)
+    gather = distributed.all_gather_object
+
+    async def reduce(event: Any) -> None:
+        distributed.all_reduce(torch.ones(1))
+
+    if kind == "async":
+        loop.bus.on("after_train_iter", reduce, once=1)
+    elif kind == "timeout":
+        loop.bus.on("after_train_iter", lambda event: distributed.barrier(), once=1, offload="thread", timeout=5)
+    else:
+        loop.bus.on("after_train_iter", lambda event: gather([None, None], 1), once=1, offload="thread")
+    loop.run()
+
+
+@pytest.mark.parametrize("kind", ["async", "thread", "timeout"])
+def test_a_collective_in_an_offloaded_handler_is_refused_with_the_way_out(outcomes, kind):
+    for outcome in outcomes(reduces_offloaded, kind):  # the one that is first ends the other
+        told = "\n".join([outcome.error, *outcome.notes])
+        assert "OffloadError" in told
+        assert "is offloaded and calls torch.distributed" in told
+        assert "Make the handler inline" in told
+
+
+def test_torchrun_without_a_process_group_is_an_error(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(ValueError, match="init_process_group"):
+        jobs.make_loop(None).run()
