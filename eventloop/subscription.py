@@ -17,8 +17,10 @@ from eventloop.hook import Hook
 from eventloop.lane_options import LaneOptions
 from eventloop.log import get_logger
 from eventloop.offload.collectives import refuses_collectives
-from eventloop.offload.lane import Full, LaneStats
+from eventloop.offload.consumer import Delivery
+from eventloop.offload.lane import Full
 from eventloop.offload.process import ProcessWorker
+from eventloop.offload.reports import LaneStats
 from eventloop.offload.runtime import Runtime
 from eventloop.offload.sized import SizedLane
 from eventloop.offload.target import target_of
@@ -188,11 +190,11 @@ class Subscription:
             return
         label = f"{self.label} ({self.mount_point})"
         handler = refuses_collectives(self.handler, label, is_async=self.mode == "async")
+        delivery = Delivery(self.lane, handler, self._lane_failed, self._lane_broke, self.batch)
         if self.mode == "async":
-            runtime.serve_task(self.lane, handler, self._lane_failed, self._lane_broke, self.batch, self.timeout)
+            runtime.serve_task(delivery, self.timeout)
         else:
-            worker = self._worker(handler, label)
-            runtime.serve_thread(self.lane, handler, self._lane_failed, self._lane_broke, self.batch, worker)
+            runtime.serve_thread(delivery, self._worker(handler, label))
 
     def ended(self) -> None:
         """Take the news that the bus has let go of this subscription."""

@@ -1,15 +1,7 @@
 """One bounded FIFO queue between the publisher and the consumer of an offloaded subscription.
 
-Counting. ``published`` counts places taken in the lane; ``pending`` is what is left of them once delivered, failed and
-dropped are taken off, so the four always add up, also when Ctrl-C strikes in the publisher.
-
 Ending. A *closed* lane refuses events with an error: its bus is not open. A *retired* one (its subscription was cancelled)
 still takes those of publishes that were under way, because a cancel takes effect at the next publish.
-
-Places. A publisher takes a place without the lock (which costs half a microsecond and more when the caches are cold, as they
-are after a training step): it compares two numbers and adds one, and CPython switches threads, and looks for signals, only
-between calls. The lock guards everything else, and the *gate*, the number of places that may be taken in this way. A gate
-that is shut without need costs time only: publishers then go by the lock.
 
 Waking. A wake-up per event costs the publisher 10 µs and more, so the consumer stays *armed* after a drain and looks again
 after ``linger``; only after an empty look does it disarm, and only a publisher that finds the lane disarmed wakes it. No
@@ -19,47 +11,23 @@ afterwards, so at least one of the two sees the other.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
 from typing import Any, Final, Literal, get_args
 
-import msgspec
-
 from eventloop.errors import LaneClosedError, LaneFullError
 from eventloop.offload.deadline import Deadline
+from eventloop.offload.places import POLL, SHUT, Places
 
 Full = Literal["block", "drop_old", "drop_new", "latest", "raise"]
 FULL: tuple[str, ...] = get_args(Full)
 
-POLL = 0.2  # seconds after which somebody who waits looks again, in case Ctrl-C swallowed a notice
-_SHUT: Final = -1  # a gate that nobody passes
-_HAS_GIL: Final = getattr(sys, "_is_gil_enabled", lambda: True)()
 _DROPPED: Final = threading.Lock()  # instead of a bell: there is nothing to wait for
 
 
-class LaneStats(msgspec.Struct, frozen=True):
-    """Counts of one lane: ``published == delivered + failed + dropped + pending``."""
-
-    published: int = 0
-    delivered: int = 0
-    failed: int = 0
-    dropped: int = 0
-    pending: int = 0
-
-
-class DrainReport(msgspec.Struct, frozen=True):
-    """What a drain found once it was over, summed over lanes."""
-
-    delivered: int = 0
-    dropped: int = 0
-    failed: int = 0
-    pending: int = 0
-
-
-class Lane:
+class Lane(Places):
     """A bounded queue with a policy for when it is full. Publishers on any thread, one consumer.
 
     Args:
@@ -82,30 +50,18 @@ class Lane:
         full: Full = "block",
         linger: float = 0.01,
     ) -> None:
+        super().__init__(capacity)
         self.label = label
         self.contextual = False
         """Whether items are queued as tuples of the publisher's context and the item (some 100 ns)."""
         self.context = copy_context()  # of the subscriber, for handlers whose items come without one
         self.linger = linger
-        self.capacity = capacity
         self.full = full
         self._prepare = prepare
         self._queue: deque[Any] = deque()
-        self._lock = threading.Lock()
-        # Who waits for a change: one lock each, taken. A Condition would lose track of its own lock when Ctrl-C strikes in it.
-        self._waiting: deque[threading.Lock] = deque()
-        self._reserved = 0  # places ever taken, with those given back; changed without the lock, so only by += without a call
-        self._freed = 0  # places that were free again; those not free are queued, or promised to a publisher that prepares
-        self._gate = _SHUT  # how far ``_reserved`` may go without the lock; changed with the lock held
-        self._returned = 0  # the ones given back, because preparing failed
-        self._delivered = 0
-        self._failed = 0
-        self._dropped = 0
-        self._refused = 0  # the dropped ones that never were in the queue
         self._armed = True  # until a consumer attaches and disarms it, nobody needs waking
         self._wake: Callable[[], object] | None = None
         self._owns: Callable[[], bool] = _nobody
-        self._closed = True
         self._retired = False
         self.given_up = False
         """True once nothing of what is queued will be delivered any more."""
@@ -130,7 +86,7 @@ class Lane:
             while not reserved:
                 with self._lock:
                     bell = None
-                    self._gate = _SHUT  # so that nobody takes the place that is made here
+                    self._gate = SHUT  # so that nobody takes the place that is made here
                     if self._closed or self._reserved - self._freed >= self.capacity:
                         bell = self._make_room(waited=waited)
                     if bell is None:
@@ -212,12 +168,6 @@ class Lane:
                 self._drop(len(self._queue))
         return None
 
-    def _refuse(self) -> None:
-        self._reserved += 1
-        self._freed += 1
-        self._dropped += 1
-        self._refused += 1
-
     def _drop(self, most: int) -> None:
         # A place may belong to a publisher that has not appended yet: there may be nothing to drop.
         for _ in range(min(most, len(self._queue))):
@@ -234,22 +184,6 @@ class Lane:
                 "loop of its bus, so waiting could be a deadlock; give the lane a larger queue= or another full= policy"
             )
         return self._bell()
-
-    def _bell(self) -> threading.Lock:
-        """Return a lock that is released when something changes; called with the lane's own lock held."""
-        bell = threading.Lock()
-        bell.acquire()
-        self._waiting.append(bell)
-        return bell
-
-    def _notify(self) -> None:
-        """Tell who waits that something changed; called with the lock held."""
-        self._set_gate()
-        while self._waiting:
-            self._waiting.popleft().release()
-
-    def _set_gate(self) -> None:
-        self._gate = self._freed + self.capacity if _HAS_GIL and not self._closed else _SHUT
 
     def _closed_error(self) -> LaneClosedError:
         reason = (
@@ -347,50 +281,12 @@ class Lane:
             return False
         return True
 
-    def delivered(self, number: int) -> None:
-        """Count items whose handler returned."""
-        with self._lock:
-            self._delivered += number
-            self._notify()
-
-    def failed(self, number: int) -> None:
-        """Count items whose handler raised."""
-        with self._lock:
-            self._failed += number
-            self._notify()
-
-    def dropped(self, number: int) -> None:
-        """Count items that the consumer took and will not deliver."""
-        with self._lock:
-            self._dropped += number
-            self._notify()
-
     # ----------------------------------------------------------------------------------------------- both sides
-
-    @property
-    def stats(self) -> LaneStats:
-        """The counts at this moment."""
-        with self._lock:
-            published = self._reserved - self._returned
-            pending = published - self._delivered - self._failed - self._dropped
-            return LaneStats(published, self._delivered, self._failed, self._dropped, pending)
 
     def join(self, deadline: Deadline) -> bool:
         """Wait until all that was published before this call is done; False if ``deadline`` came first."""
         self.wake()
-        target = None
-        while True:
-            with self._lock:
-                # Refused events never stood in line, so they say nothing about how far the line has moved.
-                if target is None:
-                    target = self._reserved - self._refused
-                if self._returned + self._delivered + self._failed + self._dropped - self._refused >= target:
-                    return True
-                bell = self._bell()
-            left = deadline.left
-            if not left:
-                return False
-            bell.acquire(timeout=min(POLL, left))  # looks again, too, as the deadline may have been moved nearer
+        return self._settled(deadline)
 
     def become_inert(self) -> None:
         """In a forked child there is no consumer, and another thread may have held the lock for ever."""
@@ -400,7 +296,7 @@ class Lane:
         self._wake = None
         self._owns = _nobody
         self._closed = True
-        self._gate = _SHUT
+        self._gate = SHUT
 
 
 def _nobody() -> bool:

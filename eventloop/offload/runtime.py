@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from eventloop.log import get_logger
-from eventloop.offload.consumer import Consumer, TaskConsumer, ThreadConsumer
+from eventloop.offload.consumer import Consumer, Delivery
 from eventloop.offload.contexts import handling
 from eventloop.offload.deadline import Deadline
-from eventloop.offload.lane import DrainReport, Lane
 from eventloop.offload.loops import Backend, HostLoop, LoopThread, ended
+from eventloop.offload.reports import DrainReport, since, total
+from eventloop.offload.task_consumer import TaskConsumer
+from eventloop.offload.thread_consumer import ThreadConsumer
 from eventloop.offload.worker import MakeThread, Worker
 
 _LOOP_GRACE = 0.5  # seconds that tasks have to end at least: threads that hang leave them none
@@ -37,57 +38,23 @@ class Runtime:
         self._past = DrainReport()  # of consumers that have ended
         self._lock = threading.Lock()
 
-    def serve_thread(
-        self,
-        lane: Lane,
-        handler: Callable[[Any], object],
-        failed: Callable[[Exception], None],
-        broken: Callable[[BaseException], None],
-        batch: int | None,
-        worker: Callable[[MakeThread], Worker] | None = None,
-    ) -> None:
-        """Start a thread that delivers ``lane`` to ``handler``, or has a ``worker`` call it; else as in :class:`Consumer`."""
+    def serve_thread(self, delivery: Delivery, worker: Callable[[MakeThread], Worker] | None = None) -> None:
+        """Start a thread that delivers to the handler, or has a ``worker`` call it."""
+        lane = delivery.lane
 
         def make_thread(run: Callable[[], None]) -> OwnedThread:
             return OwnedThread(self, run, f"trainbus {lane.label}")
 
-        consumer = ThreadConsumer(
-            lane,
-            handler,
-            failed,
-            broken,
-            batch,
-            worker=None if worker is None else worker(make_thread),
-            thread=make_thread,
-            began=self._began,
-            ended=self._ended,
-        )
+        made = None if worker is None else worker(make_thread)
+        consumer = ThreadConsumer(self._told_by(delivery), worker=made, thread=make_thread)
         lane.attach(consumer.ring, self._must_not_wait)
         lane.wake()
 
-    def serve_task(
-        self,
-        lane: Lane,
-        handler: Callable[[Any], Awaitable[object]],
-        failed: Callable[[Exception], None],
-        broken: Callable[[BaseException], None],
-        batch: int | None,
-        timeout: float | None = None,
-    ) -> None:
-        """Start a task in the event loop that delivers ``lane`` to the async ``handler``."""
+    def serve_task(self, delivery: Delivery, timeout: float | None = None) -> None:
+        """Start a task in the event loop that delivers to an async handler, each call of which may take ``timeout`` seconds."""
         self._loop.start()
-        consumer = TaskConsumer(
-            lane,
-            handler,
-            failed,
-            broken,
-            batch,
-            timeout=timeout,
-            mark=self._mark,
-            spawn=self._loop.spawn,
-            began=self._began,
-            ended=self._ended,
-        )
+        lane = delivery.lane
+        consumer = TaskConsumer(self._told_by(delivery), timeout=timeout, mark=self._mark, spawn=self._loop.spawn)
 
         def wake() -> None:
             # Not only once the loop gets to it, also when a task that has ended starts again: a drain must know of it.
@@ -133,7 +100,7 @@ class Runtime:
     def report(self) -> DrainReport:
         """Sum of the counts of all lanes since the bus opened."""
         with self._lock:
-            return _sum([self._past, *map(_since, self._consumers)])
+            return total([self._past, *(since(one.before, one.lane.stats) for one in self._consumers)])
 
     def close(self, grace: float, reason: str, *, abandon: bool) -> dict[str, int]:
         """Close all lanes, end the consumers, and return how many events were left undelivered, by lane.
@@ -173,6 +140,9 @@ class Runtime:
     def _loop_thread(self, run: Callable[[], None]) -> OwnedThread:
         return OwnedThread(self, run, "trainbus event loop")
 
+    def _told_by(self, delivery: Delivery) -> Delivery:
+        return delivery._replace(began=self._began, ended=self._ended)
+
     def _serving(self) -> list[Consumer]:
         with self._lock:
             return list(self._consumers)
@@ -183,8 +153,9 @@ class Runtime:
 
     def _ended(self, consumer: Consumer) -> None:
         with self._lock:
-            self._past = _sum([self._past, _since(consumer)])
-            consumer.before = consumer.lane.stats
+            now = consumer.lane.stats
+            self._past = total([self._past, since(consumer.before, now)])
+            consumer.before = now
             self._consumers.discard(consumer)
 
 
@@ -194,23 +165,3 @@ class OwnedThread(threading.Thread):
     def __init__(self, owner: Runtime, run: Callable[[], None], name: str) -> None:
         super().__init__(target=run, name=name, daemon=True)
         self.owner = owner
-
-
-def _since(consumer: Consumer) -> DrainReport:
-    """Return what a consumer's lane has counted since it was last reported."""
-    now, before = consumer.lane.stats, consumer.before
-    return DrainReport(
-        delivered=now.delivered - before.delivered,
-        dropped=now.dropped - before.dropped,
-        failed=now.failed - before.failed,
-        pending=now.pending,
-    )
-
-
-def _sum(reports: Sequence[DrainReport]) -> DrainReport:
-    return DrainReport(
-        delivered=sum(report.delivered for report in reports),
-        dropped=sum(report.dropped for report in reports),
-        failed=sum(report.failed for report in reports),
-        pending=sum(report.pending for report in reports),
-    )

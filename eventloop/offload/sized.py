@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from eventloop.errors import LaneFullError
-from eventloop.offload.lane import POLL, Lane
+from eventloop.offload.lane import Lane
+from eventloop.offload.places import POLL
 from eventloop.staged import Owned, Staged, stage
 
 
