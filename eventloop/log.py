@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import structlog
 from structlog.typing import FilteringBoundLogger
@@ -25,12 +25,33 @@ class _Logger:
 
 
 def _plain() -> Any:
+    colors = sys.stderr is not None and sys.stderr.isatty()
     return structlog.wrap_logger(
-        structlog.PrintLogger(sys.stderr),
+        structlog.PrintLogger(cast("TextIO", _Stderr())),
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="%Y-%m-%d %H:%M:%S", utc=False),
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback),
+            structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
     )
+
+
+class _Stderr:
+    """``sys.stderr``, or where that fails the process's own: a line that cannot be written must not end a training.
+
+    A live display of rich (a progress bar) stands in for ``sys.stderr`` while it is shown, and its terminal can go away.
+    """
+
+    def write(self, text: str) -> None:
+        for file in (sys.stderr, sys.__stderr__):
+            try:
+                if file is not None:
+                    file.write(text)
+                    file.flush()
+                    return
+            except Exception:  # noqa: BLE001, S112 - there is nowhere to tell it
+                continue
+
+    def flush(self) -> None:
+        """Nothing is left to flush."""

@@ -1,0 +1,32 @@
+import sys
+
+from eventloop import get_logger
+
+
+class Gone:
+    def write(self, text: str) -> int:
+        raise ValueError("I/O operation on closed file")
+
+    def flush(self) -> None: ...
+
+    def isatty(self) -> bool:
+        return False
+
+
+def test_lines_go_to_stderr_where_nothing_is_configured(capsys):
+    get_logger().warning("slow disk", seconds=3)
+    assert "slow disk" in capsys.readouterr().err
+
+
+def test_where_stderr_fails_the_line_goes_to_the_processs_own(monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(sys, "stderr", Gone())
+    monkeypatch.setattr(sys, "__stderr__", type("Own", (Gone,), {"write": lambda self, text: lines.append(text)})())
+    get_logger().error("a handler failed")
+    assert "a handler failed" in "".join(lines)
+
+
+def test_without_any_stderr_nothing_is_raised(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setattr(sys, "__stderr__", Gone())
+    assert get_logger().error("a handler failed") is None
