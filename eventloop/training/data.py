@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from eventloop.errors import ConfigurationError, TrainingError
+from eventloop.training.loader_state import generator_states, has_workers, set_generators, start_persistent_workers
 from eventloop.training.rng import get_rng_state, set_rng_state
+from eventloop.training.skip import skip_batches
 
 _MISSING: Any = object()
 _END: Any = object()
@@ -49,8 +50,8 @@ class Feed:
         if self._skip:
             self._begin_in_the_middle(self._skip)
         else:
-            workers = _persistent_workers(self.loader)
-            self._start = {"rng": get_rng_state(), "generators": _generators(self.loader), "workers": workers}
+            workers = has_workers(self.loader)
+            self._start = {"rng": get_rng_state(), "generators": generator_states(self.loader), "workers": workers}
             self.used = 0
             self._iterator = iter(self.loader)
         self._skip = 0
@@ -102,7 +103,7 @@ class Feed:
             "used": self.used,
             "passes": self.passes,
             "start": self._start,
-            "generators": _generators(self.loader),
+            "generators": generator_states(self.loader),
         }
         if hasattr(self.loader, "state_dict"):
             state["loader"] = self.loader.state_dict() if self._place is _MISSING else self._place
@@ -115,10 +116,10 @@ class Feed:
         self.resuming = True
         self._start = state["start"]
         if self._start is not None:
-            _start_persistent_workers(self.loader)
+            start_persistent_workers(self.loader)
         if not self.used:
             # Between two passes; in the middle of one, the draws are made again from its start.
-            _set_generators(self.loader, state["generators"])
+            set_generators(self.loader, state["generators"])
         if "loader" in state and hasattr(self.loader, "load_state_dict"):
             self.loader.load_state_dict(state["loader"])
 
@@ -144,89 +145,7 @@ class Feed:
     def _set_start(self) -> None:
         if self._start is not None:
             set_rng_state(self._start["rng"])
-            _set_generators(self.loader, self._start["generators"])
-
-
-def skip_batches(loader: Iterable[Any], used: int, again: Callable[[], None] | None = None) -> Iterator[Any]:
-    """Return an iterator over ``loader`` without its first ``used`` batches, making the same random draws.
-
-    A map-style DataLoader is not asked for the skipped samples. Anything else is read and thrown away, with a warning.
-
-    Args:
-        loader: the data.
-        used: how many batches to leave out.
-        again: puts the random states back that the pass began with, where it began without a draw for its workers.
-    """
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        return _skip_by_index(loader, used, again)
-    if isinstance(loader, list | tuple):
-        return iter(loader[used:])
-    warnings.warn(
-        f"resuming reads and throws away {used} batches, because {type(loader).__name__} can neither skip nor say where it is "
-        "(no state_dict); random numbers that it draws while reading are drawn again",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    iterator = iter(loader)
-    for _ in range(used):
-        if next(iterator, _MISSING) is _MISSING:
-            break
-    return iterator
-
-
-def _skip_by_index(loader: DataLoader[Any], used: int, again: Callable[[], None] | None) -> Iterator[Any]:
-    batched = loader.batch_sampler is not None
-    sampler = _SkippingSampler(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, used, again)
-    rebuilt: DataLoader[Any] = DataLoader(
-        loader.dataset,
-        **({"batch_sampler": sampler} if batched else {"sampler": sampler, "batch_size": None}),
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-    )
-    iterator = iter(rebuilt)
-    # With workers the iterator has asked for indices by now; without, it must, before the RNG is set to the present again.
-    sampler.skip()
-    return iterator
-
-
-class _SkippingSampler:
-    """Yields what a sampler yields after the first ``used``. The draws come after the loader's own, as they did then."""
-
-    def __init__(self, sampler: Iterable[Any], used: int, again: Callable[[], None] | None) -> None:
-        self._sampler = sampler
-        self._used = used
-        self._again = again
-        self._iterator: Iterator[Any] | None = None
-        self._skipped = False
-
-    def __iter__(self) -> Iterator[Any]:
-        self._iterator = iter(self._sampler)
-        self._skipped = False
-        return self
-
-    def __next__(self) -> Any:
-        self.skip()
-        assert self._iterator is not None  # noqa: S101 - __iter__ made it
-        return next(self._iterator)
-
-    def __len__(self) -> int:
-        return max(0, len(self._sampler) - self._used) if isinstance(self._sampler, Sized) else 0
-
-    def skip(self) -> None:
-        """Draw and drop the first ``used``, once."""
-        if self._skipped or self._iterator is None:
-            return
-        self._skipped = True
-        if self._again is not None:
-            self._again()
-        for _ in range(self._used):
-            next(self._iterator, None)
+            set_generators(self.loader, self._start["generators"])
 
 
 class SeededDataset(Dataset[Any]):
@@ -316,33 +235,3 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
-
-
-def _generators(loader: Iterable[Any]) -> list[torch.Tensor | None]:
-    """States of the generators that a DataLoader and its samplers own; they are not part of the global RNG."""
-    return [None if generator is None else generator.get_state() for generator in _own_generators(loader)]
-
-
-def _set_generators(loader: Iterable[Any], states: list[torch.Tensor | None]) -> None:
-    for generator, state in zip(_own_generators(loader), states, strict=True):
-        if generator is not None and state is not None:
-            generator.set_state(state)
-
-
-def _persistent_workers(loader: Iterable[Any]) -> bool:
-    """True if a DataLoader has workers from an earlier pass, and will not draw a seed for new ones."""
-    return getattr(loader, "_iterator", None) is not None
-
-
-def _start_persistent_workers(loader: Iterable[Any]) -> None:
-    """Have the workers that an uninterrupted run would have by now, so that later passes draw what they would have drawn."""
-    if isinstance(loader, DataLoader) and loader.persistent_workers and not _persistent_workers(loader):
-        now = get_rng_state()
-        iter(loader)
-        set_rng_state(now)
-
-
-def _own_generators(loader: Iterable[Any]) -> list[torch.Generator | None]:
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
-    return [getattr(owner, "generator", None) for owner in owners]
