@@ -102,6 +102,7 @@ async def test_a_publisher_that_waits_for_a_slow_reader_goes_on_when_the_reader_
         while not waits.is_set():
             await anyio.sleep(0.001)
         await stream.aclose()
+    assert stream.stats.published == stream.stats.dropped == 2
 
 
 async def test_a_cancelled_reader_may_go_on():

@@ -33,12 +33,16 @@ def test_it_names_the_key_and_the_iteration(job: SimpleNamespace, key: str, valu
 
 
 def test_finite_losses_and_other_outputs_do_not_matter(job: SimpleNamespace) -> None:
-    job.loop(CheckInvalidLossHook(interval=1), step=breaking(job, 2, float("nan"), "acc")).run()
+    loop = job.loop(CheckInvalidLossHook(interval=1), step=breaking(job, 2, float("nan"), "acc"))
+    loop.run()
+    assert loop.counters.iter == 2 * len(job.batches())
 
 
 def test_it_looks_only_every_so_often(job: SimpleNamespace) -> None:
     step = breaking(job, 2, float("nan"), "aux_loss")
-    job.loop(CheckInvalidLossHook(interval=3), step=step).run()
+    loop = job.loop(CheckInvalidLossHook(interval=3), step=step)
+    loop.run()
+    assert loop.counters.iter == 2 * len(job.batches())
 
 
 def test_other_outputs_can_be_named(job: SimpleNamespace) -> None:

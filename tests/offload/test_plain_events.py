@@ -1,8 +1,6 @@
 """Events whose fields are all plain go into a lane as they are, by a shorter way."""
 
 import contextvars
-import gc
-import signal
 
 import pytest
 
@@ -71,43 +69,21 @@ def test_they_reach_batch_handlers(kind, batch):
     assert [event.number for event in got] == list(range(100))
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timer")
 @pytest.mark.parametrize("options", [{}, {"queue": 2}, {"queue": 2, "full": "drop_old"}, {"batch": 16}])
-def test_each_is_accounted_for_when_ctrl_c_strikes_in_the_publisher(kind, options, in_our_code):
+def test_each_is_accounted_for_when_ctrl_c_strikes_in_the_publisher(kind, options, ctrl_c):
     bus, seen = Bus(), []
     subscription = subscribe(bus, kind, seen, linger=0.0001, **options)
-    armed = False
-
-    def strike(number, frame):
-        if armed and in_our_code(frame):
-            raise KeyboardInterrupt
-
-    strikes = 0
-    previous = signal.signal(signal.SIGALRM, strike)
-    gc.disable()  # what is raised in a callback of the garbage collector is reported as unraisable
-    try:
-        with bus:
-            signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003)
-            for i in range(20_000):
-                mark = Mark(number=i)
-                try:
-                    armed = True
-                    bus.publish(mark)
-                    armed = False
-                except KeyboardInterrupt:
-                    armed = False
-                    strikes += 1
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            assert bus.drain(timeout=20).pending == 0
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-        gc.enable()
-    assert strikes
+    with bus:
+        ctrl_c.every(0.0003)
+        for i in range(20_000):
+            ctrl_c.publish(bus, Mark(number=i))
+        ctrl_c.every(0)
+        assert bus.drain(timeout=20).pending == 0
+    assert ctrl_c.strikes
     stats = subscription.stats
     assert stats.published == stats.delivered + stats.dropped
     assert stats.failed == stats.pending == 0
     numbers = [event.number for event in (seen if "batch" not in options else [one for many in seen for one in many])]
     assert len(numbers) == stats.delivered
-    assert 20_000 - strikes <= stats.published <= 20_000
+    assert 20_000 - ctrl_c.strikes <= stats.published <= 20_000
     assert numbers == sorted(set(numbers))

@@ -1,5 +1,4 @@
 import gc
-import signal
 import sys
 import threading
 
@@ -727,45 +726,24 @@ def test_publishers_on_many_threads_lose_nothing(bus, kind):
     assert subscription.stats.delivered == 800
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timer")
 @pytest.mark.parametrize("options", [{}, {"queue": 2}, {"queue": 2, "full": "drop_old"}, {"queue": 2, "full": "drop_new"}])
-def test_every_event_is_accounted_for_when_ctrl_c_strikes_in_the_publisher(kind, backend, options, in_our_code):
+def test_every_event_is_accounted_for_when_ctrl_c_strikes_in_the_publisher(kind, backend, options, ctrl_c):
     """A timer signal, whose handler raises as Ctrl-C does, strikes the publisher at arbitrary instructions."""
     bus = Bus(backend=backend)
     heard = []
     subscription = offload(bus, lambda event: heard.append(event.batch_idx), kind, linger=0.0001, **options)
-    armed = False
-
-    def strike(number, frame):
-        if armed and in_our_code(frame):
-            raise KeyboardInterrupt
-
-    strikes = 0
-    previous = signal.signal(signal.SIGALRM, strike)
-    gc.disable()  # what is raised in a callback of the garbage collector (hypothesis has one) is reported as unraisable
-    try:
-        with bus:
-            signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0007)
-            for i in range(4000):
-                try:
-                    armed = True
-                    bus.publish(iteration(i))
-                    armed = False
-                except KeyboardInterrupt:
-                    armed = False
-                    strikes += 1
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            assert bus.drain(timeout=20).pending == 0
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-        gc.enable()
-    assert strikes
+    with bus:
+        ctrl_c.every(0.0006)
+        for i in range(4000):
+            ctrl_c.publish(bus, iteration(i))
+        ctrl_c.every(0)
+        assert bus.drain(timeout=20).pending == 0
+    assert ctrl_c.strikes
     stats = subscription.stats
     assert stats.published == stats.delivered + stats.dropped
     assert stats.failed == stats.pending == 0
     assert len(heard) == stats.delivered
-    assert 4000 - strikes <= stats.published <= 4000
+    assert 4000 - ctrl_c.strikes <= stats.published <= 4000
     assert heard == sorted(set(heard))
 
 
