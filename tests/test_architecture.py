@@ -90,6 +90,15 @@ def test_hooks_use_public_names_of_eventloop_only(name):
         assert one.name in public, f"{name}: {one!r} is not in {one.module}.__all__"
 
 
+@pytest.mark.parametrize("name", sorted(under("hooks")))
+def test_hooks_touch_no_private_attributes_but_their_own(name):
+    tree = ast.parse(MODULES[name].read_text())
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)} | {"self", "cls"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith(("__", "_foreach_")):
+            assert ast.unparse(node.value) in own, f"{name}:{node.lineno}: {ast.unparse(node)}"
+
+
 @pytest.mark.parametrize("name", sorted(under("eventloop")))
 def test_only_the_command_line_imports_hooks_and_does_so_lazily(name):
     for one in house(name):
@@ -98,14 +107,9 @@ def test_only_the_command_line_imports_hooks_and_does_so_lazily(name):
             assert one.lazy, f"{name}: {one!r} at the top of the module"
 
 
-@pytest.mark.parametrize("name", sorted(under("eventloop.checkpoint")))
-def test_checkpoints_know_no_bus(name):
-    for one in house(name):
-        assert one.target == "eventloop.errors" or one.target.startswith("eventloop.checkpoint"), f"{name}: {one!r}"
-
-
 STAIRS = {
     "eventloop.errors": [],
+    "eventloop.log": [],
     "eventloop.shared": ["errors"],
     "eventloop.view": ["shared"],
     "eventloop.event": ["errors"],
@@ -126,6 +130,7 @@ STAIRS = {
     "eventloop.scalars": ["ring"],
     "eventloop.staged": ["errors", "events"],
     "eventloop.detach": ["errors", "events", "ring", "scalars", "staged"],
+    "eventloop.offload.collectives": ["errors"],
     "eventloop.offload.deadline": [],
     "eventloop.offload.loops": ["errors"],
     "eventloop.offload.in_thread": ["offload.contexts", "offload.loops"],
@@ -162,6 +167,19 @@ STAIRS = {
         "offload",
         *(f"offload.{module}" for module in ("deadline", "in_thread", "loops")),
     ],
+    "eventloop.offload": [f"offload.{module}" for module in ("lane", "reports", "runtime")],
+    "eventloop.subscription": [
+        *("detach", "errors", "events", "filters", "handlers", "hook", "lane_options", "log", "options", "priority", "routes"),
+        *(f"offload.{module}" for module in ("collectives", "consumer", "lane", "process", "reports", "runtime", "sized")),
+        *(f"offload.{module}" for module in ("target", "worker")),
+    ],
+    "eventloop.describe": ["events", "offload.sized", "priority", "subscription"],
+    "eventloop.stream": ["errors", "subscription", *(f"offload.{module}" for module in ("consumer", "lane", "loops"))],
+    "eventloop._on": ["events", "options", "stream", "subscription"],
+    "eventloop.bus": [
+        *("_on", "config", "describe", "errors", "events", "handlers", "hook", "hook_state", "lifecycle", "offload"),
+        *("offload.loops", "options", "priority", "publisher", "routes", "stream", "subscription", "watch"),
+    ],
 }
 
 
@@ -169,6 +187,33 @@ STAIRS = {
 def test_the_mechanism_imports_only_what_stands_below(name):
     below = {f"eventloop.{module}" for module in STAIRS[name]}
     assert {one.target for one in house(name) if not one.typing} <= below
+
+
+def test_every_module_of_the_mechanism_has_its_place():
+    modules = {name for name in under("eventloop") if name.count(".") == 1 and MODULES[name].name != "__init__.py"}
+    modules |= set(under("eventloop.offload"))
+    assert modules - {"eventloop.__main__"} == set(STAIRS)
+
+
+PACKAGES = {
+    "checkpoint": ["errors"],
+    "config": ["errors", "hook", "priority", "registry"],
+}
+"""What a package imports of the house beside itself."""
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_packages_beside_the_bus_know_little(package):
+    known = (f"eventloop.{package}", *(f"eventloop.{module}" for module in PACKAGES[package]))
+    for name in under(f"eventloop.{package}"):
+        for one in house(name):
+            assert one.target in known or one.target.startswith(f"eventloop.{package}."), f"{name}: {one!r}"
+
+
+def test_nothing_but_the_command_imports_the_command_line():
+    for name in MODULES:
+        if name != "eventloop.__main__" and not name.startswith("eventloop.cli"):
+            assert not [one for one in house(name) if one.target.startswith("eventloop.cli")], name
 
 
 def test_the_bus_knows_nothing_of_training_or_checkpoints():
