@@ -8,8 +8,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.amounts import amount, goal
 from benchmarks.harness import SUBJECT, TIMES, Comparison, Row
-from benchmarks.report import amount, goal
 
 INK, MUTED = "#1f2328", "#656d76"
 SUBJECT_BAR, FLOOR_BAR, PEER_BAR = "#0969da", "#57606a", "#c9d1d9"

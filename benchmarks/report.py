@@ -8,12 +8,12 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.amounts import amount, goal
 from benchmarks.handoff import HandOffFigures
 from benchmarks.harness import SUBJECT, TIMES, Comparison, Row
 
 Result = Comparison | HandOffFigures
 
-UNITS = {"ns": 1e9, "µs": 1e6, "ms": 1e3}
 
 console = Console()
 
@@ -71,19 +71,6 @@ def verdict(comparison: Comparison) -> str:
     word = "[green]pass[/]" if met else "[red]FAIL[/]"
     row = "" if comparison.budget.row is None else f"row {comparison.budget.row}, "
     return f"{word}: {row}≤ {goal(comparison)}"
-
-
-def goal(comparison: Comparison) -> str:
-    """What the subject's figure is to be, as a multiple of the floor or in the comparison's unit."""
-    budget = comparison.budget
-    if budget.seconds is not None:
-        return f"{amount(budget.seconds, comparison.unit)} {comparison.unit}"
-    return f"{budget.limit:.2f}"
-
-
-def amount(seconds: float, unit: str) -> str:
-    value = seconds * UNITS[unit]
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.1f}" if abs(value) >= 10 else f"{value:,.2f}"
 
 
 def save(name: str, comparisons: Sequence[Result], environment: Mapping[str, object], quick: bool, out: Path) -> list[Path]:
