@@ -15,39 +15,6 @@ from eventloop.priority import PriorityLike
 Where = Literal["all", "rank0"]
 
 
-class Options(TypedDict, total=False):
-    """Keyword options of ``bus.on`` and ``@mount``, which also take ``capture`` and ``batch`` (see ``Bus.on``).
-
-    ``every``, ``once``, ``after``, ``before``, ``when``, ``every_seconds``: filters, see :mod:`eventloop.filters`.
-    ``offload``: ``"thread"`` for a blocking handler, ``"process"`` for one that computes in Python (a function at the top level
-    of a module, called in a worker process); ``"inline"`` says out loud what a plain function does anyway.
-    ``queue``, ``full``, ``linger``: the lane of an offloaded handler: its places (1024), what happens when they are
-    taken (``"block"``, ``"drop_old"``, ``"drop_new"``, ``"latest"``, ``"raise"``), seconds between looks (0.01).
-    ``max_bytes``: with ``capture``, bytes of tensors that may wait or be in the handler's hands; ``full`` applies to them, too.
-    ``timeout``: seconds after which a call of an offloaded handler has failed: async it is cancelled, in a thread left behind
-    (three times, then the handler is retired), in a process killed with its worker, which is replaced.
-    ``on_error``: ``"raise"`` or ``"log"``. ``disable_after``: retire the handler after so many errors (implies "log").
-    ``ranks``: where several processes train together, ``"rank0"`` for a handler that only the first of them calls.
-    """
-
-    priority: PriorityLike
-    every: int
-    once: int | Iterable[int]
-    after: int
-    before: int
-    when: Callable[[Any], object]
-    every_seconds: float
-    offload: Literal["inline", "thread", "process"]
-    queue: int
-    full: Full
-    linger: float
-    max_bytes: int
-    timeout: float
-    on_error: Literal["raise", "log"]
-    disable_after: int
-    ranks: Where
-
-
 class StreamOptions(TypedDict, total=False):
     """Keyword options of ``bus.stream``, which also takes ``capture``: filters and the lane, as in :class:`Options`."""
 
@@ -62,6 +29,28 @@ class StreamOptions(TypedDict, total=False):
     max_bytes: int
     full: Full
     linger: float
+
+
+class Options(StreamOptions, total=False):
+    """Keyword options of ``bus.on`` and ``@mount``, which also take ``capture`` and ``batch`` (see ``Bus.on``).
+
+    ``every``, ``once``, ``after``, ``before``, ``when``, ``every_seconds``: filters, see :mod:`eventloop.filters`.
+    ``offload``: ``"thread"`` for a blocking handler, ``"process"`` for one that computes in Python (a function at the top level
+    of a module, called in a worker process); ``"inline"`` says out loud what a plain function does anyway.
+    ``queue``, ``full``, ``linger``: the lane of an offloaded handler: its places (1024), what happens when they are
+    taken (``"block"``, ``"drop_old"``, ``"drop_new"``, ``"latest"``, ``"raise"``), seconds between looks (0.01).
+    ``max_bytes``: with ``capture``, bytes of tensors that may wait or be in the handler's hands; ``full`` applies to them, too.
+    ``timeout``: seconds after which a call of an offloaded handler has failed: async it is cancelled, in a thread left behind
+    (three times, then the handler is retired), in a process killed with its worker, which is replaced.
+    ``on_error``: ``"raise"`` or ``"log"``. ``disable_after``: retire the handler after so many errors (implies "log").
+    ``ranks``: where several processes train together, ``"rank0"`` for a handler that only the first of them calls.
+    """
+
+    offload: Literal["inline", "thread", "process"]
+    timeout: float
+    on_error: Literal["raise", "log"]
+    disable_after: int
+    ranks: Where
 
 
 def check_names(filters: dict[str, Any]) -> None:
