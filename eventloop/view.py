@@ -121,6 +121,9 @@ class RunView(Protocol):
     def request_save(self, name: str, **options: Any) -> None:
         """Save under ``name`` once the last subscriber of the current mount point has run (see ``Run.request_save``)."""
 
+    def keeps_checkpoints_in(self, directory: Any) -> None:
+        """Have ``resume="auto"`` look there, too; for hooks that save elsewhere than in the work dir, before the run begins."""
+
     def check_savable(self) -> None:
         """Raise CheckpointValueError now if a checkpoint of this run would fail for what is in it."""
 

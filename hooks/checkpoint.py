@@ -25,7 +25,7 @@ from eventloop import (
     get_logger,
     register,
 )
-from eventloop.checkpoint import Busy, Staging, check_busy, check_staging, remove
+from eventloop.checkpoint import Busy, Place, Staging, check_busy, check_staging, place_of, store_of
 from hooks.best import Best, names
 from hooks.publishing import publish_checkpoint, sweep
 from hooks.retention import Shelf
@@ -56,7 +56,9 @@ class CheckpointHook(Hook):
         by_epoch: count epochs, else iterations.
         save_optimizer: False leaves optimizers out; such a file cannot resume a run exactly.
         save_param_scheduler: False leaves schedules out.
-        out_dir: where to; the work dir by default.
+        out_dir: where to: a directory, or a URL such as ``"s3://bucket/run"`` that fsspec reaches (``pip install
+            "trainbus[remote]"``, and the package for the protocol). The work dir by default, which learns of the newest
+            checkpoint wherever that is. ``resume="auto"`` looks in both.
         max_keep_ckpts: how many of the regular files stay; -1 for all.
         save_last: also save at the end of training, however it was stopped (not by an exception). A run that was stopped in
             the middle of an epoch saves under ``iter_{n}``.
@@ -82,7 +84,7 @@ class CheckpointHook(Hook):
         name: of this hook in checkpoints, where there are several of its kind.
 
     Raises:
-        ConfigurationError: an option that cannot work, or a run without a directory.
+        ConfigurationError: an option that cannot work, a run without a directory, or a URL whose package is not installed.
     """
 
     priority = Priority.VERY_LOW
@@ -123,7 +125,7 @@ class CheckpointHook(Hook):
         self.save_begin = save_begin
         self.save_last = save_last
         self.on_error: Literal["raise", "log"] = on_error
-        self._out_dir = None if out_dir is None else Path(out_dir)
+        self._out_dir = None if out_dir is None else place_of(out_dir)
         self._options: dict[str, Any] = {
             "save_optimizer": save_optimizer,
             "save_param_scheduler": save_param_scheduler,
@@ -135,7 +137,7 @@ class CheckpointHook(Hook):
         self._publish = None if published_keys is None else names("published_keys", published_keys)
         self._best = Best(save_best, rule, greater_keys, less_keys)
         self._files = Shelf(None if max_keep_ckpts == -1 else max_keep_ckpts)
-        self._directory: Path | None = None
+        self._directory: Place | None = None
         self._checked = False
         self._finished = False
         self._saved_at: int | None = None  # iterations that the newest regular file has seen
@@ -148,6 +150,8 @@ class CheckpointHook(Hook):
         self._checked = self._finished = False
         if self._directory is not None and self._directory.exists() and not self._directory.is_dir():
             raise ConfigurationError(f"{self.label} cannot save to {self._directory}: it is no directory")
+        if self._out_dir is not None:
+            event.run.keeps_checkpoints_in(self._out_dir)
 
     def before_train(self, event: BeforeTrain) -> None:
         """Clean up after a process that was killed here."""
@@ -272,14 +276,14 @@ class CheckpointHook(Hook):
         return f"epoch_{event.progress.epoch}" if by_epoch else f"iter_{event.progress.iter}"
 
     def _own(self, paths: Iterable[str]) -> Collection[str]:
-        return {path.name for path in map(Path, paths) if path.parent == self._directory}
+        return {path.name for path in map(place_of, paths) if path.parent == self._directory}
 
     def _exists(self, name: str) -> bool:
         return self._directory is not None and (self._directory / name).is_file()
 
-    def _remove(self, path: Path) -> None:
+    def _remove(self, path: Place) -> None:
         try:
-            remove(path)
+            store_of(path).remove(path)
         except CheckpointError as error:
             if self.on_error == "raise":
                 raise

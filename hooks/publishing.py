@@ -9,14 +9,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from eventloop import CheckpointError, get_logger
-from eventloop.checkpoint import TEMPORARY_PREFIX, link, load, remove, save
+from eventloop.checkpoint import TEMPORARY_PREFIX, Place, load, load_whole, save, store_of
 
 log = get_logger()
 
 _STILL = 60.0  # seconds without a change after which nobody can be writing a temporary file
+_PART = 16 << 20  # bytes that are read at a time
 
 
-def publish_checkpoint(path: Path, keys: Iterable[str]) -> Path:
+def publish_checkpoint(path: Place, keys: Iterable[str]) -> Place:
     """Write a copy with only ``keys``, beside the checkpoint, named ``<name>-<first 8 hex digits of its SHA-256>``.
 
     Args:
@@ -29,35 +30,42 @@ def publish_checkpoint(path: Path, keys: Iterable[str]) -> Path:
     Raises:
         CheckpointError: the checkpoint has none of these keys, cannot be read, or the copy cannot be written.
     """
-    tree = load(path)
+    tree = load_whole(path) if isinstance(path, Path) else load(path)
     stripped = {key: tree[key] for key in keys if key in tree}
     missing = [key for key in keys if key not in tree]
     if not stripped:
         raise CheckpointError(f"{path} has nothing to publish under {', '.join(missing)}; it has {', '.join(tree)}")
     if missing:
         log.warning("the checkpoint lacks keys to publish", path=str(path), missing=missing)
+    store = store_of(path)
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}.tmp")
     try:
         save(stripped, temporary)
-        with temporary.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        published = path.with_name(f"{path.stem}-{digest[:8]}{path.suffix}")
-        link(temporary, published)
+        with store.opened(temporary) as (file, _):
+            digest = hashlib.sha256()
+            while part := file.read(_PART):
+                digest.update(part)
+        published = path.with_name(f"{path.stem}-{digest.hexdigest()[:8]}{path.suffix}")
+        store.copy(temporary, published)
     finally:
-        remove(temporary)
+        store.remove(temporary)
     log.info("published", path=str(published), keys=list(stripped))
     return published
 
 
-def sweep(directory: Path) -> None:
+def sweep(directory: Place) -> None:
     """Remove temporary files that a killed process has left in ``directory``.
 
-    Those changed within the last minute stay: another process (an evaluation beside the training) may be writing them.
+    Those changed within the last minute stay: another process (an evaluation beside the training) may be writing them. So do
+    those of which the store does not tell when they were changed.
     """
-    for path in directory.glob(f"{TEMPORARY_PREFIX}*.tmp"):
+    store = store_of(directory)
+    for path, changed in store.files(directory):
+        leftover = path.name.startswith(TEMPORARY_PREFIX) and path.suffix == ".tmp"
+        if not leftover or changed is None or time.time() - changed <= _STILL:
+            continue
         try:
-            if time.time() - path.stat().st_mtime > _STILL:
-                path.unlink()
-                log.info("removed what a killed process left behind", path=str(path))
-        except OSError as error:
+            store.remove(path)
+            log.info("removed what a killed process left behind", path=str(path))
+        except CheckpointError as error:
             log.warning("a temporary file could not be removed", path=str(path), error=str(error))

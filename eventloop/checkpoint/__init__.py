@@ -11,8 +11,10 @@ from eventloop.checkpoint.kind import file_kind
 from eventloop.checkpoint.load import Description, inspect, load, outline, verify
 from eventloop.checkpoint.overlap import Overlap, Staging, check_staging
 from eventloop.checkpoint.pth import load_pth
+from eventloop.checkpoint.remote import RemotePath
 from eventloop.checkpoint.saver import AsyncSaver
 from eventloop.checkpoint.stage import StageBuffer, Staged, stage
+from eventloop.checkpoint.store import Place, Store, place_of, store_of
 from eventloop.checkpoint.turns import Busy, Turns, check_busy
 from eventloop.checkpoint.wrappers import without_wrappers
 
@@ -23,9 +25,12 @@ __all__ = [
     "CommitInfo",
     "Description",
     "Overlap",
+    "Place",
+    "RemotePath",
     "StageBuffer",
     "Staged",
     "Staging",
+    "Store",
     "Turns",
     "check_busy",
     "check_staging",
@@ -40,9 +45,11 @@ __all__ = [
     "load_pth",
     "make_directory",
     "outline",
+    "place_of",
     "remove",
     "save",
     "stage",
+    "store_of",
     "verify",
     "without_wrappers",
     "write",

@@ -8,7 +8,6 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import msgspec
@@ -29,10 +28,11 @@ from eventloop.checkpoint.header import (
     header_bytes,
     parse,
 )
+from eventloop.checkpoint.store import Place, place_of, store_of
 from eventloop.checkpoint.tree import unflatten
 from eventloop.errors import CheckpointDamagedError
 
-_Path = str | os.PathLike[str]
+_Path = str | os.PathLike[str] | Place
 _Data = np.ndarray[tuple[int], np.dtype[np.uint8]]
 _OWN: Final = (TREE, DIGEST)
 
@@ -40,7 +40,7 @@ _OWN: Final = (TREE, DIGEST)
 class Description(msgspec.Struct, frozen=True):
     """What a checkpoint file says about itself. Sizes and offsets are in bytes."""
 
-    path: Path
+    path: Place
     bytes: int
     version: int
     digest: str
@@ -61,7 +61,7 @@ def load(path: _Path, map_location: str | torch.device = "cpu") -> Any:
     lives as long as one of them does.
 
     Args:
-        path: the file.
+        path: the file, or its URL.
         map_location: the device for all tensors.
 
     Raises:
@@ -69,7 +69,7 @@ def load(path: _Path, map_location: str | torch.device = "cpu") -> Any:
         CheckpointDamagedError: the bytes are not those that were written, or not those of a checkpoint.
     """
     device = torch.device(map_location)
-    with _opened(Path(path)) as (file, size):
+    with _opened(path) as (file, size):
         header, digest = _read_header(file, size)
         data = np.empty(size - header.bytes, np.uint8)
         _read_into(file, data.data, digest)
@@ -89,7 +89,7 @@ def verify(path: _Path) -> None:
         FileNotFoundError: there is no such file.
         CheckpointDamagedError: the bytes are not those that were written, or not those of a checkpoint.
     """
-    with _opened(Path(path)) as (file, size):
+    with _opened(path) as (file, size):
         header, digest = _read_header(file, size)
         left = size - header.bytes - DIGEST_BYTES
         buffer = memoryview(bytearray(min(left, CHUNK)))
@@ -108,7 +108,7 @@ def inspect(path: _Path) -> Description:
         FileNotFoundError: there is no such file.
         CheckpointDamagedError: the header is damaged, or not that of a checkpoint.
     """
-    path = Path(path)
+    path = place_of(path)
     with _opened(path) as (file, size):
         header, _ = _read_header(file, size)
         file.seek(size - DIGEST_BYTES)
@@ -127,7 +127,7 @@ def outline(path: _Path) -> Any:
         FileNotFoundError: there is no such file.
         CheckpointDamagedError: the header or the tree is damaged, or not that of a checkpoint.
     """
-    with _opened(Path(path)) as (file, size):
+    with _opened(path) as (file, size):
         header, _ = _read_header(file, size)
         start, end = header.entries[TREE].data_offsets
         file.seek(header.bytes + start)
@@ -141,10 +141,11 @@ def outline(path: _Path) -> Any:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    with path.open("rb", buffering=0) as file:
+def _opened(path: _Path) -> Iterator[tuple[BinaryIO, int]]:
+    place = place_of(path)
+    with store_of(place).opened(place) as (file, size):
         try:
-            yield file, os.fstat(file.fileno()).st_size
+            yield file, size
         except CheckpointDamagedError as error:
             raise CheckpointDamagedError(f"{path} is damaged: {error}") from error.__cause__
         except OSError as error:

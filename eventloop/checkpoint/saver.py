@@ -8,7 +8,6 @@ import queue
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import NamedTuple, Self
 
 import torch
@@ -16,13 +15,14 @@ import torch
 from eventloop.checkpoint.container import CommitInfo, write
 from eventloop.checkpoint.overlap import Overlap
 from eventloop.checkpoint.stage import StageBuffer, Staged, stage
+from eventloop.checkpoint.store import Place, place_of
 from eventloop.checkpoint.turns import Busy, Turns, check_busy
 from eventloop.errors import CheckpointError
 
 
 class _Job(NamedTuple):
     staged: Staged
-    path: Path
+    path: Place
     future: Future[CommitInfo]
 
 
@@ -64,8 +64,8 @@ class AsyncSaver:
         self._thread.start()
         atexit.register(self.close)
 
-    def save(self, tree: object, path: str | os.PathLike[str]) -> Future[CommitInfo]:
-        """Copy ``tree`` and have it written to ``path``; its directory must exist.
+    def save(self, tree: object, path: str | os.PathLike[str] | Place) -> Future[CommitInfo]:
+        """Copy ``tree`` and have it written to ``path``, a file or a URL; its directory must exist.
 
         Returns:
             A future: cancelled if the save was skipped or replaced, done once the file is durable.
@@ -76,6 +76,7 @@ class AsyncSaver:
         """
         self._check_usable()
         self._raise_failures()
+        place = place_of(path)
         future: Future[CommitInfo] = Future()
         if self._busy == "wait":
             self.wait()
@@ -86,7 +87,7 @@ class AsyncSaver:
         if replaced is not None:
             replaced.staged.release()  # first, so that its memory can be used again
             replaced.future.cancel()
-        job = _Job(stage(tree, self._buffer, overlap=self._overlap), Path(path), future)
+        job = _Job(stage(tree, self._buffer, overlap=self._overlap), place, future)
         self._turns.enter(job)
         self._jobs.put(job)
         return future

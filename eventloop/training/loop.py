@@ -116,7 +116,8 @@ class TrainLoop:
         """Train, validating in between; return the metrics of the last validation.
 
         Args:
-            resume: ``"auto"`` goes on from the newest good checkpoint in ``work_dir`` (or begins, if there is none), a path
+            resume: ``"auto"`` goes on from the newest good checkpoint in ``work_dir``, or where the hooks save (or begins, if
+                there is none), a path or URL
                 from that one.
             strict: False loads from a checkpoint of another model what fits.
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from eventloop.bus import Bus
-from eventloop.checkpoint import load, without_wrappers
+from eventloop.checkpoint import Place, RemotePath, load, place_of, store_of, without_wrappers
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 from eventloop.log import get_logger
 from eventloop.training.order import Order
@@ -162,17 +161,18 @@ def _short(names: Iterable[str]) -> dict[str, str]:
     return short if len(set(short.values())) == len(short) else {name: name for name in short}
 
 
-def find_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Load the newest good checkpoint in ``directory``; None if there is none at all.
+def find_checkpoint(*directories: Place) -> tuple[Place, dict[str, Any]] | None:
+    """Load the newest good checkpoint in some directories; None if there is none at all.
 
-    One that is damaged or cannot be read is reported, and the one before it is tried; likewise whatever has become of
-    ``last_checkpoint``.
+    The directory whose ``last_checkpoint`` was changed last comes first. A file that is damaged or cannot be read is
+    reported, and the one before it is tried; likewise whatever has become of ``last_checkpoint``.
 
     Raises:
         CheckpointDamagedError: there are checkpoints, and none of them can be read.
+        CheckpointError: a remote directory does not answer. An older checkpoint may be there, but nobody asked for that.
     """
     damage: list[str] = []
-    for path in _newest_first(directory):
+    for path in _newest_first(directories):
         try:
             state = load(path)
         except CheckpointDamagedError as error:
@@ -188,23 +188,33 @@ def find_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | None:
                 return path, state
             log.info("this file is no checkpoint of a run (a published copy?); trying the one before it", path=str(path))
     if damage:
-        raise CheckpointDamagedError(f"no good checkpoint in {directory}: {'; '.join(damage)}")
+        raise CheckpointDamagedError(f"no good checkpoint in {', '.join(map(str, directories))}: {'; '.join(damage)}")
     return None
 
 
-def _newest_first(directory: Path) -> list[Path]:
-    newest = _pointed_to(directory)
-    places = dict.fromkeys((directory, newest.parent if newest is not None else directory))
-    files = [path for place in places for path in place.glob("*.safetensors") if not path.name.startswith(".")]
-    ordered = sorted(files, key=_modified, reverse=True)
-    return list(dict.fromkeys([*([newest] if newest is not None else []), *ordered]))
+def _newest_first(directories: Iterable[Place]) -> list[Place]:
+    files = {place: _files(place) for place in directories}
+    places = sorted(files, key=lambda place: files[place].get(place / LAST, 0.0), reverse=True)
+    return list(dict.fromkeys(path for place in places for path in _in_order(place, files[place])))
 
 
-def _pointed_to(directory: Path) -> Path | None:
+def _in_order(directory: Place, files: dict[Place, float]) -> list[Place]:
+    newest = _pointed_to(directory) if directory / LAST in files else None
+    if newest is not None and newest.parent != directory:
+        files = files | _files(newest.parent)
+    names = [path for path in files if path.suffix == ".safetensors" and not path.name.startswith(".")]
+    return [*([newest] if newest is not None else []), *sorted(names, key=files.__getitem__, reverse=True)]
+
+
+def _files(directory: Place) -> dict[Place, float]:
+    return {path: changed or 0.0 for path, changed in store_of(directory).files(directory)}
+
+
+def _pointed_to(directory: Place) -> Place | None:
     """What ``last_checkpoint`` names, there or not. It is a hint: no digest guards its bytes."""
     pointer = directory / LAST
     try:
-        newest = directory / os.fsdecode(pointer.read_bytes()).strip()
+        newest = _place(directory, os.fsdecode(pointer.read_bytes()).strip())
         possible = newest.parent.is_dir() and not newest.is_dir()
     except FileNotFoundError:
         return None
@@ -217,11 +227,9 @@ def _pointed_to(directory: Path) -> Path | None:
     return newest
 
 
-def _modified(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:  # removed by another process this very moment
-        return 0
+def _place(directory: Place, way: str) -> Place:
+    there = place_of(way)
+    return there if isinstance(there, RemotePath) else directory / way
 
 
 def _check(state: Mapping[str, Any]) -> None:

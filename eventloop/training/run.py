@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from eventloop import events as ev
 from eventloop.bus import Bus
-from eventloop.checkpoint import Busy, Staging, load
+from eventloop.checkpoint import Busy, Place, RemotePath, Staging, load, place_of
 from eventloop.errors import ConfigurationError, LaneFullError
 from eventloop.events import Event, Progress, RunEvent
 from eventloop.log import get_logger
@@ -70,8 +70,8 @@ class Run:
         device: where models and batches are moved to; None leaves the model where it is and batches follow it.
         seed: for Python, numpy and torch, set when the run begins.
         stateful: anything else with ``state_dict``/``load_state_dict`` that checkpoints must hold, by name.
-        resume: ``"auto"`` goes on from the newest good checkpoint in ``work_dir`` (or begins, if there is none), a path
-            from that one.
+        resume: ``"auto"`` goes on from the newest good checkpoint in ``work_dir``, or where the hooks save (or begins, if
+            there is none), a path or URL from that one.
         strict: False loads from a checkpoint of another model what fits.
         name: of the experiment; the work dir's by default.
         config: of the user, for the record (see ``RuntimeInfoHook``).
@@ -101,7 +101,7 @@ class Run:
         self.models = _named("model", model, torch.nn.Module)
         self.optimizers = _named("optimizer", {} if optimizer is None else optimizer, torch.optim.Optimizer)
         self.stateful = _checked_stateful(stateful or {})
-        self.work_dir = None if work_dir is None else Path(work_dir)
+        self.work_dir = None if work_dir is None else _work_dir(work_dir)
         self.device = _device(device, self.models)
         self._moves = device is not None
         self.seed = seed
@@ -110,7 +110,7 @@ class Run:
         self.counters = counters or Counters()
         self.info: dict[str, Any] = {}
         self.shared = Shared()
-        self.resumed_from: Path | None = None
+        self.resumed_from: Place | None = None
         self.order = Order(
             self.counters,
             publish=self.publish,
@@ -118,7 +118,8 @@ class Run:
             window_open=self._window_open,
             models=self.models.values(),
         )
-        self._resume = resume
+        self._resume = resume if resume is None or resume == "auto" else place_of(resume)
+        self._kept: list[Place] = []
         self._strict = strict
         if resume == "auto" and self.work_dir is None:
             raise ConfigurationError('resume="auto" looks for checkpoints in the work_dir; give one, or a path as resume=')
@@ -287,7 +288,7 @@ class Run:
         self,
         name: str,
         *,
-        directory: str | Path | None = None,
+        directory: str | Place | None = None,
         save_optimizer: bool = True,
         save_param_scheduler: bool = True,
         on_error: OnError = "raise",
@@ -301,7 +302,7 @@ class Run:
 
         Args:
             name: file name.
-            directory: the work dir by default.
+            directory: here, or a URL; the work dir by default.
             save_optimizer: False leaves optimizers out (no resuming then).
             save_param_scheduler: False leaves schedules out.
             on_error: ``"raise"`` ends the run when the file cannot be written, ``"log"`` goes on.
@@ -313,10 +314,14 @@ class Run:
         Raises:
             ConfigurationError: neither a directory nor a work dir, or outside of ``with run:``.
         """
-        place = Path(directory) if directory is not None else self._need_work_dir()
+        place = place_of(directory) if directory is not None else self._need_work_dir()
         self._save_points().request(
             SaveRequest(place / name, save_optimizer, save_param_scheduler, on_error, staging=staging, busy=busy)
         )
+
+    def keeps_checkpoints_in(self, directory: str | Place) -> None:
+        """Have ``resume="auto"`` look there, too; for hooks that save elsewhere than in the work dir, before the run begins."""
+        self._kept.append(place_of(directory))
 
     def check_savable(self) -> None:
         """Raise CheckpointValueError now, with its path, if the state holds something that no checkpoint can hold."""
@@ -553,14 +558,15 @@ class Run:
         self.order.progress = self.counters.snapshot()
         log.info("resumed", path=str(path), epoch=self.counters.epoch, iter=self.counters.iter)
 
-    def _find(self) -> tuple[Path, Any] | None:
+    def _find(self) -> tuple[Place, Any] | None:
         """Load what to go on from: what rank 0 finds, on all ranks."""
-        found: tuple[Path, Any] | None = None
+        found: tuple[Place, Any] | None = None
         if self._ranks is None or not self.rank:
             if self._resume == "auto":
-                found = resume.find_checkpoint(self._need_work_dir())
-            else:
-                found = Path(str(self._resume)), load(Path(str(self._resume)))
+                found = resume.find_checkpoint(self._need_work_dir(), *self._kept)
+            elif self._resume is not None:
+                place = place_of(self._resume)
+                found = place, load(place)
         if self._ranks is None:
             return found
         path = self._ranks.from_first(None if found is None else found[0])
@@ -594,6 +600,16 @@ def warn_if_apart(models: Mapping[str, torch.nn.Module]) -> None:
                 "it, unless you average gradients yourself",
                 model=name,
             )
+
+
+def _work_dir(work_dir: str | Path) -> Path:
+    place = place_of(work_dir)
+    if isinstance(place, RemotePath):
+        raise ConfigurationError(
+            f"work_dir={str(place)!r}: give a directory of this machine, for logs and the like, and the URL to "
+            f'CheckpointHook(out_dir="{place}")'
+        )
+    return place
 
 
 def _named(kind: str, things: Any, wanted: type) -> dict[str, Any]:

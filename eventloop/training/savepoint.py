@@ -19,16 +19,16 @@ from eventloop.bus import Bus
 from eventloop.checkpoint import (
     Busy,
     Overlap,
+    Place,
+    RemotePath,
     StageBuffer,
     Staged,
     Staging,
     Turns,
     check_busy,
     check_staging,
-    commit_bytes,
-    link,
-    make_directory,
     stage,
+    store_of,
     write,
 )
 from eventloop.detach import Owned
@@ -40,7 +40,8 @@ from eventloop.priority import Priority
 OnError = Literal["raise", "log"]
 
 LAST = "last_checkpoint"
-"""File in a checkpoint directory (and in the work dir) that holds the path from there to the newest committed checkpoint."""
+"""File in a checkpoint directory (and in the work dir) that holds the way from there to the newest committed checkpoint, or its
+URL."""
 
 log = get_logger()
 
@@ -48,7 +49,7 @@ log = get_logger()
 class SaveRequest(msgspec.Struct, frozen=True):
     """One hook's wish: a file, and what should be in it."""
 
-    path: Path
+    path: Place
     save_optimizer: bool = True
     save_param_scheduler: bool = True
     on_error: OnError = "raise"
@@ -59,7 +60,7 @@ class SaveRequest(msgspec.Struct, frozen=True):
 class SaveJob(msgspec.Struct, eq=False):
     """What the writing lane gets: staged state (or the job before it whose file holds it already) and the names to give it."""
 
-    paths: list[Path]
+    paths: list[Place]
     progress: Progress
     on_error: OnError
     staged: Staged | None = None
@@ -93,8 +94,8 @@ class SavePoints:
         self._overlap = Overlap(optimizers)
         self._turns: Turns[SaveJob] = Turns()
         self._written: tuple[int, SaveRequest, SaveJob] | None = None
-        self._broken: set[Path] = set()
-        self._made: set[Path] = set()  # directories that a power cut cannot take away any more
+        self._broken: set[Place] = set()
+        self._made: set[Place] = set()  # directories that a power cut cannot take away any more
         self.skipped = 0
         """Saves that were due and not made, because another was being written."""
         self._writer = bus.on(
@@ -128,8 +129,9 @@ class SavePoints:
         """
         check_busy(request.busy)
         check_staging(request.staging)
-        if request.path.parent.exists() and not request.path.parent.is_dir():
-            raise ConfigurationError(f"cannot save to {request.path}: {request.path.parent} is not a directory")
+        directory = request.path.parent
+        if directory not in self._made and directory.exists() and not directory.is_dir():
+            raise ConfigurationError(f"cannot save to {request.path}: {directory} is not a directory")
         self._requests.append(request)
 
     def save(self, iteration: int, publish: Callable[..., None], progress: Progress, *, at_once: bool = False) -> None:
@@ -159,7 +161,7 @@ class SavePoints:
             self._call_off(job)  # nobody has it, so nobody would ever say so
             raise
 
-    def _stage(self, paths: list[Path], progress: Progress, wanted: SaveRequest, *, at_once: bool) -> SaveJob:
+    def _stage(self, paths: list[Place], progress: Progress, wanted: SaveRequest, *, at_once: bool) -> SaveJob:
         state = self._capture(wanted)
         if wanted.busy == "wait":
             self.wait()
@@ -200,7 +202,7 @@ class SavePoints:
         """Make one job durable, unless it was replaced; runs on the writing lane."""
         if job.staged is not None and not self._turns.begin(job):
             return
-        done: list[Path] = []
+        done: list[Place] = []
         try:
             if job.source is not None and job.source.given_up:
                 job.given_up = job.source.given_up
@@ -216,7 +218,7 @@ class SavePoints:
         finally:
             self._turns.end()
 
-    def _commit(self, job: SaveJob, done: list[Path]) -> None:
+    def _commit(self, job: SaveJob, done: list[Place]) -> None:
         """Write or link every name, noting those that are durable in ``done``, and tell of them all the same if one fails."""
         start = time.perf_counter()
         source, size = None if job.source is None else job.source.paths[0], 0
@@ -224,7 +226,7 @@ class SavePoints:
             for path in job.paths:
                 self._make(path.parent)
                 if source is not None:
-                    link(source, path)
+                    store_of(path).copy(source, path)
                 elif job.staged is not None:
                     size = write(job.staged, path).bytes
                     self._point_to(path, home=self._work_dir)
@@ -236,24 +238,24 @@ class SavePoints:
             if done:
                 self._tell_committed(job, done, size, time.perf_counter() - start)
 
-    def _point_to(self, path: Path, home: Path | None = None) -> None:
+    def _point_to(self, path: Place, home: Path | None = None) -> None:
         """Make ``path`` the newest checkpoint of its directory, and of the work dir ``home``."""
         for directory in dict.fromkeys((path.parent, home or path.parent)):
             self._make(directory)
-            name = path.name if directory == path.parent else os.path.relpath(path, directory)
-            commit_bytes(directory / LAST, os.fsencode(name))
+            store_of(directory).write_bytes(directory / LAST, _way(directory, path))
 
-    def _make(self, directory: Path) -> None:
-        if directory in self._made and directory.is_dir():
+    def _make(self, directory: Place) -> None:
+        # One of this machine may have been removed meanwhile. In a store of objects there is nothing to remove.
+        if directory in self._made and (isinstance(directory, RemotePath) or directory.is_dir()):
             return
-        make_directory(directory)
+        store_of(directory).make(directory)
         self._made.add(directory)
 
-    def _tell_committed(self, job: SaveJob, done: list[Path], size: int, seconds: float) -> None:
+    def _tell_committed(self, job: SaveJob, done: list[Place], size: int, seconds: float) -> None:
         names = [str(path) for path in done]
         self._bus.publish(CheckpointCommitted(progress=job.progress, path=names[0], names=names, bytes=size, seconds=seconds))
 
-    def _tell_failed(self, job: SaveJob, failed: list[Path], error: Exception) -> None:
+    def _tell_failed(self, job: SaveJob, failed: list[Place], error: Exception) -> None:
         if not failed:  # all are durable: it was a handler of checkpoint_committed
             log.error("a handler of checkpoint_committed failed", path=str(job.paths[0]), exc_info=error)
             return
@@ -274,6 +276,13 @@ class SavePoints:
             return False
         has = self._written[1]
         return has.save_optimizer >= wanted.save_optimizer and has.save_param_scheduler >= wanted.save_param_scheduler
+
+
+def _way(directory: Place, path: Place) -> bytes:
+    """What ``last_checkpoint`` in ``directory`` says of ``path``: the way from there, or a URL."""
+    if directory == path.parent:
+        return os.fsencode(path.name)
+    return str(path).encode() if isinstance(path, RemotePath) else os.fsencode(os.path.relpath(path, str(directory)))
 
 
 def _job(event: CheckpointStaged) -> Any:

@@ -1,0 +1,203 @@
+"""Checkpoints in stores that fsspec reaches: complete under their names or not there, and every failure loud."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from eventloop.checkpoint import (
+    TEMPORARY_PREFIX,
+    AsyncSaver,
+    RemotePath,
+    inspect,
+    load,
+    outline,
+    place_of,
+    save,
+    store_of,
+    verify,
+)
+from eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError
+
+
+class Failing(MemoryFileSystem):
+    """Counts what is asked of it, and fails one of it."""
+
+    protocol = "failing"
+    cachable = True
+    calls: ClassVar[list[str]] = []
+    fail_at: ClassVar[int] = -1
+    error: ClassVar[Exception] = TimeoutError("no answer")
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("info", "open", "mv", "pipe_file", "cp_file", "rm_file", "cat_file", "ls", "makedirs"):
+            Failing.calls.append(name)
+            if len(Failing.calls) - 1 == Failing.fail_at:
+                raise Failing.error
+        return super().__getattribute__(name)
+
+
+@pytest.fixture(autouse=True)
+def memory() -> Iterator[MemoryFileSystem]:
+    fsspec.register_implementation("failing", Failing, clobber=True)
+    Failing.fail_at = -1
+    file_system = fsspec.filesystem("memory")
+    file_system.store.clear()
+    file_system.pseudo_dirs[:] = [""]
+    yield file_system
+    file_system.store.clear()
+    file_system.pseudo_dirs[:] = [""]
+
+
+def tree(value: float = 1.0) -> dict[str, Any]:
+    return {"weight": torch.full((300, 100), value), "step": 3, "none": torch.empty(0)}
+
+
+def test_what_is_saved_under_a_url_is_loaded_verified_and_described_from_it(memory: MemoryFileSystem) -> None:
+    info = save(tree(), "memory://bucket/run/a.safetensors")
+    assert str(info.path) == "memory://bucket/run/a.safetensors"
+    assert info.bytes == memory.info("/bucket/run/a.safetensors")["size"]
+    back = load("memory://bucket/run/a.safetensors")
+    assert torch.equal(back["weight"], tree()["weight"])
+    assert back["step"] == 3
+    verify("memory://bucket/run/a.safetensors")
+    assert inspect("memory://bucket/run/a.safetensors").digest == info.digest
+    assert outline("memory://bucket/run/a.safetensors")["weight"].shape == (300, 100)
+
+
+def test_a_remote_file_has_the_bytes_of_a_local_one(memory: MemoryFileSystem, tmp_path: Path) -> None:
+    save(tree(), tmp_path / "a.safetensors")
+    save(tree(), "memory://bucket/a.safetensors")
+    assert memory.cat_file("/bucket/a.safetensors") == (tmp_path / "a.safetensors").read_bytes()
+
+
+def test_damage_in_a_store_is_found(memory: MemoryFileSystem) -> None:
+    save(tree(), "memory://bucket/a.safetensors")
+    content = bytearray(memory.cat_file("/bucket/a.safetensors"))
+    content[5000] ^= 1
+    memory.pipe_file("/bucket/a.safetensors", bytes(content))
+    with pytest.raises(CheckpointDamagedError, match=r"memory://bucket/a\.safetensors is damaged"):
+        load("memory://bucket/a.safetensors")
+
+
+def test_what_is_missing_in_a_store_is_a_file_that_is_not_found() -> None:
+    with pytest.raises(FileNotFoundError):
+        load("memory://bucket/nothing.safetensors")
+
+
+@pytest.mark.parametrize("error", [TimeoutError("no answer"), OSError(5, "down"), RuntimeError("HTTP 503")])
+def test_a_write_that_fails_anywhere_leaves_what_had_the_name(memory: MemoryFileSystem, error: Exception) -> None:
+    url = "failing://bucket/a.safetensors"
+    save(tree(1.0), url)
+    Failing.error = error
+    failures = 0
+    for at in range(100):
+        Failing.calls.clear()
+        Failing.fail_at = at
+        try:
+            save(tree(2.0), url)
+        except CheckpointError as failure:
+            Failing.fail_at = -1
+            failures += 1
+            assert failure.__cause__ is error
+            assert "a.safetensors" in str(failure)
+            # Only what fails after the name was given, the last comparison of sizes, finds the new file there.
+            assert load(url)["weight"][0, 0] in ((1.0, 2.0) if "mv" in Failing.calls[:at] else (1.0,))
+            assert [name for name in memory.store if TEMPORARY_PREFIX in name] == []
+            save(tree(1.0), url)
+        else:
+            break
+    assert failures >= 3
+    Failing.fail_at = -1
+    assert load(url)["weight"][0, 0] == 2.0
+
+
+def test_an_upload_that_is_too_short_never_gets_the_name(memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = MemoryFileSystem.info
+
+    def short(self: MemoryFileSystem, path: str, **options: Any) -> dict[str, Any]:
+        found = real(self, path, **options)
+        return found | {"size": found["size"] - 1} if TEMPORARY_PREFIX in path else found
+
+    monkeypatch.setattr(MemoryFileSystem, "info", short)
+    with pytest.raises(CheckpointError, match="in the store"):
+        save(tree(), "memory://bucket/a.safetensors")
+    assert list(memory.store) == []
+
+
+def test_a_second_name_is_copied_within_the_store_and_moved_between_places(memory: MemoryFileSystem, tmp_path: Path) -> None:
+    local, remote, other = (
+        tmp_path / "l.safetensors",
+        place_of("memory://b/r.safetensors"),
+        place_of("failing://b/o.safetensors"),
+    )
+    save(tree(), local)
+    store_of(remote).copy(local, remote)
+    store_of(remote).copy(remote, remote.with_name("best.safetensors"))
+    store_of(other).copy(remote, other)
+    back = tmp_path / "back.safetensors"
+    store_of(back).copy(other, back)
+    assert back.read_bytes() == local.read_bytes()
+    assert memory.cat_file("/b/best.safetensors") == local.read_bytes()
+
+
+def test_removing_what_is_not_there_is_fine_and_a_store_that_refuses_is_an_error() -> None:
+    path = place_of("failing://bucket/a.safetensors")
+    store_of(path).remove(path)
+    Failing.calls.clear()
+    Failing.fail_at, Failing.error = 0, PermissionError("not yours")
+    with pytest.raises(CheckpointError, match=r"cannot remove failing://bucket/a.safetensors: not yours"):
+        store_of(path).remove(path)
+
+
+def test_a_bucket_that_is_not_there_is_a_failed_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*args: Any, **options: Any) -> Any:
+        raise FileNotFoundError("the bucket does not exist")
+
+    monkeypatch.setattr(MemoryFileSystem, "open", missing)
+    with pytest.raises(CheckpointError, match="the bucket does not exist"):
+        save(tree(), "memory://bucket/a.safetensors")
+
+
+def test_an_async_saver_takes_urls() -> None:
+    with AsyncSaver() as saver:
+        saver.save(tree(4.0), "memory://bucket/step.safetensors")
+    assert load("memory://bucket/step.safetensors")["weight"][0, 0] == 4.0
+
+
+def test_a_file_url_is_a_path(tmp_path: Path) -> None:
+    assert place_of(f"file://{tmp_path}/a%20b.safetensors") == tmp_path / "a b.safetensors"
+    save(tree(), f"file://{tmp_path}/a%20b.safetensors")
+    verify(tmp_path / "a b.safetensors")
+
+
+def test_a_remote_path_has_parts_and_goes_to_other_processes() -> None:
+    path = place_of("memory://bucket/run/") / "epoch_3.safetensors"
+    assert isinstance(path, RemotePath)
+    assert (path.name, path.stem, path.suffix, str(path.parent)) == (
+        "epoch_3.safetensors",
+        "epoch_3",
+        ".safetensors",
+        "memory://bucket/run",
+    )
+    assert pickle.loads(pickle.dumps(path)) == path  # noqa: S301
+    assert len({path, place_of("memory://bucket/run/epoch_3.safetensors")}) == 1
+
+
+def test_without_fsspec_a_url_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(ConfigurationError, match=r'pip install "trainbus\[remote\]"'):
+        place_of("s3://bucket/run")
+
+
+def test_an_unknown_protocol_is_an_error_that_names_it() -> None:
+    with pytest.raises(ConfigurationError, match="nowhere"):
+        place_of("nowhere://bucket/run")

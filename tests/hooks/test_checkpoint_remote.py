@@ -1,0 +1,153 @@
+"""CheckpointHook with a URL: the same files, names, order and failures as in a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from structlog.testing import capture_logs
+
+from eventloop import CheckpointError, ConfigurationError, Hook, TrainLoop
+from eventloop.checkpoint import load
+from hooks import CheckpointHook
+
+URL = "memory://bucket/run"
+
+
+@pytest.fixture(autouse=True)
+def memory() -> Iterator[MemoryFileSystem]:
+    file_system = fsspec.filesystem("memory")
+    file_system.store.clear()
+    file_system.pseudo_dirs[:] = [""]
+    yield file_system
+    file_system.store.clear()
+    file_system.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def there(memory: MemoryFileSystem) -> Any:
+    return lambda: {name.removeprefix("/bucket/run/").removesuffix(".safetensors") for name in memory.store}
+
+
+def scored(job: SimpleNamespace, work_dir: Path, hook: Hook, *scores: float, **options: Any) -> TrainLoop:
+    values = iter(scores)
+    score = SimpleNamespace(reset=lambda: None, update=lambda: None, compute=lambda: next(values))
+    options |= {"val_data": job.batches(1), "metrics": {"acc": score}, "max_epochs": len(scores)}
+    return job.loop(hook, work_dir=work_dir, **options)
+
+
+def test_files_and_the_best_stay_as_in_a_directory(job: SimpleNamespace, tmp_path: Path, there: Any) -> None:
+    scored(job, tmp_path, CheckpointHook(1, out_dir=URL, max_keep_ckpts=2, save_best="acc"), 0.1, 0.5, 0.3, 0.4).run()
+    assert there() == {"epoch_3", "epoch_4", "best_acc_epoch_2", "last_checkpoint"}
+    assert load(f"{URL}/best_acc_epoch_2.safetensors")["progress"]["epoch"] == 2
+
+
+def test_the_newest_is_named_there_and_in_the_work_dir(job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem) -> None:
+    job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path).run()
+    assert memory.cat_file("/bucket/run/last_checkpoint") == b"epoch_2.safetensors"
+    assert (tmp_path / "last_checkpoint").read_text() == f"{URL}/epoch_2.safetensors"
+
+
+@pytest.mark.parametrize("resume", ["auto", f"{URL}/epoch_2.safetensors"])
+@pytest.mark.parametrize("place", ["the same", "a new machine"])
+def test_a_run_goes_on_from_a_url(job: SimpleNamespace, tmp_path: Path, resume: str, place: str) -> None:
+    job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path / "the same").run()
+    job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path / place, max_epochs=3).run(resume=resume)
+    straight = job.loop(CheckpointHook(1), work_dir=tmp_path / "straight", max_epochs=3)
+    straight.run()
+    resumed = load(f"{URL}/epoch_3.safetensors")["state_dict"]
+    assert job.same(resumed, straight.model.state_dict())
+
+
+def test_auto_prefers_the_place_that_was_saved_to_last(job: SimpleNamespace, tmp_path: Path) -> None:
+    job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path / "one", max_epochs=1).run()
+    job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path / "other", max_epochs=2).run(resume="auto")
+    began: list[int] = []
+    loop = job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path / "one", max_epochs=3)
+    loop.bus.on("before_train", lambda event: began.append(event.progress.epoch))
+    loop.run(resume="auto")
+    assert began == [2]
+
+
+def test_a_damaged_newest_file_is_reported_and_the_one_before_it_is_used(
+    job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem
+) -> None:
+    job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path).run()
+    memory.pipe_file("/bucket/run/epoch_2.safetensors", memory.cat_file("/bucket/run/epoch_2.safetensors")[:-9])
+    with capture_logs() as logs:
+        job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path, max_epochs=3).run(resume="auto")
+    assert [entry["path"] for entry in logs if "damaged" in entry["event"]] == [f"{URL}/epoch_2.safetensors"]
+    assert load(f"{URL}/epoch_3.safetensors")["progress"]["iter"] == 12
+
+
+def test_a_store_that_does_not_answer_is_an_error_and_no_older_checkpoint(
+    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path).run()
+
+    def down(*args: Any, **options: Any) -> Any:
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(MemoryFileSystem, "open", down)
+    with pytest.raises(CheckpointError, match=r"cannot read memory://bucket/run/.*no answer"):
+        job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path, max_epochs=3).run(resume="auto")
+
+
+@pytest.mark.parametrize("on_error", ["raise", "log"])
+def test_a_failed_upload_is_loud_and_costs_no_file(
+    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: Any, on_error: Any
+) -> None:
+    real = MemoryFileSystem.cp_file
+
+    def refusing(self: MemoryFileSystem, path1: str, path2: str, **options: Any) -> None:
+        if "epoch_2" in path2:
+            raise OSError(28, "quota")
+        real(self, path1, path2, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "cp_file", refusing)
+    failed: list[str] = []
+    loop = job.loop(CheckpointHook(1, out_dir=URL, max_keep_ckpts=1, on_error=on_error), work_dir=tmp_path, max_epochs=2)
+    loop.bus.on("checkpoint_failed", lambda event: failed.append(event.path))
+    if on_error == "raise":
+        with pytest.raises(CheckpointError, match="quota"):
+            loop.run()
+    else:
+        loop.run()
+    assert f"{URL}/epoch_2.safetensors" in failed
+    assert there() == {"epoch_1", "last_checkpoint"}
+
+
+@pytest.mark.parametrize("staging", ["block", "overlap"])
+@pytest.mark.parametrize("busy", ["wait", "skip", "replace"])
+def test_staging_and_busy_are_those_of_a_directory(
+    job: SimpleNamespace, tmp_path: Path, there: Any, staging: Any, busy: Any
+) -> None:
+    hook = CheckpointHook(1, by_epoch=False, out_dir=URL, staging=staging, busy=busy)
+    job.loop(hook, work_dir=tmp_path, max_iters=6).run()
+    assert {"iter_6", "last_checkpoint"} <= there()
+    assert load(f"{URL}/iter_6.safetensors")["progress"]["iter"] == 6
+    assert busy != "wait" or len(there()) == 7
+
+
+def test_published_copies_go_there_too(job: SimpleNamespace, tmp_path: Path, there: Any) -> None:
+    job.loop(CheckpointHook(1, out_dir=URL, published_keys="state_dict"), work_dir=tmp_path).run()
+    (published,) = (name for name in there() if name.startswith("epoch_2-"))
+    assert list(load(f"{URL}/{published}.safetensors")) == ["state_dict"]
+
+
+def test_two_hooks_save_here_and_there_by_one_write(job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem) -> None:
+    here = CheckpointHook(1, name="here")
+    job.loop(here, CheckpointHook(1, out_dir=URL, name="there"), work_dir=tmp_path).run()
+    assert memory.cat_file("/bucket/run/epoch_2.safetensors") == (tmp_path / "epoch_2.safetensors").read_bytes()
+
+
+def test_a_place_that_cannot_be_reached_is_an_error_when_the_hook_is_made(tmp_path: Path, job: SimpleNamespace) -> None:
+    with pytest.raises(ConfigurationError, match="nowhere://bucket"):
+        CheckpointHook(1, out_dir="nowhere://bucket")
+    with pytest.raises(ConfigurationError, match="out_dir="):
+        job.loop(CheckpointHook(1), work_dir=URL).run()
