@@ -8,7 +8,7 @@ import tracemalloc
 import zlib
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -79,10 +79,18 @@ def tree_of(good: bytes) -> bytes:
     return data[slice(*header["__tree__"]["data_offsets"])]
 
 
-def read(path: Path, data: bytes) -> bool:
-    """Read it in all ways; True if it could be loaded."""
+class Reading(NamedTuple):
+    """How reading went: whether it could be loaded, and by which readers more memory was taken than such a file is worth."""
+
+    loaded: bool
+    wasteful: list[tuple[str, int]]
+
+
+def read(path: Path, data: bytes) -> Reading:
+    """Read it in all ways. Raises whatever is no CheckpointDamagedError."""
     path.write_bytes(data)
     loaded = False
+    peaks = []
     for reader in (inspect, verify, load):
         tracemalloc.start()
         try:
@@ -92,10 +100,9 @@ def read(path: Path, data: bytes) -> bool:
             assert "alloc" not in str(error)  # torch says so as a RuntimeError
             loaded = False
         finally:
-            peak = tracemalloc.get_traced_memory()[1]
+            peaks.append((reader.__name__, tracemalloc.get_traced_memory()[1]))
             tracemalloc.stop()
-        assert peak < FIXED + PER_BYTE * len(data), (reader, peak, len(data))
-    return loaded
+    return Reading(loaded, [(name, peak) for name, peak in peaks if peak >= FIXED + PER_BYTE * len(data)])
 
 
 # Bytes that promise more than follows: arrays, maps, binaries, extensions and texts of four billion, depth, bad names.
@@ -137,7 +144,7 @@ quick = settings(
 @given(data=st.data())
 def test_a_tree_with_any_damage(good, path, data):
     tree = tree_of(good)
-    read(path, with_tree(good, mutate(tree, data.draw(mutations(len(tree))))))
+    assert not read(path, with_tree(good, mutate(tree, data.draw(mutations(len(tree)))))).wasteful
 
 
 values = st.recursive(
@@ -176,7 +183,7 @@ foreign = st.one_of(
 @quick
 @given(tree=st.tuples(slots, foreign, values))
 def test_a_tree_of_any_values(good, path, tree):
-    read(path, with_tree(good, msgspec.msgpack.encode(tree)))
+    assert not read(path, with_tree(good, msgspec.msgpack.encode(tree))).wasteful
 
 
 @quick
@@ -184,7 +191,7 @@ def test_a_tree_of_any_values(good, path, tree):
 def test_a_header_with_any_damage(good, path, data):
     header, body = split(good)
     text = json.dumps(header).encode()
-    read(path, seal(mutate(text, data.draw(mutations(len(text)))), body))
+    assert not read(path, seal(mutate(text, data.draw(mutations(len(text)))), body)).wasteful
 
 
 sizes = st.one_of(st.integers(-1, 40), st.sampled_from([2**31, 2**32, 2**62, 2**63, 2**64, 2**64 + 1]), st.floats(), st.text())
@@ -206,16 +213,18 @@ def test_a_header_with_other_entries(good, path, data):
         found = header.get(name)
         one = data.draw(entries)
         header[name] = {**found, **one} if isinstance(found, dict) and isinstance(one, dict) else one
-    read(path, seal(json.dumps(header).encode(), body))
+    assert not read(path, seal(json.dumps(header).encode(), body)).wasteful
 
 
 @quick
 @given(data=st.data())
 def test_damage_without_a_right_digest_is_always_found(good, path, data):
     damaged = mutate(good, data.draw(mutations(len(good))))
-    assert not read(path, damaged) or damaged == good
+    found = read(path, damaged)
+    assert not found.wasteful
+    assert not found.loaded or damaged == good
 
 
 def test_what_was_not_damaged_is_read(good, path):
-    assert read(path, good)
-    assert read(path, with_tree(good, tree_of(good)))
+    assert read(path, good) == (True, [])
+    assert read(path, with_tree(good, tree_of(good))) == (True, [])
