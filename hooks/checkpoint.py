@@ -25,7 +25,7 @@ from eventloop import (
     get_logger,
     register,
 )
-from eventloop.checkpoint import Busy, Place, Staging, check_busy, check_staging, place_of, store_of
+from eventloop.checkpoint import Busy, Place, Staging, check_busy, check_staging, place_of, store_of, sweep_shards
 from hooks.best import Best, names
 from hooks.publishing import publish_checkpoint, sweep
 from hooks.retention import Shelf
@@ -140,6 +140,7 @@ class CheckpointHook(Hook):
         self._directory: Place | None = None
         self._checked = False
         self._finished = False
+        self._first = True  # of several processes, the one that removes
         self._saved_at: int | None = None  # iterations that the newest regular file has seen
 
     # -------------------------------------------------------------------------------------------- begin and end
@@ -148,6 +149,7 @@ class CheckpointHook(Hook):
         """Find the directory."""
         self._directory = self._out_dir or event.run.work_dir
         self._checked = self._finished = False
+        self._first = event.run.rank == 0
         if self._directory is not None and self._directory.exists() and not self._directory.is_dir():
             raise ConfigurationError(f"{self.label} cannot save to {self._directory}: it is no directory")
         if self._out_dir is not None:
@@ -161,6 +163,8 @@ class CheckpointHook(Hook):
             )
         if self._directory is not None and event.run.rank == 0:
             sweep(self._directory)
+            if isinstance(self._directory, Path):
+                sweep_shards(self._directory)
         self._saved_at = event.progress.iter
 
     def after_train(self, event: AfterTrain) -> None:
@@ -227,9 +231,11 @@ class CheckpointHook(Hook):
         own = self._own(event.names)
         if not own or self._directory is None:
             return
-        for shelf in (self._files, *self._best.shelves):
-            for name in shelf.committed(own):
-                self._remove(self._directory / name)
+        gone = [name for shelf in (self._files, *self._best.shelves) for name in shelf.committed(own)]
+        for name in gone if self._first else ():
+            self._remove(self._directory / name)
+        if gone and self._first and isinstance(self._directory, Path):
+            sweep_shards(self._directory, still=0)  # nothing else is being written: this is the thread that writes
 
     def checkpoint_failed(self, event: CheckpointFailed) -> None:
         """Forget what could not be written: what it was to replace stays, and the last save is still to be made."""

@@ -13,6 +13,7 @@ from eventloop.checkpoint.overlap import Overlap, Staging, check_staging
 from eventloop.checkpoint.pth import load_pth
 from eventloop.checkpoint.remote import RemotePath
 from eventloop.checkpoint.saver import AsyncSaver
+from eventloop.checkpoint.shards import load_whole, sweep_shards
 from eventloop.checkpoint.stage import StageBuffer, Staged, stage
 from eventloop.checkpoint.store import Place, Store, place_of, store_of
 from eventloop.checkpoint.turns import Busy, Turns, check_busy
@@ -43,6 +44,7 @@ __all__ = [
     "link",
     "load",
     "load_pth",
+    "load_whole",
     "make_directory",
     "outline",
     "place_of",
@@ -50,6 +52,7 @@ __all__ = [
     "save",
     "stage",
     "store_of",
+    "sweep_shards",
     "verify",
     "without_wrappers",
     "write",

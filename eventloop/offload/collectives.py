@@ -45,11 +45,11 @@ def collectives_allowed() -> Iterator[None]:
         _allowed.yes = False
 
 
-class _Refusal(TorchDispatchMode):
+class _Refusal(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: unannotated
     """Sees all operators of its thread, and those of ``torch.distributed`` among them, however they are called."""
 
     def __init__(self, label: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch: unannotated
         self._label = label
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

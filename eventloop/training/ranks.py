@@ -6,6 +6,7 @@ meets the collectives of the training.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
@@ -16,6 +17,10 @@ from torch import distributed
 from eventloop.errors import ConfigurationError
 from eventloop.log import get_logger
 
+INTERVAL = 0.05
+"""Seconds between two exchanges of :class:`Agreement`; 0 for one in every iteration."""
+
+_MOST_BETWEEN: Final = 1000
 _FAILURE: Final = "trainbus/failure"
 _STORE_TIMEOUT: Final = 5.0
 _NOTHING: Final = (False, False, False)
@@ -76,8 +81,10 @@ class Ranks:
 class Agreement:
     """What some rank has asked for, known to all ranks at the same moment: a stop, a checkpoint, a cancellation.
 
-    In the middle of training it is asked without waiting: what is asked for within an iteration is collected beside the next
-    one, and holds at the end of that. :meth:`settle` waits, at the ends of epochs and validations.
+    In the middle of training it is asked without waiting: what is asked for within an iteration is collected beside those that
+    follow, and holds at the end of one of them. That takes up to :data:`INTERVAL` seconds or one iteration, whichever is
+    longer, as an exchange costs some 200 µs: between two there are as many iterations as take that long. :meth:`settle` waits,
+    at the ends of epochs and validations.
 
     Args:
         ranks: all processes.
@@ -91,11 +98,17 @@ class Agreement:
         self.reason = ""
         self._wishes = wishes
         self._reason = reason
-        self._flags = torch.zeros(len(_NOTHING), dtype=torch.int32)
+        self._flags = torch.zeros(len(_NOTHING) + 1, dtype=torch.int32)
+        self._every = 1
+        self._since = 0
+        self._started: float | None = None
         self._under_way: distributed.Work | None = None
 
     def exchange(self) -> None:
-        """Take what was asked for by the exchange before, and begin the next one."""
+        """Take what was asked for by the exchange before, and begin the next one, if it is time for it."""
+        self._since += 1
+        if self._since < self._every:
+            return
         self._take()
         self._launch()
 
@@ -106,17 +119,26 @@ class Agreement:
         self._take()
 
     def _launch(self) -> None:
-        self._flags.copy_(torch.tensor(self._wishes(), dtype=torch.int32))
+        # The last one is how many iterations may pass to the next exchange; negative, so that the largest is the fewest.
+        self._flags.copy_(torch.tensor((*self._wishes(), -self._pace()), dtype=torch.int32))
         self._under_way = distributed.all_reduce(
             self._flags, op=distributed.ReduceOp.MAX, group=self.ranks.group, async_op=True
         )
+
+    def _pace(self) -> int:
+        now, before = time.perf_counter(), self._started
+        iterations, self._since, self._started = self._since, 0, now
+        if before is None or not iterations or not INTERVAL:
+            return 1
+        return max(1, min(_MOST_BETWEEN, int(INTERVAL * iterations / (now - before))))
 
     def _take(self) -> None:
         if self._under_way is None:
             return
         self._under_way.wait()
         self._under_way = None
-        stop, save, cancelled = self._flags.tolist()
+        stop, save, cancelled, fewest = self._flags.tolist()
+        self._every = -fewest
         if stop and not self.stop:
             self.reason = next(filter(None, self.ranks.gather(self._reason())), "")
         self.stop = self.stop or bool(stop)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from eventloop.bus import Bus
 from eventloop.checkpoint import Place, RemotePath, load, place_of, store_of, without_wrappers
+from eventloop.checkpoint.shards import SHARDS, verify_shards
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 from eventloop.log import get_logger
 from eventloop.training.order import Order
@@ -84,6 +86,33 @@ def apply(run: Resumable, state: Mapping[str, Any], *, strict: bool = True) -> N
     run.set_data_state(state["data"])
     if state["rng"] is not None:  # None: imported from elsewhere
         set_rng_state(state["rng"])
+
+
+def placement(
+    models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
+) -> Callable[[tuple[str | int, ...], torch.Size, torch.dtype], torch.Tensor]:
+    """Return what makes an empty tensor for each place in a checkpoint of sharded state, sharded as it is in this run.
+
+    Weights are as the model has them, what an optimizer knows of a parameter is as that is, anything else (averages of
+    weights) as the weights of its shape. What is not sharded here is whole.
+    """
+    weights: dict[tuple[str | int, ...], torch.Tensor] = {}
+    for name, model in models.items():
+        prefix = ("state_dict",) if set(models) == {"model"} else ("state_dict", name)
+        weights |= {(*prefix, key): value for key, value in unwrapped_state(model).items() if isinstance(value, torch.Tensor)}
+    of = {name: [p for group in one.param_groups for p in group["params"]] for name, one in optimizers.items()}
+    by_shape = {value.shape: value for value in weights.values()}
+
+    def like(place: tuple[str | int, ...], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        found = weights.get(place)
+        if found is None and len(place) > 3 and place[0] == "optimizer" and place[1] in of:
+            parameters = of[str(place[1])]
+            found = parameters[int(place[3])] if int(place[3]) < len(parameters) else None
+        if found is None or found.shape != shape:
+            found = by_shape.get(shape)
+        return torch.empty(shape, dtype=dtype) if found is None else torch.empty_like(found.detach(), dtype=dtype)
+
+    return like
 
 
 def state_of_rank(state: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Any]:
@@ -175,6 +204,8 @@ def find_checkpoint(*directories: Place) -> tuple[Place, dict[str, Any]] | None:
     for path in _newest_first(directories):
         try:
             state = load(path)
+            if isinstance(state, Mapping) and SHARDS in state:
+                verify_shards(state, Path(str(path)))
         except CheckpointDamagedError as error:
             log.warning("a checkpoint is damaged; trying the one before it", path=str(path), error=str(error))
             damage.append(str(error))

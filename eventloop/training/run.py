@@ -12,6 +12,7 @@ publishes the same events around the user's own body that ``TrainLoop`` publishe
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from eventloop import events as ev
 from eventloop.bus import Bus
 from eventloop.checkpoint import Busy, Place, RemotePath, Staging, load, place_of
+from eventloop.checkpoint.shards import SHARDS, is_sharded, verify_shards
 from eventloop.errors import ConfigurationError, LaneFullError
 from eventloop.events import Event, Progress, RunEvent
 from eventloop.log import get_logger
@@ -40,12 +42,13 @@ from eventloop.training.ranks import (
     Ranks,
     check_initialized,
     control_group,
+    saves_group,
     tell_failure,
     this_rank,
     world_size,
 )
 from eventloop.training.rng import get_rng_state, seed_everything
-from eventloop.training.savepoint import OnError, SavePoints, SaveRequest
+from eventloop.training.savepoint import OnError, Parts, SavePoints, SaveRequest
 from eventloop.training.update import Update
 
 Models = torch.nn.Module | Mapping[str, torch.nn.Module]
@@ -133,6 +136,9 @@ class Run:
         self._saved_place: Mapping[str, Any] | None = None
         self._ranks: Ranks | None = None
         self._rank_states: list[Any] = []
+        self._sharded = False
+        self._parts_group: Any = None
+        self._token = ""
 
     # --------------------------------------------------------------------------------------- what users call
 
@@ -394,7 +400,8 @@ class Run:
         for model in self.models.values() if self._moves else ():
             model.to(self.device)
         # Before the steps are watched: its fence comes before the handlers of before_optimizer_step, which may change weights.
-        self._saves = SavePoints(self.bus, self._capture, self.work_dir, self.optimizers.values())
+        shards = self._take_shards if self._sharded else None
+        self._saves = SavePoints(self.bus, self._capture, self.work_dir, self.optimizers.values(), shards)
         self.defer(self._saves.close)
         for name, optimizer in self.optimizers.items():
             self.order.watch_steps(name, optimizer)
@@ -412,6 +419,9 @@ class Run:
             self.order.agreement = Agreement(self._ranks, wishes, lambda: self._stop_reason)
             if self.optimizers:
                 warn_if_apart(self.models)
+        self._sharded = any(is_sharded(model) for model in self.models.values())
+        if self._sharded and self._ranks is not None:
+            self._parts_group = saves_group()
 
     def _end(self) -> None:
         self.order.abandon_evaluation()
@@ -423,8 +433,9 @@ class Run:
         self.publish(ev.AfterRun)
         self._save_if_asked(force=True)
         self.wait_for_saves()  # on a bus that stays open, too: what comes next may want to resume from it
-        self.bus.raise_failures()
-        self.order.settle()  # no process leaves before all is written, and all hear if it is not
+        if self._ranks is not None:  # no process leaves before all is written, and all hear if it is not
+            self.bus.raise_failures()
+            self.order.settle()
         self.order.scopes.leave("run")
 
     def _abort(self, error: BaseException) -> None:
@@ -488,6 +499,8 @@ class Run:
 
     def _save_if_asked(self, *, force: bool = False) -> None:
         saves = self._save_points()
+        if self._ranks is None and not self._save_now and not saves.requested:
+            return  # as after nearly every iteration
         if not force and self._window_open():
             return
         if self._take_save_now():
@@ -498,7 +511,8 @@ class Run:
             if saves.requested:
                 own = {"rng": self.order.validation_rng or get_rng_state(), "data": self.data_state()}
                 self._rank_states = self._ranks.gather(own)
-            if self.rank:
+                self._token = self._ranks.from_first(secrets.token_hex(4))
+            if self.rank and not self._sharded:
                 saves.adopt([])
         if saves.requested:
             # In a validation hooks may have lent the model other weights (averages), which only a copy made now holds.
@@ -523,6 +537,11 @@ class Run:
         if not request.save_param_scheduler:
             state.pop("param_schedulers", None)
         return state
+
+    def _take_shards(self, state: dict[str, Any], path: Path) -> tuple[dict[str, Any], Parts]:
+        from eventloop.checkpoint.sharded import take_shards  # a second to import, for whom it is worth it
+
+        return take_shards(state, path, self._token or secrets.token_hex(4), self._parts_group)
 
     def _save_points(self) -> SavePoints:
         if self._saves is None:
@@ -552,6 +571,8 @@ class Run:
             log.info("no checkpoint to resume from; the run begins", work_dir=str(self.work_dir))
             return
         path, state = found
+        if self._sharded or SHARDS in state:
+            state = self._with_shards(state, path)
         self.publish(ev.AfterLoadCheckpoint, path=str(path), checkpoint=state)
         resume.apply(self, state, strict=self._strict)
         self.resumed_from = path
@@ -567,6 +588,8 @@ class Run:
             elif self._resume is not None:
                 place = place_of(self._resume)
                 found = place, load(place)
+                if SHARDS in found[1]:
+                    verify_shards(found[1], Path(str(place)))
         if self._ranks is None:
             return found
         path = self._ranks.from_first(None if found is None else found[0])
@@ -574,6 +597,14 @@ class Run:
             return None
         state = load(path) if found is None else found[1]
         return path, resume.state_of_rank(state, self.rank, self.world_size)
+
+    def _with_shards(self, state: Mapping[str, Any], path: Any) -> dict[str, Any]:
+        from eventloop.checkpoint.sharded import put_shards, spread  # as above
+
+        like = resume.placement(self.models, self.optimizers)
+        if SHARDS not in state:
+            return spread(state, like)
+        return put_shards(state, path, like, None if self._ranks is None else self._ranks.group)
 
     def _forget_data(self) -> None:
         # A run is a cycle of references. Were a DataLoader with persistent workers collected as part of one, its queues would
@@ -594,7 +625,7 @@ def warn_if_apart(models: Mapping[str, torch.nn.Module]) -> None:
     """Warn of models that have weights to train and nothing that keeps them the same on all ranks."""
     for name, model in models.items():
         trained = any(parameter.requires_grad for parameter in model.parameters())
-        if trained and not any(isinstance(one, DistributedDataParallel) for one in model.modules()):
+        if trained and not is_sharded(model) and not any(isinstance(one, DistributedDataParallel) for one in model.modules()):
             log.warning(
                 "each process trains its own copy of this model, as it is neither in DistributedDataParallel nor sharded; wrap "
                 "it, unless you average gradients yourself",

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 import torch
@@ -35,6 +35,7 @@ from eventloop.detach import Owned
 from eventloop.errors import ConfigurationError
 from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointSkipped, CheckpointStaged, Progress
 from eventloop.log import get_logger
+from eventloop.offload.collectives import collectives_allowed
 from eventloop.priority import Priority
 
 OnError = Literal["raise", "log"]
@@ -67,6 +68,25 @@ class SaveJob(msgspec.Struct, eq=False):
     source: SaveJob | None = None
     given_up: str = ""
     """Why it is not to be written any more."""
+    parts: Parts | None = None
+    """This process's part of what is spread over several."""
+
+    @property
+    def first(self) -> bool:
+        """True on the process that writes the file."""
+        parts = (self.source or self).parts
+        return parts is None or parts.first
+
+
+class Parts(Protocol):
+    """What of a checkpoint every process writes itself (see :mod:`eventloop.checkpoint.sharded`)."""
+
+    @property
+    def first(self) -> bool:
+        """True on the process that writes the file."""
+
+    def commit(self, write: Callable[[], int]) -> int:
+        """Write it, and have the first ``write`` the file when all have done so; raises on all where one fails."""
 
 
 class SavePoints:
@@ -77,6 +97,7 @@ class SavePoints:
         capture: gathers the state of the run (everything by reference; it is copied here).
         work_dir: of the run; it learns which checkpoint is the newest, wherever that is.
         optimizers: of the run; with ``staging="overlap"`` what only they change is copied up to their next step.
+        shards: takes what is spread over processes out of the state, where anything is. Then every process saves.
     """
 
     def __init__(
@@ -85,10 +106,12 @@ class SavePoints:
         capture: Callable[[SaveRequest], dict[str, Any]],
         work_dir: Path | None = None,
         optimizers: Iterable[torch.optim.Optimizer] = (),
+        shards: Callable[[dict[str, Any], Any], tuple[dict[str, Any], Parts]] | None = None,
     ) -> None:
         self._bus = bus
         self._capture = capture
         self._work_dir = work_dir
+        self._shards = shards
         self._requests: list[SaveRequest] = []
         self._buffer = StageBuffer()
         self._overlap = Overlap(optimizers)
@@ -129,6 +152,8 @@ class SavePoints:
         """
         check_busy(request.busy)
         check_staging(request.staging)
+        if self._shards is not None:
+            _check_sharded(request)
         directory = request.path.parent
         if directory not in self._made and directory.exists() and not directory.is_dir():
             raise ConfigurationError(f"cannot save to {request.path}: {directory} is not a directory")
@@ -171,7 +196,10 @@ class SavePoints:
             _release(replaced)  # first, so that its memory can be used again
             self._tell_skipped(replaced)
         overlap = self._overlap if wanted.staging == "overlap" and not at_once else None
-        job = SaveJob(paths, progress, wanted.on_error, staged=stage(state, self._buffer, overlap=overlap))
+        parts: Parts | None = None
+        if self._shards is not None:
+            state, parts = self._shards(state, paths[0])
+        job = SaveJob(paths, progress, wanted.on_error, staged=stage(state, self._buffer, overlap=overlap), parts=parts)
         self._turns.enter(job)
         return job
 
@@ -196,7 +224,10 @@ class SavePoints:
         Raises:
             CheckpointValueError: it holds something that no checkpoint can hold.
         """
-        stage(self._capture(SaveRequest(Path())), self._buffer).release()
+        state = self._capture(SaveRequest(Path()))
+        if self._shards is not None:
+            state, _ = self._shards(state, Path("check"))
+        stage(state, self._buffer).release()
 
     def write_checkpoint(self, job: SaveJob) -> None:
         """Make one job durable, unless it was replaced; runs on the writing lane."""
@@ -225,18 +256,32 @@ class SavePoints:
         try:
             for path in job.paths:
                 self._make(path.parent)
-                if source is not None:
+                if source is not None and not job.first:
+                    pass  # rank 0 gives the file its names
+                elif source is not None:
                     store_of(path).copy(source, path)
                 elif job.staged is not None:
-                    size = write(job.staged, path).bytes
-                    self._point_to(path, home=self._work_dir)
-                if source is not None and source.parent != path.parent:
+                    size = self._write(job, job.staged, path)
+                if job.first and source is not None and source.parent != path.parent:
                     self._point_to(path)
                 source = source or path
                 done.append(path)
         finally:
             if done:
                 self._tell_committed(job, done, size, time.perf_counter() - start)
+
+    def _write(self, job: SaveJob, staged: Staged, path: Place) -> int:
+        def write_file() -> int:
+            size = write(staged, path).bytes
+            self._point_to(path, home=self._work_dir)
+            return size
+
+        if job.parts is None:
+            return write_file()
+        with collectives_allowed():  # on a process group that nobody else uses
+            size = job.parts.commit(write_file)
+        staged.release()  # written or not: on other ranks nobody else does
+        return size
 
     def _point_to(self, path: Place, home: Path | None = None) -> None:
         """Make ``path`` the newest checkpoint of its directory, and of the work dir ``home``."""
@@ -283,6 +328,18 @@ def _way(directory: Place, path: Place) -> bytes:
     if directory == path.parent:
         return os.fsencode(path.name)
     return str(path).encode() if isinstance(path, RemotePath) else os.fsencode(os.path.relpath(path, str(directory)))
+
+
+def _check_sharded(request: SaveRequest) -> None:
+    if request.busy != "wait" or request.staging != "block":
+        raise ConfigurationError(
+            f"busy={request.busy!r}, staging={request.staging!r}: a sharded model is copied at once, and a save waits for the "
+            'one before, as all processes save together; leave them at "wait" and "block"'
+        )
+    if isinstance(request.path, RemotePath):
+        raise ConfigurationError(
+            f"{request.path}: a sharded model is saved to a directory that all processes share, not to a URL"
+        )
 
 
 def _job(event: CheckpointStaged) -> Any:

@@ -181,7 +181,8 @@ class Update(Hook):
                 self._scaler.unscale_(optimizer)
         if self._clip is not None:
             parameters = [parameter for optimizer in optimizers for parameter in _parameters(optimizer)]
-            run.report(grad_norm=torch.nn.utils.clip_grad_norm_(parameters, **self._clip))
+            norm = torch.nn.utils.clip_grad_norm_(parameters, **self._clip)
+            run.report(grad_norm=norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # sharded: add the others' parts
         for optimizer in optimizers:
             if self._scaler is None:
                 optimizer.step()

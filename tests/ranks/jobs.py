@@ -66,9 +66,17 @@ def network(*, dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1))
 
 
-def make_loop(work_dir: str | Path | None, *hooks: Hook, epochs: int = 2, dropout: float = 0.0, **options: Any) -> TrainLoop:
+def make_loop(
+    work_dir: str | Path | None, *hooks: Hook, epochs: int = 2, dropout: float = 0.0, shard: bool = False, **options: Any
+) -> TrainLoop:
     model = network(dropout=dropout)
-    if rank_and_size()[1] > 1:
+    if shard:
+        # Here, as it takes a second to import.
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=init_device_mesh("cpu", (rank_and_size()[1],)))
+    elif rank_and_size()[1] > 1:
         model = DistributedDataParallel(model)
     bus = Bus()
     bus.add(DistSamplerSeedHook(), *hooks)

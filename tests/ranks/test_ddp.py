@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from eventloop import Hook
+from eventloop.training import ranks as agreements
 from hooks import CheckpointHook, EarlyStoppingHook, JSONLinesWriter, LoggerHook
 
 from . import jobs
@@ -49,6 +50,7 @@ class StopsAt(Hook):
 
 
 def stop(work_dir: str) -> Any:
+    agreements.INTERVAL = 0.0  # of this process
     seen: list[int] = []
     loop = jobs.make_loop(work_dir, StopsAt(3))
     loop.bus.on("after_train_iter", lambda event: seen.append(event.progress.iter))
@@ -63,6 +65,19 @@ def test_a_stop_and_a_checkpoint_that_one_rank_asks_for_are_made_by_all_after_th
     assert [file.name for file in tmp_path.glob("*.safetensors")] == ["iter_5.safetensors"]
 
 
+def stop_sometime(work_dir: str) -> Any:
+    loop = jobs.make_loop(work_dir, StopsAt(3), epochs=50)
+    loop.run()
+    return loop.counters.iter
+
+
+def test_where_iterations_are_short_ranks_agree_every_now_and_then(ranks, tmp_path):
+    first, second = ranks(stop_sometime, str(tmp_path))
+    assert first == second
+    assert 4 <= first < 400
+    assert [file.name for file in tmp_path.glob("*.safetensors")] == [f"iter_{first}.safetensors"]
+
+
 class StopsInValidation(Hook):
     def after_val_iter(self, event: Any) -> None:
         if event.run.rank == 1 and event.batch_idx == 2:
@@ -70,6 +85,7 @@ class StopsInValidation(Hook):
 
 
 def stop_in_validation(uneven: bool) -> Any:
+    agreements.INTERVAL = 0.0
     rank, _ = jobs.rank_and_size()
     data = jobs.loader(shuffle=False, rows=64 if not uneven or rank else 80)
     loop = jobs.make_loop(None, StopsInValidation(), val_data=data)

@@ -1,0 +1,118 @@
+"""What belongs to a checkpoint of sharded state beside its file: the directory with the tensors (see ``checkpoint.sharded``).
+
+Apart from it because ``torch.distributed.checkpoint`` takes a second to import, and most runs never need it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from eventloop.checkpoint.digest import CHUNK, Digest, readable
+from eventloop.checkpoint.load import load, outline
+from eventloop.errors import CheckpointDamagedError
+
+SUFFIX: Final = ".shards"
+SHARDS: Final = "shards"
+"""Key of the tree under which the directory is named."""
+
+DIGESTS: Final = "digests.json"
+_STILL: Final = 60.0  # seconds without a change after which nobody can be writing a directory
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Return True if parameters of ``model`` are spread over processes."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # where it was never imported, there are none
+    return tensors is not None and any(isinstance(parameter, tensors.DTensor) for parameter in model.parameters())
+
+
+def shards_of(state: Mapping[str, Any], path: Path) -> Path:
+    """Return the directory with the sharded tensors of the checkpoint ``path``."""
+    return path.with_name(state[SHARDS])
+
+
+def verify_shards(state: Mapping[str, Any], path: Path) -> None:
+    """Read the sharded tensors of a checkpoint once, and compare their digests.
+
+    Raises:
+        CheckpointDamagedError: a part is missing, or other than what was written.
+    """
+    directory = shards_of(state, path)
+    with naming_damage(path):
+        wanted: dict[str, str] = {}
+        for file in directory.glob(f"*.{DIGESTS}"):
+            wanted |= json.loads(file.read_bytes())
+        if ".metadata" not in wanted:
+            raise CheckpointDamagedError(f"{directory} is not there in full")
+        for name, digest in wanted.items():
+            if digest_of(directory / name) != digest:
+                raise CheckpointDamagedError(f"{directory / name} has other bytes than were written")
+
+
+def load_whole(path: str | os.PathLike[str]) -> Any:
+    """Read a checkpoint on one process, with whole tensors also where the run that wrote it had them sharded.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointDamagedError: the file or a part beside it is not what was written.
+    """
+    state = load(path)
+    if not (isinstance(state, Mapping) and SHARDS in state):
+        return state
+    from eventloop.checkpoint.sharded import put_shards  # a second to import, for whom it is worth it
+
+    verify_shards(state, Path(path))
+    return put_shards(state, Path(path), lambda place, shape, dtype: torch.empty(shape, dtype=dtype), None)
+
+
+def sweep_shards(directory: Path, *, still: float = _STILL) -> None:
+    """Remove directories of sharded tensors that no checkpoint in ``directory`` names.
+
+    Args:
+        directory: of checkpoints.
+        still: seconds without a change after which nobody can be writing one.
+    """
+    found = [one for one in directory.glob(f"*{SUFFIX}") if one.is_dir()]
+    if not found:
+        return
+    named = set()
+    for file in directory.glob("*.safetensors"):
+        try:
+            tree = outline(file)
+        except (CheckpointDamagedError, OSError):
+            return  # it may name any of them
+        named.add(tree.get(SHARDS) if isinstance(tree, Mapping) else None)
+    for one in found:
+        if one.name not in named and time.time() - one.stat().st_mtime >= still:
+            shutil.rmtree(one, ignore_errors=True)
+
+
+def digest_of(file: Path) -> str:
+    """Return the digest of a file, and have it durable."""
+    digest = Digest()
+    with file.open("rb", buffering=0) as opened:
+        while part := opened.read(CHUNK):
+            digest.update(part)
+        if opened.seekable():
+            os.fsync(opened.fileno())
+    return readable(digest.stored())
+
+
+@contextmanager
+def naming_damage(path: Path) -> Iterator[None]:
+    """Say of what cannot be read that ``path`` is damaged."""
+    try:
+        yield
+    except CheckpointDamagedError as error:
+        raise CheckpointDamagedError(f"{path} is damaged: {error}") from error
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointDamagedError(f"{path} is damaged: its sharded tensors cannot be read ({error})") from error

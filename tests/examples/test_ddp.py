@@ -1,0 +1,31 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from eventloop.checkpoint import load
+
+SCRIPT = Path(__file__).parent.parent.parent / "examples" / "ddp.py"
+
+
+def test_the_same_script_runs_alone_and_under_torchrun_and_the_one_goes_on_from_the_other(example, tmp_path):
+    example("ddp").make_loop(tmp_path / "alone", epochs=5).run()
+    example("ddp").make_loop(tmp_path / "both", epochs=2).run()
+    started = subprocess.run(  # noqa: S603 - the interpreter that runs this test
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", SCRIPT, tmp_path / "both"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert started.returncode == 0, started.stderr
+    alone, both = (load(tmp_path / name / "epoch_5.safetensors") for name in ("alone", "both"))
+    for name, value in alone["state_dict"].items():
+        torch.testing.assert_close(both["state_dict"][name], value, rtol=1e-3, atol=1e-4)
+    lines = (tmp_path / "both" / "scalars.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines if "train/loss" in line]
+    assert steps == sorted(set(steps)), "each line is written once"
