@@ -1,13 +1,16 @@
 """trainbus's log lines: through structlog as the application has configured it, else plain lines on stderr.
 
 structlog's own default prints to stdout and, where rich is installed, draws tracebacks with all local variables: seconds
-beside a training thread, and a screenful of tensors.
+beside a training thread, and a screenful of tensors. Where several processes train together, all but the first tell of
+warnings and errors only, with their rank.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import MutableMapping
+from functools import partial
 from typing import Any, TextIO, cast
 
 import structlog
@@ -25,16 +28,29 @@ class _Logger:
 
 
 def _plain() -> Any:
+    rank = _rank()
     colors = sys.stderr is not None and sys.stderr.isatty()
     return structlog.wrap_logger(
         structlog.PrintLogger(cast("TextIO", _Stderr())),
         processors=[
+            *([partial(_add_rank, rank)] if rank else []),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="%Y-%m-%d %H:%M:%S", utc=False),
             structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING if rank else logging.INFO),
     )
+
+
+def _rank() -> int:
+    """Which of several processes that train together this is. All but the first tell of trouble only."""
+    distributed = sys.modules.get("torch.distributed")
+    together = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return distributed.get_rank() if distributed is not None and together else 0
+
+
+def _add_rank(rank: int, logger: object, name: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    return {**event, "rank": rank}
 
 
 class _Stderr:

@@ -59,6 +59,7 @@ class AutogradProfilerHook(Hook):
     """
 
     priority = Priority.VERY_LOW
+    ranks = "rank0"
 
     def __init__(
         self,

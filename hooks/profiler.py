@@ -67,6 +67,7 @@ class ProfilerHook(Hook):
     """
 
     priority = Priority.VERY_LOW
+    ranks = "rank0"
 
     def __init__(
         self,

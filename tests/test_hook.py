@@ -389,3 +389,28 @@ def test_methods_that_a_hook_calls_unused_are_not_subscribed():
 def test_a_hook_that_calls_a_method_unused_that_it_does_not_have_is_an_error():
     with pytest.raises(SubscribeError, match=r"Sparing.unused\(\) names 'before_train_itre'.*before_train_iter"):
         Bus().add(Sparing("before_train_itre"))
+
+
+def test_a_hook_for_rank0_is_not_called_on_other_ranks():
+    class Writes(Recorder):
+        ranks = "rank0"
+
+        def after_run(self, event):
+            self.calls.append("called")
+
+    bus = Bus()
+    bus.add(hook := Writes())
+    assert "rank0" not in str(bus.describe())
+    bus.place(1, 2)
+    assert not bus.wants("after_run")
+    bus.publish(AfterRun(progress=P))
+    assert hook.calls == []
+    bus.place(0, 2)
+    bus.publish(AfterRun(progress=P))
+    assert hook.calls == ["called"]
+    assert "rank0" in str(bus.describe())
+
+
+def test_an_unknown_place_for_a_handler_is_an_error_when_subscribing():
+    with pytest.raises(SubscribeError, match='"rank0" alone'):
+        Bus().on("after_run", lambda event: None, ranks="rank1")

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import torch
 
-from eventloop.checkpoint.load import load
 from eventloop.checkpoint.plain import weights_only, write_pth, write_safetensors
+from eventloop.checkpoint.shards import load_whole
 from eventloop.checkpoint.wrappers import without_wrappers
 from eventloop.errors import CheckpointError
 
@@ -41,7 +41,7 @@ def export_tree(path: _Path, out: _Path) -> None:
         CheckpointError: ``out`` has another suffix, or cannot be written.
     """
     out = _checked_out(out, _PTH)
-    write_pth(weights_only(load(path)), out, Path(path).stat().st_size)
+    write_pth(weights_only(load_whole(path)), out, Path(path).stat().st_size)
 
 
 def export_weights(path: _Path, out: _Path, *, raw: bool = False, strip: bool = False, model: str | None = None) -> None:
@@ -62,7 +62,7 @@ def export_weights(path: _Path, out: _Path, *, raw: bool = False, strip: bool = 
         CheckpointError: there are no such weights, ``out`` has another suffix, or cannot be written.
     """
     out = _checked_out(out, (*_PTH, _SAFETENSORS))
-    weights = _weights(load(path), raw=raw, model=model)
+    weights = _weights(load_whole(path), raw=raw, model=model)
     if strip:
         weights = strip_wrappers(weights)
     if out.suffix == _SAFETENSORS:

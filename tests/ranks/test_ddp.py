@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop import Hook
+from eventloop import Hook, get_logger
 from eventloop.training import ranks as agreements
 from hooks import CheckpointHook, EarlyStoppingHook, JSONLinesWriter, LoggerHook
 
@@ -143,12 +143,17 @@ def plain_model() -> None:
     loop = jobs.make_loop(None)
     loop.model = loop.model.module
     loop.run()
+    get_logger().info("told once")
 
 
 def test_a_model_that_nothing_keeps_the_same_is_warned_of(outcomes):
-    for outcome in outcomes(plain_model):
+    first, second = outcomes(plain_model)
+    for outcome in (first, second):
         assert outcome.exitcode == 0, outcome.output
         assert "DistributedDataParallel" in outcome.output
+    assert "rank=1" in second.output
+    assert "told once" in first.output
+    assert "told once" not in second.output
 
 
 def save(work_dir: str, epochs: int, resume: str | None, stop_at: int | None) -> Any:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from eventloop import CheckpointDamagedError, ConfigurationError, Hook
-from eventloop.checkpoint import load, load_whole, sweep_shards
+from eventloop.checkpoint import export_weights, load, load_whole, sweep_shards
 from eventloop.checkpoint.shards import verify_shards
 from hooks import CheckpointHook
 
@@ -47,6 +48,8 @@ def test_training_equals_the_single_process_and_resumes_on_2_1_and_2_processes(r
     (third,) = ranks(train, str(place), 3, "auto", False, size=1)  # one that shards nothing
     assert third.keys() == single.keys()
     assert load_whole(place / "epoch_2.safetensors")["state_dict"]["0.weight"].shape == (16, 4)
+    export_weights(place / "epoch_2.safetensors", tmp_path / "weights.safetensors")
+    assert load_file(tmp_path / "weights.safetensors")["0.weight"].shape == (16, 4)
     for resumed in ranks(train, str(place), 4, "auto"):
         same(single, resumed)
 
