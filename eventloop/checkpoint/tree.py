@@ -105,14 +105,13 @@ class _Encoder:
                 out.append(_TENSOR_MARK)
             elif kind in _ATOMS:
                 out.append(value)
+            elif (encode := _ENCODE.get(kind)) is not None:
+                out.append(encode(value))
             else:
                 out.append(self.value(join(parent, key), value))
         return out
 
     def value(self, path: str, value: object) -> object:
-        encode = _ENCODE.get(type(value))
-        if encode is not None:
-            return encode(value)
         encode_container = _ENCODE_CONTAINER.get(type(value))
         if encode_container is not None:
             self._enter(path, value)
