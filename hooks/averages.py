@@ -60,9 +60,12 @@ class WeightAverage:
         self.update_buffers = update_buffers
         self.steps = 0
         """Updates so far; while it is 0 the average is whatever the weights are."""
-        self.swapped = False
-        """True while the model has the averaged weights and this object the raw ones."""
         self._pairs = _Pairs(model, update_buffers, {})
+
+    @property
+    def swapped(self) -> bool:
+        """True while the model has the averaged weights and this object the raw ones."""
+        return True in self._pairs.swapped  # at C speed: each update asks
 
     def blend(self, averages: Tensors, weights: Tensors) -> None:
         """Move ``averages`` towards ``weights``, in place.
@@ -95,8 +98,12 @@ class WeightAverage:
         """Exchange the storage of the model's weights and the averaged ones; copies nothing. A second call undoes it."""
         if self._pairs.replaced:
             self._pair_again(model)
-        self._pairs.exchange()
-        self.swapped = not self.swapped
+        self._pairs.exchange(not self.swapped)
+
+    def restore(self, model: torch.nn.Module) -> None:
+        """Give the model its own weights back if it has the averaged ones, or some: Ctrl-C may have cut a swap short."""
+        if self.swapped:
+            self.swap(model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the count and the averaged tensors by checkpoint key."""
@@ -129,7 +136,9 @@ class WeightAverage:
                 held[key].copy_(tensors[key])
 
     def _pair_again(self, model: torch.nn.Module) -> None:
+        swapped = self.swapped
         self._pairs = _Pairs(model, self.update_buffers, self._pairs.held)
+        self._pairs.swapped[:] = [swapped] * len(self._pairs.swapped)
 
     def _copy(self) -> None:
         with torch.no_grad():
@@ -224,6 +233,8 @@ class _Pairs:
         self.held = {key: twins[id(tensor)] for key, tensor in live.items()}
         self._live = list({id(tensor): tensor for tensor in live.values()}.values())
         self._twins = [twins[id(tensor)] for tensor in self._live]
+        self.swapped = [False] * len(self._live)
+        """For each pair, whether the live tensor has the storage of the averaged one."""
         # Detached, because the kernels look into the autograd state of parameters: 4 % of an update.
         self.groups = list(_by_kind(self._twins, [tensor.detach() for tensor in self._live]))
         self._pointers = list(map(_data_ptr, self._live))
@@ -252,10 +263,12 @@ class _Pairs:
         self._next = part.stop if part.stop < len(self._live) else 0
         return list(map(_data_ptr, self._live[part])) != self._pointers[part]
 
-    def exchange(self) -> None:
-        """Swap the storage of live and averaged tensors."""
-        for live, twin in zip(self._live, self._twins, strict=True):
-            live.data, twin.data = twin.data, live.data
+    def exchange(self, swapped: bool) -> None:
+        """Swap the storage of live and averaged tensors where it is not as ``swapped`` says."""
+        for index, (live, twin) in enumerate(zip(self._live, self._twins, strict=True)):
+            if self.swapped[index] != swapped:
+                # No call and no jump in between: Ctrl-C comes before all of it or after it.
+                live.data, twin.data, self.swapped[index] = twin.data, live.data, swapped
 
 
 def _floating(model: torch.nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tensor]]:

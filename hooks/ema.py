@@ -126,8 +126,8 @@ class EMAHook(Hook):
         average = self._average
         if average is None or not average.steps:
             return  # the average is the weights themselves
+        run.defer(lambda: average.restore(self._known_model))  # first: Ctrl-C may strike at any moment from here on
         average.swap(self._known_model)
-        run.defer(lambda: average.swap(self._known_model))
 
     # ----------------------------------------------------------------------------------------------- checkpoints
 

@@ -16,6 +16,7 @@ class Scopes:
         # Two lists side by side: several look-ups an iteration, so they must be quick.
         self._names: list[str] = []
         self._undos: list[list[Callable[[], object]]] = []
+        self._cut_short: Callable[[], object] | None = None
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -33,6 +34,9 @@ class Scopes:
     def defer(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` when the innermost scope ends; last registered, first called.
 
+        Register it before what it undoes, and let it find out what there is to undo: Ctrl-C may strike at any moment. If
+        it strikes while ``undo`` is called, it is called once more.
+
         Raises:
             RuntimeError: no scope is open.
         """
@@ -48,9 +52,9 @@ class Scopes:
         first: Exception | None = None
         while name in self._names:
             undos = self._undos[-1]
-            while undos:  # one by one: what Ctrl-C keeps from being called here is left for unwind()
+            while undos:
                 try:
-                    undos.pop()()
+                    self._call(undos)
                 except Exception as error:
                     log.exception("a deferred function failed", scope=name)
                     first = first or error
@@ -60,9 +64,32 @@ class Scopes:
             raise first
 
     def unwind(self) -> None:
-        """End all scopes after an exception, which is the one the user must see: errors here are only logged."""
+        """End all scopes after an exception, which is the one the user must see: errors here are only logged.
+
+        Another Ctrl-C in here is raised once all is undone.
+        """
+        interrupted: BaseException | None = None
         while self._names:
             try:
                 self.leave(self._names[-1])
             except Exception:  # noqa: BLE001, S112 - logged by leave()
                 continue
+            except BaseException as error:  # noqa: BLE001 - raised below
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
+
+    def _call(self, undos: list[Callable[[], object]]) -> None:
+        """Call the last of ``undos``; what Ctrl-C cuts short stays in the list, once."""
+        undo = undos[-1]
+        try:
+            undo()
+        except Exception:
+            undos.pop()
+            raise
+        except BaseException:
+            if undo is self._cut_short:
+                undos.pop()
+            self._cut_short = undo
+            raise
+        undos.pop()

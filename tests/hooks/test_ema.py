@@ -1,5 +1,7 @@
 """Averages of weights, and the hook that keeps, lends and saves one."""
 
+import itertools
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -256,6 +258,47 @@ def test_raw_weights_are_back_after_any_end_of_a_validation(job: SimpleNamespace
     with pytest.raises(error):
         loop.run()
     assert equal(list(loop.model.parameters()), watch.seen["train"])
+
+
+def test_raw_weights_are_back_wherever_ctrl_c_strikes_while_they_are_lent_or_given_back(job: SimpleNamespace) -> None:
+    for line in itertools.count():
+        watch = Watch()
+        loop = job.loop(EMAHook(momentum=0.3), watch, val_data=job.batches(1), max_epochs=1)
+        struck = strike(loop.run, line)
+        assert equal(list(loop.model.parameters()), watch.seen["train"]), f"struck at line {line}"
+        if not struck:
+            break
+    assert line > 20
+
+
+def strike(call: Any, at: int) -> bool:
+    """Raise KeyboardInterrupt at the n-th line of what swaps and undoes, from 0; False if there are not so many."""
+    names = {"_lend", "swap", "restore", "exchange", "_call"}
+    seen = 0
+    struck = False
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal seen, struck
+        if event == "line":
+            seen += 1
+            if seen > at:
+                struck = True
+                raise KeyboardInterrupt  # which ends the tracing
+        return trace
+
+    def calls(frame: Any, *_: Any) -> Any:
+        ours = frame.f_code.co_filename.endswith(("ema.py", "averages.py", "scopes.py"))
+        return trace if ours and frame.f_code.co_name in names else calls
+
+    before = sys.gettrace()
+    sys.settrace(calls)
+    try:
+        call()
+    except KeyboardInterrupt:
+        assert struck
+    finally:
+        sys.settrace(before)
+    return struck
 
 
 def test_a_break_out_of_ones_own_validation_puts_raw_weights_back(job: SimpleNamespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -199,16 +200,26 @@ def test_a_failing_undo_ends_a_run_that_went_well(parts, bus, trace):
     assert trace.names[-2:] == ["after_train_epoch", "on_exception"]
 
 
-def test_an_interrupt_inside_an_undo_does_not_lose_the_other_undos():
+@pytest.mark.parametrize("strikes", [1, 2, 3])
+def test_an_interrupt_inside_an_undo_has_it_called_once_more_and_does_not_lose_the_others(strikes):
     calls = []
+
+    def undo():
+        calls.append("second")
+        if len(calls) <= strikes:
+            raise KeyboardInterrupt
+
     scopes = Scopes()
     scopes.enter("run")
     scopes.defer(lambda: calls.append("first"))
-    scopes.defer(lambda: raise_(KeyboardInterrupt()))
+    scopes.enter("val")
+    scopes.defer(undo)
     with pytest.raises(KeyboardInterrupt):
         scopes.leave("run")
-    scopes.unwind()
-    assert calls == ["first"]
+    with pytest.raises(KeyboardInterrupt) if strikes > 1 else nullcontext():
+        scopes.unwind()
+    assert calls == ["second", "second", "first"]
+    assert not scopes.innermost
 
 
 def test_defer_outside_of_a_run_is_an_error(parts):
