@@ -27,11 +27,10 @@ from eventloop import (
 )
 from eventloop.checkpoint import Busy, Place, Staging, check_busy, check_staging, place_of, store_of, sweep_shards
 from hooks.best import Best, names
+from hooks.checkpoint_options import SUFFIX, check_count, checked_template
 from hooks.publishing import publish_checkpoint, sweep
 from hooks.retention import Shelf
 from hooks.rules import Rule
-
-SUFFIX = ".safetensors"
 
 log = get_logger()
 
@@ -111,8 +110,8 @@ class CheckpointHook(Hook):
         busy: Busy = "wait",
         name: str = "",
     ) -> None:
-        _check_count("interval", interval, "the epochs or iterations between saves, or -1 for none")
-        _check_count("max_keep_ckpts", max_keep_ckpts, "how many files stay, or -1 for all")
+        check_count("interval", interval, "the epochs or iterations between saves, or -1 for none")
+        check_count("max_keep_ckpts", max_keep_ckpts, "how many files stay, or -1 for all")
         if isinstance(save_begin, bool) or not isinstance(save_begin, int) or save_begin < 0:
             raise ConfigurationError(f"save_begin={save_begin!r}: give the epoch or iteration to begin at, 0 or more")
         if on_error not in ("raise", "log"):
@@ -133,7 +132,7 @@ class CheckpointHook(Hook):
             "staging": staging,
             "busy": busy,
         }
-        self._template = _checked_template(filename_tmpl or f"{'epoch' if by_epoch else 'iter'}_{{}}{SUFFIX}")
+        self._template = checked_template(filename_tmpl or f"{'epoch' if by_epoch else 'iter'}_{{}}{SUFFIX}")
         self._publish = None if published_keys is None else names("published_keys", published_keys)
         self._best = Best(save_best, rule, greater_keys, less_keys)
         self._files = Shelf(None if max_keep_ckpts == -1 else max_keep_ckpts)
@@ -294,21 +293,3 @@ class CheckpointHook(Hook):
             if self.on_error == "raise":
                 raise
             log.warning("an old checkpoint could not be removed", path=str(path), error=str(error))
-
-
-def _check_count(option: str, value: object, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
-        raise ConfigurationError(f"{option}={value!r}: give {what}")
-
-
-def _checked_template(template: str) -> str:
-    try:
-        name = template.format(1)
-    except (IndexError, KeyError, ValueError, AttributeError):
-        name = template
-    if name == template or Path(name).name != name or not name.endswith(SUFFIX) or template.format(2) == name:
-        raise ConfigurationError(
-            f"filename_tmpl={template!r}: give a file name with one {{}} for the count that ends in {SUFFIX}, such as "
-            f'"model_{{}}{SUFFIX}"'
-        )
-    return template

@@ -1,0 +1,33 @@
+"""Checks of what CheckpointHook is given: counts, and names of files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from eventloop import ConfigurationError
+
+SUFFIX = ".safetensors"
+
+
+def check_count(option: str, value: object, what: str) -> None:
+    """Raise ConfigurationError unless ``value`` is a count of 1 or more, or -1."""
+    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
+        raise ConfigurationError(f"{option}={value!r}: give {what}")
+
+
+def checked_template(template: str) -> str:
+    """Return the template of a file name.
+
+    Raises:
+        ConfigurationError: it is none, or gives two files one name.
+    """
+    try:
+        name = template.format(1)
+    except (IndexError, KeyError, ValueError, AttributeError):
+        name = template
+    if name == template or Path(name).name != name or not name.endswith(SUFFIX) or template.format(2) == name:
+        raise ConfigurationError(
+            f"filename_tmpl={template!r}: give a file name with one {{}} for the count that ends in {SUFFIX}, such as "
+            f'"model_{{}}{SUFFIX}"'
+        )
+    return template
