@@ -14,10 +14,11 @@ from eventloop.bus import Bus
 from eventloop.errors import BusStateError, ConfigurationError, RunCancelled, TrainingError
 from eventloop.events import AfterForward, BeforeForward
 from eventloop.offload.in_thread import in_thread
+from eventloop.training.arguments import Models, Optimizers
 from eventloop.training.iterators import EvaluationBatches
 from eventloop.training.metrics import Metric, Metrics
 from eventloop.training.progress import Counters
-from eventloop.training.run import Models, Optimizers, Run
+from eventloop.training.run import Run
 from eventloop.training.update import Update
 
 Step = Callable[[Any, Any], Any]

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from eventloop import events as ev
 from eventloop.bus import Bus
-from eventloop.checkpoint import Busy, Place, RemotePath, Staging, load, place_of
+from eventloop.checkpoint import Busy, Place, Staging, load, place_of
 from eventloop.checkpoint.shards import SHARDS, is_sharded, verify_shards
 from eventloop.errors import ConfigurationError, LaneFullError
 from eventloop.events import Event, Progress, RunEvent
@@ -31,6 +31,7 @@ from eventloop.log import get_logger
 from eventloop.offload.deadline import Deadline
 from eventloop.shared import Shared
 from eventloop.training import resume
+from eventloop.training.arguments import Models, Optimizers, checked_stateful, checked_work_dir, device_of, named
 from eventloop.training.data import Feed
 from eventloop.training.images import check_image
 from eventloop.training.iterators import Epochs, EvaluationBatches, TrainBatches
@@ -50,9 +51,6 @@ from eventloop.training.ranks import (
 from eventloop.training.rng import get_rng_state, seed_everything
 from eventloop.training.savepoint import OnError, Parts, SavePoints, SaveRequest
 from eventloop.training.update import Update
-
-Models = torch.nn.Module | Mapping[str, torch.nn.Module]
-Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 
 log = get_logger()
 
@@ -101,11 +99,11 @@ class Run:
         counters: Counters | None = None,
     ) -> None:
         self.bus = bus if bus is not None else Bus()
-        self.models = _named("model", model, torch.nn.Module)
-        self.optimizers = _named("optimizer", {} if optimizer is None else optimizer, torch.optim.Optimizer)
-        self.stateful = _checked_stateful(stateful or {})
-        self.work_dir = None if work_dir is None else _work_dir(work_dir)
-        self.device = _device(device, self.models)
+        self.models = named("model", model, torch.nn.Module)
+        self.optimizers = named("optimizer", {} if optimizer is None else optimizer, torch.optim.Optimizer)
+        self.stateful = checked_stateful(stateful or {})
+        self.work_dir = None if work_dir is None else checked_work_dir(work_dir)
+        self.device = device_of(device, self.models)
         self._moves = device is not None
         self.seed = seed
         self.name = name or (self.work_dir.name if self.work_dir else "run")
@@ -631,42 +629,3 @@ def warn_if_apart(models: Mapping[str, torch.nn.Module]) -> None:
                 "it, unless you average gradients yourself",
                 model=name,
             )
-
-
-def _work_dir(work_dir: str | Path) -> Path:
-    place = place_of(work_dir)
-    if isinstance(place, RemotePath):
-        raise ConfigurationError(
-            f"work_dir={str(place)!r}: give a directory of this machine, for logs and the like, and the URL to "
-            f'CheckpointHook(out_dir="{place}")'
-        )
-    return place
-
-
-def _named(kind: str, things: Any, wanted: type) -> dict[str, Any]:
-    found = dict(things) if isinstance(things, Mapping) else {kind: things}
-    for name, thing in found.items():
-        if not isinstance(thing, wanted):
-            raise ConfigurationError(
-                f"{kind} {name!r} is a {type(thing).__name__}, not a {wanted.__module__}.{wanted.__name__}"
-            )
-    if kind == "model" and not found:
-        raise ConfigurationError("give a run at least one model")
-    return found
-
-
-def _checked_stateful(things: Mapping[str, Any]) -> dict[str, Any]:
-    for name, thing in things.items():
-        if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
-            raise ConfigurationError(f"stateful[{name!r}] ({type(thing).__name__}) has no state_dict() and load_state_dict()")
-    return dict(things)
-
-
-def _device(device: str | torch.device | None, models: Mapping[str, torch.nn.Module]) -> torch.device:
-    if device is not None:
-        try:
-            return torch.device(device)
-        except RuntimeError as error:
-            raise ConfigurationError(f"device={device!r}: {error}") from None
-    parameters = (parameter.device for model in models.values() for parameter in model.parameters())
-    return next(parameters, torch.device("cpu"))

@@ -1,0 +1,58 @@
+"""What the constructor of a run takes, checked before anything else happens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eventloop.checkpoint import RemotePath, place_of
+from eventloop.errors import ConfigurationError
+
+Models = torch.nn.Module | Mapping[str, torch.nn.Module]
+Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
+
+
+def checked_work_dir(work_dir: str | Path) -> Path:
+    """Return the directory; raise ConfigurationError if it is a URL."""
+    place = place_of(work_dir)
+    if isinstance(place, RemotePath):
+        raise ConfigurationError(
+            f"work_dir={str(place)!r}: give a directory of this machine, for logs and the like, and the URL to "
+            f'CheckpointHook(out_dir="{place}")'
+        )
+    return place
+
+
+def named(kind: str, things: Any, wanted: type) -> dict[str, Any]:
+    """Return one thing or several as a mapping of names; raise ConfigurationError if one is not of the type ``wanted``."""
+    found = dict(things) if isinstance(things, Mapping) else {kind: things}
+    for name, thing in found.items():
+        if not isinstance(thing, wanted):
+            raise ConfigurationError(
+                f"{kind} {name!r} is a {type(thing).__name__}, not a {wanted.__module__}.{wanted.__name__}"
+            )
+    if kind == "model" and not found:
+        raise ConfigurationError("give a run at least one model")
+    return found
+
+
+def checked_stateful(things: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the things as a dict; raise ConfigurationError if one of them has no state."""
+    for name, thing in things.items():
+        if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
+            raise ConfigurationError(f"stateful[{name!r}] ({type(thing).__name__}) has no state_dict() and load_state_dict()")
+    return dict(things)
+
+
+def device_of(device: str | torch.device | None, models: Mapping[str, torch.nn.Module]) -> torch.device:
+    """Return the device that was asked for, or that of the models; raise ConfigurationError if torch knows no such device."""
+    if device is not None:
+        try:
+            return torch.device(device)
+        except RuntimeError as error:
+            raise ConfigurationError(f"device={device!r}: {error}") from None
+    parameters = (parameter.device for model in models.values() for parameter in model.parameters())
+    return next(parameters, torch.device("cpu"))
