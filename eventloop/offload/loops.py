@@ -108,9 +108,9 @@ class LoopThread(Loop):
 
     def stop(self, grace: float) -> bool:
         """End the loop and its thread."""
+        self.stopping = True  # also where Ctrl-C came while it was started, and it is not alive yet
         if not self._thread.is_alive():
             return True
-        self.stopping = True
         self.call_soon(self._ring)
         return ended(self._thread, grace)
 

@@ -48,16 +48,19 @@ class ThreadConsumer(Consumer):
 
     def _start(self) -> None:
         self._began(self)
-        # Assigned first: Ctrl-C can come while start() waits for a thread that runs already.
-        self.thread = self._make_thread(self._run)
         try:
+            self.thread = self._make_thread(self._run)
             self.thread.start()
-        except RuntimeError:  # "can't start new thread"
+        except BaseException:
+            # "can't start new thread", or Ctrl-C, after which the thread may run all the same: it finds that it is not ours.
             self.thread = None
             self._ended(self)
             raise
 
     def _run(self) -> None:
+        with self._starting:
+            if self.thread is not threading.current_thread():
+                return
         try:
             self._serve()
         except BaseException as error:  # noqa: BLE001 - SystemExit from a handler, a logger that raises: told, never hung

@@ -1,10 +1,15 @@
 """Thousands of Ctrl-C, at arbitrary instructions of a publisher: every event is accounted for, no wake-up is lost."""
 
+import itertools
 import random
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 
+import eventloop
 from eventloop import AfterTrainIter, Bus, Progress
 
 from . import workers
@@ -58,3 +63,75 @@ def test_thousands_of_interrupts_lose_nothing(kind, quick_workers, no_worker_is_
     stats = subscription.stats
     assert stats.failed == stats.dropped == stats.pending == stats.bytes == 0  # twice, or out of order, would be a failure
     assert published - ctrl_c.strikes <= stats.published == stats.delivered <= published
+
+
+def test_an_interrupt_at_any_line_of_starting_threads_leaves_none_behind_and_loses_nothing(no_worker_is_left):
+    for at in itertools.count():
+        heard: list[object] = []
+        bus = Bus()
+
+        async def listen(event, heard=heard):
+            heard.append(event)
+
+        subscriptions = [
+            bus.on("after_train_iter", heard.append, offload="thread", linger=0),
+            bus.on("after_train_iter", listen, linger=0),
+        ]
+        if not strikes_while_it_opens(bus, at):
+            break
+        with bus:
+            for index in range(3):
+                bus.publish(AfterTrainIter(progress=Progress(iter=index), outputs={}))
+        assert [subscription.stats.delivered for subscription in subscriptions] == [3, 3]
+        assert len(heard) == 6
+    assert at > 15
+    bus.close()
+
+
+def strikes_while_it_opens(bus: Bus, at: int) -> bool:
+    """Raise KeyboardInterrupt at the n-th line of what starts threads, from 0; False if there are not so many."""
+    # No function with a lock: where a trace function raises as `with` ends, unlike Ctrl-C, the lock is not released.
+    names = {"serve_thread", "serve_task", "_start", "start"}
+    ours = str(Path(eventloop.__file__).parent)
+    lines = 0
+
+    def trace(frame, event, _):
+        nonlocal lines
+        if event == "line" and frame.f_code.co_name in names and frame.f_code.co_filename.startswith(ours):
+            lines += 1
+            if lines > at:
+                raise KeyboardInterrupt  # which ends the tracing
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        bus.open()
+    except KeyboardInterrupt:
+        assert bus.state == "idle"
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_an_interrupt_while_a_thread_is_started_leaves_one_consumer(after, monkeypatch, no_worker_is_left):
+    heard: list[object] = []
+    bus = Bus()
+    subscription = bus.on("after_train_iter", heard.append, offload="thread", linger=0)
+    real = threading.Thread.start
+
+    def start(thread):
+        monkeypatch.undo()
+        if after:  # as if it struck while start() waits for the thread, which runs
+            real(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        bus.open()
+    with bus:
+        for index in range(3):
+            bus.publish(AfterTrainIter(progress=Progress(iter=index), outputs={}))
+    assert subscription.stats.delivered == len(heard) == 3
