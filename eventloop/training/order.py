@@ -68,8 +68,9 @@ class Order:
         self.nothing_left = False
         """True while a resumed run is between an epoch and its validation: nothing of that epoch is left to train."""
         self.validation_follows: Callable[[], bool] = _never
-        self.cancelled = False
-        self.stop = False  # no threading.Event: its lock is not re-entrant, and a signal handler may set this
+        # No threading.Event: its lock is not re-entrant, and a signal handler may set these.
+        self.cancelled = self.stop = self.save_now = False
+        self.stop_reason = ""
         self.agreement: Agreement | None = None
         """Where there are other ranks: what all of them stop for."""
         self._in_step = False

@@ -19,7 +19,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from eventloop import events as ev
 from eventloop.bus import Bus
@@ -35,19 +34,11 @@ from eventloop.training.arguments import Models, Optimizers, checked_stateful, c
 from eventloop.training.data import Feed
 from eventloop.training.images import check_image
 from eventloop.training.iterators import Epochs, EvaluationBatches, TrainBatches
+from eventloop.training.joining import join_ranks
 from eventloop.training.metrics import Metric, Metrics
 from eventloop.training.order import Order
 from eventloop.training.progress import Counters
-from eventloop.training.ranks import (
-    Agreement,
-    Ranks,
-    check_initialized,
-    control_group,
-    saves_group,
-    tell_failure,
-    this_rank,
-    world_size,
-)
+from eventloop.training.ranks import Ranks, saves_group, tell_failure, this_rank, world_size
 from eventloop.training.rng import get_rng_state, seed_everything
 from eventloop.training.savepoint import OnError, Parts, SavePoints, SaveRequest
 from eventloop.training.update import Update
@@ -127,8 +118,6 @@ class Run:
         self._opened = False
         self._patience: Deadline | None = None
         self._saves: SavePoints | None = None
-        self._save_now = False  # no threading.Event: its lock is not re-entrant, and a signal handler may set this
-        self._stop_reason = ""
         self._feed: Feed | None = None
         self._evaluated: Feed | None = None
         self._saved_place: Mapping[str, Any] | None = None
@@ -268,7 +257,7 @@ class Run:
         """
         if reason:
             # Not into run.info yet: a signal handler may strike while the training thread goes through it.
-            self._stop_reason = reason
+            self.order.stop_reason = reason
         self.order.stop = True
 
     def cancel(self) -> None:
@@ -286,7 +275,7 @@ class Run:
             ConfigurationError: the run has no work dir.
         """
         self._need_work_dir()
-        self._save_now = True
+        self.order.save_now = True
 
     def request_save(
         self,
@@ -389,7 +378,10 @@ class Run:
 
     def _begin(self) -> None:
         self.order.scopes.enter("run")
-        self._join_ranks()
+        self._ranks = join_ranks(self.bus, self.order, self.models, trains=bool(self.optimizers))
+        self._sharded = any(is_sharded(model) for model in self.models.values())
+        if self._sharded and self._ranks is not None:
+            self._parts_group = saves_group()
         self.defer(self.shared.clear)
         self.defer(self._forget_data)
         self._check_update()
@@ -407,26 +399,12 @@ class Run:
         if self._resume is not None:
             self._load()
 
-    def _join_ranks(self) -> None:
-        """Get to know the other processes, if there are any."""
-        check_initialized()
-        self.bus.place(self.rank, self.world_size)
-        if self.world_size > 1:
-            self._ranks = Ranks(control_group())
-            wishes = lambda: (self.order.stop, self._save_now, self.order.cancelled)  # noqa: E731 - read by the agreement
-            self.order.agreement = Agreement(self._ranks, wishes, lambda: self._stop_reason)
-            if self.optimizers:
-                warn_if_apart(self.models)
-        self._sharded = any(is_sharded(model) for model in self.models.values())
-        if self._sharded and self._ranks is not None:
-            self._parts_group = saves_group()
-
     def _end(self) -> None:
         self.order.abandon_evaluation()
         self.order.break_epoch()
         self.order.end_train()
         self.order.progress = self.counters.snapshot()
-        if reason := self._stop_reason or (self.order.agreement.reason if self.order.agreement is not None else ""):
+        if reason := self.order.stop_reason or (self.order.agreement.reason if self.order.agreement is not None else ""):
             self.info["stop_reason"] = reason
         self.publish(ev.AfterRun)
         self._save_if_asked(force=True)
@@ -497,7 +475,7 @@ class Run:
 
     def _save_if_asked(self, *, force: bool = False) -> None:
         saves = self._save_points()
-        if self._ranks is None and not self._save_now and not saves.requested:
+        if self._ranks is None and not self.order.save_now and not saves.requested:
             return  # as after nearly every iteration
         if not force and self._window_open():
             return
@@ -520,11 +498,11 @@ class Run:
         """Return True, once, if a checkpoint was asked for, by whichever rank."""
         agreement = self.order.agreement
         if agreement is None:
-            asked, self._save_now = self._save_now, False
+            asked, self.order.save_now = self.order.save_now, False
             return asked
         if not agreement.save:
             return False
-        agreement.save = self._save_now = False
+        agreement.save = self.order.save_now = False
         return True
 
     def _capture(self, request: SaveRequest) -> dict[str, Any]:
@@ -617,15 +595,3 @@ class Run:
                 self._feed.load_state_dict(self._saved_place)
                 self._saved_place = None
         return self._feed
-
-
-def warn_if_apart(models: Mapping[str, torch.nn.Module]) -> None:
-    """Warn of models that have weights to train and nothing that keeps them the same on all ranks."""
-    for name, model in models.items():
-        trained = any(parameter.requires_grad for parameter in model.parameters())
-        if trained and not is_sharded(model) and not any(isinstance(one, DistributedDataParallel) for one in model.modules()):
-            log.warning(
-                "each process trains its own copy of this model, as it is neither in DistributedDataParallel nor sharded; wrap "
-                "it, unless you average gradients yourself",
-                model=name,
-            )
