@@ -41,7 +41,7 @@ from eventloop.training.progress import Counters
 from eventloop.training.ranks import Ranks, saves_group, tell_failure, this_rank, world_size
 from eventloop.training.rng import get_rng_state, seed_everything
 from eventloop.training.savepoint import OnError, Parts, SavePoints, SaveRequest
-from eventloop.training.update import Update
+from eventloop.training.update import check_updates, window_open
 
 log = get_logger()
 
@@ -107,7 +107,7 @@ class Run:
             self.counters,
             publish=self.publish,
             save=self._save_if_asked,
-            window_open=self._window_open,
+            window_open=lambda: window_open(self.bus.hooks),
             models=self.models.values(),
         )
         self._resume = resume if resume is None or resume == "auto" else place_of(resume)
@@ -384,7 +384,7 @@ class Run:
             self._parts_group = saves_group()
         self.defer(self.shared.clear)
         self.defer(self._forget_data)
-        self._check_update()
+        check_updates(self.bus.hooks, loop_driven=self._loop_driven)
         if self.seed is not None:
             seed_everything(self.seed)
         for model in self.models.values() if self._moves else ():
@@ -449,35 +449,17 @@ class Run:
         elif not self._patience.left:
             raise LaneFullError(f"the run ends by an exception, and no longer than {self.bus.abort_timeout:g} s are waited")
 
-    def _check_update(self) -> None:
-        updates = [hook for hook in self.bus.hooks if isinstance(hook, Update)]
-        if updates and not self._loop_driven:
-            raise ConfigurationError(
-                f"{updates[0].label} is on the bus, but in a loop of your own the body makes the update: remove the hook, "
-                "or use TrainLoop"
-            )
-        if len(updates) > 1:
-            names = " and ".join(update.label for update in updates)
-            raise ConfigurationError(
-                f"{names} are both optimizer updates, and each would step; leave one. (TrainLoop adds one to a bus that has "
-                "none when the loop is made: add yours before.)"
-            )
-
     @property
     def _loop_driven(self) -> bool:
         return False
 
     # ------------------------------------------------------------------------------------------------ save points
 
-    def _window_open(self) -> bool:
-        """True in the middle of an accumulation window; only the loop's own update knows."""
-        return any(hook.window_open for hook in self.bus.hooks if isinstance(hook, Update))
-
     def _save_if_asked(self, *, force: bool = False) -> None:
         saves = self._save_points()
         if self._ranks is None and not self.order.save_now and not saves.requested:
             return  # as after nearly every iteration
-        if not force and self._window_open():
+        if not force and window_open(self.bus.hooks):
             return
         if self._take_save_now():
             self.request_save(f"iter_{self.counters.iter}.safetensors")

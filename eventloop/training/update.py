@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -263,3 +263,29 @@ def _scale_gradients(optimizers: Any, factor: float) -> None:
     gradients = [p.grad for optimizer in optimizers for p in _parameters(optimizer) if p.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)
+
+
+def window_open(hooks: Iterable[Hook]) -> bool:
+    """True in the middle of an accumulation window; only the loop's own update knows."""
+    return any(hook.window_open for hook in hooks if isinstance(hook, Update))
+
+
+def check_updates(hooks: Iterable[Hook], *, loop_driven: bool) -> None:
+    """Raise ConfigurationError if more than one would step.
+
+    Args:
+        hooks: those on the bus.
+        loop_driven: False where the body of the user's loop makes the updates.
+    """
+    updates = [hook for hook in hooks if isinstance(hook, Update)]
+    if updates and not loop_driven:
+        raise ConfigurationError(
+            f"{updates[0].label} is on the bus, but in a loop of your own the body makes the update: remove the hook, "
+            "or use TrainLoop"
+        )
+    if len(updates) > 1:
+        names = " and ".join(update.label for update in updates)
+        raise ConfigurationError(
+            f"{names} are both optimizer updates, and each would step; leave one. (TrainLoop adds one to a bus that has "
+            "none when the loop is made: add yours before.)"
+        )
