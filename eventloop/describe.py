@@ -41,13 +41,13 @@ class Description(msgspec.Struct, frozen=True):
         table.add_column("mount point, hook", no_wrap=True)
         table.add_column("priority", no_wrap=True)
         table.add_column("runs", no_wrap=True)
-        table.add_column("filter", no_wrap=True)
+        table.add_column("filter")  # the one that gives way where it is narrow, in two lines
         if self.ranks:
             table.add_column("ranks", no_wrap=True)
         if self.stats:
-            table.add_column("events", justify="right")
+            table.add_column("events", justify="right", no_wrap=True)
         if any(row.stats.calls for row in self.rows):
-            table.add_column("ms", justify="right")
+            table.add_column("ms", justify="right", no_wrap=True)
         previous = ""
         for row in self.rows:
             if row.mount_point != previous:

@@ -74,9 +74,44 @@ def test_the_same_seed_gives_the_same_weights(here):
     load_weights(network(), one)
 
 
-@pytest.mark.parametrize("arguments", [["demo", "--epochs", "0"], ["demo", "--epochs", "x"], ["nonsense"], []])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["demo", "--epochs", "0"],
+        ["demo", "--epochs", "x"],
+        ["demo", "--seed", "-1"],
+        ["demo", "--seed", "9" * 20],
+        ["nonsense"],
+        [],
+    ],
+)
 def test_a_mistake_in_the_call_ends_with_status_2_and_a_hint(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     assert exit_.value.code == 2
     assert "usage: trainbus" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("struck_at", "hint"), [(1, "before the first checkpoint"), (2, "--resume --out mine")])
+def test_ctrl_c_says_how_to_go_on(here, capsys, monkeypatch, struck_at, hint):
+    from hooks import demo
+
+    make_bus = demo.make_bus
+
+    def make(*arguments):
+        bus = make_bus(*arguments)
+        strike = lambda event: (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731
+        bus.on("before_train_epoch", strike, when=lambda event: event.progress.epoch + 1 == struck_at)
+        return bus
+
+    monkeypatch.setattr(demo, "make_bus", make)
+    assert main(["demo", "--epochs", "3", "--out", "mine"]) == 130
+    err = capsys.readouterr().err
+    assert "trainbus demo: interrupted" in err
+    assert hint in err
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_trained(here, capsys):
+    (here / "file").touch()
+    assert main(["demo", "--out", "file/run"]) == 2
+    assert "file/run: cannot be made: Not a directory" in capsys.readouterr().err

@@ -75,6 +75,19 @@ def test_the_table_fits_a_terminal_of_80_columns(bus):
     assert both.split() == ["Both", "55", "NORMAL+5", "thread", "8", "drop_old", "every=100"]
 
 
+def test_where_80_columns_are_too_few_filters_take_two_lines_and_figures_stay_whole():
+    bus = Bus()
+    bus.on("after_train_iter", lambda event: None, every=100, after=20000, before=90000, priority=59, offload="thread")
+    bus.subscriptions[0].lane.delivered(12345)
+    console = Console(width=80, color_system=None)
+    with console.capture() as captured:
+        console.print(bus.describe(stats=True))
+    assert " events" in captured.get()
+    assert " 12345" in captured.get()
+    assert "…" not in captured.get()
+    assert "before=90000" in captured.get()
+
+
 def test_figures_appear_when_asked_for_or_when_timing_is_on():
     bus = Bus(timing=True)
     bus.on("after_train_iter", lambda event: None)

@@ -24,13 +24,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.call(options))
     except TrainbusError as error:
-        console = Console(stderr=True)
-        console.print(f"[bold red]trainbus {options.command}:[/] ", end="")
-        lines = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        console.print(lines, highlight=False, soft_wrap=True, markup=False)
+        _tell(options.command, str(error), error)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        _tell(options.command, "interrupted", interrupt)
         return 130
+
+
+def _tell(command: str, what: str, error: BaseException) -> None:
+    console = Console(stderr=True)
+    console.print(f"[bold red]trainbus {command}:[/] ", end="")
+    lines = "\n".join([what, *getattr(error, "__notes__", ())])
+    console.print(lines, highlight=False, soft_wrap=True, markup=False)
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:

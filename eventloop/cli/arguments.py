@@ -14,3 +14,11 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
     return value
+
+
+def seed(text: str) -> int:
+    """Return ``text`` as a seed that Python's, numpy's and torch's generators take; anything else is a usage error."""
+    value = int(text)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{value} is no seed: give a number from 0 to {2**63 - 1}")
+    return value

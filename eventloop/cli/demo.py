@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from eventloop.cli.arguments import Subparsers, positive
-from eventloop.cli.folders import free, to_resume
+from eventloop.cli.arguments import Subparsers, positive, seed
+from eventloop.cli.folders import free, resumable, to_resume
 
 DEFAULT = Path("runs/digits")
 
@@ -19,7 +19,7 @@ def add_parser(commands: Subparsers) -> None:
     )
     parser.add_argument("--epochs", type=positive, default=30, metavar="N", help="epochs in all (default: %(default)s)")
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of weights, shuffling and split (default: %(default)s)"
+        "--seed", type=seed, default=0, metavar="N", help="of weights, shuffling and split (default: %(default)s)"
     )
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in DIR (default: the newest run)")
     parser.set_defaults(call=_demo)
@@ -29,4 +29,5 @@ def _demo(options: argparse.Namespace) -> int:
     from hooks.demo import run_demo
 
     work_dir = to_resume(options.out, DEFAULT) if options.resume else free(options.out or DEFAULT)
-    return run_demo(work_dir, epochs=options.epochs, seed=options.seed, resume=options.resume)
+    with resumable(work_dir, f"--resume --out {work_dir}"):
+        return run_demo(work_dir, epochs=options.epochs, seed=options.seed, resume=options.resume)

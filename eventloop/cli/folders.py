@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from eventloop.errors import ConfigurationError
@@ -29,3 +31,26 @@ def to_resume(folder: Path | None, default: Path) -> Path:
             f"there is nothing to resume in {folder or default.parent}: no last_checkpoint; leave --resume out"
         )
     return max(found, key=lambda run: (run / "last_checkpoint").stat().st_mtime_ns)
+
+
+@contextmanager
+def resumable(work_dir: Path, arguments: str) -> Iterator[None]:
+    """Make the folder of a run, and let whoever interrupts it know how to go on.
+
+    Args:
+        work_dir: of the run.
+        arguments: that go on with it.
+
+    Raises:
+        ConfigurationError: the folder cannot be made.
+    """
+    try:
+        work_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"{work_dir}: cannot be made: {error.strerror}") from None
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        saved = (work_dir / "last_checkpoint").exists()
+        interrupt.add_note(f"goes on from the last checkpoint with {arguments}" if saved else "before the first checkpoint")
+        raise

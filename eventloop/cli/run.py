@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eventloop.cli.arguments import Subparsers
-from eventloop.cli.folders import free, to_resume
+from eventloop.cli.folders import free, resumable, to_resume
 from eventloop.config import find_files_in, override, read
 from eventloop.training.loop import TrainLoop
 from eventloop.training.setup import Setup
@@ -50,7 +50,8 @@ def _run(options: argparse.Namespace) -> int:
         console.print(loop.bus.describe())
         console.print("not trained (--dry-run)", style="dim")
         return 0
-    _train(loop, work_dir, console, resume=options.resume, test=setup.tests)
+    with resumable(work_dir, f"--resume loop.work_dir={work_dir}"):
+        _train(loop, work_dir, console, resume=options.resume, test=setup.tests)
     return 0
 
 
