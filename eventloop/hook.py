@@ -140,9 +140,10 @@ def subscriptions_of(hook: Hook) -> Iterator[tuple[tuple[type[Event], ...], Call
 
 
 def _checked_unused(hook: Hook, names: list[str]) -> frozenset[str]:
-    unused = frozenset(hook.unused())
-    for name in unused - set(names):
-        raise SubscribeError(f"{hook.label}.unused() names {name!r}, which is none of its methods{suggest(name)}")
+    told = hook.unused()
+    unused = frozenset([told] if isinstance(told, str) else told)
+    for name in sorted(unused - set(names)):
+        raise SubscribeError(f"{hook.label}.unused() names {name!r}, which is none of its methods: {', '.join(names)}")
     return unused
 
 

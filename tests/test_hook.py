@@ -414,3 +414,16 @@ def test_a_hook_for_rank0_is_not_called_on_other_ranks():
 def test_an_unknown_place_for_a_handler_is_an_error_when_subscribing():
     with pytest.raises(SubscribeError, match='"rank0" alone'):
         Bus().on("after_run", lambda event: None, ranks="rank1")
+
+
+def test_unused_may_be_one_name_and_an_error_lists_the_methods_there_are():
+    class One(Sparing):
+        def unused(self):
+            return "after_train_iter"
+
+    one = One()
+    bus = Bus()
+    bus.add(one)
+    assert "after_train_iter" not in [name for each in bus.subscriptions for name in each.mount_points]
+    with pytest.raises(SubscribeError, match=r"names 'after_val', which is none of its methods: .*after_train_iter"):
+        bus.add(Sparing("after_val"))
