@@ -12,7 +12,6 @@ publishes the same events around the user's own body that ``TrainLoop`` publishe
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -22,15 +21,14 @@ import torch
 
 from eventloop import events as ev
 from eventloop.bus import Bus
-from eventloop.checkpoint import Busy, Place, Staging, load, place_of
-from eventloop.checkpoint.shards import SHARDS, is_sharded, verify_shards
+from eventloop.checkpoint import Busy, Place, Staging
 from eventloop.errors import ConfigurationError, LaneFullError
 from eventloop.events import Event, Progress, RunEvent
 from eventloop.log import get_logger
 from eventloop.offload.deadline import Deadline
 from eventloop.shared import Shared
-from eventloop.training import resume
 from eventloop.training.arguments import Models, Optimizers, checked_stateful, checked_work_dir, device_of, named
+from eventloop.training.checkpoints import RunCheckpoints
 from eventloop.training.data import Feed
 from eventloop.training.images import check_image
 from eventloop.training.iterators import Epochs, EvaluationBatches, TrainBatches
@@ -38,9 +36,9 @@ from eventloop.training.joining import join_ranks
 from eventloop.training.metrics import Metric, Metrics
 from eventloop.training.order import Order
 from eventloop.training.progress import Counters
-from eventloop.training.ranks import Ranks, saves_group, tell_failure, this_rank, world_size
-from eventloop.training.rng import get_rng_state, seed_everything
-from eventloop.training.savepoint import OnError, Parts, SavePoints, SaveRequest
+from eventloop.training.ranks import Ranks, tell_failure, this_rank, world_size
+from eventloop.training.rng import seed_everything
+from eventloop.training.savepoint import OnError, SaveRequest
 from eventloop.training.update import check_updates, window_open
 
 log = get_logger()
@@ -103,29 +101,20 @@ class Run:
         self.info: dict[str, Any] = {}
         self.shared = Shared()
         self.resumed_from: Place | None = None
+        self._checkpoints = RunCheckpoints(self, resume, strict=strict)
         self.order = Order(
             self.counters,
             publish=self.publish,
-            save=self._save_if_asked,
+            save=self._checkpoints.save_if_asked,
             window_open=lambda: window_open(self.bus.hooks),
             models=self.models.values(),
         )
-        self._resume = resume if resume is None or resume == "auto" else place_of(resume)
-        self._kept: list[Place] = []
-        self._strict = strict
-        if resume == "auto" and self.work_dir is None:
-            raise ConfigurationError('resume="auto" looks for checkpoints in the work_dir; give one, or a path as resume=')
         self._opened = False
         self._patience: Deadline | None = None
-        self._saves: SavePoints | None = None
         self._feed: Feed | None = None
         self._evaluated: Feed | None = None
         self._saved_place: Mapping[str, Any] | None = None
         self._ranks: Ranks | None = None
-        self._rank_states: list[Any] = []
-        self._sharded = False
-        self._parts_group: Any = None
-        self._token = ""
 
     # --------------------------------------------------------------------------------------- what users call
 
@@ -274,7 +263,7 @@ class Run:
         Raises:
             ConfigurationError: the run has no work dir.
         """
-        self._need_work_dir()
+        self._checkpoints.place()
         self.order.save_now = True
 
     def request_save(
@@ -307,23 +296,23 @@ class Run:
         Raises:
             ConfigurationError: neither a directory nor a work dir, or outside of ``with run:``.
         """
-        place = place_of(directory) if directory is not None else self._need_work_dir()
-        self._save_points().request(
-            SaveRequest(place / name, save_optimizer, save_param_scheduler, on_error, staging=staging, busy=busy)
+        path = self._checkpoints.place(directory) / name
+        self._checkpoints.points.request(
+            SaveRequest(path, save_optimizer, save_param_scheduler, on_error, staging=staging, busy=busy)
         )
 
     def keeps_checkpoints_in(self, directory: str | Place) -> None:
         """Have ``resume="auto"`` look there, too; for hooks that save elsewhere than in the work dir, before the run begins."""
-        self._kept.append(place_of(directory))
+        self._checkpoints.look_in(directory)
 
     def check_savable(self) -> None:
         """Raise CheckpointValueError now, with its path, if the state holds something that no checkpoint can hold."""
         if not self.rank:
-            self._save_points().check()
+            self._checkpoints.points.check()
 
     def wait_for_saves(self) -> None:
         """Wait until nothing is being written."""
-        self._save_points().wait()
+        self._checkpoints.points.wait()
 
     @property
     def train_data(self) -> Iterable[Any] | None:
@@ -379,9 +368,7 @@ class Run:
     def _begin(self) -> None:
         self.order.scopes.enter("run")
         self._ranks = join_ranks(self.bus, self.order, self.models, trains=bool(self.optimizers))
-        self._sharded = any(is_sharded(model) for model in self.models.values())
-        if self._sharded and self._ranks is not None:
-            self._parts_group = saves_group()
+        self._checkpoints.join(self._ranks)
         self.defer(self.shared.clear)
         self.defer(self._forget_data)
         check_updates(self.bus.hooks, loop_driven=self._loop_driven)
@@ -390,14 +377,11 @@ class Run:
         for model in self.models.values() if self._moves else ():
             model.to(self.device)
         # Before the steps are watched: its fence comes before the handlers of before_optimizer_step, which may change weights.
-        shards = self._take_shards if self._sharded else None
-        self._saves = SavePoints(self.bus, self._capture, self.work_dir, self.optimizers.values(), shards)
-        self.defer(self._saves.close)
+        self._checkpoints.open()
         for name, optimizer in self.optimizers.items():
             self.order.watch_steps(name, optimizer)
         self.publish(ev.BeforeRun)
-        if self._resume is not None:
-            self._load()
+        self._checkpoints.load()
 
     def _end(self) -> None:
         self.order.abandon_evaluation()
@@ -407,7 +391,7 @@ class Run:
         if reason := self.order.stop_reason or (self.order.agreement.reason if self.order.agreement is not None else ""):
             self.info["stop_reason"] = reason
         self.publish(ev.AfterRun)
-        self._save_if_asked(force=True)
+        self._checkpoints.save_if_asked(force=True)
         self.wait_for_saves()  # on a bus that stays open, too: what comes next may want to resume from it
         if self._ranks is not None:  # no process leaves before all is written, and all hear if it is not
             self.bus.raise_failures()
@@ -453,65 +437,7 @@ class Run:
     def _loop_driven(self) -> bool:
         return False
 
-    # ------------------------------------------------------------------------------------------------ save points
-
-    def _save_if_asked(self, *, force: bool = False) -> None:
-        saves = self._save_points()
-        if self._ranks is None and not self.order.save_now and not saves.requested:
-            return  # as after nearly every iteration
-        if not force and window_open(self.bus.hooks):
-            return
-        if self._take_save_now():
-            self.request_save(f"iter_{self.counters.iter}.safetensors")
-        if self._ranks is not None:
-            if force:  # a file that could not be written, only rank 0 knows of, and may want another one for it
-                saves.adopt(self._ranks.from_first(saves.requests))
-            if saves.requested:
-                own = {"rng": self.order.validation_rng or get_rng_state(), "data": self.data_state()}
-                self._rank_states = self._ranks.gather(own)
-                self._token = self._ranks.from_first(secrets.token_hex(4))
-            if self.rank and not self._sharded:
-                saves.adopt([])
-        if saves.requested:
-            # In a validation hooks may have lent the model other weights (averages), which only a copy made now holds.
-            saves.save(self.counters.iter, self.publish, self.progress, at_once=self.progress.stage != "train")
-
-    def _take_save_now(self) -> bool:
-        """Return True, once, if a checkpoint was asked for, by whichever rank."""
-        agreement = self.order.agreement
-        if agreement is None:
-            asked, self.order.save_now = self.order.save_now, False
-            return asked
-        if not agreement.save:
-            return False
-        agreement.save = self.order.save_now = False
-        return True
-
-    def _capture(self, request: SaveRequest) -> dict[str, Any]:
-        state = resume.gather(self, request)
-        if self._rank_states:
-            state["ranks"] = self._rank_states
-        self.publish(ev.BeforeSaveCheckpoint, path=str(request.path), checkpoint=state)
-        if not request.save_param_scheduler:
-            state.pop("param_schedulers", None)
-        return state
-
-    def _take_shards(self, state: dict[str, Any], path: Path) -> tuple[dict[str, Any], Parts]:
-        from eventloop.checkpoint.sharded import take_shards  # a second to import, for whom it is worth it
-
-        return take_shards(state, path, self._token or secrets.token_hex(4), self._parts_group)
-
-    def _save_points(self) -> SavePoints:
-        if self._saves is None:
-            raise ConfigurationError("checkpoints are made inside a run: use `with Run(...) as run:`, or TrainLoop")
-        return self._saves
-
-    def _need_work_dir(self) -> Path:
-        if self.work_dir is None:
-            raise ConfigurationError("there is no place for checkpoints: give the run a work_dir")
-        return self.work_dir
-
-    # ----------------------------------------------------------------------------------------------------- resume
+    # ------------------------------------------------------------------------------------------------------- data
 
     def data_state(self) -> Mapping[str, Any] | None:
         """Return the place in the training data; for checkpoints."""
@@ -522,47 +448,6 @@ class Run:
     def set_data_state(self, state: Mapping[str, Any] | None) -> None:
         """Have the next ``run.train`` go on at this place in the data; from checkpoints."""
         self._saved_place = state
-
-    def _load(self) -> None:
-        found = self._find()
-        if found is None:
-            log.info("no checkpoint to resume from; the run begins", work_dir=str(self.work_dir))
-            return
-        path, state = found
-        if self._sharded or SHARDS in state:
-            state = self._with_shards(state, path)
-        self.publish(ev.AfterLoadCheckpoint, path=str(path), checkpoint=state)
-        resume.apply(self, state, strict=self._strict)
-        self.resumed_from = path
-        self.order.progress = self.counters.snapshot()
-        log.info("resumed", path=str(path), epoch=self.counters.epoch, iter=self.counters.iter)
-
-    def _find(self) -> tuple[Place, Any] | None:
-        """Load what to go on from: what rank 0 finds, on all ranks."""
-        found: tuple[Place, Any] | None = None
-        if self._ranks is None or not self.rank:
-            if self._resume == "auto":
-                found = resume.find_checkpoint(self._need_work_dir(), *self._kept)
-            elif self._resume is not None:
-                place = place_of(self._resume)
-                found = place, load(place)
-                if SHARDS in found[1]:
-                    verify_shards(found[1], Path(str(place)))
-        if self._ranks is None:
-            return found
-        path = self._ranks.from_first(None if found is None else found[0])
-        if path is None:
-            return None
-        state = load(path) if found is None else found[1]
-        return path, resume.state_of_rank(state, self.rank, self.world_size)
-
-    def _with_shards(self, state: Mapping[str, Any], path: Any) -> dict[str, Any]:
-        from eventloop.checkpoint.sharded import put_shards, spread  # as above
-
-        like = resume.placement(self.models, self.optimizers)
-        if SHARDS not in state:
-            return spread(state, like)
-        return put_shards(state, path, like, None if self._ranks is None else self._ranks.group)
 
     def _forget_data(self) -> None:
         # A run is a cycle of references. Were a DataLoader with persistent workers collected as part of one, its queues would

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from eventloop import Bus, Hook, Run, TrainingError, Update
+from eventloop.training import checkpoints as checkpoints_module
 from eventloop.training import order as order_module
 from eventloop.training import run as run_module
 from eventloop.training.scopes import Scopes
@@ -497,7 +498,7 @@ def test_a_stop_in_a_test_publishes_no_after_test(parts, bus, trace):
 
 def test_stop_and_checkpoint_now_hold_no_lock_that_a_signal_handler_would_wait_for(parts, bus, tmp_path):
     """A signal handler runs on the training thread between any two of its instructions, the run's own included."""
-    files = {run_module.__file__, order_module.__file__, threading.__file__}
+    files = {module.__file__ for module in (run_module, checkpoints_module, order_module, threading)}
 
     def interrupted(frame, kind, argument):
         if frame.f_code.co_filename not in files:
@@ -515,7 +516,7 @@ def test_stop_and_checkpoint_now_hold_no_lock_that_a_signal_handler_would_wait_f
         try:
             run.stop()
             run.checkpoint_now()
-            run._save_if_asked()
+            run._checkpoints.save_if_asked()
         finally:
             sys.settrace(before)
     assert (tmp_path / "iter_0.safetensors").exists()

@@ -1,0 +1,204 @@
+"""The checkpoints of a run: when one is made and what goes into it, and the one that the run goes on from."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from eventloop import events as ev
+from eventloop.checkpoint import Place, load, place_of
+from eventloop.checkpoint.shards import SHARDS, is_sharded, verify_shards
+from eventloop.errors import ConfigurationError
+from eventloop.events import Event, Progress
+from eventloop.log import get_logger
+from eventloop.training import resume
+from eventloop.training.ranks import Ranks, saves_group, this_rank, world_size
+from eventloop.training.rng import get_rng_state
+from eventloop.training.savepoint import Parts, SavePoints, SaveRequest
+from eventloop.training.update import window_open
+
+log = get_logger()
+
+
+class Saved(resume.Resumable, Protocol):
+    """The run whose checkpoints these are."""
+
+    work_dir: Path | None
+    resumed_from: Place | None
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come."""
+
+    def publish(self, event: type[Event], **payload: Any) -> None:
+        """Publish an event of the run."""
+
+
+class RunCheckpoints:
+    """Saves the state of a run when it was asked for, and loads what the run goes on from.
+
+    Args:
+        run: whose state it is.
+        source: ``"auto"``, a path or URL, or None, as ``resume=`` of the run.
+        strict: False loads from a checkpoint of another model what fits.
+
+    Raises:
+        ConfigurationError: ``"auto"`` without a work dir.
+    """
+
+    def __init__(self, run: Saved, source: str | Path | None, *, strict: bool) -> None:
+        self._run = run
+        self._source = source if source is None or source == "auto" else place_of(source)
+        if source == "auto" and run.work_dir is None:
+            raise ConfigurationError('resume="auto" looks for checkpoints in the work_dir; give one, or a path as resume=')
+        self._strict = strict
+        self._kept: list[Place] = []
+        self._saves: SavePoints | None = None
+        self._ranks: Ranks | None = None
+        self._rank_states: list[Any] = []
+        self._sharded = False
+        self._parts_group: Any = None
+        self._token = ""
+
+    # ------------------------------------------------------------------------------------------------------- begin
+
+    def join(self, ranks: Ranks | None) -> None:
+        """Save together with the other processes, if there are any. A collective where the model is sharded."""
+        self._ranks = ranks
+        self._sharded = any(is_sharded(model) for model in self._run.models.values())
+        if self._sharded and ranks is not None:
+            self._parts_group = saves_group()
+
+    def open(self) -> None:
+        """Take requests from now on, until the innermost scope ends.
+
+        To be called before the steps of the optimizers are watched: the fence of an overlapped copy comes before the handlers
+        of ``before_optimizer_step``, which may change weights.
+        """
+        run = self._run
+        shards = self._take_shards if self._sharded else None
+        self._saves = SavePoints(run.bus, self._capture, run.work_dir, run.optimizers.values(), shards)
+        self._run.order.scopes.defer(self._saves.close)
+
+    @property
+    def points(self) -> SavePoints:
+        """Where saves are requested; raises ConfigurationError before the run has begun."""
+        if self._saves is None:
+            raise ConfigurationError("checkpoints are made inside a run: use `with Run(...) as run:`, or TrainLoop")
+        return self._saves
+
+    def place(self, directory: str | Place | None = None) -> Place:
+        """Return the directory, or the work dir where it is None; raises ConfigurationError where there is neither."""
+        if directory is not None:
+            return place_of(directory)
+        if self._run.work_dir is None:
+            raise ConfigurationError("there is no place for checkpoints: give the run a work_dir")
+        return self._run.work_dir
+
+    def look_in(self, directory: str | Place) -> None:
+        """Look for checkpoints to go on from in this directory, too."""
+        self._kept.append(place_of(directory))
+
+    # -------------------------------------------------------------------------------------------------------- save
+
+    def save_if_asked(self, *, force: bool = False) -> None:
+        """Save if a hook or a thread has asked for it; in the middle of an accumulation window only by ``force``."""
+        saves = self._saves if self._saves is not None else self.points
+        if self._ranks is None and not self._run.order.save_now and not saves.requested:
+            return  # as after nearly every iteration
+        if not force and window_open(self._run.bus.hooks):
+            return
+        iteration = self._run.counters.iter
+        if self._take_save_now():
+            saves.request(SaveRequest(self.place() / f"iter_{iteration}.safetensors"))
+        if self._ranks is not None:
+            self._gather(self._ranks, saves, force=force)
+        if saves.requested:
+            # In a validation hooks may have lent the model other weights (averages), which only a copy made now holds.
+            progress = self._run.progress
+            saves.save(iteration, self._run.publish, progress, at_once=progress.stage != "train")
+
+    def _gather(self, ranks: Ranks, saves: SavePoints, *, force: bool) -> None:
+        """Have all processes save the same, if anything, and rank 0 know the random states of all."""
+        if force:  # a file that could not be written, only rank 0 knows of, and may want another one for it
+            saves.adopt(ranks.from_first(saves.requests))
+        if saves.requested:
+            own = {"rng": self._run.order.validation_rng or get_rng_state(), "data": self._run.data_state()}
+            self._rank_states = ranks.gather(own)
+            self._token = ranks.from_first(secrets.token_hex(4))
+        if ranks.rank and not self._sharded:
+            saves.adopt([])
+
+    def _take_save_now(self) -> bool:
+        """Return True, once, if a checkpoint was asked for, by whichever rank."""
+        order = self._run.order
+        if order.agreement is None:
+            asked, order.save_now = order.save_now, False
+            return asked
+        if not order.agreement.save:
+            return False
+        order.agreement.save = order.save_now = False
+        return True
+
+    def _capture(self, request: SaveRequest) -> dict[str, Any]:
+        state = resume.gather(self._run, request)
+        if self._rank_states:
+            state["ranks"] = self._rank_states
+        self._run.publish(ev.BeforeSaveCheckpoint, path=str(request.path), checkpoint=state)
+        if not request.save_param_scheduler:
+            state.pop("param_schedulers", None)
+        return state
+
+    def _take_shards(self, state: dict[str, Any], path: Path) -> tuple[dict[str, Any], Parts]:
+        from eventloop.checkpoint.sharded import take_shards  # a second to import, for whom it is worth it
+
+        return take_shards(state, path, self._token or secrets.token_hex(4), self._parts_group)
+
+    # -------------------------------------------------------------------------------------------------------- load
+
+    def load(self) -> None:
+        """Put the state of the checkpoint that the run goes on from into it, if there is one."""
+        if self._source is None:
+            return
+        run = self._run
+        found = self._find()
+        if found is None:
+            log.info("no checkpoint to resume from; the run begins", work_dir=str(run.work_dir))
+            return
+        path, state = found
+        if self._sharded or SHARDS in state:
+            state = self._with_shards(state, path)
+        run.publish(ev.AfterLoadCheckpoint, path=str(path), checkpoint=state)
+        resume.apply(run, state, strict=self._strict)
+        run.resumed_from = path
+        self._run.order.progress = run.counters.snapshot()
+        log.info("resumed", path=str(path), epoch=run.counters.epoch, iter=run.counters.iter)
+
+    def _find(self) -> tuple[Place, Any] | None:
+        """Load what to go on from: what rank 0 finds, on all ranks."""
+        found: tuple[Place, Any] | None = None
+        if self._ranks is None or not self._ranks.rank:
+            if self._source == "auto":
+                found = resume.find_checkpoint(self.place(), *self._kept)
+            elif self._source is not None:
+                place = place_of(self._source)
+                found = place, load(place)
+                if SHARDS in found[1]:
+                    verify_shards(found[1], Path(str(place)))
+        if self._ranks is None:
+            return found
+        path = self._ranks.from_first(None if found is None else found[0])
+        if path is None:
+            return None
+        state = load(path) if found is None else found[1]
+        return path, resume.state_of_rank(state, this_rank(), world_size())
+
+    def _with_shards(self, state: Mapping[str, Any], path: Any) -> dict[str, Any]:
+        from eventloop.checkpoint.sharded import put_shards, spread  # as above
+
+        like = resume.placement(self._run.models, self._run.optimizers)
+        if SHARDS not in state:
+            return spread(state, like)
+        return put_shards(state, path, like, None if self._ranks is None else self._ranks.group)
