@@ -253,10 +253,12 @@ class Lifecycle:
             return self._failures.take()
 
     def _shut(self, runtime: Runtime, grace: float, *, abandon: bool) -> dict[str, int]:
+        reason = "the bus has closed: events are published inside `with bus:` (or `async with bus:`)"
         try:
-            return runtime.close(
-                grace, "the bus has closed: events are published inside `with bus:` (or `async with bus:`)", abandon=abandon
-            )
+            return runtime.close(grace, reason, abandon=abandon)
+        except BaseException:  # Ctrl-C: what has not ended yet must not be left running
+            runtime.close(0, reason, abandon=True)
+            raise
         finally:
             with self._lock:
                 self._end_streams()

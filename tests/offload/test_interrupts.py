@@ -11,6 +11,7 @@ import torch
 
 import eventloop
 from eventloop import AfterTrainIter, Bus, Progress
+from eventloop.offload import Runtime
 
 from . import workers
 
@@ -135,3 +136,20 @@ def test_an_interrupt_while_a_thread_is_started_leaves_one_consumer(after, monke
         for index in range(3):
             bus.publish(AfterTrainIter(progress=Progress(iter=index), outputs={}))
     assert subscription.stats.delivered == len(heard) == 3
+
+
+def test_an_interrupt_while_the_bus_closes_leaves_no_thread(monkeypatch, no_worker_is_left):
+    real = Runtime.close
+
+    def close(runtime, *arguments, **options):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    bus = Bus()
+    bus.on("after_train_iter", print, offload="thread")
+    bus.on("after_train_iter", in_order_async, batch=2)
+    monkeypatch.setattr(Runtime, "close", close)
+    with pytest.raises(KeyboardInterrupt), bus:
+        pass
+    assert bus.state == "idle"
+    assert Runtime.close is real
