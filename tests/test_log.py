@@ -1,6 +1,13 @@
 import sys
 
+import pytest
+
 from eventloop import get_logger
+
+
+@pytest.fixture(autouse=True)
+def not_configured(monkeypatch):
+    monkeypatch.setattr("structlog.is_configured", lambda: False)
 
 
 class Gone:
