@@ -69,3 +69,9 @@ def test_val_step_and_test_step_are_used_where_they_are_given(parts):
     loop = parts.loop(val_step=lambda m, b: {"v": 1.0}, test_step=lambda m, b: {"t": 2.0}, test_data=parts.batches(1))
     assert loop.val() == {"v": 1.0}
     assert loop.test() == {"t": 2.0}
+
+
+@pytest.mark.parametrize(("option", "value"), [("step", None), ("seed", "7"), ("seed", True)])
+def test_a_step_or_seed_that_is_none_is_told_when_the_loop_is_made(parts, bus, option, value):
+    with pytest.raises(ConfigurationError, match=f"{option}={value!r}: give"):
+        parts.loop(bus, **{option: value})
