@@ -51,6 +51,7 @@ def ignore_sigterm(worker: int) -> None:
 
 def main(at: str, iteration: int, times: int, signals: list[int], work_dir: str | None, workers: int) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with SIGINT ignored
     signal.signal(signal.SIGUSR1, lambda number, frame: say("the handler from before"))
     loop = make_loop(None if work_dir is None else Path(work_dir), PreemptionHook(signals), workers=workers)
 
