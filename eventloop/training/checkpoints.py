@@ -72,11 +72,7 @@ class RunCheckpoints:
             self._parts_group = saves_group()
 
     def open(self) -> None:
-        """Take requests from now on, until the innermost scope ends.
-
-        To be called before the steps of the optimizers are watched: the fence of an overlapped copy comes before the handlers
-        of ``before_optimizer_step``, which may change weights.
-        """
+        """Take requests from now on, until the innermost scope ends."""
         run = self._run
         shards = self._take_shards if self._sharded else None
         self._saves = SavePoints(run.bus, self._capture, run.work_dir, run.optimizers.values(), shards)

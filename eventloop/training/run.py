@@ -22,26 +22,21 @@ import torch
 from eventloop import events as ev
 from eventloop.bus import Bus
 from eventloop.checkpoint import Busy, Place, Staging
-from eventloop.errors import ConfigurationError, LaneFullError
+from eventloop.errors import ConfigurationError
 from eventloop.events import Event, Progress, RunEvent
-from eventloop.log import get_logger
-from eventloop.offload.deadline import Deadline
 from eventloop.shared import Shared
 from eventloop.training.arguments import Models, Optimizers, checked_stateful, checked_work_dir, device_of, named
 from eventloop.training.checkpoints import RunCheckpoints
 from eventloop.training.data import Feed
 from eventloop.training.images import check_image
 from eventloop.training.iterators import Epochs, EvaluationBatches, TrainBatches
-from eventloop.training.joining import join_ranks
+from eventloop.training.lifecycle import RunLifecycle
 from eventloop.training.metrics import Metric, Metrics
 from eventloop.training.order import Order
 from eventloop.training.progress import Counters
-from eventloop.training.ranks import Ranks, tell_failure, this_rank, world_size
-from eventloop.training.rng import seed_everything
+from eventloop.training.ranks import this_rank, world_size
 from eventloop.training.savepoint import OnError, SaveRequest
-from eventloop.training.update import check_updates, window_open
-
-log = get_logger()
+from eventloop.training.update import window_open
 
 
 class Run:
@@ -71,6 +66,8 @@ class Run:
         ConfigurationError: an option that cannot work.
     """
 
+    _loop_driven = False
+
     def __init__(
         self,
         bus: Bus | None = None,
@@ -93,7 +90,6 @@ class Run:
         self.stateful = checked_stateful(stateful or {})
         self.work_dir = None if work_dir is None else checked_work_dir(work_dir)
         self.device = device_of(device, self.models)
-        self._moves = device is not None
         self.seed = seed
         self.name = name or (self.work_dir.name if self.work_dir else "run")
         self.config = config or {}
@@ -109,12 +105,10 @@ class Run:
             window_open=lambda: window_open(self.bus.hooks),
             models=self.models.values(),
         )
-        self._opened = False
-        self._patience: Deadline | None = None
+        self._lifecycle = RunLifecycle(self, self._checkpoints, moves=device is not None, loop_driven=self._loop_driven)
         self._feed: Feed | None = None
         self._evaluated: Feed | None = None
         self._saved_place: Mapping[str, Any] | None = None
-        self._ranks: Ranks | None = None
 
     # --------------------------------------------------------------------------------------- what users call
 
@@ -341,101 +335,11 @@ class Run:
     # ------------------------------------------------------------------------------------------- begin and end
 
     def __enter__(self) -> Self:
-        if self.bus.state == "idle":
-            self.bus.open()
-            self._opened = True
-        self.bus.adopt_thread(self._interrupt)
-        try:
-            self._begin()
-        except BaseException as error:
-            self._abort(error)
-            raise
+        self._lifecycle.enter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            self._abort(error)
-            return
-        try:
-            self._end()
-        except BaseException as failure:
-            self._abort(failure)
-            raise
-        self.bus.release_thread(self._interrupt)
-        if self._opened:
-            self.bus.close()
-
-    def _begin(self) -> None:
-        self.order.scopes.enter("run")
-        self._ranks = join_ranks(self.bus, self.order, self.models, trains=bool(self.optimizers))
-        self._checkpoints.join(self._ranks)
-        self.defer(self.shared.clear)
-        self.defer(self._forget_data)
-        check_updates(self.bus.hooks, loop_driven=self._loop_driven)
-        if self.seed is not None:
-            seed_everything(self.seed)
-        for model in self.models.values() if self._moves else ():
-            model.to(self.device)
-        # Before the steps are watched: its fence comes before the handlers of before_optimizer_step, which may change weights.
-        self._checkpoints.open()
-        for name, optimizer in self.optimizers.items():
-            self.order.watch_steps(name, optimizer)
-        self.publish(ev.BeforeRun)
-        self._checkpoints.load()
-
-    def _end(self) -> None:
-        self.order.abandon_evaluation()
-        self.order.break_epoch()
-        self.order.end_train()
-        self.order.progress = self.counters.snapshot()
-        if reason := self.order.stop_reason or (self.order.agreement.reason if self.order.agreement is not None else ""):
-            self.info["stop_reason"] = reason
-        self.publish(ev.AfterRun)
-        self._checkpoints.save_if_asked(force=True)
-        self.wait_for_saves()  # on a bus that stays open, too: what comes next may want to resume from it
-        if self._ranks is not None:  # no process leaves before all is written, and all hear if it is not
-            self.bus.raise_failures()
-            self.order.settle()
-        self.order.scopes.leave("run")
-
-    def _abort(self, error: BaseException) -> None:
-        """The exception is what the user must see: whatever fails in here is logged and added to it as a note."""
-        if self._ranks is not None:
-            tell_failure(error)
-        self._patience = Deadline(self.bus.abort_timeout)
-        # Finally: a second Ctrl-C strikes in a handler of on_exception, say, and must not leave anything open.
-        try:
-            self._tell(error)
-        finally:
-            try:
-                self.order.scopes.unwind()
-            finally:
-                self.bus.release_thread(self._interrupt)
-                if self._opened:
-                    self.bus.close(abort=True)
-
-    def _tell(self, error: BaseException) -> None:
-        try:
-            self.bus.raise_failures()  # publishing would raise them instead of being heard
-        except Exception as failure:
-            log.exception("an offloaded handler failed, too")
-            error.add_note(f"at about the same time, an offloaded handler failed: {failure!r}")
-        try:
-            self.publish(ev.OnException, error=f"{type(error).__name__}: {error}", exception=error)
-        except Exception as failure:
-            log.exception("a handler of on_exception failed")
-            error.add_note(f"while handling it, a handler of on_exception failed: {failure!r}")
-
-    def _interrupt(self) -> None:
-        """Called where the training thread is about to wait for a place in a full lane; raises if it should not."""
-        if self._patience is None:
-            self.order.check_cancelled()
-        elif not self._patience.left:
-            raise LaneFullError(f"the run ends by an exception, and no longer than {self.bus.abort_timeout:g} s are waited")
-
-    @property
-    def _loop_driven(self) -> bool:
-        return False
+        self._lifecycle.exit(error)
 
     # ------------------------------------------------------------------------------------------------------- data
 
@@ -449,7 +353,8 @@ class Run:
         """Have the next ``run.train`` go on at this place in the data; from checkpoints."""
         self._saved_place = state
 
-    def _forget_data(self) -> None:
+    def forget_data(self) -> None:
+        """Let go of the loaders; when the run ends."""
         # A run is a cycle of references. Were a DataLoader with persistent workers collected as part of one, its queues would
         # end before its iterator, and torch would wait 5 s for each of the workers.
         self._feed = None
