@@ -14,6 +14,7 @@ from eventloop.log import get_logger
 from eventloop.offload.deadline import Deadline
 from eventloop.shared import Shared
 from eventloop.training.checkpoints import RunCheckpoints
+from eventloop.training.feeds import Feeds
 from eventloop.training.joining import join_ranks
 from eventloop.training.order import Order
 from eventloop.training.progress import Counters
@@ -40,22 +41,21 @@ class Begun(Protocol):
     def publish(self, event: type[Event], **payload: Any) -> None:
         """Publish an event of the run."""
 
-    def forget_data(self) -> None:
-        """Let go of the loaders."""
-
 
 class RunLifecycle:
     """Opens the bus if it is not open, begins the run, and leaves nothing behind, however it ends.
 
     Args:
         run: that begins and ends.
+        feeds: of the run.
         checkpoints: of the run.
         moves: True if its models are to be moved to its device.
         loop_driven: True if a hook makes the updates, not the body of the user's loop.
     """
 
-    def __init__(self, run: Begun, checkpoints: RunCheckpoints, *, moves: bool, loop_driven: bool) -> None:
+    def __init__(self, run: Begun, feeds: Feeds, checkpoints: RunCheckpoints, *, moves: bool, loop_driven: bool) -> None:
         self._run = run
+        self._feeds = feeds
         self._checkpoints = checkpoints
         self._moves = moves
         self._loop_driven = loop_driven
@@ -101,7 +101,8 @@ class RunLifecycle:
         self._ranks = join_ranks(run.bus, run.order, run.models, trains=bool(run.optimizers))
         self._checkpoints.join(self._ranks)
         run.order.scopes.defer(run.shared.clear)
-        run.order.scopes.defer(run.forget_data)
+        run.order.scopes.defer(run.order.forget_data)
+        run.order.scopes.defer(self._feeds.forget)
         check_updates(run.bus.hooks, loop_driven=self._loop_driven)
         if run.seed is not None:
             seed_everything(run.seed)

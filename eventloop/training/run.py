@@ -27,7 +27,7 @@ from eventloop.events import Event, Progress, RunEvent
 from eventloop.shared import Shared
 from eventloop.training.arguments import Models, Optimizers, checked_stateful, checked_work_dir, device_of, named
 from eventloop.training.checkpoints import RunCheckpoints
-from eventloop.training.data import Feed
+from eventloop.training.feeds import Feeds
 from eventloop.training.images import check_image
 from eventloop.training.iterators import Epochs, EvaluationBatches, TrainBatches
 from eventloop.training.lifecycle import RunLifecycle
@@ -97,6 +97,7 @@ class Run:
         self.info: dict[str, Any] = {}
         self.shared = Shared()
         self.resumed_from: Place | None = None
+        self._feeds = Feeds(self.device)
         self._checkpoints = RunCheckpoints(self, resume, strict=strict)
         self.order = Order(
             self.counters,
@@ -105,10 +106,9 @@ class Run:
             window_open=lambda: window_open(self.bus.hooks),
             models=self.models.values(),
         )
-        self._lifecycle = RunLifecycle(self, self._checkpoints, moves=device is not None, loop_driven=self._loop_driven)
-        self._feed: Feed | None = None
-        self._evaluated: Feed | None = None
-        self._saved_place: Mapping[str, Any] | None = None
+        self._lifecycle = RunLifecycle(
+            self, self._feeds, self._checkpoints, moves=device is not None, loop_driven=self._loop_driven
+        )
 
     # --------------------------------------------------------------------------------------- what users call
 
@@ -174,7 +174,7 @@ class Run:
             loader: any iterable of batches that can be iterated again.
             endless: begin the loader anew when it is used up, within the same epoch (iteration-based training).
         """
-        return TrainBatches(self.order, self._feed_of(loader), endless=endless)
+        return TrainBatches(self.order, self._feeds.for_training(loader), endless=endless)
 
     def validate(self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> EvaluationBatches:
         """Iterate over validation batches, in evaluation mode and without gradients, and publish the events of a validation.
@@ -182,13 +182,13 @@ class Run:
         What the body reports feeds ``metrics`` and, where it is scalar, means; the result is in ``.metrics`` afterwards.
         Called in the body of ``run.train``, it ends that iteration first.
         """
-        self._evaluated = Feed(loader, self.device, "val_data")
-        return EvaluationBatches(self.order, self._evaluated, Metrics(metrics, self.device), "val")
+        feed = self._feeds.for_evaluation(loader, "val_data")
+        return EvaluationBatches(self.order, feed, Metrics(metrics, self.device), "val")
 
     def test(self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> EvaluationBatches:
         """Iterate over test batches; like :meth:`validate` with the events of a test."""
-        self._evaluated = Feed(loader, self.device, "test_data")
-        return EvaluationBatches(self.order, self._evaluated, Metrics(metrics, self.device), "test")
+        feed = self._feeds.for_evaluation(loader, "test_data")
+        return EvaluationBatches(self.order, feed, Metrics(metrics, self.device), "test")
 
     def report(self, **entries: Any) -> None:
         """Add entries to the outputs of the current iteration; tensors stay on their device."""
@@ -311,17 +311,17 @@ class Run:
     @property
     def train_data(self) -> Iterable[Any] | None:
         """The loader of the training data; None before the first training epoch."""
-        return self._feed.loader if self._feed is not None else None
+        return self._feeds.train.loader if self._feeds.train is not None else None
 
     @property
     def epoch_length(self) -> int | None:
         """Training batches per epoch, or None where the loader does not know."""
-        return self._feed.length if self._feed is not None else None
+        return self._feeds.train.length if self._feeds.train is not None else None
 
     @property
     def evaluation_length(self) -> int | None:
         """Batches in the validation or test under way (or the last one), or None where the loader does not know."""
-        return self._evaluated.length if self._evaluated is not None else None
+        return self._feeds.evaluated.length if self._feeds.evaluated is not None else None
 
     @property
     def total_iters(self) -> int | None:
@@ -332,6 +332,14 @@ class Run:
             return None
         return self.counters.max_epochs * self.epoch_length
 
+    def data_state(self) -> Mapping[str, Any] | None:
+        """Return the place in the training data; for checkpoints."""
+        return self._feeds.state_dict()
+
+    def set_data_state(self, state: Mapping[str, Any] | None) -> None:
+        """Have the next ``run.train`` go on at this place in the data; from checkpoints."""
+        self._feeds.load_state_dict(state)
+
     # ------------------------------------------------------------------------------------------- begin and end
 
     def __enter__(self) -> Self:
@@ -340,30 +348,3 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         self._lifecycle.exit(error)
-
-    # ------------------------------------------------------------------------------------------------------- data
-
-    def data_state(self) -> Mapping[str, Any] | None:
-        """Return the place in the training data; for checkpoints."""
-        if self._saved_place is not None:
-            return self._saved_place  # resumed, and not come to training yet
-        return None if self._feed is None else self._feed.state_dict()
-
-    def set_data_state(self, state: Mapping[str, Any] | None) -> None:
-        """Have the next ``run.train`` go on at this place in the data; from checkpoints."""
-        self._saved_place = state
-
-    def forget_data(self) -> None:
-        """Let go of the loaders; when the run ends."""
-        # A run is a cycle of references. Were a DataLoader with persistent workers collected as part of one, its queues would
-        # end before its iterator, and torch would wait 5 s for each of the workers.
-        self._feed = None
-        self.order.forget_data()
-
-    def _feed_of(self, loader: Iterable[Any]) -> Feed:
-        if self._feed is None or self._feed.loader is not loader:
-            self._feed = Feed(loader, self.device)
-            if self._saved_place is not None:
-                self._feed.load_state_dict(self._saved_place)
-                self._saved_place = None
-        return self._feed
