@@ -35,7 +35,7 @@ from eventloop.training.metrics import Metric, Metrics
 from eventloop.training.order import Order
 from eventloop.training.progress import Counters
 from eventloop.training.ranks import this_rank, world_size
-from eventloop.training.savepoint import OnError, SaveRequest
+from eventloop.training.save_request import OnError, SaveRequest
 from eventloop.training.update import window_open
 
 

@@ -10,20 +10,18 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from eventloop.bus import Bus
 from eventloop.checkpoint import (
-    Busy,
     Overlap,
     Place,
     RemotePath,
     StageBuffer,
     Staged,
-    Staging,
     Turns,
     check_busy,
     check_staging,
@@ -37,25 +35,13 @@ from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointSk
 from eventloop.log import get_logger
 from eventloop.offload.collectives import collectives_allowed
 from eventloop.priority import Priority
-
-OnError = Literal["raise", "log"]
+from eventloop.training.save_request import OnError, SaveRequest, check_together, merged
 
 LAST = "last_checkpoint"
 """File in a checkpoint directory (and in the work dir) that holds the way from there to the newest committed checkpoint, or its
 URL."""
 
 log = get_logger()
-
-
-class SaveRequest(msgspec.Struct, frozen=True):
-    """One hook's wish: a file, and what should be in it."""
-
-    path: Place
-    save_optimizer: bool = True
-    save_param_scheduler: bool = True
-    on_error: OnError = "raise"
-    staging: Staging = "block"
-    busy: Busy = "wait"
 
 
 class SaveJob(msgspec.Struct, eq=False):
@@ -153,7 +139,7 @@ class SavePoints:
         check_busy(request.busy)
         check_staging(request.staging)
         if self._shards is not None:
-            _check_sharded(request)
+            check_together(request)
         directory = request.path.parent
         if directory not in self._made and directory.exists() and not directory.is_dir():
             raise ConfigurationError(f"cannot save to {request.path}: {directory} is not a directory")
@@ -169,7 +155,7 @@ class SavePoints:
             at_once: copy everything now, also what was to be copied beside the training.
         """
         requests, self._requests = self._requests, []
-        wanted = _merge(requests)
+        wanted = merged(requests)
         paths = list(dict.fromkeys(request.path for request in requests))
         if self._holds(iteration, wanted):
             job = SaveJob(paths, progress, wanted.on_error, source=self._written[2] if self._written else None)
@@ -330,37 +316,8 @@ def _way(directory: Place, path: Place) -> bytes:
     return str(path).encode() if isinstance(path, RemotePath) else os.fsencode(os.path.relpath(path, str(directory)))
 
 
-def _check_sharded(request: SaveRequest) -> None:
-    if request.busy != "wait" or request.staging != "block":
-        raise ConfigurationError(
-            f"busy={request.busy!r}, staging={request.staging!r}: a sharded model is copied at once, and a save waits for the "
-            'one before, as all processes save together; leave them at "wait" and "block"'
-        )
-    if isinstance(request.path, RemotePath):
-        raise ConfigurationError(
-            f"{request.path}: a sharded model is saved to a directory that all processes share, not to a URL"
-        )
-
-
 def _job(event: CheckpointStaged) -> Any:
     return Owned(event.job)  # staged already: pass it on as it is
-
-
-def _merge(requests: list[SaveRequest]) -> SaveRequest:
-    """Return one request with everything that somebody wants, under the first name."""
-    return SaveRequest(
-        path=requests[0].path,
-        save_optimizer=any(request.save_optimizer for request in requests),
-        save_param_scheduler=any(request.save_param_scheduler for request in requests),
-        on_error=_strictest(*(request.on_error for request in requests)),
-        # The most careful one of each: what one of them must have at once, or must not miss, none of them misses.
-        staging="overlap" if all(request.staging == "overlap" for request in requests) else "block",
-        busy=min((request.busy for request in requests), key=("wait", "replace", "skip").index),
-    )
-
-
-def _strictest(*policies: OnError) -> OnError:
-    return "raise" if "raise" in policies else "log"
 
 
 def _release(job: SaveJob) -> None:

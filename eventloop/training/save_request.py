@@ -1,0 +1,53 @@
+"""What hooks ask for when they want a checkpoint, and what several wishes come to."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from eventloop.checkpoint import Busy, Place, RemotePath, Staging
+from eventloop.errors import ConfigurationError
+
+OnError = Literal["raise", "log"]
+
+
+class SaveRequest(msgspec.Struct, frozen=True):
+    """One hook's wish: a file, and what should be in it."""
+
+    path: Place
+    save_optimizer: bool = True
+    save_param_scheduler: bool = True
+    on_error: OnError = "raise"
+    staging: Staging = "block"
+    busy: Busy = "wait"
+
+
+def check_together(request: SaveRequest) -> None:
+    """Raise ConfigurationError if processes that share a sharded model cannot save like this."""
+    if request.busy != "wait" or request.staging != "block":
+        raise ConfigurationError(
+            f"busy={request.busy!r}, staging={request.staging!r}: a sharded model is copied at once, and a save waits for the "
+            'one before, as all processes save together; leave them at "wait" and "block"'
+        )
+    if isinstance(request.path, RemotePath):
+        raise ConfigurationError(
+            f"{request.path}: a sharded model is saved to a directory that all processes share, not to a URL"
+        )
+
+
+def merged(requests: list[SaveRequest]) -> SaveRequest:
+    """Return one request with everything that somebody wants, under the first name."""
+    return SaveRequest(
+        path=requests[0].path,
+        save_optimizer=any(request.save_optimizer for request in requests),
+        save_param_scheduler=any(request.save_param_scheduler for request in requests),
+        on_error=_strictest(*(request.on_error for request in requests)),
+        # The most careful one of each: what one of them must have at once, or must not miss, none of them misses.
+        staging="overlap" if all(request.staging == "overlap" for request in requests) else "block",
+        busy=min((request.busy for request in requests), key=("wait", "replace", "skip").index),
+    )
+
+
+def _strictest(*policies: OnError) -> OnError:
+    return "raise" if "raise" in policies else "log"
