@@ -16,8 +16,9 @@ from eventloop.log import get_logger
 from eventloop.training import resume
 from eventloop.training.ranks import Ranks, saves_group, this_rank, world_size
 from eventloop.training.rng import get_rng_state
+from eventloop.training.save_files import Parts
 from eventloop.training.save_request import SaveRequest
-from eventloop.training.savepoint import Parts, SavePoints
+from eventloop.training.savepoint import SavePoints
 from eventloop.training.update import window_open
 
 log = get_logger()

@@ -17,8 +17,8 @@ from eventloop.log import get_logger
 from eventloop.training.order import Order
 from eventloop.training.progress import Counters
 from eventloop.training.rng import get_rng_state, other_rng_state, set_rng_state
+from eventloop.training.save_files import LAST
 from eventloop.training.save_request import SaveRequest
-from eventloop.training.savepoint import LAST
 
 FORMAT = 1
 """Version of the tree's shape, in every checkpoint under ``"format"``."""

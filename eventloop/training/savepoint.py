@@ -6,73 +6,24 @@ several names; a request for weights that the last write already holds is one mo
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import msgspec
 import torch
 
 from eventloop.bus import Bus
-from eventloop.checkpoint import (
-    Overlap,
-    Place,
-    RemotePath,
-    StageBuffer,
-    Staged,
-    Turns,
-    check_busy,
-    check_staging,
-    stage,
-    store_of,
-    write,
-)
+from eventloop.checkpoint import Overlap, Place, StageBuffer, Turns, check_busy, check_staging, stage
 from eventloop.detach import Owned
 from eventloop.errors import ConfigurationError
 from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointSkipped, CheckpointStaged, Progress
 from eventloop.log import get_logger
-from eventloop.offload.collectives import collectives_allowed
 from eventloop.priority import Priority
-from eventloop.training.save_request import OnError, SaveRequest, check_together, merged
-
-LAST = "last_checkpoint"
-"""File in a checkpoint directory (and in the work dir) that holds the way from there to the newest committed checkpoint, or its
-URL."""
+from eventloop.training.save_files import CheckpointFiles, Parts, SaveJob
+from eventloop.training.save_request import SaveRequest, check_together, merged
 
 log = get_logger()
-
-
-class SaveJob(msgspec.Struct, eq=False):
-    """What the writing lane gets: staged state (or the job before it whose file holds it already) and the names to give it."""
-
-    paths: list[Place]
-    progress: Progress
-    on_error: OnError
-    staged: Staged | None = None
-    source: SaveJob | None = None
-    given_up: str = ""
-    """Why it is not to be written any more."""
-    parts: Parts | None = None
-    """This process's part of what is spread over several."""
-
-    @property
-    def first(self) -> bool:
-        """True on the process that writes the file."""
-        parts = (self.source or self).parts
-        return parts is None or parts.first
-
-
-class Parts(Protocol):
-    """What of a checkpoint every process writes itself (see :mod:`eventloop.checkpoint.sharded`)."""
-
-    @property
-    def first(self) -> bool:
-        """True on the process that writes the file."""
-
-    def commit(self, write: Callable[[], int]) -> int:
-        """Write it, and have the first ``write`` the file when all have done so; raises on all where one fails."""
 
 
 class SavePoints:
@@ -96,7 +47,7 @@ class SavePoints:
     ) -> None:
         self._bus = bus
         self._capture = capture
-        self._work_dir = work_dir
+        self._files = CheckpointFiles(work_dir)
         self._shards = shards
         self._requests: list[SaveRequest] = []
         self._buffer = StageBuffer()
@@ -104,7 +55,6 @@ class SavePoints:
         self._turns: Turns[SaveJob] = Turns()
         self._written: tuple[int, SaveRequest, SaveJob] | None = None
         self._broken: set[Place] = set()
-        self._made: set[Place] = set()  # directories that a power cut cannot take away any more
         self.skipped = 0
         """Saves that were due and not made, because another was being written."""
         self._writer = bus.on(
@@ -141,7 +91,7 @@ class SavePoints:
         if self._shards is not None:
             check_together(request)
         directory = request.path.parent
-        if directory not in self._made and directory.exists() and not directory.is_dir():
+        if not self._files.made(directory) and directory.exists() and not directory.is_dir():
             raise ConfigurationError(f"cannot save to {request.path}: {directory} is not a directory")
         self._requests.append(request)
 
@@ -241,46 +191,15 @@ class SavePoints:
         source, size = None if job.source is None else job.source.paths[0], 0
         try:
             for path in job.paths:
-                self._make(path.parent)
-                if source is not None and not job.first:
-                    pass  # rank 0 gives the file its names
-                elif source is not None:
-                    store_of(path).copy(source, path)
+                if source is not None:
+                    self._files.copy(job, source, path)
                 elif job.staged is not None:
-                    size = self._write(job, job.staged, path)
-                if job.first and source is not None and source.parent != path.parent:
-                    self._point_to(path)
+                    size = self._files.write(job, job.staged, path)
                 source = source or path
                 done.append(path)
         finally:
             if done:
                 self._tell_committed(job, done, size, time.perf_counter() - start)
-
-    def _write(self, job: SaveJob, staged: Staged, path: Place) -> int:
-        def write_file() -> int:
-            size = write(staged, path).bytes
-            self._point_to(path, home=self._work_dir)
-            return size
-
-        if job.parts is None:
-            return write_file()
-        with collectives_allowed():  # on a process group that nobody else uses
-            size = job.parts.commit(write_file)
-        staged.release()  # written or not: on other ranks nobody else does
-        return size
-
-    def _point_to(self, path: Place, home: Path | None = None) -> None:
-        """Make ``path`` the newest checkpoint of its directory, and of the work dir ``home``."""
-        for directory in dict.fromkeys((path.parent, home or path.parent)):
-            self._make(directory)
-            store_of(directory).write_bytes(directory / LAST, _way(directory, path))
-
-    def _make(self, directory: Place) -> None:
-        # One of this machine may have been removed meanwhile. In a store of objects there is nothing to remove.
-        if directory in self._made and (isinstance(directory, RemotePath) or directory.is_dir()):
-            return
-        store_of(directory).make(directory)
-        self._made.add(directory)
 
     def _tell_committed(self, job: SaveJob, done: list[Place], size: int, seconds: float) -> None:
         names = [str(path) for path in done]
@@ -307,13 +226,6 @@ class SavePoints:
             return False
         has = self._written[1]
         return has.save_optimizer >= wanted.save_optimizer and has.save_param_scheduler >= wanted.save_param_scheduler
-
-
-def _way(directory: Place, path: Place) -> bytes:
-    """What ``last_checkpoint`` in ``directory`` says of ``path``: the way from there, or a URL."""
-    if directory == path.parent:
-        return os.fsencode(path.name)
-    return str(path).encode() if isinstance(path, RemotePath) else os.fsencode(os.path.relpath(path, str(directory)))
 
 
 def _job(event: CheckpointStaged) -> Any:

@@ -17,7 +17,7 @@ from rich.text import Text
 from eventloop.checkpoint import TEMPORARY_PREFIX, file_kind, outline, verify
 from eventloop.cli.checkpoint.output import check_file, check_kind, printable, say, to_terminal
 from eventloop.errors import CheckpointDamagedError, CheckpointError
-from eventloop.training.savepoint import LAST
+from eventloop.training.save_files import LAST
 
 State = Literal["complete", "verified", "damaged", "unreadable", "weights"]
 
