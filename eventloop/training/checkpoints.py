@@ -61,7 +61,6 @@ class RunCheckpoints:
         self._ranks: Ranks | None = None
         self._rank_states: list[Any] = []
         self._sharded = False
-        self._parts_group: Any = None
         self._token = ""
 
     # ------------------------------------------------------------------------------------------------------- begin
@@ -71,7 +70,7 @@ class RunCheckpoints:
         self._ranks = ranks
         self._sharded = any(is_sharded(model) for model in self._run.models.values())
         if self._sharded and ranks is not None:
-            self._parts_group = saves_group()
+            saves_group()  # made here, where all ranks are
 
     def open(self) -> None:
         """Take requests from now on, until the innermost scope ends."""
@@ -152,7 +151,8 @@ class RunCheckpoints:
     def _take_shards(self, state: dict[str, Any], path: Path) -> tuple[dict[str, Any], Parts]:
         from eventloop.checkpoint.sharded import take_shards  # a second to import, for whom it is worth it
 
-        return take_shards(state, path, self._token or secrets.token_hex(4), self._parts_group)
+        group = None if self._ranks is None else saves_group()
+        return take_shards(state, path, self._token or secrets.token_hex(4), group)
 
     # -------------------------------------------------------------------------------------------------------- load
 

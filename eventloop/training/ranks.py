@@ -7,6 +7,7 @@ meets the collectives of the training.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
@@ -59,7 +60,21 @@ class Ranks:
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self.rank = distributed.get_rank(group)
         self.size = distributed.get_world_size(group)
-        self.group = group
+        self._group = weakref.ref(group)  # see _groups
+
+    @property
+    def group(self) -> distributed.ProcessGroup:
+        """The group.
+
+        Raises:
+            RuntimeError: it was destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise RuntimeError(
+                "torch.distributed.destroy_process_group() was called while a run goes on; call it after the run"
+            )
+        return group
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order."""
@@ -157,17 +172,15 @@ def saves_group() -> distributed.ProcessGroup:
 
 
 def _group_for(purpose: str) -> distributed.ProcessGroup:
-    world = distributed.group.WORLD
-    if _groups.get("world") is not world:  # initialised anew since
-        _groups.clear()
-        _groups["world"] = world
-    if purpose not in _groups:
-        _groups[purpose] = distributed.new_group(backend="gloo")
-    group: distributed.ProcessGroup = _groups[purpose]
-    return group
+    found = _groups.get((purpose, distributed.group.WORLD))
+    if found is None:
+        found = _groups[purpose, distributed.group.WORLD] = distributed.new_group(backend="gloo")
+    return found
 
 
-_groups: dict[str, Any] = {}
+# Torch keeps them until destroy_process_group(), which has to end their threads: one that is still busy when the interpreter
+# exits, and needs the GIL, would abort the process ("terminate called without an active exception").
+_groups: weakref.WeakValueDictionary[tuple[str, Any], distributed.ProcessGroup] = weakref.WeakValueDictionary()
 
 
 def tell_failure(error: BaseException) -> None:

@@ -1,0 +1,31 @@
+"""The process groups of a run are torch's to keep, and to end."""
+
+import gc
+import weakref
+
+import pytest
+import torch.distributed as dist
+
+from eventloop.training.ranks import Ranks, control_group
+
+
+@pytest.fixture
+def alone(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_group_is_made_once_and_gone_when_torch_destroys_it_whoever_has_used_it(alone):
+    ranks = Ranks(control_group())
+    group = weakref.ref(ranks.group)
+    assert control_group() is group()
+    gc.disable()
+    try:
+        dist.destroy_process_group()
+        assert group() is None  # its threads have ended: not when the interpreter does
+    finally:
+        gc.enable()
+    with pytest.raises(RuntimeError, match=r"destroy_process_group\(\) was called while a run goes on"):
+        ranks.gather(1)
