@@ -32,7 +32,7 @@ def make_loop(work_dir: Path, epochs: int = 5) -> TrainLoop:
     torch.manual_seed(0)
     x = torch.linspace(-3, 3, 640).unsqueeze(1)
     data = TensorDataset(x, torch.sin(x))
-    sampler = DistributedSampler(data, num_replicas=size, rank=rank, seed=0)
+    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(data, num_replicas=size, rank=rank, seed=0)
     model: nn.Module = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 1))
     if together:
         model = DistributedDataParallel(model)
