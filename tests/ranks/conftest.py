@@ -16,7 +16,16 @@ import pytest
 import torch
 from torch import distributed
 
-PRELOADED = ["torch", "torch.distributed", "torch.distributed.checkpoint", "torch.nn.parallel", "eventloop", "hooks"]
+PRELOADED = [
+    "torch",
+    "torch._dynamo",  # by the first optimizer that is made: more than a second
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.nn.parallel",
+    "eventloop",
+    "hooks",
+]
 
 
 @dataclass
