@@ -1,7 +1,7 @@
 """trainbus, the mechanism: events, the bus, offloading, the training loop, checkpoints. The hooks are in ``hooks``."""
 
 from eventloop.bus import Bus
-from eventloop.config import OptionsOf
+from eventloop.config import Migration, OptionChange, OptionsOf, register_migrations
 from eventloop.describe import Description
 from eventloop.detach import Owned, detach, from_json, from_msgpack
 from eventloop.errors import (
@@ -148,9 +148,11 @@ __all__ = [
     "Live",
     "LiveFieldError",
     "Metric",
+    "Migration",
     "ModuleEvent",
     "OffloadError",
     "OnException",
+    "OptionChange",
     "Options",
     "OptionsOf",
     "Owned",
@@ -189,6 +191,7 @@ __all__ = [
     "mount",
     "mount_points",
     "register",
+    "register_migrations",
     "registered",
     "registrable",
     "set_sampler_epoch",

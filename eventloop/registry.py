@@ -109,7 +109,7 @@ def _check_name(name: str, cls: type) -> None:
         )
 
 
-def kind_of_base(base: type) -> str | None:
+def kind_of_base(base: type | None) -> str | None:
     """Return the kind that a base was declared for, ``"writer"`` for ``Writer``; None for any other class."""
     _load_builtin()
     return next((kind for kind, declared in _bases.items() if declared is base), None)

@@ -35,6 +35,7 @@ from hooks.ema import EMAHook
 from hooks.empty_cache import EmptyCacheHook
 from hooks.evaluate import EvaluateHook
 from hooks.logger import LoggerHook
+from hooks.migration import TABLE as _TABLE  # noqa: F401 - has lists of hooks of other systems understood
 from hooks.model_ema import EMAEpochHook, EMAIterHook
 from hooks.optimizer import Fp16OptimizerHook, OptimizerHook
 from hooks.preemption import PreemptionHook

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-import msgspec
+from eventloop import Migration, OptionChange, register_migrations
 
 MMENGINE, IMIX, POINTRIX = "MMEngine", "iMIX", "Pointrix"
 
-
-class Migration(msgspec.Struct, frozen=True):
-    """One hook (or writer) of another system.
-
-    ``ours`` are the names of what does the same here: classes of this package, or ``eventloop``'s; none where we have none, and
-    ``note`` says why. ``options`` maps its options to ours, and to "" where there is none.
-    """
-
-    system: str
-    name: str
-    ours: tuple[str, ...] = ()
-    options: dict[str, str] = {}
-    note: str = ""
+_FILES = OptionChange(
+    says_nothing=(None, {"backend": "disk"}, {"backend": "local"}), instead='out_dir="s3://bucket/run" says where files go'
+)
+_COPIES = OptionChange(
+    says_nothing=(None, {"backend": "disk"}, {"backend": "local"}), instead="out_dir is a folder of the file system"
+)
+_WINDOW = OptionChange(says_nothing=(20,), instead="LoggerHook(window_size=) averages for all its writers")
+_KNOWN = OptionChange(says_nothing=None)
+_DECAY = OptionChange(instead="EMAHook(momentum=) averages by itself, momentum is 1 - ema_decay_ratio")
+_BY_ITER = OptionChange("interval", also={"by_epoch": False})
 
 
-def _same(*options: str) -> dict[str, str]:
+def _same(*options: str) -> dict[str, str | OptionChange]:
     return {option: option for option in options}
 
 
@@ -37,14 +35,14 @@ TABLE: tuple[Migration, ...] = (
         "LoggerHook",
         ("LoggerHook",),
         _same("interval", "ignore_last", "interval_exp_name", "out_dir", "out_suffix", "keep_local", "log_metric_by_epoch")
-        | {"file_client_args": "", "backend_args": ""},
-        "with window_size, mean_pattern and custom_cfg of its log processor; files are copied within the file system",
+        | {"file_client_args": _COPIES, "backend_args": _COPIES},
+        note="with window_size, mean_pattern and custom_cfg of its log processor; files are copied within the file system",
     ),
     Migration(
         MMENGINE,
         "ParamSchedulerHook",
         ("ParamSchedulerHook",),
-        note="takes the schedulers themselves, torch's, and `by=`",
+        note="takes the schedulers themselves, torch's, and `by=`; without any it does nothing, as there",
     ),
     Migration(
         MMENGINE,
@@ -66,8 +64,8 @@ TABLE: tuple[Migration, ...] = (
             "published_keys",
             "save_begin",
         )
-        | {"file_client_args": "", "backend_args": ""},
-        "files are `.safetensors`",
+        | {"file_client_args": _FILES, "backend_args": _FILES},
+        note="files are `.safetensors`",
     ),
     Migration(
         MMENGINE,
@@ -101,86 +99,106 @@ TABLE: tuple[Migration, ...] = (
             "json_trace_path",
         ),
     ),
-    Migration(MMENGINE, "CheckInvalidLossHook", ("CheckInvalidLossHook",), _same("interval"), "its tutorial's example"),
+    Migration(MMENGINE, "CheckInvalidLossHook", ("CheckInvalidLossHook",), _same("interval"), note="its tutorial's example"),
     Migration(
         MMENGINE,
         "NaiveVisualizationHook",
-        options={"interval": "", "draw_gt": "", "draw_pred": ""},
         note='none: it draws data samples of OpenMMLab\'s models; report images, or draw with `offload="thread", capture=`',
     ),
     Migration(
         MMENGINE,
         "PrepareTTAHook",
-        options={"tta_cfg": ""},
         note="none: it builds OpenMMLab's model wrapper; give `TrainLoop` a `test_step` that averages over augmentations",
     ),
     Migration(MMENGINE, "NPUProfilerHook", note="none: for Ascend's own profiler; ours uses torch's, on any device it knows"),
-    Migration(IMIX, "OptimizerHook", ("OptimizerHook",), _same("grad_clip"), "accumulation is `accumulate=`"),
+    Migration(IMIX, "OptimizerHook", ("OptimizerHook",), _same("grad_clip"), note="accumulation is `accumulate=`"),
     Migration(IMIX, "Fp16OptimizerHook", ("Fp16OptimizerHook",), _same("grad_clip", "grad_scaler_config")),
     Migration(
         IMIX,
         "LRSchedulerHook",
         ("ParamSchedulerHook",),
-        {"optimizer": "", "scheduler": "scheduler"},
-        'with `by="iter"`; the scheduler knows its optimizer',
+        {"optimizer": _KNOWN, "scheduler": "scheduler"},
+        {"by": "iter"},
+        "the scheduler knows its optimizer",
     ),
-    Migration(IMIX, "MomentumSchedulerHook", ("ParamSchedulerHook",), note="any scheduler, also of momentum"),
+    Migration(
+        IMIX, "MomentumSchedulerHook", ("ParamSchedulerHook",), preset={"by": "iter"}, note="any scheduler, also of momentum"
+    ),
     Migration(IMIX, "IterationTimerHook", ("IterTimerHook",), _same("warmup_iter")),
+    Migration(IMIX, "PeriodicLogger", ("LoggerHook",), {"loggers": "writers", "log_config_period": "interval"}),
     Migration(
-        IMIX, "PeriodicLogger", ("LoggerHook",), {"loggers": "writers", "log_config_period": "interval"}, "writers: see below"
+        IMIX,
+        "CommonMetricLogger",
+        ("ConsoleWriter",),
+        {"max_iter": _KNOWN, "max_epoch": _KNOWN},
+        note="knows the limits from the run",
+        aliases=("CommonMetricLoggerHook",),
     ),
     Migration(
-        IMIX, "CommonMetricLogger", ("ConsoleWriter",), {"max_iter": "", "max_epoch": ""}, "knows the limits from the run"
-    ),
-    Migration(
-        IMIX, "JSONLogger", ("JSONLinesWriter",), {"json_file": "filename", "window_size": ""}, "windows are the logger's"
+        IMIX,
+        "JSONLogger",
+        ("JSONLinesWriter",),
+        {"json_file": "filename", "window_size": _WINDOW},
+        note="windows are the logger's",
+        aliases=("JSONLoggerHook",),
     ),
     Migration(
         IMIX,
         "TensorboardLogger",
         ("TensorBoardWriter",),
-        {"log_dir": "directory", "window_size": ""},
-        "windows are the logger's",
+        {"log_dir": "directory", "window_size": _WINDOW},
+        note="windows are the logger's",
+        aliases=("TensorboardLoggerHook",),
     ),
     Migration(
         IMIX,
         "CheckPointHook",
         ("CheckpointHook",),
-        {"period": "interval", "prefix": ""},
-        "names by `filename_tmpl=`",
+        {
+            "period": _BY_ITER,
+            "iter_period": _BY_ITER,
+            "epoch_period": "interval",
+            "max_num_checkpoints": "max_keep_ckpts",
+            "prefix": OptionChange(says_nothing=(None, ""), instead='filename_tmpl="mine_{}.safetensors" names files'),
+        },
+        note="names by `filename_tmpl=`",
     ),
     Migration(
         IMIX,
         "EvaluateHook",
         ("EvaluateHook",),
         {"eval_period": "period", "eval_function": "function", "eval_json_file": "json_file"},
-        "the best checkpoint is `CheckpointHook(save_best=)`'s",
+        note="the best checkpoint is `CheckpointHook(save_best=)`'s",
     ),
-    Migration(IMIX, "AutogradAnomalyDetectHook", ("AutogradAnomalyDetectHook",), _same("mode"), "on by default here"),
+    Migration(IMIX, "AutogradAnomalyDetectHook", ("AutogradAnomalyDetectHook",), _same("mode"), note="on by default here"),
     Migration(
         IMIX,
         "AutogradProfilerHook",
         ("AutogradProfilerHook",),
         _same("enable_predicate", "output_dir", "use_cuda"),
-        "the predicate gets the event: `event.progress.iter`",
+        note="the predicate gets the event: `event.progress.iter`",
     ),
-    Migration(IMIX, "EMAIterHook", ("EMAIterHook",), note="or `EMAHook`, which needs nothing of the model"),
-    Migration(IMIX, "EMAEpochHook", ("EMAEpochHook",), note="or `EMAHook`, which needs nothing of the model"),
+    Migration(IMIX, "EMAIterHook", ("EMAIterHook",), {"config": _DECAY}, note="or `EMAHook`, which needs nothing of the model"),
+    Migration(
+        IMIX, "EMAEpochHook", ("EMAEpochHook",), {"config": _DECAY}, note="or `EMAHook`, which needs nothing of the model"
+    ),
     Migration(IMIX, "CallBackHook", ("Bus",), note='functions subscribe by `bus.on("after_train_iter")`'),
     Migration(
         POINTRIX,
         "LogHook",
         ("LoggerHook", "ProgressBar"),
-        note="losses on the bar are smoothed the same way, 0.4·new + 0.6·old; `LoggerHook(interval=1)` writes each step",
+        preset={"interval": 1},
+        note="losses on the bar are smoothed the same way, 0.4·new + 0.6·old",
     ),
-    Migration(
-        POINTRIX, "CheckPointHook", ("CheckpointHook",), note="its period of 5,000 steps: `interval=5000, by_epoch=False`"
-    ),
+    Migration(POINTRIX, "CheckPointHook", ("CheckpointHook",), preset={"interval": 5000, "by_epoch": False}),
     Migration(POINTRIX, "Writer", ("Writer",), note="`write_scalars` takes the scalars of one moment at once"),
     Migration(POINTRIX, "TensorboardWriter", ("TensorBoardWriter",), note="a folder of the work dir: `directory=`"),
     Migration(POINTRIX, "ProgressLogger", ("ProgressBar",), note="made by its LogHook there"),
 )
 """Every hook of MMEngine, then of iMIX, then of Pointrix."""
+
+
+register_migrations(TABLE)
 
 
 def table() -> str:
@@ -191,8 +209,22 @@ def table() -> str:
 def _rows() -> Iterator[str]:
     for entry in TABLE:
         here = ", ".join(f"`{name}`" for name in entry.ours) or "-"
-        renamed = ", ".join(f"`{theirs}` → `{ours}`" for theirs, ours in entry.options.items() if ours not in ("", theirs))
-        same = "the same" if any(theirs == ours for theirs, ours in entry.options.items()) else ""
-        gone = ", ".join(f"`{theirs}`" for theirs, ours in entry.options.items() if not ours)
-        parts = (same, renamed, f"no {gone}" if gone and entry.ours else "", entry.note)
-        yield f"| {entry.system} `{entry.name}` | {here} | {'; '.join(part for part in parts if part)} |"
+        names = {theirs: entry.renamed(theirs) for theirs in entry.options}
+        same = "the same" if any(theirs == ours for theirs, ours in names.items()) else ""
+        changed = ", ".join(
+            f"`{theirs}` → `{ours}`{_also(entry, theirs)}" for theirs, ours in names.items() if ours not in ("", theirs)
+        )
+        gone = ", ".join(f"`{theirs}`" for theirs, ours in names.items() if not ours)
+        preset = f"`{_written(entry.preset)}`" if entry.preset else ""
+        parts = (same, changed, f"no {gone}" if gone else "", preset, entry.note)
+        there = ", ".join(f"`{name}`" for name in (entry.name, *entry.aliases))
+        yield f"| {entry.system} {there} | {here} | {'; '.join(part for part in parts if part)} |"
+
+
+def _also(entry: Migration, option: str) -> str:
+    change = entry.options[option]
+    return f" with `{_written(change.also)}`" if isinstance(change, OptionChange) and change.also else ""
+
+
+def _written(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())

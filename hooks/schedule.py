@@ -44,7 +44,7 @@ class ParamSchedulerHook(Hook):
 
     Args:
         scheduler: a scheduler, a list of them, or a mapping of names to them. Names are keys in checkpoints; without one
-            it is the name of the class, so two of a class need a mapping.
+            it is the name of the class, so two of a class need a mapping. None for no schedules: the hook does nothing.
         by: torch's schedulers do not say what they count, so this must.
         monitor: name of the metric, for ``by="metric"``.
 
@@ -54,8 +54,10 @@ class ParamSchedulerHook(Hook):
 
     priority = Priority.LOW
 
-    def __init__(self, scheduler: Any, *, by: By, monitor: str | None = None) -> None:
-        if by not in get_args(By):
+    def __init__(self, scheduler: Any = None, *, by: By | None = None, monitor: str | None = None) -> None:
+        if scheduler is None and (by is not None or monitor is not None):
+            raise ConfigurationError(f"by={by!r}, monitor={monitor!r}: give the scheduler that this is about, too")
+        if scheduler is not None and by not in get_args(By):
             raise ConfigurationError(
                 f'by={by!r}: say when to step: after each "iter" or "epoch", or after validations with a "metric"'
             )
@@ -64,7 +66,7 @@ class ParamSchedulerHook(Hook):
                 f"by={by!r}, monitor={monitor!r}: "
                 + ("name the metric to step with" if by == "metric" else 'monitor= is for by="metric"')
             )
-        self.schedulers = _named(scheduler)
+        self.schedulers = {} if scheduler is None else _named(scheduler)
         for name, one in self.schedulers.items():
             _check_scheduler(name, one, by)
         self.by = by
@@ -77,7 +79,9 @@ class ParamSchedulerHook(Hook):
         event.run.defer(self._training_over)
 
     def unused(self) -> Collection[str]:
-        """The moments of the other values of ``by``."""
+        """The moments of the other values of ``by``; without schedulers, all."""
+        if not self.schedulers:
+            return ["before_train", *_METHODS.values(), "before_save_checkpoint", "after_load_checkpoint"]
         return [method for by, method in _METHODS.items() if by != self.by]
 
     def after_train_iter(self, event: AfterTrainIter) -> None:
@@ -152,7 +156,7 @@ def _named(scheduler: Any) -> dict[str, Any]:
     return named
 
 
-def _check_scheduler(name: str, scheduler: Any, by: By) -> None:
+def _check_scheduler(name: str, scheduler: Any, by: By | None) -> None:
     lacking = [method for method in ("step", "state_dict", "load_state_dict") if not callable(getattr(scheduler, method, None))]
     if lacking or isinstance(scheduler, type):
         raise ConfigurationError(

@@ -1,10 +1,12 @@
 """From text to hooks, models and loops: what a configuration names, typed by the signatures of what it names.
 
 ``read`` reads TOML, YAML and JSON, ``overrides`` what is changed on the command line; ``options`` derives a typed struct from a
-signature, ``references`` resolves ``module:attribute``, ``make`` makes objects of both; ``hook_list`` does it for hooks.
+signature, ``references`` resolves ``module:attribute``, ``make`` makes objects of both; ``hook_list`` does it for hooks,
+``elsewhere`` for hooks as other systems write them.
 """
 
 from eventloop.config.annotations import describe
+from eventloop.config.elsewhere import Migration, OptionChange, register_migrations
 from eventloop.config.hook_list import Chosen, hook_from, hooks_in, merged
 from eventloop.config.make import Maker
 from eventloop.config.options import Option, Options, OptionsOf
@@ -19,7 +21,9 @@ __all__ = [
     "FromText",
     "Imports",
     "Maker",
+    "Migration",
     "Option",
+    "OptionChange",
     "Options",
     "OptionsOf",
     "check_keys",
@@ -32,6 +36,7 @@ __all__ = [
     "merged",
     "override",
     "read",
+    "register_migrations",
     "settle",
     "wrong",
 ]

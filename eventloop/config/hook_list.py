@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
+from eventloop.config.elsewhere import translated
 from eventloop.config.make import Maker, missing_type
 from eventloop.config.options import Options
 from eventloop.config.places import inside, wrong
@@ -13,7 +14,7 @@ from eventloop.config.values import FromText, kind_of, settle
 from eventloop.errors import SubscribeError
 from eventloop.hook import Hook
 from eventloop.priority import Priority, PriorityLike
-from eventloop.registry import did_you_mean, registered
+from eventloop.registry import did_you_mean, name_of, registered
 
 Chosen = tuple[Hook, PriorityLike | None]
 """A hook, and the priority that the configuration gives it; None leaves it the hook's own."""
@@ -45,8 +46,9 @@ def hook_from(entry: Any, maker: Maker, place: str) -> Chosen:
             inside(place, "type"),
             f"is missing{missing_type(table)}: name a hook, one of {known}, or your own",
         )
-    options = {key: value for key, value in table.items() if key not in _OURS}
     cls = maker.class_(table["type"], Hook, inside(place, "type"))
+    called = table["type"] if isinstance(table["type"], str) else name_of(cls)
+    options = translated(called, {key: value for key, value in table.items() if key not in _OURS}, place)
     priority = _priority(table, place)
     if "name" in table and "name" in Options(cls).known:
         options["name"] = table["name"]

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from eventloop.config import annotations as of
+from eventloop.config.elsewhere import translated, why_not_here
 from eventloop.config.options import Option, Options
 from eventloop.config.places import check_keys, inside, wrong
 from eventloop.config.references import Imports, is_reference
@@ -58,6 +59,8 @@ class Maker:
             made = value
         else:
             target = self.target(name, place if isinstance(value, str) else inside(place, "type"), expected)
+            if kind_of_base(expected) is not None:
+                options = translated(name, options, place)
             made = self.call(target, options, place, given=given) if _is_callable(target) else _alone(target, options, place)
         if expected is not None and not isinstance(made, expected):
             raise wrong(place, f"expected {_an(expected)}, got {made!r}")
@@ -93,7 +96,9 @@ class Maker:
         try:
             return find(kind, str(name))
         except TrainbusError as error:
-            raise wrong(place, f"{error}; a class that is not registered is written as module:attribute") from None
+            raise wrong(
+                place, f"{error}{why_not_here(name)}; a class that is not registered is written as module:attribute"
+            ) from None
 
     def _split(self, value: Any, place: str) -> tuple[Any, dict[str, Any]]:
         """Return name and options of a description; None as the name of anything else."""
@@ -212,6 +217,8 @@ class Maker:
             value = _parsed(value, options)
         texts = [one for one in options if of.is_text(one)]
         others = [one for one in options if not of.is_text(one)]
+        if isinstance(value, Mapping) and not is_reference(value.get("type")):
+            others.sort(key=of.is_function)  # where an option takes tables, too, one that names no function is such a table
         for one in others:
             found = self._other(value, one, place, text_will_do=_is_meant_as_text(value, one, texts))
             if found is not _MISSING:

@@ -343,7 +343,7 @@ def test_an_unknown_option_far_from_all_others_lists_them():
         ({"type": ConsoleWriter}, "hooks[0].type: expected a class derived from Hook, got <class"),
         ({"type": 3}, "hooks[0].type: expected a class derived from Hook, got int 3"),
         ({"type": "LoggerHook", "interval": 0}, "hooks[0] (LoggerHook): interval=0: give the number of iterations"),
-        ({"type": "ParamSchedulerHook", "scheduler": 1}, "hooks[0].by: is missing: ParamSchedulerHook needs it"),
+        ({"type": "ParamSchedulerHook", "scheduler": 1}, "hooks[0] (ParamSchedulerHook): by=None: say when to step"),
     ],
 )
 def test_an_entry_that_is_no_hook_is_named(entry, expected):

@@ -1,0 +1,283 @@
+"""Lists of hooks as people have them for MMEngine and iMIX, with the option names of these systems."""
+
+# ruff: noqa: C408 - dict(...) is how people write these lists
+
+from typing import Any
+
+import pytest
+import torch
+
+from eventloop import Bus, ConfigurationError, Migration, OptionChange, register_migrations
+from eventloop.config import merged
+from hooks import (
+    AutogradAnomalyDetectHook,
+    AutogradProfilerHook,
+    CheckInvalidLossHook,
+    CheckpointHook,
+    ConsoleWriter,
+    DistSamplerSeedHook,
+    EarlyStoppingHook,
+    EMAEpochHook,
+    EMAHook,
+    EMAIterHook,
+    EmptyCacheHook,
+    EvaluateHook,
+    Fp16OptimizerHook,
+    IterTimerHook,
+    JSONLinesWriter,
+    LoggerHook,
+    MomentumAnnealingEMA,
+    OptimizerHook,
+    ParamSchedulerHook,
+    ProfilerHook,
+    RuntimeInfoHook,
+    StochasticWeightAverage,
+    SyncBuffersHook,
+    TensorBoardWriter,
+)
+from hooks.defaults import DEFAULT_HOOKS
+
+
+def evaluate() -> dict[str, float]:
+    return {"accuracy": 0.5}
+
+
+def soon(event: Any) -> bool:
+    return bool(event.progress.iter < 3)
+
+
+def add(hooks, **options):
+    bus = Bus()
+    bus.add_from_config(hooks, **options)
+    return bus.hooks
+
+
+def said(*hooks, **options):
+    with pytest.raises(ConfigurationError) as caught:
+        add(hooks, **options)
+    return str(caught.value)
+
+
+def writers(hook):
+    return [target._writer for target in hook._fanout._targets]
+
+
+# From MMEngine's documentation (docs/en/tutorials/hook.md, docs/en/tutorials/runner.md), and the default_runtime.py of
+# MMPretrain and MMSegmentation.
+MMENGINE_DEFAULTS = dict(
+    runtime_info=dict(type="RuntimeInfoHook"),
+    timer=dict(type="IterTimerHook"),
+    sampler_seed=dict(type="DistSamplerSeedHook"),
+    logger=dict(type="LoggerHook", interval=50, log_metric_by_epoch=False),
+    param_scheduler=dict(type="ParamSchedulerHook"),
+    checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=16000, save_best="mIoU"),
+)
+MMENGINE_CUSTOM = [
+    dict(type="EMAHook", ema_type="StochasticWeightAverage"),
+    dict(type="EMAHook", momentum=1e-4, priority="ABOVE_NORMAL", name="second"),
+    dict(type="EMAHook", ema_type="MomentumAnnealingEMA", gamma=50, update_buffers=True, strict_load=False, name="third"),
+    dict(type="EmptyCacheHook", after_epoch=True),
+    dict(type="SyncBuffersHook"),
+    dict(type="CheckInvalidLossHook", interval=50, priority="ABOVE_NORMAL"),
+    dict(type="EarlyStoppingHook", monitor="coco/bbox_mAP", patience=10, rule="greater", min_delta=0.001),
+    dict(
+        type="ProfilerHook",
+        by_epoch=False,
+        activity_with_cpu=True,
+        activity_with_cuda=False,
+        schedule=dict(wait=1, warmup=2, active=5),
+        on_trace_ready=dict(type="log_trace", sort_by="self_cpu_time_total"),
+        with_stack=True,
+    ),
+    dict(type="ParamSchedulerHook"),
+]
+
+
+def test_mmengines_default_hooks_are_accepted_as_they_are():
+    chosen = merged(DEFAULT_HOOKS, MMENGINE_DEFAULTS, "default_hooks")
+    assert chosen.keys() == DEFAULT_HOOKS.keys()
+    hooks = dict(zip(chosen, add(chosen.values()), strict=True))
+    assert [type(hooks[name]) for name in MMENGINE_DEFAULTS] == [
+        RuntimeInfoHook,
+        IterTimerHook,
+        DistSamplerSeedHook,
+        LoggerHook,
+        ParamSchedulerHook,
+        CheckpointHook,
+    ]
+    assert (hooks["checkpoint"].interval, hooks["checkpoint"].by_epoch) == (16000, False)
+
+
+def test_the_name_of_each_of_mmengines_default_hooks_changes_or_switches_off_the_one_here():
+    off = merged(DEFAULT_HOOKS, dict.fromkeys(MMENGINE_DEFAULTS), "default_hooks")
+    assert list(off) == ["optimizer", "progress_bar"]
+    changed = merged(DEFAULT_HOOKS, {"logger": {"interval": 20}, "checkpoint": {"max_keep_ckpts": 3}}, "default_hooks")
+    assert changed["checkpoint"] == {"type": "CheckpointHook", "interval": 1, "max_keep_ckpts": 3}
+
+
+def test_a_custom_hooks_list_of_mmengines_is_accepted_as_it_is():
+    hooks = add(MMENGINE_CUSTOM)
+    assert [type(hook) for hook in hooks] == [
+        EMAHook,
+        EMAHook,
+        EMAHook,
+        EmptyCacheHook,
+        SyncBuffersHook,
+        CheckInvalidLossHook,
+        EarlyStoppingHook,
+        ProfilerHook,
+        ParamSchedulerHook,
+    ]
+    assert [hook._type for hook in hooks[:3]][::2] == [StochasticWeightAverage, MomentumAnnealingEMA]
+
+
+def test_without_schedulers_mmengines_scheduler_hook_hears_nothing():
+    bus = Bus()
+    bus.add_from_config([dict(type="ParamSchedulerHook")])
+    assert bus.subscriptions == ()
+
+
+# What iMIX's Organizer makes, as a list; then the list of its tutorial (docs, Customize hooks).
+IMIX_DEFAULTS = [
+    dict(type="OptimizerHook", grad_clip=dict(max_norm=0.25, norm_type=2)),
+    dict(type="IterationTimerHook", warmup_iter=3),
+    dict(type="CheckPointHook", epoch_period=1, max_num_checkpoints=2, prefix=""),
+    dict(type="EvaluateHook", eval_period=500, eval_function=evaluate, eval_json_file="eval_result.json"),
+    dict(
+        type="PeriodicLogger",
+        loggers=[
+            dict(type="CommonMetricLoggerHook", max_iter=100, max_epoch=3),
+            dict(type="JSONLoggerHook", json_file="metrics.json", window_size=20),
+            dict(type="TensorboardLoggerHook", log_dir="runs"),
+        ],
+        log_config_period=5,
+    ),
+    dict(type="AutogradAnomalyDetectHook", mode=True),
+    dict(type="AutogradProfilerHook", enable_predicate=soon, output_dir="traces", use_cuda=False),
+]
+IMIX_CUSTOM = [
+    dict(type="EMAIterHook", level=30),
+    dict(type="EMAEpochHook", level=40),
+]
+
+
+def test_imixs_hooks_are_accepted_with_the_options_that_they_have_there():
+    pytest.importorskip("tensorboard")
+    optimizer, timer, checkpoint, evaluation, logger, anomaly, profiler = add(IMIX_DEFAULTS)
+    assert (type(optimizer), type(anomaly), type(profiler)) == (OptimizerHook, AutogradAnomalyDetectHook, AutogradProfilerHook)
+    assert (type(timer), timer.warmup_iter) == (IterTimerHook, 3)
+    assert (type(checkpoint), checkpoint.interval, checkpoint.by_epoch) == (CheckpointHook, 1, True)
+    assert checkpoint._files._keep == 2
+    assert (type(evaluation), evaluation.period, evaluation._function) == (EvaluateHook, 500, evaluate)
+    assert type(logger) is LoggerHook
+    console, lines, board = writers(logger)
+    assert [target.interval for target in logger._fanout._targets] == [5, 5, 5]
+    assert type(console) is ConsoleWriter
+    assert (type(lines), lines.filename) == (JSONLinesWriter, "metrics.json")
+    assert (type(board), board.directory) == (TensorBoardWriter, "runs")
+
+
+def test_imixs_custom_hooks_are_accepted_at_their_levels():
+    bus = Bus()
+    bus.add_from_config(IMIX_CUSTOM)
+    assert [type(hook) for hook in bus.hooks] == [EMAIterHook, EMAEpochHook]
+    assert {one.hook: one.priority for one in bus.subscriptions} == dict(zip(bus.hooks, (30, 40), strict=True))
+
+
+def test_imixs_fp16_hook_and_its_scaler():
+    fp16 = dict(init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
+    (hook,) = add([dict(type="Fp16OptimizerHook", grad_clip=None, grad_scaler_config=fp16)])
+    assert type(hook) is Fp16OptimizerHook
+
+
+def test_imixs_scheduler_hook_steps_by_iteration():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    (hook,) = add([dict(type="LRSchedulerHook", optimizer=optimizer, scheduler=scheduler)])
+    assert (type(hook), hook.by, list(hook.schedulers.values())) == (ParamSchedulerHook, "iter", [scheduler])
+
+
+@pytest.mark.parametrize("period", ["period", "iter_period"])
+def test_imixs_period_of_checkpoints_counts_iterations(period):
+    (hook,) = add([{"type": "CheckPointHook", period: 7}])
+    assert (hook.interval, hook.by_epoch) == (7, False)
+
+
+def test_pointrixs_names_bring_what_they_do_there():
+    logger, checkpoint = add(["LogHook", "CheckPointHook"])
+    assert {target.interval for target in logger._fanout._targets} == {1}
+    assert (checkpoint.interval, checkpoint.by_epoch) == (5000, False)
+    (checkpoint,) = add([dict(type="CheckPointHook", interval=10)])
+    assert (checkpoint.interval, checkpoint.by_epoch) == (10, False)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        dict(type="CheckpointHook", file_client_args=None, backend_args=None),
+        dict(type="CheckpointHook", file_client_args=dict(backend="disk")),
+        dict(type="LoggerHook", backend_args=dict(backend="local")),
+        dict(type=LoggerHook, backend_args=None),
+        dict(type="LoggerHook", writers=[dict(type="JSONLogger", window_size=20)]),
+    ],
+)
+def test_an_option_without_an_equivalent_may_say_what_is_done_anyway(entry):
+    assert len(add([entry])) == 1
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (
+            dict(type="CheckpointHook", backend_args=dict(backend="petrel")),
+            "hooks[0].backend_args: backend_args of MMEngine's CheckpointHook is not here, and a table asks for something: "
+            'leave it out; out_dir="s3://bucket/run" says where files go',
+        ),
+        (
+            dict(type="PeriodicLogger", loggers=[dict(type="JSONLogger", window_size=5)]),
+            "hooks[0].writers[0].window_size: window_size of iMIX's JSONLogger is not here, and int 5 asks for something: "
+            "leave it out; LoggerHook(window_size=) averages for all its writers",
+        ),
+        (
+            dict(type="CheckPointHook", prefix="model", period=5),
+            "hooks[0].prefix: prefix of iMIX's CheckPointHook is not here, and str 'model' asks for something: leave it out; "
+            'filename_tmpl="mine_{}.safetensors" names files',
+        ),
+        (
+            dict(type="EMAIterHook", config=dict(use_ema=True, ema_decay_ratio=0.9999)),
+            "hooks[0].config: config of iMIX's EMAIterHook is not here, and a table asks for something: leave it out; "
+            "EMAHook(momentum=) averages by itself, momentum is 1 - ema_decay_ratio",
+        ),
+        (
+            dict(type="CheckPointHook", iter_period=5, epoch_period=1),
+            "hooks[0].epoch_period: epoch_period of iMIX's CheckPointHook is interval here, which is given, too",
+        ),
+        (
+            dict(type="EvaluateHook", eval_period=5, period=5, function=evaluate),
+            "hooks[0].eval_period: eval_period of iMIX's EvaluateHook is period here, which is given, too",
+        ),
+        (dict(type="EvaluateHook", eval_period="x", function=evaluate), "hooks[0].period: expected int, got str 'x'"),
+        (
+            dict(type="ParamSchedulerHook", by="iter"),
+            "hooks[0] (ParamSchedulerHook): by='iter', monitor=None: give the scheduler that this is about, too",
+        ),
+        (
+            dict(type="PrepareTTAHook", tta_cfg={}),
+            "hooks[0].type: no hook is registered as 'PrepareTTAHook'",
+        ),
+    ],
+)
+def test_what_cannot_be_taken_over_says_the_way_out(entry, message):
+    assert said(entry).startswith(message), said(entry)
+
+
+def test_a_hook_that_is_not_here_says_why():
+    assert "(MMEngine's: none: it builds OpenMMLab's model wrapper; give `TrainLoop` a `test_step`" in said("PrepareTTAHook")
+
+
+def test_a_table_of_ones_own_system_is_understood_too():
+    entry = Migration("Mine", "EmptyCacheHook", ("EmptyCacheHook",), {"often": "after_iter", "loud": OptionChange(instead="-")})
+    register_migrations([entry])
+    register_migrations([entry])
+    (hook,) = add([dict(type="EmptyCacheHook", often=True, loud=None)])
+    assert "after_iter" not in hook.unused()
