@@ -46,7 +46,8 @@ class Description(msgspec.Struct, frozen=True):
             table.add_column("ranks", no_wrap=True)
         if self.stats:
             table.add_column("events", justify="right", no_wrap=True)
-        if any(row.stats.calls for row in self.rows):
+        timed = self.stats and any(row.stats.calls for row in self.rows)
+        if timed:
             table.add_column("ms", justify="right", no_wrap=True)
         previous = ""
         for row in self.rows:
@@ -54,8 +55,9 @@ class Description(msgspec.Struct, frozen=True):
                 table.add_row(row.mount_point, style="bold")
                 previous = row.mount_point
             runs = f"{row.mode.removeprefix('offloaded: ')} {row.lane}" if row.lane else row.mode
-            cells = [f"  {_short(row)}", f"{row.priority} {row.priority_name}", runs, row.filter, *[row.ranks] * self.ranks]
-            table.add_row(*cells, *(_figures(row.stats) if self.stats else ()), style="cyan" if row.lane else "")
+            cells = [f" {_short(row)}", f"{row.priority} {row.priority_name}", runs, row.filter, *[row.ranks] * self.ranks]
+            figures = _figures(row.stats)[: self.stats + timed]
+            table.add_row(*cells, *figures, style="cyan" if row.lane else "")
         return table
 
     def __str__(self) -> str:

@@ -106,7 +106,7 @@ class Filter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         if self.when is not None:
             parts.append(f"when={getattr(self.when, '__qualname__', repr(self.when))}")
         if self.interval is not None:
-            parts.append(f"every {self.interval.seconds:g} s")
+            parts.append(f"every {self.interval.seconds:g}s")
         return " ".join(parts)
 
 

@@ -2,6 +2,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 
 from eventloop import load_weights
 from eventloop.checkpoint import load
@@ -28,6 +30,21 @@ def test_the_demo_leaves_checkpoints_scalars_of_every_iteration_and_a_summary(he
     printed = capsys.readouterr().out
     for word in ("after_train_iter", "EMAHook", "thread", "raw weights", "averaged weights", "epoch_2.safetensors"):
         assert word in printed
+
+
+def test_the_demos_hook_table_has_a_line_for_each_hook_in_80_columns():
+    from hooks.demo import make_bus, network
+
+    bus = make_bus(torch.optim.SGD(network().parameters()), 100, Console())
+    for subscription in bus.subscriptions:
+        if subscription.lane is not None:
+            subscription.lane.delivered(99_999)
+    console = Console(width=80, color_system=None)
+    with console.capture() as captured:
+        console.print(bus.describe(stats=True))
+    hooks = [line for line in captured.get().splitlines() if line.startswith(" ")]
+    assert len(hooks) == len(bus.describe().rows)
+    assert all(line[1] != " " for line in hooks)
 
 
 def test_a_second_run_does_not_overwrite_the_first(here):

@@ -44,7 +44,7 @@ def test_rows_say_priority_mode_filter_and_lane(bus):
     assert (first.priority, first.priority_name, first.mode) == (55, "NORMAL+5", "offloaded: thread")
     assert (first.filter, first.lane) == ("every=100", "8 drop_old")
     ship = next(row for row in bus.describe().rows if row.label == "ship")
-    assert (ship.mode, ship.filter, ship.lane) == ("offloaded: event loop", "every 30 s", "1024 block")
+    assert (ship.mode, ship.filter, ship.lane) == ("offloaded: event loop", "every 30s", "1024 block")
     inline = next(row for row in bus.describe().rows if row.label == "print")
     assert (inline.mode, inline.filter, inline.lane) == ("inline", "", "")
 
@@ -63,8 +63,8 @@ def test_a_mount_point_stands_once_over_all_its_hooks(bus):
     lines = [line.rstrip() for line in str(bus.describe()).splitlines()]
     at = lines.index("after_train_iter")
     assert lines.count("after_train_iter") == 1
-    assert lines[at + 1].startswith("  Both ")
-    assert lines[at + 2].startswith("  print ")
+    assert lines[at + 1].startswith(" Both ")
+    assert lines[at + 2].startswith(" print ")
 
 
 def test_the_table_fits_a_terminal_of_80_columns(bus):

@@ -193,7 +193,7 @@ def test_a_filter_that_always_agrees_is_none():
 def test_filters_describe_themselves():
     text = str(make_filter(every=5, after=2, before=40, once=[7, 12], when=lambda event: True, every_seconds=30))
     assert text.startswith("every=5 after=2 before=40 once=[7, 12] when=")
-    assert text.endswith("every 30 s")
+    assert text.endswith("every 30s")
 
 
 def test_an_event_that_counts_by_progress_needs_one(registry):
