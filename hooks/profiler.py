@@ -24,7 +24,7 @@ from eventloop import (
     register,
 )
 from hooks.options import checked_count, checked_flags
-from hooks.profiling import Session
+from hooks.profiling import Session, guarded
 
 log = get_logger()
 
@@ -39,7 +39,8 @@ class ProfilerHook(Hook):
 
     The profiler is told of each iteration's end (``step()``), closed when the time is over, and also when training ends
     before that, however it ends. A profiled iteration takes much longer, and every profile stays in memory until it
-    is closed: a few iterations tell as much as an epoch.
+    is closed: a few iterations tell as much as an epoch. What fails in torch's profiler is logged and ends the profile, not
+    the run; what your own ``on_trace_ready`` raises ends the run.
 
     Args:
         by_epoch: count epochs, else iterations.
@@ -53,7 +54,8 @@ class ProfilerHook(Hook):
         on_trace_ready: what to do with a trace: a function of the profiler; ``{"type": "log_trace"}`` with the arguments of
             ``key_averages().table`` (``sort_by``, ``row_limit``) logs a table; ``{"type": "tb_trace"}`` with those of
             ``tensorboard_trace_handler`` (``dir_name``, in the work dir, ``worker_name``, ``use_gzip``) writes what
-            TensorBoard's profiler plugin reads. None logs a table, unless there is a ``json_trace_path``.
+            TensorBoard's profiler plugin reads. None logs a table, unless there is a ``json_trace_path``. Where torch cannot
+            make the table, the trace goes to ``profile-step{n}.json`` in the work dir.
         record_shapes: note the shapes of operators' inputs.
         profile_memory: note what operators allocate.
         with_stack: note the source lines of operators.
@@ -149,11 +151,22 @@ class ProfilerHook(Hook):
             return trace
         options = {key: value for key, value in (trace or {}).items() if key != "type"}
         if trace is None or trace["type"] == "log_trace":
-            return lambda profiler: log.info("profile\n" + profiler.key_averages().table(**options))
+            return lambda profiler: guarded(self.label, lambda: self._log_table(profiler, options, run))
         directory = _place(Path(options.pop("dir_name", _TENSORBOARD_DIRECTORY)), run)
         log.info("traces for TensorBoard", directory=str(directory))
         handler: TraceHandler = tensorboard_trace_handler(str(directory), **options)
-        return handler
+        return lambda profiler: guarded(self.label, lambda: handler(profiler))
+
+    def _log_table(self, profiler: profile, options: dict[str, Any], run: RunView) -> None:
+        try:
+            table = profiler.key_averages().table(**options)
+        except Exception:  # such as names that are no UTF-8, which torch 2.13 makes with with_stack and profile_memory
+            path = _place(Path(f"profile-step{profiler.step_num}.json"), run)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))  # torch has it still, and writes it without reading it
+            log.exception("torch cannot make a table of the profile; the trace is in a file", hook=self.label, path=str(path))
+        else:
+            log.info("profile\n" + table)
 
 
 def _place(path: Path, run: RunView) -> Path:

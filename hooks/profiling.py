@@ -1,4 +1,4 @@
-"""A profiler from its start to its file; one at a time, and one that torch cannot crash over."""
+"""A profiler from its start to its file; one at a time, and one that neither torch nor a run can crash over."""
 
 from __future__ import annotations
 
@@ -12,8 +12,28 @@ from eventloop import ConfigurationError, get_logger
 log = get_logger()
 
 
+def guarded(owner: str, do: Callable[[], object]) -> bool:
+    """Have torch's profiler do something. Its errors are logged: a profile is not worth a run.
+
+    Args:
+        owner: label of the hook.
+        do: what to do.
+
+    Returns:
+        True if it worked.
+    """
+    try:
+        do()
+    except Exception:
+        log.exception("torch's profiler failed; training goes on without this profile", hook=owner)
+        return False
+    return True
+
+
 class Session:
     """One use of a profiler of torch. Torch lets a second one begin, and silently loses what the first one has seen.
+
+    Where torch itself fails, that is logged and the session is over; what the user's function raises ends the run.
 
     Args:
         owner: label of the hook, for errors.
@@ -50,22 +70,17 @@ class Session:
                 "of them"
             )
         Session._active = self._owner
-        self._started = True
-        self._profiler.__enter__()
+        self._started = self._done(self._profiler.__enter__)
 
     def step(self) -> None:
         """Tell the profiler of the end of an iteration, at which a schedule may hand a trace over."""
-        finished = False
-        try:
-            with warnings.catch_warnings():
-                # Each cycle of a schedule has a trace of its own, which is as it should be.
-                warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
-                self._profiler.step()
-            finished = True
-        finally:
-            if not finished:  # Ctrl-C, say, between stopping and starting anew: stopping once more would crash the process
-                self._started = False
-                Session._active = None
+        if not self._started:
+            return
+        self._started = False  # stopping once more would crash the process if Ctrl-C, say, came between two traces
+        with warnings.catch_warnings():
+            # Each cycle of a schedule has a trace of its own, which is as it should be.
+            warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
+            self._started = self._done(self._profiler.step)
         self._raise_failure()
 
     def close(self, *, write: bool = True) -> None:
@@ -74,10 +89,21 @@ class Session:
             return
         self._started = False
         Session._active = None
-        self._profiler.__exit__(None, None, None)
-        if write and self._json_path is not None:
-            self._write(self._json_path)
+        guarded(self._owner, lambda: self._profiler.__exit__(None, None, None))
+        path = self._json_path
+        if write and path is not None:
+            guarded(self._owner, lambda: self._write(path))
         self._raise_failure()
+
+    def _done(self, do: Callable[[], object]) -> bool:
+        """Return True if the profiler goes on; if not, another one may begin."""
+        done = False
+        try:
+            done = guarded(self._owner, do)
+        finally:
+            if not done:
+                Session._active = None
+        return done
 
     def _hand_over(self, profiler: Any) -> None:
         assert self._on_trace_ready is not None  # noqa: S101 - else the profiler does not know of this method

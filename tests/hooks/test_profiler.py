@@ -135,6 +135,62 @@ def _fail(event: Any) -> None:
     raise RuntimeError("mine")
 
 
+def _no_utf8(*_: Any, **__: Any) -> None:
+    """What torch 2.13 does to some profiles made with with_stack and profile_memory."""
+    raise UnicodeDecodeError("utf-8", b"\xb0", 0, 1, "invalid start byte")
+
+
+@pytest.mark.parametrize("given", [None, {"type": "log_trace", "row_limit": 3}])
+def test_a_table_that_torch_cannot_make_leaves_the_trace_in_a_file_and_the_run_alone(
+    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Any
+) -> None:
+    monkeypatch.setattr(profile, "key_averages", _no_utf8)
+    schedule = {"wait": 0, "warmup": 1, "active": 1, "repeat": 2}
+    loop = job.loop(ProfilerHook(on_trace_ready=given, schedule=schedule), work_dir=tmp_path)
+    with capture_logs() as logs:
+        loop.run()
+    assert loop.counters.epoch == 2
+    told = [entry["path"] for entry in logs if entry["log_level"] == "error"]
+    assert told == [str(tmp_path / f"profile-step{step}.json") for step in (2, 4)]
+    for path in told:
+        names = [event["name"] for event in json.loads(Path(path).read_bytes())["traceEvents"]]
+        assert "aten::native_batch_norm" in names
+
+
+@pytest.mark.parametrize("method", ["start", "step", "stop", "export_chrome_trace"])
+def test_a_profiler_that_fails_does_not_end_the_run(
+    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traces: Any, method: str
+) -> None:
+    works = getattr(profile, method)
+
+    def fails(self: profile, *args: Any) -> None:
+        if method in ("step", "stop"):
+            works(self, *args)  # torch's profiler is one for the whole process, and must be let go of
+        raise OSError("no space left")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(profile, method, fails)
+        loop = job.loop(ProfilerHook(profile_times=2, json_trace_path="trace.json"), work_dir=tmp_path)
+        with capture_logs() as logs:
+            loop.run()
+    assert loop.counters.epoch == 2
+    errors = [entry for entry in logs if entry["log_level"] == "error"]
+    assert [(entry["hook"], entry["exc_info"]) for entry in errors] == [("ProfilerHook", True)]
+    if method == "step":
+        torch._C._autograd._disable_profiler()
+    job.loop(ProfilerHook(on_trace_ready=traces)).run()  # and another one can profile
+    assert traces == [4]
+
+
+def test_a_trace_for_tensorboard_that_cannot_be_written_does_not_end_the_run(job: SimpleNamespace, tmp_path: Path) -> None:
+    (tmp_path / "tf_tracing_logs").write_text("in the way")
+    loop = job.loop(ProfilerHook(on_trace_ready={"type": "tb_trace"}), work_dir=tmp_path)
+    with capture_logs() as logs:
+        loop.run()
+    assert loop.counters.epoch == 2
+    assert [entry["hook"] for entry in logs if entry["log_level"] == "error"] == ["ProfilerHook"]
+
+
 def test_a_schedule_that_never_records_is_told_instead_of_a_file(job: SimpleNamespace, tmp_path: Path) -> None:
     hook = ProfilerHook(schedule={"wait": 50, "warmup": 1, "active": 1}, json_trace_path="trace.json")
     with capture_logs() as logs:
