@@ -48,11 +48,21 @@ def checked_stateful(things: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def device_of(device: str | torch.device | None, models: Mapping[str, torch.nn.Module]) -> torch.device:
-    """Return the device that was asked for, or that of the models; raise ConfigurationError if torch knows no such device."""
+    """Return the device that was asked for, or that of the models; raise ConfigurationError if torch has none such."""
     if device is not None:
         try:
-            return torch.device(device)
-        except RuntimeError as error:
-            raise ConfigurationError(f"device={device!r}: {error}") from None
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:  # each backend raises its own
+            reason = str(error).partition("\n")[0].partition(". ")[0]
+            raise ConfigurationError(
+                f"device={str(device)!r} is none that torch has here ({reason}); there are {', '.join(_devices())}"
+            ) from None
+        return torch.device(device)
     parameters = (parameter.device for model in models.values() for parameter in model.parameters())
     return next(parameters, torch.device("cpu"))
+
+
+def _devices() -> list[str]:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if accelerator is None else torch.accelerator.device_count()
+    return ["cpu", *(f"{accelerator}:{index}" for index in range(count))]
