@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -97,29 +97,42 @@ class Feed:
             self._ahead = next(self._iterator, _END)
         return self._ahead is _END
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the place in the data: batches used up (not those prefetched) and how the order of this pass came about."""
+    @property
+    def start(self) -> Mapping[str, Any] | None:
+        """The random states that the pass began with, and whether workers were there; None before the first."""
+        return self._start
+
+    def state_dict(self, instead: Mapping[torch.Generator, torch.Tensor] = {}) -> dict[str, Any]:
+        """Return the place in the data: batches used up (not those prefetched) and how the order of this pass came about.
+
+        Args:
+            instead: states that generators had, and that count.
+        """
         state: dict[str, Any] = {
             "used": self.used,
             "passes": self.passes,
             "start": self._start,
-            "generators": generator_states(self.loader),
+            "generators": generator_states(self.loader, instead),
         }
         if hasattr(self.loader, "state_dict"):
             state["loader"] = self.loader.state_dict() if self._place is _MISSING else self._place
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the next :meth:`begin` go on where ``state`` was taken."""
+    def load_state_dict(self, state: Mapping[str, Any], but: Collection[torch.Generator] = ()) -> None:
+        """Have the next :meth:`begin` go on where ``state`` was taken.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+            but: generators that are where they have to be.
+        """
         self.used = self._skip = int(state["used"])
         self.passes = int(state["passes"])
         self.resuming = True
         self._start = state["start"]
         if self._start is not None:
             start_persistent_workers(self.loader)
-        if not self.used:
-            # Between two passes; in the middle of one, the draws are made again from its start.
-            set_generators(self.loader, state["generators"])
+        if not self.used or not hasattr(self.loader, "load_state_dict"):
+            set_generators(self.loader, state["generators"], but)
         if "loader" in state and hasattr(self.loader, "load_state_dict"):
             self.loader.load_state_dict(state["loader"])
 
@@ -136,11 +149,12 @@ class Feed:
         if hasattr(self.loader, "load_state_dict"):
             self._iterator = iter(self.loader)
             return
-        now = get_rng_state()
+        now, generators = get_rng_state(), generator_states(self.loader)
         self._set_start()
         again = self._set_start if self._start is not None and self._start["workers"] else None
         self._iterator = skip_batches(self.loader, used, again)
         set_rng_state(now)
+        set_generators(self.loader, generators)
 
     def _set_start(self) -> None:
         if self._start is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,15 +11,21 @@ from torch.utils.data import DataLoader
 from eventloop.training.rng import get_rng_state, set_rng_state
 
 
-def generator_states(loader: Iterable[Any]) -> list[torch.Tensor | None]:
-    """States of the generators that a DataLoader and its samplers own; they are not part of the global RNG."""
-    return [None if generator is None else generator.get_state() for generator in _own_generators(loader)]
+def generator_states(loader: Iterable[Any], instead: Mapping[torch.Generator, torch.Tensor] = {}) -> list[torch.Tensor | None]:
+    """States of the generators that a DataLoader and its samplers own; they are not part of the global RNG.
+
+    Args:
+        loader: any iterable; most own none.
+        instead: states that some of them had, and that count.
+    """
+    owned = own_generators(loader)
+    return [None if one is None else instead[one] if one in instead else one.get_state() for one in owned]
 
 
-def set_generators(loader: Iterable[Any], states: list[torch.Tensor | None]) -> None:
-    """Put back what :func:`generator_states` returned."""
-    for generator, state in zip(_own_generators(loader), states, strict=True):
-        if generator is not None and state is not None:
+def set_generators(loader: Iterable[Any], states: list[torch.Tensor | None], but: Collection[torch.Generator] = ()) -> None:
+    """Put back what :func:`generator_states` returned, but for some generators."""
+    for generator, state in zip(own_generators(loader), states, strict=True):
+        if generator is not None and state is not None and generator not in but:
             generator.set_state(state)
 
 
@@ -31,12 +37,14 @@ def has_workers(loader: Iterable[Any]) -> bool:
 def start_persistent_workers(loader: Iterable[Any]) -> None:
     """Have the workers that an uninterrupted run would have by now, so that later passes draw what they would have drawn."""
     if isinstance(loader, DataLoader) and loader.persistent_workers and not has_workers(loader):
-        now = get_rng_state()
+        now, generators = get_rng_state(), generator_states(loader)
         iter(loader)
         set_rng_state(now)
+        set_generators(loader, generators)
 
 
-def _own_generators(loader: Iterable[Any]) -> list[torch.Generator | None]:
+def own_generators(loader: Iterable[Any]) -> list[torch.Generator | None]:
+    """The generators of a DataLoader and its samplers, in a fixed order: one may be there several times, or missing."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     return [getattr(owner, "generator", None) for owner in owners]

@@ -38,7 +38,7 @@ class Resumable(Protocol):
     bus: Bus
 
     def data_state(self) -> Mapping[str, Any] | None:
-        """Return the place in the training data."""
+        """Return the place in the data."""
 
     def set_data_state(self, state: Mapping[str, Any] | None) -> None:
         """Go on at this place in the data."""
@@ -94,8 +94,8 @@ def placement(
 ) -> Callable[[tuple[str | int, ...], torch.Size, torch.dtype], torch.Tensor]:
     """Return what makes an empty tensor for each place in a checkpoint of sharded state, sharded as it is in this run.
 
-    Weights are as the model has them, what an optimizer knows of a parameter is as that is, anything else (averages of
-    weights) as the weights of its shape. What is not sharded here is whole.
+    Weights are as the model has them, under whatever entry (averages of weights), what an optimizer knows of a parameter is
+    as that is, anything else as the weights of its shape. What is not sharded here is whole.
     """
     weights: dict[tuple[str | int, ...], torch.Tensor] = {}
     for name, model in models.items():
@@ -105,7 +105,7 @@ def placement(
     by_shape = {value.shape: value for value in weights.values()}
 
     def like(place: tuple[str | int, ...], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        found = weights.get(place)
+        found = weights.get(("state_dict", *place[1:]))
         if found is None and len(place) > 3 and place[0] == "optimizer" and place[1] in of:
             parameters = of[str(place[1])]
             found = parameters[int(place[3])] if int(place[3]) < len(parameters) else None

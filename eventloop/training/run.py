@@ -333,11 +333,11 @@ class Run:
         return self.counters.max_epochs * self.epoch_length
 
     def data_state(self) -> Mapping[str, Any] | None:
-        """Return the place in the training data; for checkpoints."""
-        return self._feeds.state_dict()
+        """Return the place in the data; for checkpoints."""
+        return self._feeds.state_dict(validating=self.order.validation_rng is not None)
 
     def set_data_state(self, state: Mapping[str, Any] | None) -> None:
-        """Have the next ``run.train`` go on at this place in the data; from checkpoints."""
+        """Go on at this place in the data; from checkpoints."""
         self._feeds.load_state_dict(state)
 
     # ------------------------------------------------------------------------------------------- begin and end
