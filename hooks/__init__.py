@@ -33,7 +33,7 @@ from hooks.checkpoint import CheckpointHook
 from hooks.early_stopping import EarlyStoppingHook
 from hooks.ema import EMAHook
 from hooks.empty_cache import EmptyCacheHook
-from hooks.evaluate import EvaluateHook
+from hooks.evaluate import Evaluated, EvaluateHook
 from hooks.logger import LoggerHook
 from hooks.migration import TABLE as _TABLE  # noqa: F401 - has lists of hooks of other systems understood
 from hooks.model_ema import EMAEpochHook, EMAIterHook
@@ -62,6 +62,7 @@ __all__ = [
     "EarlyStoppingHook",
     "EmptyCacheHook",
     "EvaluateHook",
+    "Evaluated",
     "ExponentialMovingAverage",
     "Fp16OptimizerHook",
     "IterTimerHook",

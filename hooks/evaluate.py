@@ -33,7 +33,11 @@ log = get_logger()
 
 
 class Evaluated(RunEvent, kw_only=True):
-    """An ``EvaluateHook`` has called its function: ``metrics`` after ``epoch`` epochs and ``iter`` iterations, from 1."""
+    """There are results: ``metrics`` after ``epoch`` epochs and ``iter`` iterations, from 1; those of ``hook``.
+
+    An ``EvaluateHook`` publishes it when it has called its function, and so may a hook of yours (``run.publish(Evaluated,
+    hook=self.label, epoch=..., iter=..., metrics=...)``): loggers write the metrics as ``eval/<name>``.
+    """
 
     hook: str
     epoch: int
@@ -59,8 +63,9 @@ class EvaluateHook(Hook):
     evaluation mode and gradients off meanwhile. For validation by the loop's own events, with averaged weights, progress and
     checkpoints of the best, give ``TrainLoop`` ``val_data`` instead.
 
-    Results are in ``run.info`` (``eval/<name>``), in the events ``evaluated`` that the hook publishes, and as lines of JSON in
-    the work dir. The best one is in :attr:`best`, is logged at the end of training, and survives a resume.
+    Results are in ``run.info`` (``eval/<name>``), in the events ``evaluated`` that the hook publishes, by which they reach the
+    writers of loggers, and as lines of JSON in the work dir. The best one is in :attr:`best`, is logged at the end of
+    training, and survives a resume.
 
     Args:
         period: iterations or epochs between calls; 0 for only at the end.
@@ -148,7 +153,7 @@ class EvaluateHook(Hook):
             log.info("best evaluation", hook=self.label, epoch=self.best.epoch, iter=self.best.iter, **self.best.metrics)
 
     # Off the path: a slow disk must not hold up the training, nor a full one end it.
-    @mount(Evaluated, offload="thread", on_error="log", when=attrgetter("work_dir"))
+    @mount(Evaluated, offload="thread", on_error="log", ranks="rank0", when=attrgetter("work_dir"))
     def write(self, event: Evaluated) -> None:
         """Append a line to the file."""
         if event.hook == self.label and self._json_file is not None and event.work_dir is not None:

@@ -14,6 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
+
 from eventloop import (
     AfterRun,
     AfterTestEpoch,
@@ -34,12 +36,13 @@ from eventloop import (
     mount,
     register,
 )
+from hooks.evaluate import Evaluated
 from hooks.smoothing import Smoother, checked_count
 from hooks.writers.base import RunFacts, Where, Writer
 from hooks.writers.console import ConsoleWriter
 from hooks.writers.fanout import Fanout
 from hooks.writers.json_lines import JSONLinesWriter
-from hooks.writers.outbox import send
+from hooks.writers.outbox import check_out, checked_suffixes, send
 
 log = get_logger()
 
@@ -95,7 +98,8 @@ class LoggerHook(Hook):
 
     Metrics are written with the epochs done as their step: 0 where there was no training, and iterations in
     iteration-based runs, where the epoch never moves. Names begin with their stage: ``train/loss``, ``val/accuracy``. Images
-    (``run.report_image``) go to the writers that take them, with the steps of their stage.
+    (``run.report_image``) go to the writers that take them, with the steps of their stage. Results of an ``EvaluateHook``
+    (events ``evaluated``) are written as ``eval/<name>`` with the iterations done.
 
     All of it happens on one thread. A writer that fails is reported and does not end the run.
 
@@ -137,9 +141,9 @@ class LoggerHook(Hook):
     ) -> None:
         checked_count("interval", interval, "the number of iterations between lines")
         checked_count("interval_exp_name", interval_exp_name, "the number of iterations between names")
-        _check_out(out_dir, keep_local=keep_local)
+        check_out(out_dir, keep_local=keep_local)
         self._out_dir = None if out_dir is None else Path(out_dir)
-        self._out_suffix = _suffixes(out_suffix)
+        self._out_suffix = checked_suffixes(out_suffix)
         self._keep_local = keep_local
         self._by_epoch = log_metric_by_epoch
         Smoother(window_size, mean_pattern, custom_cfg)  # says now what it cannot use
@@ -198,9 +202,9 @@ class LoggerHook(Hook):
     # Errors are logged, not raised: three weeks of training are worth more than a log line. Only here, not above: what an
     # inline method publishes may raise an error that some other offloaded handler left for the training thread.
     # A long linger, as the work of this thread is taken from the training (one GIL): many lines at once cost a third each.
-    @mount(AfterTrainIter, LogEvent, ImageReported, offload="thread", batch=256, linger=0.1, on_error="log")
-    def write(self, events: list[AfterTrainIter | LogEvent | ImageReported]) -> None:
-        """Write what is there: of iterations the scalars in ``outputs``, images, and the records that were made for it."""
+    @mount(AfterTrainIter, LogEvent, ImageReported, Evaluated, offload="thread", batch=256, linger=0.1, on_error="log")
+    def write(self, events: list[AfterTrainIter | LogEvent | ImageReported | Evaluated]) -> None:
+        """Write what is there: scalars in the ``outputs`` of iterations, images, results, and the records made for it."""
         for event in events:
             if isinstance(event, AfterTrainIter):
                 where = _where(event.progress, event.batch_idx + 1, self._epoch_length)
@@ -208,6 +212,9 @@ class LoggerHook(Hook):
             elif isinstance(event, ImageReported):
                 where = _where(event.progress)
                 self._fanout.image(event.name, event.image, self._step(where), where)
+            elif isinstance(event, Evaluated):
+                where = msgspec.structs.replace(_where(event.progress), stage="eval", epoch=event.epoch, iter=event.iter)
+                self._fanout.evaluated(event.metrics, event.iter, where)
             elif event.logger == self._token:
                 self._write_one(event)
         if self._facts is not None:
@@ -274,20 +281,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     return str(value) if isinstance(value, Path) else repr(value)
-
-
-def _check_out(out_dir: object, *, keep_local: bool) -> None:
-    if out_dir is not None and not isinstance(out_dir, str | Path):
-        raise ConfigurationError(f"out_dir={out_dir!r}: give the folder that files are copied to after the run, or None")
-    if out_dir is None and not keep_local:
-        raise ConfigurationError("keep_local=False deletes files once they are copied to out_dir=; give one, or keep them")
-
-
-def _suffixes(out_suffix: str | Sequence[str]) -> tuple[str, ...]:
-    suffixes = (out_suffix,) if isinstance(out_suffix, str) else tuple(out_suffix)
-    if not all(isinstance(suffix, str) and suffix for suffix in suffixes):
-        raise ConfigurationError(f'out_suffix={out_suffix!r}: give ends of file names, such as (".json", ".log")')
-    return suffixes
 
 
 def _checked_writers(writers: Sequence[Writer] | None) -> list[Writer]:

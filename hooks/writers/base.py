@@ -28,7 +28,8 @@ class Where(msgspec.Struct, frozen=True):
     """Where in a run scalars come from. All counts begin at 1 and include the present one; a validation after the third
     epoch has ``epoch=3``, before any training 0.
 
-    ``batch`` counts within the epoch, ``epoch_length`` are the batches of one, where known.
+    ``stage`` is ``"train"``, ``"val"``, ``"test"``, or ``"eval"`` for what an ``EvaluateHook`` has found. ``batch`` counts
+    within the epoch, ``epoch_length`` are the batches of one, where known.
     """  # noqa: D205 - one sentence too long for a line
 
     stage: str

@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
+from eventloop import ConfigurationError
 from hooks.writers.table import add_rows
 
 _APPENDED = (".jsonl", ".log")
+
+
+def check_out(out_dir: object, *, keep_local: bool) -> None:
+    """Raise ConfigurationError unless files can be copied (or left) as these options say."""
+    if out_dir is not None and not isinstance(out_dir, str | Path):
+        raise ConfigurationError(f"out_dir={out_dir!r}: give the folder that files are copied to after the run, or None")
+    if out_dir is None and not keep_local:
+        raise ConfigurationError("keep_local=False deletes files once they are copied to out_dir=; give one, or keep them")
+
+
+def checked_suffixes(out_suffix: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the ends of file names.
+
+    Raises:
+        ConfigurationError: they are none.
+    """
+    suffixes = (out_suffix,) if isinstance(out_suffix, str) else tuple(out_suffix)
+    if not all(isinstance(suffix, str) and suffix for suffix in suffixes):
+        raise ConfigurationError(f'out_suffix={out_suffix!r}: give ends of file names, such as (".json", ".log")')
+    return suffixes
 
 
 def send(work_dir: Path, out_dir: Path, suffixes: tuple[str, ...], *, keep_local: bool) -> list[Path]:

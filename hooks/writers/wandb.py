@@ -13,7 +13,7 @@ from eventloop import ConfigurationError, register
 from hooks.writers.base import Image, RunFacts, Where, Writer
 from hooks.writers.identity import run_id
 
-_STAGES = ("train", "val", "test")
+_STAGES = ("train", "val", "test", "eval")
 
 
 @register
@@ -22,8 +22,8 @@ class WandbWriter(Writer):
 
     Nothing goes over the network: ``wandb sync <work_dir>/wandb/offline-run-...`` uploads it when you like. A resumed run
     makes a further folder with the id of the first (kept in ``wandb/run_id``) and goes on with its steps; upload it with
-    ``wandb sync --append``. W&B's own step counts iterations; charts have ``train/step``, ``val/step`` and ``test/step``
-    below them. Without a work dir nothing is written.
+    ``wandb sync --append``. W&B's own step counts iterations; charts have ``train/step``, ``val/step`` and so on below
+    them. Without a work dir nothing is written.
 
     Args:
         project: for the upload; None leaves it to ``wandb sync``.

@@ -1,5 +1,7 @@
 """When EvaluateHook calls its function, where results go, and that the best one is kept."""
 
+import csv
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,9 +10,9 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import ConfigurationError, TrainingError
+from eventloop import Bus, ConfigurationError, Hook, Progress, TrainingError
+from hooks import CSVWriter, Evaluated, EvaluateHook, JSONLinesWriter, LoggerHook
 from hooks.checkpoint import CheckpointHook
-from hooks.evaluate import EvaluateHook
 
 
 class Function:
@@ -112,6 +114,48 @@ def test_results_are_lines_of_json_in_the_work_dir(job: SimpleNamespace, tmp_pat
     evaluated(job, EvaluateHook(4, Function({"acc": 0.5}, {"acc": float("nan")}), json_file=file), work_dir=tmp_path)
     text = (tmp_path / file).read_text()
     assert text == '{"epoch": 1, "iter": 4, "acc": 0.5}\n{"epoch": 2, "iter": 8, "acc": NaN}\n'
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
+def test_of_several_processes_the_first_one_writes_the_file(tmp_path: Path, rank: int, lines: int) -> None:
+    bus, progress = Bus(), Progress()
+    bus.add(EvaluateHook(4, Function()))
+    bus.place(rank, 2)
+    with bus:
+        bus.publish(
+            Evaluated(progress=progress, hook="EvaluateHook", epoch=1, iter=4, metrics={"acc": 0.5}, work_dir=str(tmp_path))
+        )
+    assert len(list(tmp_path.glob("*.json"))) == lines
+
+
+def test_loggers_write_the_results_with_iterations_as_their_step_after_what_came_before(
+    job: SimpleNamespace, tmp_path: Path
+) -> None:
+    hook = EvaluateHook(3, Function({"acc": 0.5}, {"coco": {"AP": float("nan")}, "acc": 0.25}))
+    evaluated(job, LoggerHook(interval=1, writers=[JSONLinesWriter()]), hook, work_dir=tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "scalars.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 8]
+    assert [
+        {name: value for name, value in line.items() if name.startswith("eval/")} for line in lines if "train/loss" not in line
+    ] == [
+        {"eval/acc": 0.5},
+        {"eval/coco/AP": pytest.approx(float("nan"), nan_ok=True), "eval/acc": 0.25},
+        {"eval/acc": 0.5},
+    ]
+    assert (lines[3]["epoch"], lines[3]["iter"]) == (1, 3)
+
+
+def test_a_hook_of_the_users_can_publish_results_for_loggers(job: SimpleNamespace, tmp_path: Path) -> None:
+    class Norms(Hook):
+        def after_train_epoch(self, event: Any) -> None:
+            epoch, iteration = event.progress.epoch + 1, event.progress.iter + 1
+            event.run.publish(Evaluated, hook=self.label, epoch=epoch, iter=iteration, metrics={"norm": 2.0})
+
+    logger = LoggerHook(interval=9, writers=[CSVWriter()])
+    job.loop(logger, Norms(), EvaluateHook(0, lambda: None), work_dir=tmp_path).run()
+    with (tmp_path / "scalars.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file) if row["eval/norm"] == "2.0"] == ["4", "8"]
+    assert not (tmp_path / "eval_result.json").exists()
 
 
 def test_without_a_file_name_or_a_work_dir_there_is_no_file(job: SimpleNamespace, tmp_path: Path) -> None:
