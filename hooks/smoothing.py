@@ -27,7 +27,7 @@ class CustomWindow(msgspec.Struct, frozen=True):
     data_src: str
     log_name: str
     method_name: Method = "mean"
-    window_size: WindowSize = 10
+    window_size: WindowSize = "global"
 
 
 class Smoother:
@@ -37,7 +37,8 @@ class Smoother:
         window_size: iterations of the mean.
         mean_pattern: regular expression; keys it is found in are averaged, all others logged as they are.
         custom_cfg: windows of the user's own, as mappings with ``data_src``, ``method_name`` (``"mean"``, ``"min"``,
-            ``"max"``, ``"current"``), ``window_size`` (iterations, ``"epoch"`` or ``"global"``) and ``log_name``.
+            ``"max"``, ``"current"``), ``window_size`` (iterations, ``"epoch"``, or ``"global"``, which it is by default as in
+            MMEngine) and ``log_name``.
 
     Raises:
         ConfigurationError: an option that cannot work.
@@ -54,7 +55,7 @@ class Smoother:
             self._mean_pattern = re.compile(mean_pattern)
         except (re.error, TypeError) as error:
             raise ConfigurationError(f"mean_pattern={mean_pattern!r} is no regular expression: {error}") from None
-        self._customs = [_custom(entry, window_size) for entry in custom_cfg]
+        self._customs = [_custom(entry) for entry in custom_cfg]
         _check_names(self._customs)
         self._latest: dict[str, float] = {}
         self._seen: dict[str, int] = {}
@@ -175,13 +176,13 @@ def _aggregate(custom: CustomWindow) -> _Recent | _Running:
     return _Recent(custom.window_size) if isinstance(custom.window_size, int) else _Running()
 
 
-def _custom(entry: Mapping[str, Any], window_size: int) -> CustomWindow:
+def _custom(entry: Mapping[str, Any]) -> CustomWindow:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("data_src"), str) or entry.keys() - _OPTIONS:
         raise ConfigurationError(
             f"custom_cfg: {entry!r}: give a mapping with data_src (the scalar's name) and any of log_name, method_name, "
             "window_size"
         )
-    filled = {"log_name": entry["data_src"], "window_size": window_size, **entry}
+    filled = {"log_name": entry["data_src"], "window_size": "global", **entry}
     if filled.get("method_name", "mean") not in ("mean", "min", "max", "current"):
         raise ConfigurationError(f"custom_cfg: method_name={filled['method_name']!r}: mean, min, max or current")
     if filled["window_size"] not in ("epoch", "global"):

@@ -49,6 +49,12 @@ def test_custom_windows_of_the_whole_run(method, value):
     assert smoother.read()["mine"] == value
 
 
+def test_a_custom_window_without_a_size_is_of_the_whole_run_as_mmengines():
+    smoother = Smoother(window_size=2, custom_cfg=[{"data_src": "loss", "log_name": "worst", "method_name": "max"}])
+    push(smoother, 9.0, 1.0, 2.0, 3.0)
+    assert smoother.read() == {"loss": 2.5, "worst": 9.0}
+
+
 def test_custom_windows_of_an_epoch_begin_anew_with_it():
     smoother = Smoother(custom_cfg=[{"data_src": "loss", "log_name": "mine", "window_size": "epoch"}])
     push(smoother, 9.0, 1.0)
