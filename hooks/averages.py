@@ -14,21 +14,15 @@ The formulas are those of MMEngine's ``mmengine.model.averaged_model`` (MMEngine
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
-from operator import is_not
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from eventloop import CheckpointError, ConfigurationError, TrainingError, checkpoint_keys, get_logger, register, registrable
+from eventloop import CheckpointError, ConfigurationError, TrainingError, get_logger, register, registrable
+from hooks.pairs import Pairs, Tensors
 
 log = get_logger()
-
-Tensors = list[torch.Tensor]
-
-_END = object()
-_LOOKS = 40  # parameters per update whose storage is looked at: microseconds, however large the model
 
 
 @registrable("average")
@@ -60,7 +54,7 @@ class WeightAverage:
         self.update_buffers = update_buffers
         self.steps = 0
         """Updates so far; while it is 0 the average is whatever the weights are."""
-        self._pairs = _Pairs(model, update_buffers, {})
+        self._pairs = Pairs(model, update_buffers, {})
 
     @property
     def swapped(self) -> bool:
@@ -71,7 +65,8 @@ class WeightAverage:
         """Move ``averages`` towards ``weights``, in place.
 
         Args:
-            averages: of one device and type; neither they nor the weights require gradients.
+            averages: of one device and type; neither they nor the weights require gradients. Of sharded ones, this process's
+                part.
             weights: the model's tensors, detached, in the same order.
         """
         raise NotImplementedError(f"{type(self).__name__} must define blend(averages, weights)")
@@ -95,13 +90,17 @@ class WeightAverage:
         self.steps += 1
 
     def swap(self, model: torch.nn.Module) -> None:
-        """Exchange the storage of the model's weights and the averaged ones; copies nothing. A second call undoes it."""
+        """Exchange the storage of the model's weights and the averaged ones; copies nothing. A second call undoes it.
+
+        Sharded weights are copied, one at a time: ``fully_shard`` holds on to their storage.
+        """
         if self._pairs.replaced:
             self._pair_again(model)
         self._pairs.exchange(not self.swapped)
 
     def restore(self, model: torch.nn.Module) -> None:
         """Give the model its own weights back if it has the averaged ones, or some: Ctrl-C may have cut a swap short."""
+        self._pairs.finish()
         if self.swapped:
             self.swap(model)
 
@@ -136,8 +135,9 @@ class WeightAverage:
                 held[key].copy_(tensors[key])
 
     def _pair_again(self, model: torch.nn.Module) -> None:
+        self._pairs.finish()
         swapped = self.swapped
-        self._pairs = _Pairs(model, self.update_buffers, self._pairs.held)
+        self._pairs = Pairs(model, self.update_buffers, self._pairs.held)
         self._pairs.swapped[:] = [swapped] * len(self._pairs.swapped)
 
     def _copy(self) -> None:
@@ -217,83 +217,3 @@ class MomentumAnnealingEMA(ExponentialMovingAverage):
         """Apply the formula with one fused kernel."""
         momentum = max(self.momentum, self.gamma / (self.gamma + self.steps))
         torch._foreach_lerp_(averages, weights, momentum)
-
-
-_data_ptr = torch.Tensor.data_ptr
-
-
-class _Pairs:
-    """The live tensors of a model, an averaged one for each, and a cheap look at whether the live ones are still those."""
-
-    def __init__(self, model: torch.nn.Module, buffers: bool, former: Mapping[str, torch.Tensor]) -> None:
-        live = dict(_floating(model, buffers))
-        twins: dict[int, torch.Tensor] = {}
-        for key, tensor in live.items():
-            twins.setdefault(id(tensor), _twin(tensor, former.get(key)))
-        self.held = {key: twins[id(tensor)] for key, tensor in live.items()}
-        self._live = list({id(tensor): tensor for tensor in live.values()}.values())
-        self._twins = [twins[id(tensor)] for tensor in self._live]
-        self.swapped = [False] * len(self._live)
-        """For each pair, whether the live tensor has the storage of the averaged one."""
-        # Detached, because the kernels look into the autograd state of parameters: 4 % of an update.
-        self.groups = list(_by_kind(self._twins, [tensor.detach() for tensor in self._live]))
-        self._pointers = list(map(_data_ptr, self._live))
-        self._next = 0
-        kinds = ("_parameters", "_modules", "_buffers") if buffers else ("_parameters", "_modules")
-        views = [getattr(module, kind).values() for module in model.modules() for kind in kinds]
-        # The mark at the end makes sequences of different lengths differ.
-        self._views = [*filter(len, views), (_END,)]
-        self._expected = list(chain.from_iterable(self._views))
-
-    @property
-    def replaced(self) -> bool:
-        """True if a parameter (or buffer, if they are averaged) or a module was replaced, added or removed.
-
-        Compares identities at C speed: 20 µs for 300 modules with 600 parameters, 1 % of averaging them. What it does not
-        see: a first child or parameter that a module without any gets later.
-        """
-        return any(map(is_not, chain.from_iterable(self._views), self._expected))
-
-    def moved(self) -> bool:
-        """True if a tensor has other storage than before (``parameter.data = ...``, ``model.to(...)``).
-
-        Looks at some tensors at a time, so in a large model it may take some updates until one alone is found.
-        """
-        part = slice(self._next, self._next + _LOOKS)
-        self._next = part.stop if part.stop < len(self._live) else 0
-        return list(map(_data_ptr, self._live[part])) != self._pointers[part]
-
-    def exchange(self, swapped: bool) -> None:
-        """Swap the storage of live and averaged tensors where it is not as ``swapped`` says."""
-        for index, (live, twin) in enumerate(zip(self._live, self._twins, strict=True)):
-            if self.swapped[index] != swapped:
-                # No call and no jump in between: Ctrl-C comes before all of it or after it.
-                live.data, twin.data, self.swapped[index] = twin.data, live.data, swapped
-
-
-def _floating(model: torch.nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield checkpoint key and tensor of everything that is averaged; a tied tensor comes under each of its keys."""
-    keys = checkpoint_keys(model)
-    named: Iterable[tuple[str, torch.Tensor]] = model.named_parameters(remove_duplicate=False)
-    if buffers:
-        saved = ((name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name in keys)
-        named = chain(named, saved)
-    for name, tensor in named:
-        if tensor.is_floating_point():
-            yield keys.get(name, name), tensor
-
-
-def _twin(tensor: torch.Tensor, former: torch.Tensor | None) -> torch.Tensor:
-    if former is None or former.shape != tensor.shape:
-        return tensor.detach().clone()
-    return former.to(tensor.device, tensor.dtype)
-
-
-def _by_kind(twins: Tensors, live: Tensors) -> Iterator[tuple[Tensors, Tensors]]:
-    """Group by device and type: the fused kernels need lists of one kind."""
-    groups: dict[tuple[torch.device, torch.dtype], tuple[Tensors, Tensors]] = {}
-    for twin, tensor in zip(twins, live, strict=True):
-        averages, weights = groups.setdefault((tensor.device, tensor.dtype), ([], []))
-        averages.append(twin)
-        weights.append(tensor)
-    yield from groups.values()

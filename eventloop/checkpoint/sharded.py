@@ -30,6 +30,7 @@ from eventloop.checkpoint.shards import DIGESTS, SHARDS, SUFFIX, digest_of, nami
 from eventloop.errors import CheckpointError
 
 _MARK: Final = "__sharded__"
+_WHOLE: Final = frozenset({"progress", "data", "rng", "ranks", "stateful", "info"})  # in a run's tree: nothing like weights
 
 Path_ = tuple[str | int, ...]
 Like = Callable[[Path_, torch.Size, torch.dtype], torch.Tensor]
@@ -172,10 +173,7 @@ def spread(state: Mapping[str, Any], like: Like) -> dict[str, Any]:
     def may_be(value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
 
-    return {
-        key: _mapped(value, may_be, shard, (key,)) if key in ("state_dict", "optimizer", "bus") else value
-        for key, value in state.items()
-    }
+    return {key: value if key in _WHOLE else _mapped(value, may_be, shard, (key,)) for key, value in state.items()}
 
 
 def _mapped(value: Any, chosen: Callable[[Any], bool], make: Callable[[Path_, Any], Any], place: Path_ = ()) -> Any:

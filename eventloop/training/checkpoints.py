@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,9 +59,10 @@ class RunCheckpoints:
         self._kept: list[Place] = []
         self._saves: SavePoints | None = None
         self._ranks: Ranks | None = None
-        self._rank_states: list[Any] = []
+        self._rank_states: Sequence[Any] = ()
         self._sharded = False
         self._token = ""
+        self._standing: tuple[bool, bool] | None = None
 
     # ------------------------------------------------------------------------------------------------------- begin
 
@@ -76,7 +77,9 @@ class RunCheckpoints:
         """Take requests from now on, until the innermost scope ends."""
         run = self._run
         shards = self._take_shards if self._sharded else None
-        self._saves = SavePoints(run.bus, self._capture, run.work_dir, run.optimizers.values(), shards)
+        saves = self._saves = SavePoints(run.bus, self._capture, run.work_dir, run.optimizers.values(), shards)
+        if run.order.agreement is not None:
+            run.order.agreement.asked = lambda: saves.names
         self._run.order.scopes.defer(self._saves.close)
 
     @property
@@ -115,16 +118,25 @@ class RunCheckpoints:
         if saves.requested:
             # In a validation hooks may have lent the model other weights (averages), which only a copy made now holds.
             progress = self._run.progress
-            saves.save(iteration, self._run.publish, progress, at_once=progress.stage != "train")
+            at_once = progress.stage != "train"
+            saves.save(iteration, self._run.publish, progress, at_once=at_once, standing=self._standing)
 
     def _gather(self, ranks: Ranks, saves: SavePoints, *, force: bool) -> None:
         """Have all processes save the same, if anything, and rank 0 know the random states of all."""
         if force:  # a file that could not be written, only rank 0 knows of, and may want another one for it
-            saves.adopt(ranks.from_first(saves.requests))
+            everyones = ranks.gather(saves.requests)
+            ranks.check_first_has_all([[request.path.name for request in requests] for requests in everyones])
+            saves.adopt(everyones[0])
+        elif saves.requested and self._run.order.agreement is not None:
+            self._run.order.agreement.confirm()
         if saves.requested:
             own = {"rng": self._run.order.validation_rng or get_rng_state(), "data": self._run.data_state()}
-            self._rank_states = ranks.gather(own)
-            self._token = ranks.from_first(secrets.token_hex(4))
+            standing = saves.standing(self._run.counters.iter)
+            self._rank_states, tokens, standings = zip(*ranks.gather((own, secrets.token_hex(4), standing)), strict=True)
+            self._token = tokens[0]
+            if self._sharded:  # all do the same, however far each is with the save before
+                held, busy = zip(*standings, strict=True)
+                self._standing = all(held), any(busy)
         if ranks.rank and not self._sharded:
             saves.adopt([])
 
@@ -142,7 +154,7 @@ class RunCheckpoints:
     def _capture(self, request: SaveRequest) -> dict[str, Any]:
         state = resume.gather(self._run, request)
         if self._rank_states:
-            state["ranks"] = self._rank_states
+            state["ranks"] = list(self._rank_states)
         self._run.publish(ev.BeforeSaveCheckpoint, path=str(request.path), checkpoint=state)
         if not request.save_param_scheduler:
             state.pop("param_schedulers", None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
@@ -15,16 +16,23 @@ from typing import Any, Final
 import torch
 from torch import distributed
 
-from eventloop.errors import ConfigurationError
+from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.log import get_logger
 
 INTERVAL = 0.05
 """Seconds between two exchanges of :class:`Agreement`; 0 for one in every iteration."""
 
+PATIENCE = 10.0
+"""Seconds after which a process says for what it waits."""
+
 _MOST_BETWEEN: Final = 1000
 _FAILURE: Final = "trainbus/failure"
 _STORE_TIMEOUT: Final = 5.0
 _NOTHING: Final = (False, False, False)
+_TOGETHER: Final = (
+    "run.request_save() is for all ranks, at the same mount point, or for none: no condition on run.rank, and no handler with "
+    'ranks="rank0" may call it. run.checkpoint_now() is for any rank'
+)
 
 log = get_logger()
 
@@ -92,6 +100,16 @@ class Ranks:
         """Return True if the value is the same on all ranks."""
         return all(other == value for other in self.gather(value))
 
+    def check_first_has_all(self, names: list[list[str]]) -> None:
+        """Raise TrainingError if a rank wants to save what rank 0 does not.
+
+        Args:
+            names: of the files, for each rank.
+        """
+        for rank, wanted in enumerate(names):
+            if more := [name for name in wanted if name not in names[0]]:
+                raise TrainingError(f"rank {rank} asks for the checkpoint {', '.join(more)}, and rank 0 does not. {_TOGETHER}")
+
 
 class Agreement:
     """What some rank has asked for, known to all ranks at the same moment: a stop, a checkpoint, a cancellation.
@@ -100,6 +118,9 @@ class Agreement:
     follow, and holds at the end of one of them. That takes up to :data:`INTERVAL` seconds or one iteration, whichever is
     longer, as an exchange costs some 200 µs: between two there are as many iterations as take that long. :meth:`settle` waits,
     at the ends of epochs and validations.
+
+    Each exchange also tells which files a hook has asked for. All ranks have to ask for the same: one that saves alone would
+    wait for the others, and they, in their next collective, for it.
 
     Args:
         ranks: all processes.
@@ -111,9 +132,12 @@ class Agreement:
         self.ranks = ranks
         self.stop, self.save, self.cancelled = _NOTHING
         self.reason = ""
+        self.asked: Callable[[], list[str]] = list
+        """Returns the names of the files that are to be saved next."""
         self._wishes = wishes
         self._reason = reason
-        self._flags = torch.zeros(len(_NOTHING) + 1, dtype=torch.int32)
+        self._flags = torch.zeros(len(_NOTHING) + 3, dtype=torch.int32)
+        self._told: list[str] = []
         self._every = 1
         self._since = 0
         self._started: float | None = None
@@ -125,17 +149,34 @@ class Agreement:
         if self._since < self._every:
             return
         self._take()
-        self._launch()
+        self._launch(self.asked())
 
     def settle(self) -> None:
         """Take everything that was asked for up to now. It is a barrier, too."""
         self._take()
-        self._launch()
+        self._launch([])  # what is to be saved at the end of a scope, rank 0 decides
         self._take()
 
-    def _launch(self) -> None:
-        # The last one is how many iterations may pass to the next exchange; negative, so that the largest is the fewest.
-        self._flags.copy_(torch.tensor((*self._wishes(), -self._pace()), dtype=torch.int32))
+    def confirm(self) -> None:
+        """Wait until all ranks have asked for the files that this one has asked for.
+
+        Raises:
+            TrainingError: one has not. If it is in a collective of the training by now, and iterations are so short that no
+                exchange came with this one, it never answers; then a warning tells why.
+        """
+        asked = self.asked()
+        if self._under_way is None or self._told != asked:
+            self._take()
+            self._launch(asked)
+        self._take()
+
+    def _launch(self, asked: list[str]) -> None:
+        self._told = asked
+        digest = zlib.crc32("/".join(asked).encode()) >> 1
+        # The largest of all ranks' is taken. Negative are how many iterations may pass to the next exchange (the fewest do),
+        # and the second digest: both come back as they were if all ranks have the same.
+        flags = (*self._wishes(), -self._pace(), digest, -digest)
+        self._flags.copy_(torch.tensor(flags, dtype=torch.int32))
         self._under_way = distributed.all_reduce(
             self._flags, op=distributed.ReduceOp.MAX, group=self.ranks.group, async_op=True
         )
@@ -150,15 +191,28 @@ class Agreement:
     def _take(self) -> None:
         if self._under_way is None:
             return
-        self._under_way.wait()
+        self._wait_for(self._under_way)
         self._under_way = None
-        stop, save, cancelled, fewest = self._flags.tolist()
+        stop, save, cancelled, fewest, digest, negative = self._flags.tolist()
+        if digest != -negative:
+            mine = f"rank {self.ranks.rank} for {', '.join(self._told) or 'none'}"
+            raise TrainingError(f"not all ranks ask for the same checkpoint at the same time, {mine}. {_TOGETHER}")
         self._every = -fewest
         if stop and not self.stop:
             self.reason = next(filter(None, self.ranks.gather(self._reason())), "")
         self.stop = self.stop or bool(stop)
         self.save = self.save or bool(save)
         self.cancelled = self.cancelled or bool(cancelled)
+
+    def _wait_for(self, work: distributed.Work) -> None:
+        if self._told and not work.is_completed():
+            try:
+                work.wait(timedelta(seconds=PATIENCE))
+            except RuntimeError:
+                if work.is_completed():  # it failed
+                    raise
+                log.warning(f"waiting for the other ranks to ask for this checkpoint, too. {_TOGETHER}", names=self._told)
+        work.wait()
 
 
 def control_group() -> distributed.ProcessGroup:

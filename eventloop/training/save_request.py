@@ -25,10 +25,14 @@ class SaveRequest(msgspec.Struct, frozen=True):
 
 def check_together(request: SaveRequest) -> None:
     """Raise ConfigurationError if processes that share a sharded model cannot save like this."""
-    if request.busy != "wait" or request.staging != "block":
+    if request.busy == "replace":
         raise ConfigurationError(
-            f"busy={request.busy!r}, staging={request.staging!r}: a sharded model is copied at once, and a save waits for the "
-            'one before, as all processes save together; leave them at "wait" and "block"'
+            'busy="replace": of a sharded model each process writes a part, and one may have begun what another would replace; '
+            'take busy="wait" or "skip"'
+        )
+    if request.staging != "block":
+        raise ConfigurationError(
+            f'staging={request.staging!r}: torch.distributed.checkpoint copies a sharded model at once; leave it at "block"'
         )
     if isinstance(request.path, RemotePath):
         raise ConfigurationError(

@@ -72,6 +72,15 @@ class SavePoints:
         return bool(self._requests)
 
     @property
+    def names(self) -> list[str]:
+        """The names of the files that are to be saved next."""
+        return [request.path.name for request in self._requests]
+
+    def standing(self, iteration: int) -> tuple[bool, bool]:
+        """Return whether what is to be saved is in the last file already, and whether another save is being written."""
+        return bool(self._requests) and self._holds(iteration, merged(self._requests)), self._turns.busy
+
+    @property
     def requests(self) -> list[SaveRequest]:
         """What is to be saved next."""
         return list(self._requests)
@@ -95,7 +104,15 @@ class SavePoints:
             raise ConfigurationError(f"cannot save to {request.path}: {directory} is not a directory")
         self._requests.append(request)
 
-    def save(self, iteration: int, publish: Callable[..., None], progress: Progress, *, at_once: bool = False) -> None:
+    def save(
+        self,
+        iteration: int,
+        publish: Callable[..., None],
+        progress: Progress,
+        *,
+        at_once: bool = False,
+        standing: tuple[bool, bool] | None = None,
+    ) -> None:
         """Capture and hand over what was requested. Waits at most for a save that is still being written.
 
         Args:
@@ -103,14 +120,16 @@ class SavePoints:
             publish: of the run, for ``checkpoint_staged``.
             progress: of the moment, for the events.
             at_once: copy everything now, also what was to be copied beside the training.
+            standing: what to go by instead of :meth:`standing` here, where processes save together.
         """
+        held, busy = standing or self.standing(iteration)
         requests, self._requests = self._requests, []
         wanted = merged(requests)
         paths = list(dict.fromkeys(request.path for request in requests))
-        if self._holds(iteration, wanted):
+        if held:
             job = SaveJob(paths, progress, wanted.on_error, source=self._written[2] if self._written else None)
             self._turns.enter_for_good()
-        elif wanted.busy == "skip" and self._turns.busy:
+        elif wanted.busy == "skip" and busy:
             self._tell_skipped(SaveJob(paths, progress, wanted.on_error, given_up="another checkpoint is being written"))
             return
         else:

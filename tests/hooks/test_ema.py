@@ -287,7 +287,7 @@ def strike(call: Any, at: int) -> bool:
         return trace
 
     def calls(frame: Any, *_: Any) -> Any:
-        ours = frame.f_code.co_filename.endswith(("ema.py", "averages.py", "scopes.py"))
+        ours = frame.f_code.co_filename.endswith(("ema.py", "averages.py", "pairs.py", "scopes.py"))
         return trace if ours and frame.f_code.co_name in names else calls
 
     before = sys.gettrace()

@@ -95,12 +95,22 @@ def test_a_save_that_one_process_does_not_finish_is_no_checkpoint_and_the_one_be
     assert len(ranks(train, str(tmp_path), 4, "auto")) == 2
 
 
-def overlaps() -> str:
-    loop = jobs.make_loop("nowhere", CheckpointHook(interval=1, staging="overlap"), shard=True)
+def refused(options: dict[str, Any]) -> str:
+    loop = jobs.make_loop("nowhere", CheckpointHook(interval=1, **options), shard=True)
     with pytest.raises(ConfigurationError) as caught:
         loop.run()
     return str(caught.value)
 
 
-def test_options_that_need_one_writer_are_refused(ranks):
-    assert all("sharded" in message for message in ranks(overlaps, size=2))
+@pytest.mark.parametrize(
+    ("options", "way_out"),
+    [
+        ({"staging": "overlap"}, 'leave it at "block"'),
+        ({"busy": "replace"}, 'take busy="wait" or "skip"'),
+        ({"out_dir": "memory://bucket"}, "a directory that all processes share"),
+    ],
+)
+def test_options_that_need_one_writer_are_refused_with_the_way_out(ranks, options, way_out):
+    for message in ranks(refused, options):
+        assert "sharded" in message
+        assert way_out in message

@@ -1,0 +1,133 @@
+"""A model's tensors and an averaged one for each: what :mod:`hooks.averages` blends and exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from operator import is_not
+
+import torch
+
+from eventloop import checkpoint_keys
+
+Tensors = list[torch.Tensor]
+
+_END = object()
+_LOOKS = 40  # parameters per update whose storage is looked at: microseconds, however large the model
+
+_data_ptr = torch.Tensor.data_ptr
+
+
+class Pairs:
+    """The live tensors of a model, an averaged one for each, and a cheap look at whether the live ones are still those.
+
+    Of tensors that are sharded over processes (FSDP2's ``fully_shard``), each process pairs its own part.
+
+    Args:
+        model: whose tensors they are.
+        buffers: pair buffers that the model's ``state_dict`` has, too.
+        former: averaged tensors to go on with, by checkpoint key.
+    """
+
+    def __init__(self, model: torch.nn.Module, buffers: bool, former: Mapping[str, torch.Tensor]) -> None:
+        live = dict(_floating(model, buffers))
+        twins: dict[int, torch.Tensor] = {}
+        for key, tensor in live.items():
+            twins.setdefault(id(tensor), _twin(tensor, former.get(key)))
+        self.held = {key: twins[id(tensor)] for key, tensor in live.items()}
+        self._live = list({id(tensor): tensor for tensor in live.values()}.values())
+        self._twins = [twins[id(tensor)] for tensor in self._live]
+        self.swapped = [False] * len(self._live)
+        """For each pair, whether the live tensor has what was averaged."""
+        self._unfinished: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._sharded = [hasattr(tensor, "to_local") for tensor in self._live]
+        # Detached, because the kernels look into the autograd state of parameters: 4 % of an update.
+        self.groups = list(_by_kind([_own(one) for one in self._twins], [_own(one) for one in self._live]))
+        self._pointer = _own_data_ptr if any(self._sharded) else _data_ptr
+        self._pointers = list(map(self._pointer, self._live))
+        self._next = 0
+        kinds = ("_parameters", "_modules", "_buffers") if buffers else ("_parameters", "_modules")
+        views = [getattr(module, kind).values() for module in model.modules() for kind in kinds]
+        # The mark at the end makes sequences of different lengths differ.
+        self._views = [*filter(len, views), (_END,)]
+        self._expected = list(chain.from_iterable(self._views))
+
+    @property
+    def replaced(self) -> bool:
+        """True if a parameter (or buffer, if they are averaged) or a module was replaced, added or removed.
+
+        Compares identities at C speed: 20 µs for 300 modules with 600 parameters, 1 % of averaging them. What it does not
+        see: a first child or parameter that a module without any gets later.
+        """
+        return any(map(is_not, chain.from_iterable(self._views), self._expected))
+
+    def moved(self) -> bool:
+        """True if a tensor has other storage than before (``parameter.data = ...``, ``model.to(...)``).
+
+        Looks at some tensors at a time, so in a large model it may take some updates until one alone is found.
+        """
+        part = slice(self._next, self._next + _LOOKS)
+        self._next = part.stop if part.stop < len(self._live) else 0
+        return list(map(self._pointer, self._live[part])) != self._pointers[part]
+
+    def exchange(self, swapped: bool) -> None:
+        """Swap what live and averaged tensors hold where it is not as ``swapped`` says."""
+        self.finish()
+        for index, (live, twin) in enumerate(zip(self._live, self._twins, strict=True)):
+            if self.swapped[index] == swapped:
+                continue
+            # No call and no jump within an assignment: Ctrl-C comes before all of it or after it.
+            if self._sharded[index]:  # whoever sharded it holds on to its storage
+                contents = (_own(twin).clone(), _own(live).clone())
+                self.swapped[index], self._unfinished[index] = swapped, contents
+                self.finish()
+            else:
+                live.data, twin.data, self.swapped[index] = twin.data, live.data, swapped
+
+    def finish(self) -> None:
+        """Exchange in full what Ctrl-C has cut short. Free where there is nothing."""
+        for index, (for_live, for_twin) in list(self._unfinished.items()):
+            _own(self._live[index]).copy_(for_live)
+            _own(self._twins[index]).copy_(for_twin)
+            del self._unfinished[index]
+
+
+def _floating(model: torch.nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield checkpoint key and tensor of everything that is averaged; a tied tensor comes under each of its keys."""
+    keys = checkpoint_keys(model)  # first: asked for its state, a sharded model gives up the whole weights of a forward pass
+    named: Iterable[tuple[str, torch.Tensor]] = model.named_parameters(remove_duplicate=False)
+    if buffers:
+        saved = ((name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name in keys)
+        named = chain(named, saved)
+    for name, tensor in named:
+        if tensor.is_floating_point():
+            yield keys.get(name, name), tensor
+
+
+def _twin(tensor: torch.Tensor, former: torch.Tensor | None) -> torch.Tensor:
+    if former is None or former.shape != tensor.shape:
+        return tensor.detach().clone()
+    return former.to(tensor.device, tensor.dtype)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, detached; of a sharded one (``DTensor``) the part of this process, which shares its storage."""
+    if hasattr(tensor, "to_local"):
+        with torch.no_grad():
+            part: torch.Tensor = tensor.to_local()
+            return part
+    return tensor.detach()
+
+
+def _own_data_ptr(tensor: torch.Tensor) -> int:
+    return _own(tensor).data_ptr()
+
+
+def _by_kind(twins: Tensors, live: Tensors) -> Iterator[tuple[Tensors, Tensors]]:
+    """Group by device and type: the fused kernels need lists of one kind."""
+    groups: dict[tuple[torch.device, torch.dtype], tuple[Tensors, Tensors]] = {}
+    for twin, tensor in zip(twins, live, strict=True):
+        averages, weights = groups.setdefault((tensor.device, tensor.dtype), ([], []))
+        averages.append(twin)
+        weights.append(tensor)
+    yield from groups.values()
