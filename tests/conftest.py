@@ -3,6 +3,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import structlog
 from blockbuster import blockbuster_ctx
 
 from eventloop import Event, events
@@ -35,6 +36,16 @@ def no_blocking() -> Iterator[None]:
     """On asyncio, a call of the package that blocks an event loop raises BlockingError."""
     with blockbuster_ctx("eventloop"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _log_not_configured() -> Iterator[None]:
+    """Where lines of the log go depends on no other test: ``capture_logs`` leaves structlog configured.
+
+    And so configured it has rich draw each traceback: a tenth of a second.
+    """
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture
