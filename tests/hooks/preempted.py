@@ -1,12 +1,14 @@
-"""A training job for ``test_preemption.py``, run as a process of its own: ``python preempted.py '{"at": "before_val_iter"}'``.
+"""A training job for ``test_preemption.py``, and a server that forks a process for each run of it: torch is imported once.
 
-At the mount point ``at`` (the first time in or after iteration ``iter``) it prints ``here`` and waits for a line on its
-standard input, ``times`` times; so whoever started it decides what happens in between.
+Each line on the server's standard input is a run; two lines answer: its process, and how that ended. At the mount point
+``at`` (the first time in or after iteration ``iteration``) the run prints ``here`` and waits for a line on its standard
+input, ``times`` times; so whoever started it decides what happens in between.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -50,7 +52,6 @@ def ignore_sigterm(worker: int) -> None:
 
 
 def main(at: str, iteration: int, times: int, signals: list[int], work_dir: str | None, workers: int) -> None:
-    torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with SIGINT ignored
     signal.signal(signal.SIGUSR1, lambda number, frame: say("the handler from before"))
     loop = make_loop(None if work_dir is None else Path(work_dir), PreemptionHook(signals), workers=workers)
@@ -72,5 +73,25 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
+def serve() -> dict[str, Any]:
+    """Fork for each order; returns its options in the new process, which goes on, and ends, as a script of its own."""
+    make_loop(None).run()  # imports all that is imported late
+    while line := sys.stdin.readline():
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            for number, (path, flags) in enumerate(
+                [(order["stdin"], os.O_RDONLY), (order["stdout"], os.O_WRONLY), (order["stderr"], os.O_WRONLY | os.O_CREAT)]
+            ):
+                os.dup2(os.open(path, flags), number)
+            options: dict[str, Any] = order["options"]
+            return options
+        say(str(pid))
+        say(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+    sys.exit()
+
+
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    torch.set_num_threads(1)
+    main(**serve())

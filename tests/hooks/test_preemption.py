@@ -1,3 +1,4 @@
+import functools
 import importlib.util
 import json
 import os
@@ -28,41 +29,66 @@ def script():
 class Child:
     """The script as a process: says when it is where it was told to wait, and goes on when told to."""
 
-    def __init__(self, work_dir, *, at="before_forward", iteration=8, times=1, signals=(signal.SIGTERM,), workers=0):
+    def __init__(self, server, folder, work_dir, *, at="before_forward", iteration=8, times=1, signals=(15,), workers=0):
+        self._server = server
+        self._log = folder / "log"
+        pipes = {"stdin": str(folder / "in"), "stdout": str(folder / "out")}
+        for path in pipes.values():
+            os.mkfifo(path)
         options = {"at": at, "iteration": iteration, "times": times, "signals": [int(one) for one in signals]}
         options |= {"work_dir": None if work_dir is None else str(work_dir), "workers": workers}
-        self.process = subprocess.Popen(  # noqa: S603
-            [sys.executable, str(SCRIPT), json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            start_new_session=True,
-        )
+        server.stdin.write(json.dumps({"options": options, "stderr": str(self._log), **pipes}) + "\n")
+        server.stdin.flush()
+        self._pid = int(server.stdout.readline())
+        self._status = None
+        self._in = open(pipes["stdin"], "w")  # noqa: SIM115, PTH123
+        self._out = open(pipes["stdout"])  # noqa: SIM115, PTH123
 
     def wait_until_it_is_there(self):
-        assert self.process.stdout.readline() == "here\n", self.process.stderr.read()
+        assert self._out.readline() == "here\n", self._log.read_text()
 
     def send(self, number, *, group=False):
-        (os.killpg if group else os.kill)(self.process.pid, number)
+        (os.killpg if group else os.kill)(self._pid, number)
 
     def go_on(self):
-        self.process.stdin.write("go on\n")
-        self.process.stdin.flush()
+        self._in.write("go on\n")
+        self._in.flush()
 
     def end(self):
         """Let it end; return its exit status, the lines it said, and its log."""
-        out, errors = self.process.communicate(timeout=50)
-        return self.process.returncode, out.splitlines(), errors
+        self._in.close()
+        said = self._out.read().splitlines()
+        self._status = int(self._server.stdout.readline())
+        return self._status, said, self._log.read_text()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate()
+        if self._status is None:
+            os.killpg(self._pid, signal.SIGKILL)
+            self._server.stdout.readline()
+        self._in.close()
+        self._out.close()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with subprocess.Popen(  # noqa: S603
+        [sys.executable, str(SCRIPT)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    ) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def start(server, tmp_path_factory):
+    return functools.partial(Child, server, tmp_path_factory.mktemp("process"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,9 +128,9 @@ def resumed(work_dir):
     ],
 )
 def test_sigterm_finishes_the_iteration_saves_and_ends_in_order_and_a_resumed_run_is_bitwise_the_same(
-    tmp_path, uninterrupted, at, iteration, done
+    start, tmp_path, uninterrupted, at, iteration, done
 ):
-    with Child(tmp_path, at=at, iteration=iteration) as child:
+    with start(tmp_path, at=at, iteration=iteration) as child:
         child.wait_until_it_is_there()
         child.send(signal.SIGTERM)
         child.go_on()
@@ -117,8 +143,8 @@ def test_sigterm_finishes_the_iteration_saves_and_ends_in_order_and_a_resumed_ru
     assert all(torch.equal(value, uninterrupted[name]) for name, value in weights.items())
 
 
-def test_a_second_signal_ends_the_process_at_once_by_its_default(tmp_path):
-    with Child(tmp_path, times=2) as child:
+def test_a_second_signal_ends_the_process_at_once_by_its_default(start, tmp_path):
+    with start(tmp_path, times=2) as child:
         child.wait_until_it_is_there()
         child.send(signal.SIGTERM)
         child.go_on()
@@ -129,8 +155,8 @@ def test_a_second_signal_ends_the_process_at_once_by_its_default(tmp_path):
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_ctrl_c_stops_in_order_and_a_second_one_interrupts(tmp_path):
-    with Child(tmp_path, at="before_val_iter", iteration=1, times=2, signals=[signal.SIGINT]) as child:
+def test_ctrl_c_stops_in_order_and_a_second_one_interrupts(start, tmp_path):
+    with start(tmp_path, at="before_val_iter", iteration=1, times=2, signals=[signal.SIGINT]) as child:
         child.wait_until_it_is_there()
         child.send(signal.SIGINT)
         child.go_on()
@@ -142,9 +168,9 @@ def test_ctrl_c_stops_in_order_and_a_second_one_interrupts(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_process_group_reaches_the_workers_of_a_loader_too_and_the_run_still_saves(tmp_path, number):
+def test_a_signal_to_the_process_group_reaches_the_workers_of_a_loader_too_and_the_run_still_saves(start, tmp_path, number):
     """As Ctrl-C at a terminal does, or a scheduler; for SIGTERM the loader has the docstring's ``worker_init_fn``."""
-    with Child(tmp_path, signals=[number], workers=1) as child:
+    with start(tmp_path, signals=[number], workers=1) as child:
         child.wait_until_it_is_there()
         child.send(number, group=True)
         child.go_on()
@@ -153,8 +179,8 @@ def test_a_signal_to_the_process_group_reaches_the_workers_of_a_loader_too_and_t
     assert load(tmp_path / "iter_8.safetensors")["progress"]["iter"] == 8
 
 
-def test_sigusr1_can_be_the_signal_and_without_a_work_dir_the_run_ends_and_says_that_nothing_is_saved():
-    with Child(None, signals=[signal.SIGUSR1, signal.SIGTERM]) as child:
+def test_sigusr1_can_be_the_signal_and_without_a_work_dir_the_run_ends_and_says_that_nothing_is_saved(start):
+    with start(None, signals=[signal.SIGUSR1, signal.SIGTERM]) as child:
         child.wait_until_it_is_there()
         child.send(signal.SIGUSR1)
         child.go_on()
@@ -164,8 +190,8 @@ def test_sigusr1_can_be_the_signal_and_without_a_work_dir_the_run_ends_and_says_
     assert "no work_dir" in log
 
 
-def test_without_the_hook_sigterm_ends_the_process_as_ever(tmp_path):
-    with Child(tmp_path, signals=[signal.SIGUSR1]) as child:
+def test_without_the_hook_sigterm_ends_the_process_as_ever(start, tmp_path):
+    with start(tmp_path, signals=[signal.SIGUSR1]) as child:
         child.wait_until_it_is_there()
         child.send(signal.SIGTERM)
         status, said, _ = child.end()
