@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from eventloop import Bus, CheckpointError, ConfigurationError, Hook, Run, TrainingError
 from eventloop.checkpoint import load, save
@@ -128,6 +130,38 @@ def test_swap_exchanges_storage_and_undoes_itself() -> None:
     assert model.weight.data_ptr() == raw
 
 
+@pytest.mark.parametrize("kind", [ExponentialMovingAverage, StochasticWeightAverage, MomentumAnnealingEMA])
+def test_an_update_is_one_call_of_torch_however_many_parameters_there_are(kind: type[WeightAverage]) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
+    average = kind(model)
+    average.update_parameters(model)
+    with Calls() as calls:
+        average.update_parameters(model)
+    changing = [name for name in calls.names if name.endswith("_") or "copy" in name]
+    assert changing == ["aten::_foreach_lerp_"]
+
+
+def test_a_swap_calls_no_function_that_copies() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
+    average = ExponentialMovingAverage(model)
+    average.update_parameters(model)
+    with Calls() as calls:
+        average.swap(model)
+    assert not [name for name in calls.names if "detach" not in name]
+
+
+class Calls(TorchDispatchMode):
+    """Notes the names of torch's functions that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name().partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
 def test_mixed_types_are_averaged_in_their_own() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).double()})
     average = ExponentialMovingAverage(model)
@@ -229,12 +263,13 @@ def test_validation_and_test_see_the_average_and_training_the_raw_weights(job: S
     assert equal(list(loop.model.parameters()), watch.seen["train"])
 
 
-def test_until_it_begins_the_average_is_the_weights(job: SimpleNamespace) -> None:
-    reference, watch = Reference(0.3, begin=6), Watch()
-    loop = job.loop(EMAHook(momentum=0.3, begin_iter=6), reference, watch, val_data=job.batches(1), max_epochs=1)
+@pytest.mark.parametrize(("options", "first"), [({"begin_iter": 6}, 6), ({"begin_epoch": 2}, 5)])
+def test_until_it_begins_the_average_is_the_weights(job: SimpleNamespace, options: dict[str, int], first: int) -> None:
+    reference, watch = Reference(0.3, begin=first), Watch()
+    loop = job.loop(EMAHook(momentum=0.3, **options), reference, watch, val_data=job.batches(1), max_epochs=1)
     loop.run()
     assert equal(watch.seen["val"], watch.seen["train"])
-    loop = job.loop(EMAHook(momentum=0.3, begin_iter=6), reference, watch, val_data=job.batches(1))
+    loop = job.loop(EMAHook(momentum=0.3, **options), reference, watch, val_data=job.batches(1))
     loop.run()
     assert equal(watch.seen["val"], reference.average)
 
@@ -420,6 +455,26 @@ def test_a_stripped_average_is_not_taken_from_the_hooks_state(job: SimpleNamespa
     assert hook.average is not None
     assert hook.average.steps == 0
     assert equal(watch.seen["val"], [tree["state_dict"][name] for name, _ in resumed.model.named_parameters()])
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_average_of_another_model_is_an_error_or_taken_as_far_as_it_fits(
+    job: SimpleNamespace, tmp_path: Path, strict: bool
+) -> None:
+    job.loop(EMAHook(momentum=0.3), CheckpointHook(interval=1), work_dir=tmp_path, max_epochs=1).run()
+    averaged = load(tmp_path / "epoch_1.safetensors")["state_dict"]
+    model = job.model()
+    model[2] = nn.Linear(5, 4)
+    hook, watch = EMAHook(momentum=0.3, strict_load=strict), Watch()
+    loop = job.loop(hook, watch, model=model, max_epochs=1, val_data=job.batches(1))
+    fresh = [p.detach().clone() for p in model[2].parameters()]
+    error = pytest.raises(CheckpointError, match=r"2\.bias, 2\.weight") if strict else nullcontext()
+    with capture_logs() as logs, error:
+        loop.run(resume=tmp_path / "epoch_1.safetensors", strict=False)
+    if strict:
+        return
+    assert equal(watch.seen["val"], [averaged[name] for name in ("0.weight", "0.bias", "1.weight", "1.bias")] + fresh)
+    assert [entry["lacking"] for entry in logs if "lacking" in entry] == [["2.bias", "2.weight"]]
 
 
 def test_wrapper_names_are_left_out_of_checkpoints(job: SimpleNamespace, tmp_path: Path) -> None:

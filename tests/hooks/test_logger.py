@@ -245,6 +245,21 @@ def test_ctrl_c_closes_the_writers(notes):
     assert notes.names[-1] == "close"
 
 
+def test_training_does_not_wait_for_a_slow_writer(notes):
+    trained, bus = threading.Event(), Bus()
+
+    class Slow(Notes):
+        def open(self, run):
+            assert trained.wait(30)  # until all of the training is over
+            super().open(run)
+
+    slow = Slow(interval=1)
+    bus.add(LoggerHook(writers=[slow]))
+    bus.on("after_train", lambda event: trained.set())
+    make_loop(bus, max_epochs=50, step=counting()).run()
+    assert slow.steps() == list(range(1, 351))
+
+
 class Broken(Notes):
     def write_scalars(self, scalars, step, where):
         super().write_scalars(scalars, step, where)

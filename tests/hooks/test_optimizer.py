@@ -196,6 +196,45 @@ def test_fp16_unscales_and_clips_once_per_real_step(job: SimpleNamespace, monkey
     assert scales == [8.0, 8.0]
 
 
+def test_fp16_with_accumulation_and_clipping_is_torchs_own_recipe_to_the_bit(job: SimpleNamespace) -> None:
+    """The loop of torch's page "Automatic Mixed Precision examples", with an overflow in the second window."""
+    factors = [1.0, 1.0, 1.0, float("inf"), 1.0, 1.0]
+    batches = job.batches(6)
+
+    def loss(model: nn.Module, batch: Any, index: int) -> torch.Tensor:
+        return job.loss(model, batch) * factors[index]
+
+    expected = job.model()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    norms: list[float] = []
+    for index, batch in enumerate(batches):
+        with torch.autocast("cpu", dtype=torch.float16):
+            one = loss(expected, batch, index) / 2
+        scaler.scale(one).backward()
+        if index % 2:
+            scaler.unscale_(optimizer)
+            norms.append(float(torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.05)))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    count = iter(range(6))
+    hook = Fp16OptimizerHook(grad_clip=0.05, grad_scaler_config={"init_scale": 1024.0, "growth_interval": 1}, accumulate=2)
+    model, steps, reported = job.model(), Steps(), list[float]()
+    loop = job.loop(hook, steps, model=model, step=lambda m, b: loss(m, b, next(count)), train_data=batches, max_epochs=1)
+    loop.bus.on(
+        "after_train_iter",
+        lambda event: reported.append(float(event.outputs["grad_norm"])) if "grad_norm" in event.outputs else None,
+    )
+    loop.run()
+    assert job.same(job.weights(model), job.weights(expected))
+    assert steps.updated == [False, True, False, False, False, True]
+    assert hook.state_dict()["scaler"]["scale"] == scaler.get_scale() == 1024.0 * 2 / 2 * 2
+    assert reported[::2] == norms[::2]
+    assert all(0.05 < norm < 10 for norm in norms[::2])  # unscaled before it is clipped
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -149,8 +149,10 @@ def test_an_aborted_run_has_failed(wandb, logged, tmp_path):
     def fail(event):
         raise ValueError("no")
 
+    loop = logged.loop(WandbWriter(), work_dir=tmp_path, every=fail)
+    loop.bus.abort_timeout = 25.0  # on a busy machine it takes longer than the default to begin
     with pytest.raises(ValueError, match="no"):
-        logged.loop(WandbWriter(), work_dir=tmp_path, every=fail).run()
+        loop.run()
     ends = [record.exit.exit_code for record in records(files(tmp_path)[0]) if record.WhichOneof("record_type") == "exit"]
     assert ends == [1]
 
