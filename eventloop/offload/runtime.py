@@ -154,6 +154,8 @@ class Runtime:
     def _ended(self, consumer: Consumer) -> None:
         with self._lock:
             now = consumer.lane.stats
+            if now.pending:
+                return  # came just now, by a publish that was under way: its publisher rings, and so does every drain
             self._past = total([self._past, since(consumer.before, now)])
             consumer.before = now
             self._consumers.discard(consumer)

@@ -1,6 +1,7 @@
 import gc
 import sys
 import threading
+import time
 
 import anyio
 import pytest
@@ -20,6 +21,7 @@ from eventloop import (
     OffloadError,
     Progress,
 )
+from eventloop.offload.lane import Lane
 
 P = Progress()
 EVENT = AfterTrainIter(progress=P)
@@ -298,6 +300,29 @@ def test_cancelling_during_a_publish_takes_effect_at_the_next_one(bus, kind):
                 bus.publish(iteration(0))
                 bus.publish(iteration(1))
     assert heard == [0] * 50
+
+
+@pytest.mark.timeout(20)
+def test_an_event_that_comes_just_as_the_consumer_of_a_cancelled_handler_ends_is_delivered_and_counted_once(bus, monkeypatch):
+    heard = []
+    at_its_end = threading.Event()
+    real = Lane.finished
+
+    def finished(lane):
+        is_finished = real(lane)
+        if is_finished and not at_its_end.is_set():
+            at_its_end.set()
+            while not lane.stats.pending:
+                time.sleep(0.001)
+        return is_finished
+
+    monkeypatch.setattr(Lane, "finished", finished)
+    with bus:
+        subscription = offload(bus, lambda event: heard.append(event.batch_idx), "async")
+        bus.on("after_train_iter", lambda event: (subscription.cancel(), at_its_end.wait()), priority=1)
+        bus.publish(iteration(0))
+        assert bus.drain(timeout=10) == DrainReport(delivered=1)
+    assert heard == [0]
 
 
 def test_an_event_on_its_way_to_a_cancelled_handler_is_delivered_even_if_the_bus_closes_at_once(bus, kind):
