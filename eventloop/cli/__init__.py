@@ -8,9 +8,11 @@ options and returns the exit status.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 
 from rich.console import Console
+from torch.distributed import is_torchelastic_launched
 
 from eventloop.cli import catalogue, checkpoint, demo, run
 from eventloop.errors import TrainbusError
@@ -33,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _tell(command: str, what: str, error: BaseException) -> None:
     console = Console(stderr=True)
-    console.print(f"[bold red]trainbus {command}:[/] ", end="")
+    who = f" (rank {os.environ['RANK']})" if is_torchelastic_launched() else ""  # so that it is clear whose of several lines
+    console.print(f"[bold red]trainbus {command}{who}:[/] ", end="")
     lines = "\n".join([what, *getattr(error, "__notes__", ())])
     console.print(lines, highlight=False, soft_wrap=True, markup=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,61 +12,111 @@ from rich.console import Console
 from rich.table import Table
 
 from eventloop.cli.arguments import Subparsers
+from eventloop.cli.checkpoint.output import check_kind
 from eventloop.cli.folders import free, resumable, to_resume
-from eventloop.config import find_files_in, override, read
+from eventloop.config import SUFFIXES, find_files_in, override, read
+from eventloop.errors import ConfigurationError, TrainbusError
 from eventloop.training.loop import TrainLoop
+from eventloop.training.processes import from_first, process_group
+from eventloop.training.ranks import this_rank
 from eventloop.training.setup import Setup
 
 _MORE = """\
 CHANGE is place=value, such as loop.max_epochs=3, model.width=64, custom_hooks[0].interval=5 or
 default_hooks.checkpoint=false; the value gets its type from the option it is for. Modules that the configuration
 imports are looked for among the installed ones, beside the configuration, and in the current folder.
+Several processes: torchrun --nproc-per-node N -m eventloop run CONFIG
+"""
+_RESUME = """\
+go on: in the newest run of this configuration (or that in loop.work_dir); in the run whose folder is given; or, in a new
+folder, from the checkpoint file or URL that is given
 """
 
 
 def add_parser(commands: Subparsers) -> None:
     """Declare the command."""
     parser = commands.add_parser("run", help="train what a configuration file describes", epilog=_MORE)
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="a .toml, .yaml or .json file")
-    parser.add_argument("changes", nargs="*", default=[], metavar="CHANGE", help="changes to the configuration (below)")
-    parser.add_argument("--dry-run", action="store_true", help="make everything, show the hook table, and do not train")
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the last checkpoint in loop.work_dir (default: the newest run)"
+        "changes",
+        nargs="*",
+        default=[],
+        metavar=("CONFIG", "CHANGE"),
+        help="a .toml, .yaml or .json file, and changes to what it says (below)",
     )
-    parser.set_defaults(call=_run)
+    parser.add_argument("--dry-run", action="store_true", help="make everything, show the hook table, and do not train")
+    parser.add_argument("--resume", nargs="?", const="auto", metavar="RUN", help=_RESUME)
+    parser.set_defaults(call=partial(_run, parser))
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from hooks.defaults import DEFAULT_HOOKS
 
-    console = Console()
-    config = override(read(options.config), options.changes)
-    folders = find_files_in(options.config.parent, Path.cwd())
+    config_file, *changes = _words(options) or parser.error("the following arguments are required: CONFIG")
+    path = Path(config_file)
+    config = override(read(path), changes)
+    folders = find_files_in(path.parent, Path.cwd())
     setup = Setup(config, default_hooks=DEFAULT_HOOKS, folders=folders)
-    work_dir = _work_dir(setup.loop, options)
-    setup.loop["work_dir"] = work_dir
-    loop = setup.make()
-    console.print(f"[bold]trainbus run[/] {options.config} → {work_dir}", highlight=False)
-    if options.dry_run:
-        console.print(loop.bus.describe())
-        console.print("not trained (--dry-run)", style="dim")
-        return 0
-    with resumable(work_dir, f"--resume loop.work_dir={work_dir}"):
-        _train(loop, work_dir, console, resume=options.resume, test=setup.tests)
+    with process_group():
+        console = Console(quiet=this_rank() > 0)
+        work_dir, resume = _agreed_work_dir(setup.loop, path, options.resume)
+        setup.loop["work_dir"] = work_dir
+        loop = setup.make()
+        console.print(f"[bold]trainbus run[/] {path} → {work_dir}", highlight=False)
+        if options.dry_run:
+            console.print(loop.bus.describe())
+            console.print("not trained (--dry-run)", style="dim")
+            return 0
+        with resumable(work_dir, f"--resume {work_dir}"):
+            _train(loop, work_dir, console, resume=resume, test=setup.tests)
     return 0
 
 
-def _work_dir(loop: dict[str, Any], options: argparse.Namespace) -> Path:
+def _words(options: argparse.Namespace) -> list[str]:
+    """Return configuration and changes, also the one that ``--resume``, which may stand alone, took for its own."""
+    words, taken = list(options.changes), options.resume or ""
+    if Path(taken).suffix.lower() in SUFFIXES:
+        words, options.resume = [taken, *words], "auto"
+    elif "=" in taken and "/" not in taken.partition("=")[0]:
+        words, options.resume = [*words, taken], "auto"
+    return words
+
+
+def _agreed_work_dir(loop: dict[str, Any], config: Path, resume: str | None) -> tuple[Path, str | None]:
+    """Return the folder of the run and what to resume, as rank 0 finds them: the others would look after it has begun."""
+    mine: Any
+    try:
+        mine = None if this_rank() else _work_dir(loop, config, resume)
+    except TrainbusError as error:
+        mine = error
+    found: tuple[Path, str | None] | TrainbusError = from_first(mine)
+    if isinstance(found, TrainbusError):
+        raise found
+    return found
+
+
+def _work_dir(loop: dict[str, Any], config: Path, resume: str | None) -> tuple[Path, str | None]:
     chosen = loop.get("work_dir")
-    default = Path("runs") / options.config.stem
-    if options.resume:
-        return to_resume(None if chosen is None else Path(chosen), default)
-    return free(default if chosen is None else Path(chosen))
+    default = Path("runs") / config.stem
+    if resume == "auto":
+        return to_resume(None if chosen is None else Path(chosen), default), "auto"
+    if resume is not None and Path(resume).is_dir():
+        return to_resume(Path(resume), default), "auto"
+    if resume is not None and "://" not in resume:
+        _check_checkpoint(Path(resume), default.parent)
+    return free(default if chosen is None else Path(chosen)), resume
 
 
-def _train(loop: TrainLoop, work_dir: Path, console: Console, *, resume: bool, test: bool) -> None:
+def _check_checkpoint(path: Path, runs: Path) -> None:
+    if not path.exists():
+        raise ConfigurationError(
+            f"--resume {path}: no such file or folder; without a name, --resume goes on in the newest run in {runs}/"
+        )
+    check_kind(path)
+
+
+def _train(loop: TrainLoop, work_dir: Path, console: Console, *, resume: str | None, test: bool) -> None:
     began = time.perf_counter()
-    results = {"last validation": loop.run(resume="auto" if resume else None)}
+    results = {"last validation": loop.run(resume=resume)}
     seconds = time.perf_counter() - began
     if test:
         results["test"] = loop.test()

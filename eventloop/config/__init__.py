@@ -12,11 +12,12 @@ from eventloop.config.make import Maker
 from eventloop.config.options import Option, Options, OptionsOf
 from eventloop.config.overrides import override
 from eventloop.config.places import check_keys, inside, wrong
-from eventloop.config.read import read
+from eventloop.config.read import SUFFIXES, read
 from eventloop.config.references import Imports, find_files_in
 from eventloop.config.values import FromText, kind_of, settle
 
 __all__ = [
+    "SUFFIXES",
     "Chosen",
     "FromText",
     "Imports",

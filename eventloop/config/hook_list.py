@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
+from eventloop.config.described import missing_type
 from eventloop.config.elsewhere import translated
-from eventloop.config.make import Maker, missing_type
+from eventloop.config.make import Maker
 from eventloop.config.options import Options
 from eventloop.config.places import inside, wrong
 from eventloop.config.values import FromText, kind_of, settle

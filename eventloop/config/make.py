@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,14 @@ from typing import Any
 import msgspec
 
 from eventloop.config import annotations as of
+from eventloop.config.described import MISSING, alone, an, as_it_is, is_callable, is_meant_as_text, missing_type, parsed
 from eventloop.config.elsewhere import translated, why_not_here
 from eventloop.config.options import Option, Options
 from eventloop.config.places import check_keys, inside, wrong
 from eventloop.config.references import Imports, is_reference
-from eventloop.config.values import FromText, check, kind_of, parse, settle, unexpected
+from eventloop.config.values import FromText, check, kind_of, settle, unexpected
 from eventloop.errors import ConfigurationError, TrainbusError
 from eventloop.registry import did_you_mean, find, kind_of_base
-
-_MISSING: Any = object()
 
 
 class Maker:
@@ -58,18 +56,18 @@ class Maker:
         if name is None:
             made = value
         else:
-            target = self.target(name, place if isinstance(value, str) else inside(place, "type"), expected)
+            target = self.named(value, place, expected)
             if kind_of_base(expected) is not None:
                 options = translated(name, options, place)
-            made = self.call(target, options, place, given=given) if _is_callable(target) else _alone(target, options, place)
+            made = self.call(target, options, place, given=given) if is_callable(target) else alone(target, options, place)
         if expected is not None and not isinstance(made, expected):
-            raise wrong(place, f"expected {_an(expected)}, got {made!r}")
+            raise wrong(place, f"expected {an(expected)}, got {made!r}")
         return made
 
     def function(self, value: Any, place: str) -> Callable[..., Any]:
         """Return the function that ``value`` names; one with options has them filled in, a class with options is called."""
         name, options = self._split(value, place)
-        found = value if name is None else self.target(name, place if isinstance(value, str) else inside(place, "type"))
+        found = value if name is None else self.named(value, place)
         if isinstance(value, Mapping):
             if isinstance(found, type):
                 found = self.call(found, options, place)
@@ -85,6 +83,11 @@ class Maker:
         if not (isinstance(found, type) and issubclass(found, base)):
             raise wrong(place, f"expected a class derived from {base.__name__}, got {kind_of(found)}")
         return found
+
+    def named(self, value: str | Mapping[str, Any], place: str, expected: type | None = None) -> Any:
+        """Return what a name, or the ``type`` of a table, stands for."""
+        name, _ = self._split(value, place)
+        return self.target(name, place if isinstance(value, str) else inside(place, "type"), expected)
 
     def target(self, name: Any, place: str, expected: type | None = None) -> Any:
         """Return what a name stands for: a registered class of the kind of ``expected``, or ``module:attribute``."""
@@ -214,14 +217,14 @@ class Maker:
         if Any in options:
             return self._anything(settle(value), place)
         if isinstance(value, FromText):
-            value = _parsed(value, options)
+            value = parsed(value, options)
         texts = [one for one in options if of.is_text(one)]
         others = [one for one in options if not of.is_text(one)]
         if isinstance(value, Mapping) and not is_reference(value.get("type")):
             others.sort(key=of.is_function)  # where an option takes tables, too, one that names no function is such a table
         for one in others:
-            found = self._other(value, one, place, text_will_do=_is_meant_as_text(value, one, texts))
-            if found is not _MISSING:
+            found = self._other(value, one, place, text_will_do=is_meant_as_text(value, one, texts))
+            if found is not MISSING:
                 return found
         if not texts:
             raise wrong(place, unexpected(value, annotation))
@@ -234,29 +237,29 @@ class Maker:
             raise
 
     def _other(self, value: Any, annotation: Any, place: str, *, text_will_do: bool) -> Any:
-        """Return the value for one member of a union that is more than text; _MISSING if it is none of it."""
+        """Return the value for one member of a union that is more than text; MISSING if it is none of it."""
         listed, inner = of.list_item(annotation), of.table_value(annotation)
         if listed is not None:
-            return self._list(value, *listed, place) if isinstance(value, list | tuple | set) else _MISSING
+            return self._list(value, *listed, place) if isinstance(value, list | tuple | set) else MISSING
         if inner is not None:
             if not isinstance(value, Mapping):
-                return _MISSING
+                return MISSING
             return {key: self._value(entry, inner, inside(place, str(key))) for key, entry in value.items()}
         if of.is_path(annotation):
-            return (value if text_will_do else Path(value)) if isinstance(value, str) else _as_it_is(value, annotation)
+            return (value if text_will_do else Path(value)) if isinstance(value, str) else as_it_is(value, annotation)
         if of.is_function(annotation):
             described = (isinstance(value, str) and not text_will_do) or isinstance(value, Mapping)
-            return self.function(value, place) if described or callable(value) else _MISSING
+            return self.function(value, place) if described or callable(value) else MISSING
         base = of.class_asked_for(annotation)
         if base is not None:
             named = isinstance(value, str) and (not text_will_do or kind_of_base(base) is not None)
-            return self.class_(value, base, place) if named or isinstance(value, type) else _MISSING
+            return self.class_(value, base, place) if named or isinstance(value, type) else MISSING
         return self._object(value, of.object_asked_for(annotation), place, text_will_do=text_will_do)
 
     def _object(self, value: Any, expected: type | None, place: str, *, text_will_do: bool) -> Any:
         if isinstance(value, Mapping) or (isinstance(value, str) and not text_will_do):
             return self.make(value, place, expected=expected)
-        return _MISSING if expected is None else _as_it_is(value, expected)
+        return MISSING if expected is None else as_it_is(value, expected)
 
     def _list(self, value: Any, container: type, item: Any, place: str) -> Any:
         items = list(value)
@@ -277,44 +280,3 @@ class Maker:
         if isinstance(value, list):
             return [self._anything(entry, inside(place, index)) for index, entry in enumerate(value)]
         return value
-
-
-def _is_meant_as_text(value: Any, annotation: Any, texts: list[Any]) -> bool:
-    """True if a text is no name of an object or class: where text will do, and where it looks like none."""
-    if str in texts or of.is_path(annotation) or set(texts) <= {type(None)}:
-        return str in texts
-    asked = of.class_asked_for(annotation) or of.object_asked_for(annotation)
-    return not is_reference(value) and (asked is None or kind_of_base(asked) is None)
-
-
-def _parsed(value: FromText, options: list[Any]) -> Any:
-    """Parse what was typed as a list or table, where the option takes one; the rest is up to its type."""
-    composite = any(of.list_item(one) is not None or not (of.is_text(one) or of.is_path(one)) for one in options)
-    found = parse(value) if composite else value
-    return found if isinstance(found, list | dict) else value
-
-
-def missing_type(table: Mapping[str, Any]) -> str:
-    """Return a hint if a key of ``table`` looks like a misspelt ``type``."""
-    near = [str(key) for key in table if did_you_mean(str(key), ["type"])]
-    return f" (is {near[0]!r} it, misspelt?)" if near else ""
-
-
-def _as_it_is(value: Any, expected: Any) -> Any:
-    """Objects reach a list of hooks in Python as they are."""
-    return value if isinstance(expected, type) and isinstance(value, expected) else _MISSING
-
-
-def _is_callable(target: Any) -> bool:
-    """True for what is called to make an object: a class or a function (and not an object that can be called, too)."""
-    return isinstance(target, type | functools.partial) or inspect.isroutine(target)
-
-
-def _alone(target: Any, options: Mapping[str, Any], place: str) -> Any:
-    if options:
-        raise wrong(place, f"{target!r} is an object, which takes no options ({', '.join(options)})")
-    return target
-
-
-def _an(cls: type) -> str:
-    return f"a{'n' * (cls.__name__[0] in 'AEIOU')} {cls.__name__}"

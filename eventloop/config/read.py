@@ -12,6 +12,8 @@ from eventloop.config.places import wrong
 from eventloop.config.values import kind_of
 from eventloop.errors import ConfigurationError
 
+SUFFIXES = (".toml", ".yaml", ".yml", ".json")
+
 # YAML 1.2's floats. PyYAML reads YAML 1.1, which takes 1e-3, the way everybody writes a learning rate, for text.
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+")
 
@@ -22,7 +24,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         ConfigurationError: no such file, another suffix, a mistake in its syntax (with line and column), or no table.
     """
-    readers = {".toml": _toml, ".yaml": _yaml, ".yml": _yaml, ".json": _json}
+    readers = dict(zip(SUFFIXES, (_toml, _yaml, _yaml, _json), strict=True))
     reader = readers.get(path.suffix.lower())
     if reader is None:
         hint = "; a Python file is a program: run it with python" if path.suffix == ".py" else ""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from eventloop.bus import Bus
 from eventloop.config import (
@@ -25,7 +26,10 @@ from eventloop.config import (
     wrong,
 )
 from eventloop.errors import ConfigurationError
+from eventloop.training.arguments import device_of
 from eventloop.training.loop import TrainLoop
+from eventloop.training.processes import is_parallel, own_device, shared
+from eventloop.training.ranks import world_size
 from eventloop.training.rng import seed_everything
 
 STAGES = ("train", "val", "test")
@@ -33,6 +37,7 @@ _STEPS = ("step", "val_step", "test_step")
 _PARTS = (
     "imports",
     "model",
+    "wrap",
     "optimizer",
     "data",
     *_STEPS,
@@ -58,6 +63,8 @@ class Setup:
     ====================================  =====================================================================
     ``imports``                           modules that ``module:attribute`` may name; they are imported first
     ``model``, ``optimizer``              one, or a table of several by name
+    ``wrap``                              under ``torchrun``: what the model is given to, such as a function that shards it;
+                                          ``DistributedDataParallel`` by default, ``false`` for nothing
     ``data``                              ``train``, ``val``, ``test``
     ``step``, ``val_step``, ``test_step``  functions of ``(model, batch)``
     ``metrics``                           by name
@@ -67,7 +74,8 @@ class Setup:
     ====================================  =====================================================================
 
     Each is ``module:attribute``, which is called without arguments, or a table with it as ``type`` and its arguments
-    beside it; functions with arguments have them filled in. The optimizer's ``params`` are the model's parameters.
+    beside it; functions with arguments have them filled in. The optimizer's ``params`` are the model's parameters. In a
+    process group, each process gets its share of the data; see :func:`eventloop.training.processes.shared`.
 
     Args:
         config: what was read.
@@ -112,7 +120,9 @@ class Setup:
         """
         if isinstance(seed := self.loop.get("seed"), int):
             seed_everything(seed)  # the weights are drawn now, and not when the run begins
-        model = self._one_or_several("model", torch.nn.Module)
+        if "device" in self.loop:
+            self.loop["device"] = own_device(self.loop["device"])
+        model = self._made_parallel(self._one_or_several("model", torch.nn.Module))
         optimizer = self._make_optimizer(model)
         data = self._data()
         metrics = _table(self._config.get("metrics") or {}, "metrics")
@@ -142,6 +152,23 @@ class Setup:
             return self._maker.make(value, part, expected=expected)
         return {name: self._maker.make(one, inside(part, name), expected=expected) for name, one in value.items()}
 
+    def _made_parallel(self, model: Any) -> Any:
+        if isinstance(model, Mapping):
+            return {name: self._made_parallel(one) for name, one in model.items()}
+        wrap = self._config.get("wrap")
+        if isinstance(wrap, str | Mapping):
+            self._maker.named(wrap, "wrap")  # a mistake shows in one process, too
+        if wrap is False or world_size() == 1 or is_parallel(model):
+            return model
+        if (device := self.loop.get("device")) is not None:
+            model.to(device_of(device, {}))  # where it trains, before its parameters are known to anybody else
+        if wrap is None:
+            return DistributedDataParallel(model)
+        wrapped = self._maker.make(wrap, "wrap", given={"module": model, "model": model})
+        if not isinstance(wrapped, torch.nn.Module | None):
+            raise wrong("wrap", f"expected a Module, or a function that changes the one it gets, got {wrapped!r}")
+        return model if wrapped is None else wrapped
+
     def _make_optimizer(self, model: Any) -> Any:
         value = self._config["optimizer"]
         if not _is_several(value):
@@ -165,6 +192,7 @@ class Setup:
             if value is not None:
                 made[f"{stage}_data"] = batches = self._maker.make(value, inside("data", stage))
                 _check_batches(batches, inside("data", stage))
+                made[f"{stage}_data"] = shared(batches, inside("data", stage), seed=self.loop.get("seed") or 0)
         return made
 
     def _step(self, name: str) -> Callable[..., Any]:

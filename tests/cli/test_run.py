@@ -211,7 +211,7 @@ def test_hooks_lists_every_registered_hook_with_options_types_defaults_and_mount
     assert re.search(r"momentum +float +0\.0002", printed)
     assert re.search(r"monitor +str +required", printed)
     assert re.search(r"'greater' \| 'less' \| None +None", printed)
-    assert "priority 90 VERY_LOW, at before_run, before_train" in printed
+    assert "priority 90 VERY_LOW, at before_train, after_train_iter, after_train_epoch" in printed
 
 
 def test_hooks_of_a_users_module_are_listed_with_it(project, capsys, monkeypatch, here):
@@ -242,3 +242,68 @@ def test_events_of_a_users_module_are_listed_apart(project, capsys, monkeypatch,
     before, _, after = capsys.readouterr().out.partition("Declared by hooks and by modules of yours")
     assert "densified_for_tests" not in before
     assert re.search(r"densified_for_tests +publishes +points: int", after)
+
+
+# ------------------------------------------------------------------------------------------------------------- resuming
+
+
+@pytest.fixture
+def trained(here, project, capsys):
+    """Two runs of one epoch, of four iterations."""
+    for _ in range(2):
+        main(["run", project])
+    capsys.readouterr()
+    return project
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--resume", "runs/mine", "loop.max_epochs=3"],
+        ["loop.max_epochs=3", "--resume", "runs/mine"],
+        ["--resume=runs/mine", "loop.max_epochs=3"],
+        ["--resume", "loop.max_epochs=3", "loop.work_dir=runs/mine"],
+        ["loop.work_dir=runs/mine", "--resume", "loop.max_epochs=3"],
+    ],
+)
+def test_resume_goes_on_in_the_run_that_is_named(here, trained, capsys, arguments):
+    assert main(["run", trained, *arguments]) == 0
+    assert "12 iterations" in capsys.readouterr().out
+    assert (here / "runs/mine/last_checkpoint").read_text() == "epoch_3.safetensors"
+    assert (here / "runs/mine-2/last_checkpoint").read_text() == "epoch_1.safetensors"
+
+
+@pytest.mark.parametrize("arguments", [["--resume", "configs/mine.toml"], ["--resume", "auto", "configs/mine.toml"]])
+def test_resume_may_stand_before_the_configuration(here, trained, capsys, arguments):
+    assert main(["run", *arguments, "loop.max_epochs=2"]) == 0
+    assert (here / "runs/mine-2/last_checkpoint").read_text() == "epoch_2.safetensors"
+
+
+def test_resume_from_a_checkpoint_goes_on_in_a_new_folder(here, trained, capsys):
+    assert main(["run", trained, "--resume", "runs/mine/epoch_1.safetensors", "loop.max_epochs=2"]) == 0
+    assert "8 iterations" in capsys.readouterr().out
+    assert {path.name for path in (here / "runs/mine-3").glob("*.safetensors")} == {"epoch_2.safetensors"}
+    assert {path.name for path in (here / "runs/mine").glob("*.safetensors")} == {"epoch_1.safetensors"}
+
+
+def test_resume_from_a_checkpoint_in_a_store(here, trained, capsys):
+    fsspec = pytest.importorskip("fsspec")
+    fsspec.filesystem("memory").pipe("/epoch_1.safetensors", (here / "runs/mine/epoch_1.safetensors").read_bytes())
+    assert main(["run", trained, "--resume", "memory://epoch_1.safetensors", "loop.max_epochs=2"]) == 0
+    assert "8 iterations" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("resume", "message"),
+    [
+        (
+            "runs/mime",
+            "--resume runs/mime: no such file or folder; without a name, --resume goes on in the newest run in runs/",
+        ),
+        ("configs", "there is nothing to resume in configs: no last_checkpoint; leave --resume out"),
+        ("configs/user_parts_for_tests.py", "configs/user_parts_for_tests.py is no checkpoint"),
+    ],
+)
+def test_a_mistake_in_what_to_resume_is_told_before_there_is_a_folder(here, trained, capsys, resume, message):
+    assert message in said(capsys, "run", trained, "--resume", resume)
+    assert {path.name for path in (here / "runs").iterdir()} == {"mine", "mine-2"}

@@ -167,7 +167,6 @@ def test_imixs_hooks_are_accepted_with_the_options_that_they_have_there():
     assert (type(optimizer), type(anomaly), type(profiler)) == (OptimizerHook, AutogradAnomalyDetectHook, AutogradProfilerHook)
     assert (type(timer), timer.warmup_iter) == (IterTimerHook, 3)
     assert (type(checkpoint), checkpoint.interval, checkpoint.by_epoch) == (CheckpointHook, 1, True)
-    assert checkpoint._files._keep == 2
     assert (type(evaluation), evaluation.period, evaluation._function) == (EvaluateHook, 500, evaluate)
     assert type(logger) is LoggerHook
     console, lines, board = writers(logger)
@@ -257,6 +256,7 @@ def test_an_option_without_an_equivalent_may_say_what_is_done_anyway(entry):
             "hooks[0].eval_period: eval_period of iMIX's EvaluateHook is period here, which is given, too",
         ),
         (dict(type="EvaluateHook", eval_period="x", function=evaluate), "hooks[0].period: expected int, got str 'x'"),
+        (dict(type="CheckPointHook", max_num_checkpoints="x"), "hooks[0].max_keep_ckpts: expected int, got str 'x'"),
         (
             dict(type="ParamSchedulerHook", by="iter"),
             "hooks[0] (ParamSchedulerHook): by='iter', monitor=None: give the scheduler that this is about, too",
