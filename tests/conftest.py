@@ -1,9 +1,12 @@
+import gc
+import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import structlog
+import torch
 from blockbuster import blockbuster_ctx
 
 from eventloop import Event, events
@@ -69,3 +72,53 @@ def in_our_code():
         return "eventloop" in name or "tests" in name or name.startswith("<trainbus")
 
     return look
+
+
+class CtrlC:
+    """KeyboardInterrupts at arbitrary instructions of what is called through this."""
+
+    def __init__(self, in_our_code):
+        self.strikes = 0
+        self._in_our_code = in_our_code
+        self._armed = False
+
+    def strike(self, number, frame):
+        if self._armed and self._in_our_code(frame):
+            raise KeyboardInterrupt
+
+    def every(self, seconds):
+        """Strike again and again; with 0 no more."""
+        signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+
+    def once(self, seconds):
+        """Strike after ``seconds``."""
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def publish(self, bus, event):
+        self.call(bus.publish, event)
+
+    def call(self, function, *arguments):
+        """Return what it returns; None if it was struck."""
+        try:
+            self._armed = True
+            result = function(*arguments)
+            self._armed = False
+        except KeyboardInterrupt:
+            self._armed = False
+            self.strikes += 1
+            return None
+        return result
+
+
+@pytest.fixture
+def ctrl_c(in_our_code):
+    if not hasattr(signal, "setitimer"):
+        pytest.skip("no interval timer")
+    ctrl_c = CtrlC(in_our_code)
+    previous = signal.signal(signal.SIGALRM, ctrl_c.strike)
+    gc.disable()  # what is raised in a callback of the garbage collector (hypothesis has one) is reported as unraisable
+    yield ctrl_c
+    ctrl_c.every(0)
+    signal.signal(signal.SIGALRM, previous)
+    gc.enable()
+    torch.set_grad_enabled(True)  # Ctrl-C in torch's own no_grad() leaves it off

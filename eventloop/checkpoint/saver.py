@@ -55,14 +55,20 @@ class AsyncSaver:
         self._busy = busy
         self._buffer = StageBuffer()
         self._turns: Turns[_Job] = Turns()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        # Wakes the thread; in C, so that Ctrl-C leaves it whole.
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._failures: list[BaseException] = []
         self._closed = False
         self._process = os.getpid()
         self._overlap = Overlap(optimizers) if optimizers else None
         self._thread = threading.Thread(target=self._write_all, name="trainbus-saver", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
+        try:
+            self._thread.start()
+            atexit.register(self.close)
+        except BaseException:
+            self._closed = True
+            self._bell.put(None)  # after Ctrl-C the thread may run all the same, and nobody else will end it
+            raise
 
     def save(self, tree: object, path: str | os.PathLike[str] | Place) -> Future[CommitInfo]:
         """Copy ``tree`` and have it written to ``path``, a file or a URL; its directory must exist.
@@ -81,15 +87,14 @@ class AsyncSaver:
         if self._busy == "wait":
             self.wait()
         elif self._busy == "skip" and self._turns.busy:
+            self._bell.put(None)  # see _finish
             future.cancel()
+            future.set_running_or_notify_cancel()  # else concurrent.futures.wait() would wait for it
             return future
-        replaced = self._turns.take_back()
-        if replaced is not None:
-            replaced.staged.release()  # first, so that its memory can be used again
-            replaced.future.cancel()
+        self._give_up_waiting()
         job = _Job(stage(tree, self._buffer, overlap=self._overlap), place, future)
-        self._turns.enter(job)
-        self._jobs.put(job)
+        self._turns.enter(job)  # from here on it is written, or replaced, whatever strikes
+        self._bell.put(None)
         return future
 
     def wait(self) -> None:
@@ -99,24 +104,24 @@ class AsyncSaver:
             CheckpointError: a save failed.
         """
         if self._process == os.getpid():
-            self._turns.wait()
+            self._finish()
             self._raise_failures()
 
     def close(self) -> None:
-        """Write what is unwritten, and end. Again is fine.
+        """Write what is unwritten, and end. Again is fine, and goes on where Ctrl-C has cut it short.
 
         Raises:
             CheckpointError: a save failed.
         """
-        if self._closed or self._process != os.getpid():
+        if self._process != os.getpid():
             return
         self._closed = True
-        atexit.unregister(self.close)
-        self._jobs.put(None)
-        self._thread.join()
+        self._finish()
+        self._thread.join()  # for tidiness: nothing is left to be written, should Ctrl-C have it return too soon
         if self._overlap is not None:
             self._overlap.close()
         self._buffer.clear()
+        atexit.unregister(self.close)
         self._raise_failures()
 
     def __enter__(self) -> Self:
@@ -130,16 +135,31 @@ class AsyncSaver:
                 raise
             error.add_note(f"and a checkpoint could not be written: {failure}")
 
+    def _finish(self) -> None:
+        self._bell.put(None)  # Ctrl-C may have struck in save, when the job was there and nobody was told yet
+        self._turns.wait()
+
+    def _give_up_waiting(self) -> None:
+        """Make room for another job in the place of the one that waits, if one does."""
+        waiting = self._turns.waiting
+        if waiting is not None and waiting.future.cancel():  # first of all: whoever waits for it must hear of it
+            waiting.staged.release()  # so that its memory can be used again
+            if self._turns.take_back() is not None:  # else the thread has it, and sees that it is cancelled
+                waiting.future.set_running_or_notify_cancel()
+
     def _write_all(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if self._turns.begin(job):
+        while True:
+            self._bell.get()
+            while (job := self._turns.begin_next()) is not None:
                 try:
                     self._write(job)
                 finally:
-                    self._turns.end()
+                    self._turns.end(job)
+            if self._closed:
+                return
 
     def _write(self, job: _Job) -> None:
-        if not job.future.set_running_or_notify_cancel():  # the caller has cancelled it
+        if not job.future.set_running_or_notify_cancel():  # replaced, or the caller has cancelled it
             job.staged.release()
             return
         try:
@@ -158,8 +178,11 @@ class AsyncSaver:
             raise CheckpointError("this AsyncSaver is closed; make a new one")
 
     def _raise_failures(self) -> None:
-        failures, self._failures = self._failures, []
-        for other in failures[1:]:
-            failures[0].add_note(f"and another one: {other}")
-        if failures:
-            raise failures[0]
+        if not self._failures:
+            return
+        first, *others = self._failures
+        for other in others:
+            first.add_note(f"and another one: {other}")
+        told = 1 + len(others)
+        self._failures = self._failures[told:]  # right before it is raised: no Ctrl-C can come in between
+        raise first

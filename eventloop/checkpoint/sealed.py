@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from collections.abc import Iterator
 from typing import Final
@@ -40,26 +41,26 @@ def _write_pieces(descriptor: int, pieces: Pieces, *, alone: bool) -> bytes:
         return _digest(pieces)
     # The digest is made while the disk works, which takes nothing but time: beside the writing it would be one more busy
     # thread, and on few cores the training pays for that. Measured on 800 MB: 0.8 times the seconds of that, too.
-    failures: list[OSError] = []
-    thread = threading.Thread(target=_sync_beside, args=(descriptor, failures), name="trainbus-sync", daemon=True)
+    # It is the digest that has a thread, not the sync: after Ctrl-C, or where the sync fails, nobody has to wait for it.
+    made: queue.SimpleQueue[bytes | BaseException] = queue.SimpleQueue()
+    thread = threading.Thread(target=_digest_beside, args=(pieces, made), name="trainbus-digest", daemon=True)
     try:
         thread.start()
     except RuntimeError:  # the interpreter is shutting down, and the last checkpoint matters most
         return _digest(pieces)
-    try:
-        return _digest(pieces)
-    finally:
-        thread.join()
-        if failures:  # told once by the system: a later sync of this file might well succeed
-            raise failures[0]
+    # Of the data so far; the caller syncs the rest, once the file is complete.
+    (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)
+    digest = made.get()
+    if isinstance(digest, BaseException):
+        raise digest
+    return digest
 
 
-def _sync_beside(descriptor: int, failures: list[OSError]) -> None:
+def _digest_beside(pieces: Pieces, made: queue.SimpleQueue[bytes | BaseException]) -> None:
     try:
-        # Of the data so far; the caller syncs the rest, once the file is complete.
-        (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)
-    except OSError as error:
-        failures.append(error)
+        made.put(_digest(pieces))
+    except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+        made.put(error)
 
 
 def _write(descriptor: int, pieces: Pieces) -> None:

@@ -128,14 +128,16 @@ class SavePoints:
         paths = list(dict.fromkeys(request.path for request in requests))
         if held:
             job = SaveJob(paths, progress, wanted.on_error, source=self._written[2] if self._written else None)
-            self._turns.enter_for_good()
+            enter = self._turns.enter_for_good
         elif wanted.busy == "skip" and busy:
             self._tell_skipped(SaveJob(paths, progress, wanted.on_error, given_up="another checkpoint is being written"))
             return
         else:
             job = self._stage(paths, progress, wanted, at_once=at_once)
+            enter = self._turns.enter
             self._written = (iteration, wanted, job)
         try:
+            enter(job)
             publish(CheckpointStaged, path=str(paths[0]), job=job)
         except BaseException:
             self._call_off(job)  # nobody has it, so nobody would ever say so
@@ -154,14 +156,12 @@ class SavePoints:
         parts: Parts | None = None
         if self._shards is not None:
             state, parts = self._shards(state, paths[0])
-        job = SaveJob(paths, progress, wanted.on_error, staged=stage(state, self._buffer, overlap=overlap), parts=parts)
-        self._turns.enter(job)
-        return job
+        return SaveJob(paths, progress, wanted.on_error, staged=stage(state, self._buffer, overlap=overlap), parts=parts)
 
     def _call_off(self, job: SaveJob) -> None:
-        _release(job)
-        if job.staged is None or self._turns.begin(job):
-            self._turns.end()
+        if job.staged is None or self._turns.begin(job):  # else it is being written: Ctrl-C came after the lane had taken it
+            _release(job)
+            self._turns.end(job)
             self._written = None
 
     def wait(self) -> None:
@@ -202,7 +202,7 @@ class SavePoints:
             if job.on_error == "raise":
                 raise
         finally:
-            self._turns.end()
+            self._turns.end(job)
 
     def _commit(self, job: SaveJob, done: list[Place]) -> None:
         """Write or link every name, noting those that are durable in ``done``, and tell of them all the same if one fails."""

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import wait
 
 import pytest
 import torch
@@ -75,6 +77,7 @@ def test_skip_leaves_out_what_comes_while_another_is_written(disk, tmp_path):
         first = saver.save(tree(0), tmp_path / "0")
         second = saver.save(tree(1), tmp_path / "1")
         assert second.cancelled()
+        assert wait([second], 5).not_done == set()  # which wants to be told
         disk.go.set()
         first.result(30)
         saver.wait()
@@ -89,6 +92,7 @@ def test_replace_replaces_the_one_that_waits_and_never_the_one_being_written(dis
         futures += [saver.save(tree(number), tmp_path / f"{number}") for number in range(1, 5)]
         assert [future.cancelled() for future in futures] == [False, True, True, True, False]
         assert saver._buffer.bytes == 8000  # twice the tree, however many were replaced
+        assert wait(futures[1:4], 5).not_done == set()
         disk.go.set()
     assert saved(tmp_path) == {"0": 0, "4": 4}
 
@@ -148,7 +152,15 @@ def test_an_unknown_policy_is_an_error_that_names_the_others():
         AsyncSaver(busy="drop")
 
 
-def test_with_overlap_an_optimizer_that_the_caller_steps_waits_for_the_copy(tmp_path):
+def test_with_overlap_an_optimizer_that_the_caller_steps_waits_for_the_copy(tmp_path, monkeypatch):
+    copy = torch._foreach_copy_
+
+    def late(*args, **options):
+        if threading.current_thread().name.startswith("trainbus-stage"):
+            time.sleep(0.01)  # the caller has long come to its step
+        return copy(*args, **options)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", late)
     weight = torch.nn.Parameter(torch.zeros(300_000))
     optimizer = torch.optim.SGD([weight], lr=1.0, maximize=True)
     with AsyncSaver(overlap=[optimizer]) as saver:

@@ -1,10 +1,7 @@
-import gc
 import multiprocessing
-import signal
 import threading
 
 import pytest
-import torch
 
 from eventloop.offload import process
 
@@ -27,47 +24,3 @@ def no_worker_is_left():
     for thread in set(threading.enumerate()) - before:
         thread.join(5)
         assert not thread.is_alive(), thread
-
-
-class CtrlC:
-    """KeyboardInterrupts at arbitrary instructions of whoever publishes through this."""
-
-    def __init__(self, in_our_code):
-        self.strikes = 0
-        self._in_our_code = in_our_code
-        self._armed = False
-
-    def strike(self, number, frame):
-        if self._armed and self._in_our_code(frame):
-            raise KeyboardInterrupt
-
-    def every(self, seconds):
-        """Strike again and again; with 0 no more."""
-        signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
-
-    def once(self, seconds):
-        """Strike after ``seconds``."""
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-
-    def publish(self, bus, event):
-        try:
-            self._armed = True
-            bus.publish(event)
-            self._armed = False
-        except KeyboardInterrupt:
-            self._armed = False
-            self.strikes += 1
-
-
-@pytest.fixture
-def ctrl_c(in_our_code):
-    if not hasattr(signal, "setitimer"):
-        pytest.skip("no interval timer")
-    ctrl_c = CtrlC(in_our_code)
-    previous = signal.signal(signal.SIGALRM, ctrl_c.strike)
-    gc.disable()  # what is raised in a callback of the garbage collector (hypothesis has one) is reported as unraisable
-    yield ctrl_c
-    ctrl_c.every(0)
-    signal.signal(signal.SIGALRM, previous)
-    gc.enable()
-    torch.set_grad_enabled(True)  # Ctrl-C in torch's own no_grad() leaves it off

@@ -7,8 +7,10 @@ import threading
 import pytest
 import torch
 
-from eventloop import Bus, CheckpointError, CheckpointValueError, ConfigurationError, Run, Update
-from eventloop.checkpoint import load
+from eventloop import Bus, CheckpointError, CheckpointValueError, ConfigurationError, Progress, Run, Update
+from eventloop.checkpoint import Turns, load, write
+from eventloop.training.save_request import SaveRequest
+from eventloop.training.savepoint import SavePoints
 
 
 def test_a_save_holds_what_the_last_subscriber_of_the_mount_point_left(parts, bus, tmp_path):
@@ -132,3 +134,57 @@ def test_a_run_on_a_bus_that_stays_open_ends_with_its_last_checkpoint_on_disk(tm
         with Run(bus, model=torch.nn.Linear(2, 2), work_dir=tmp_path) as run:
             run.request_save("again.safetensors")
         assert (tmp_path / "last_checkpoint").read_text() == "again.safetensors"
+
+
+def test_an_interrupt_after_the_lane_has_taken_a_save_leaves_it_its_memory(bus, tmp_path, monkeypatch):
+    taken, go = threading.Event(), threading.Event()
+
+    def held(*arguments):
+        taken.set()
+        assert go.wait(30)
+        return write(*arguments)
+
+    monkeypatch.setattr("eventloop.training.save_files.write", held)
+    weight = torch.ones(1000)
+    points = SavePoints(bus, lambda request: {"w": weight})
+
+    def publish(event, **payload):
+        bus.publish(event(progress=Progress(), **payload))
+        assert taken.wait(30)
+        raise KeyboardInterrupt
+
+    with bus:
+        points.request(SaveRequest(tmp_path / "a.safetensors"))
+        with pytest.raises(KeyboardInterrupt):
+            points.save(1, publish, Progress())
+        points.check()  # copies what has changed meanwhile into free memory
+        weight.zero_()
+        points.check()
+        go.set()
+        points.wait()
+    assert torch.equal(load(tmp_path / "a.safetensors")["w"], torch.ones(1000))
+
+
+def test_an_interrupt_before_the_lane_has_a_save_leaves_nobody_waiting(bus, tmp_path, monkeypatch):
+    points = SavePoints(bus, lambda request: {"w": 1})
+    real = Turns.enter
+
+    def interrupt(turns, job):
+        monkeypatch.undo()
+        real(turns, job)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Turns, "enter", interrupt)
+
+    def publish(event, **payload):
+        bus.publish(event(progress=Progress(), **payload))
+
+    with bus:
+        for name in ("a", "b"):
+            points.request(SaveRequest(tmp_path / name))
+            if name == "a":
+                with pytest.raises(KeyboardInterrupt):
+                    points.save(1, publish, Progress())
+            else:
+                points.save(2, publish, Progress())
+    assert [path.name for path in tmp_path.iterdir() if path.name != "last_checkpoint"] == ["b"]

@@ -1,0 +1,204 @@
+"""Ctrl-C anywhere in AsyncSaver's calls and in a plain save: nothing hangs, no file is damaged, what was taken is written."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import random
+import sys
+import threading
+
+import pytest
+import torch
+
+from eventloop.checkpoint import AsyncSaver, load, save, saver, sealed
+from eventloop.checkpoint.turns import Turns
+
+STRIKES = 1500
+
+
+@pytest.fixture
+def no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive(), thread
+
+
+def tree(number):
+    return {"w": torch.full((100,), float(number)), "n": number}
+
+
+def number_of(path):
+    found = load(path)
+    assert (found["w"] == found["n"]).all()
+    return found["n"]
+
+
+@pytest.mark.parametrize("busy", ["wait", "skip", "replace"])
+def test_thousands_of_interrupts_of_saves_cost_no_file_and_hang_nothing(busy, tmp_path, ctrl_c, no_thread_is_left):
+    delays = random.Random(5)
+    futures = {}
+    with AsyncSaver(busy=busy) as saver:
+        for number in itertools.count():
+            if ctrl_c.strikes >= STRIKES:
+                break
+            ctrl_c.once(delays.uniform(2e-6, 400e-6))
+            call = saver.wait if number % 7 == 3 else lambda n=number: saver.save(tree(n), tmp_path / f"{n % 40}")
+            futures[number] = ctrl_c.call(call)
+        ctrl_c.every(0)
+        saver.wait()
+        told = {number: future for number, future in futures.items() if future is not None}
+        assert all(future.done() for future in told.values())
+        written = {number % 40: number for number, future in sorted(told.items()) if not future.cancelled()}
+        assert written
+        saver.save(tree(-1), tmp_path / "last").result(30)
+        assert saver._buffer.bytes <= 3 * 400  # one is written, one waits, one is copied: no memory is lost
+    for name, number in written.items():
+        assert number_of(tmp_path / f"{name}") >= number
+    assert number_of(tmp_path / "last") == -1
+    for path in tmp_path.iterdir():
+        number_of(path)
+
+
+def lines_of(module, functions):
+    """Where the n-th line of a module's functions (from 0) is reached, Ctrl-C strikes; tells whether there were as many."""
+
+    def strike(at, call):
+        lines = 0
+
+        def trace(frame, event, _):
+            nonlocal lines
+            if event == "line" and frame.f_code.co_name in functions and frame.f_code.co_filename == module.__file__:
+                lines += 1
+                if lines > at:
+                    raise KeyboardInterrupt  # which ends the tracing
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            call()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    return strike
+
+
+def test_an_interrupt_at_any_line_of_a_save_leaves_a_saver_that_goes_on(tmp_path, no_thread_is_left):
+    strike = lines_of(saver, {"save", "wait", "_finish", "_give_up_waiting", "_check_usable", "_raise_failures"})
+    for busy in ("wait", "skip", "replace"):
+        for at in itertools.count():
+            with AsyncSaver(busy=busy) as one:
+                one.save(tree(1), tmp_path / "a")
+                struck = strike(at, lambda one=one: one.save(tree(2), tmp_path / "b"))
+                one.wait()
+                one.save(tree(3), tmp_path / "c").result(30)
+            assert [number_of(tmp_path / name) for name in "ac"] == [1, 3]
+            if not struck:
+                break
+        assert at > 10
+
+
+def test_an_interrupt_at_any_line_of_closing_is_made_up_for_by_closing_again(tmp_path, no_thread_is_left):
+    strike = lines_of(saver, {"close", "_finish", "_raise_failures"})
+    for at in itertools.count():
+        one = AsyncSaver()
+        one.save(tree(at), tmp_path / "a")
+        struck = strike(at, one.close)
+        one.close()
+        assert number_of(tmp_path / "a") == at
+        assert one._buffer.bytes == 0
+        if not struck:
+            break
+    assert at > 8
+
+
+def test_an_interrupt_while_a_saver_waits_for_its_last_file_loses_nothing(tmp_path, monkeypatch, ctrl_c, no_thread_is_left):
+    go, fsync = threading.Event(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: go.wait(30) and fsync(descriptor))
+    one = AsyncSaver()
+    one.save(tree(1), tmp_path / "a")
+    for call in (one.wait, one.close, one.close):
+        ctrl_c.once(0.02)
+        ctrl_c.call(call)
+    assert ctrl_c.strikes == 3
+    go.set()
+    one.close()
+    assert number_of(tmp_path / "a") == 1
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_an_interrupt_while_a_saver_starts_its_thread_leaves_none(after, monkeypatch, no_thread_is_left):
+    real = threading.Thread.start
+
+    def start(thread):
+        monkeypatch.undo()
+        if after:  # as if it struck while start() waits for the thread, which runs
+            real(thread)
+        raise KeyboardInterrupt
+
+    registered = atexit._ncallbacks()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        AsyncSaver()
+    assert atexit._ncallbacks() == registered
+
+
+@pytest.mark.skipif(not hasattr(os, "fdatasync"), reason="no fdatasync")
+@pytest.mark.parametrize("place", ["start", "started", "sync", "rename"])
+def test_an_interrupt_of_a_plain_save_leaves_the_file_that_was_there(place, tmp_path, monkeypatch, no_thread_is_left):
+    monkeypatch.setattr(sealed, "_ALONE", 0)
+    path = tmp_path / "a"
+    save(tree(1), path)
+    real = threading.Thread.start
+
+    def interrupt(*arguments):
+        if place == "started":
+            real(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if place == "sync":
+            patch.setattr(os, "fdatasync", interrupt)
+        elif place == "rename":
+            patch.setattr(os, "replace", interrupt)
+        else:
+            patch.setattr(threading.Thread, "start", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            save(tree(2), path)
+    assert number_of(path) == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+    save(tree(3), path)
+    assert number_of(path) == 3
+
+
+def test_thousands_of_interrupts_find_a_turn_taken_or_not_and_nothing_in_between(ctrl_c):
+    delays = random.Random(7)
+    turns: Turns[object] = Turns()
+
+    def work():
+        while True:
+            turns.enter(one := object())
+            turns.take_back()
+            turns.enter_for_good(two := object())
+            turns.enter(one)
+            turns.begin(one)
+            turns.end(one)
+            turns.end(two)
+            turns.wait()
+
+    while ctrl_c.strikes < STRIKES:
+        ctrl_c.every(delays.uniform(10e-6, 100e-6))  # again and again: one that comes too early strikes nothing
+        ctrl_c.call(work)
+        ctrl_c.every(0)
+        assert turns.busy or turns.waiting is None
+        turns.take_back()
+        for job in turns._under_way:
+            turns.end(job)
+        turns.wait()
