@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
 
+from eventloop.checkpoint.load import inspect
 from eventloop.checkpoint.plain import weights_only, write_pth, write_safetensors
 from eventloop.checkpoint.shards import load_whole
+from eventloop.checkpoint.store import Place, place_of, store_of
 from eventloop.checkpoint.wrappers import without_wrappers
 from eventloop.errors import CheckpointError
 
@@ -19,7 +22,7 @@ WEIGHTS: Final = "state_dict"
 RAW: Final = "ema_state_dict"
 """Where it has the weights that were not averaged, if ``"state_dict"`` has the averaged ones."""
 
-_Path = str | os.PathLike[str]
+_Path = str | os.PathLike[str] | Place
 _PTH: Final = (".pth", ".pt")
 _SAFETENSORS: Final = ".safetensors"
 
@@ -31,8 +34,8 @@ def export_tree(path: _Path, out: _Path) -> None:
     its name.
 
     Args:
-        path: a checkpoint. It is verified.
-        out: the new file, ``.pth`` or ``.pt``.
+        path: a checkpoint, or its URL. It is verified.
+        out: the new file, ``.pth`` or ``.pt``, or a URL.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
@@ -40,17 +43,18 @@ def export_tree(path: _Path, out: _Path) -> None:
         CheckpointValueError: it holds what such a file cannot, with its path.
         CheckpointError: ``out`` has another suffix, or cannot be written.
     """
-    out = _checked_out(out, _PTH)
-    write_pth(weights_only(load_whole(path)), out, Path(path).stat().st_size)
+    place = _checked_out(out, _PTH)
+    tree, size = weights_only(load_whole(path)), inspect(path).bytes
+    _write(place, lambda file: write_pth(tree, file, size))
 
 
 def export_weights(path: _Path, out: _Path, *, raw: bool = False, strip: bool = False, model: str | None = None) -> None:
     """Write the weights in a checkpoint, a plain ``state_dict``, as ``.pth`` or plain ``.safetensors``.
 
     Args:
-        path: a checkpoint. It is verified.
-        out: the new file; its suffix (``.pth``, ``.pt`` or ``.safetensors``) decides. Tied weights stay tied in a ``.pth`` and
-            are written under each name in a ``.safetensors``.
+        path: a checkpoint, or its URL. It is verified.
+        out: the new file, or its URL; the suffix (``.pth``, ``.pt`` or ``.safetensors``) decides. Tied weights stay tied in a
+            ``.pth`` and are written under each name in a ``.safetensors``.
         raw: the weights that were trained, where the checkpoint's ``state_dict`` has their averages.
         strip: leave ``module.`` and ``_orig_mod.``, the names of wrappers, out of the keys.
         model: the name of the model, where the checkpoint has several.
@@ -61,14 +65,15 @@ def export_weights(path: _Path, out: _Path, *, raw: bool = False, strip: bool = 
         CheckpointValueError: the weights hold what such a file cannot, with its path.
         CheckpointError: there are no such weights, ``out`` has another suffix, or cannot be written.
     """
-    out = _checked_out(out, (*_PTH, _SAFETENSORS))
+    place = _checked_out(out, (*_PTH, _SAFETENSORS))
     weights = _weights(load_whole(path), raw=raw, model=model)
     if strip:
         weights = strip_wrappers(weights)
-    if out.suffix == _SAFETENSORS:
-        write_safetensors(weights, out)
+    if place.suffix == _SAFETENSORS:
+        _write(place, lambda file: write_safetensors(weights, file))
     else:
-        write_pth(weights_only(weights), out, Path(path).stat().st_size)
+        plain, size = weights_only(weights), inspect(path).bytes
+        _write(place, lambda file: write_pth(plain, file, size))
 
 
 def strip_wrappers(weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,8 +122,18 @@ def _of_model(weights: Any, model: str | None) -> Mapping[str, Any]:
     raise CheckpointError(f"the checkpoint has no model {model!r} but {names}")
 
 
-def _checked_out(out: _Path, suffixes: tuple[str, ...]) -> Path:
-    out = Path(out)
-    if out.suffix not in suffixes:
+def _write(out: Place, write: Callable[[Path], None]) -> None:
+    if isinstance(out, Path):
+        write(out)
+        return
+    with TemporaryDirectory() as directory:
+        file = Path(directory) / out.name
+        write(file)
+        store_of(out).copy(file, out)
+
+
+def _checked_out(out: _Path, suffixes: tuple[str, ...]) -> Place:
+    place = place_of(out)
+    if place.suffix not in suffixes:
         raise CheckpointError(f"{out}: the name must end in {' or '.join(suffixes)}")
-    return out
+    return place

@@ -65,6 +65,10 @@ FOREIGN_NAMES: Final = {dtype: name for name, dtype in FOREIGN_DTYPES.items()}
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
+class NewerError(Exception):
+    """A file says that it needs a newer program than this; or a bit of it has flipped."""
+
+
 class Entry(msgspec.Struct, frozen=True):
     """One tensor of the header: its dtype by safetensors' name, its shape, and its bytes within the data."""
 
@@ -130,7 +134,8 @@ def parse(text: bytes, data_bytes: int) -> Header:
     """Read the JSON header and check all that it promises about the data.
 
     Raises:
-        CheckpointDamagedError: not ours, of a newer version, or in contradiction with itself or the file's size.
+        CheckpointDamagedError: not ours, or in contradiction with itself or the file's size.
+        NewerError: of a newer version.
     """
     try:
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
@@ -143,6 +148,13 @@ def parse(text: bytes, data_bytes: int) -> Header:
     return Header(version, entries, LENGTH_BYTES + len(text))
 
 
+def foreign_dtype(name: str) -> torch.dtype:
+    """Return a dtype of `FOREIGN_DTYPES`; raises NewerError where torch lacks it."""
+    if name not in FOREIGN_DTYPES:
+        raise NewerError(f"it holds a tensor of dtype {name[:60]!r}, which torch {torch.__version__} lacks; upgrade torch")
+    return FOREIGN_DTYPES[name]
+
+
 def _version(metadata: dict[str, str]) -> int:
     if metadata.get("format") != FORMAT:
         raise CheckpointDamagedError("no checkpoint of trainbus (its header does not say so)")
@@ -150,7 +162,7 @@ def _version(metadata: dict[str, str]) -> int:
     if not (text.isascii() and text.isdigit()) or metadata.get("digest") != "crc32":
         raise CheckpointDamagedError(f"the header names version {text!r} and digest {metadata.get('digest')!r}")
     if int(text[:9]) > VERSION:
-        raise CheckpointDamagedError(f"format version {text} is newer than {VERSION}; a newer trainbus reads it")
+        raise NewerError(f"it has format version {text}, this trainbus reads up to {VERSION}; upgrade trainbus")
     return int(text)
 
 

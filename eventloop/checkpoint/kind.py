@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import BinaryIO, Final, Literal
 
 import msgspec
 
 from eventloop.checkpoint.header import FORMAT, LENGTH_BYTES, METADATA, header_bytes
 from eventloop.checkpoint.pth import LEGACY, ZIP
+from eventloop.checkpoint.store import Place, place_of, store_of
 from eventloop.errors import CheckpointDamagedError
 
 Kind = Literal["checkpoint", "plain safetensors", "torch.save", "unknown"]
@@ -18,24 +18,26 @@ Kind = Literal["checkpoint", "plain safetensors", "torch.save", "unknown"]
 _FOREIGN_FORMATS: Final = frozenset({None, "pt", "np", "numpy", "tf", "flax", "mlx"})
 
 
-def file_kind(path: str | os.PathLike[str]) -> Kind:
+def file_kind(path: str | os.PathLike[str] | Place) -> Kind:
     """What a file is, by its beginning: a checkpoint, weights of another program, or a file of ``torch.save``.
 
     A damaged checkpoint is one, or unknown.
 
     Raises:
         OSError: the file cannot be read.
+        CheckpointError: its store does not answer.
     """
-    with Path(path).open("rb") as file:
+    place = place_of(path)
+    with store_of(place).opened(place) as (file, size):
         start = file.read(LENGTH_BYTES)
         if start.startswith((ZIP, LEGACY)):
             return "torch.save"
-        return _by_header(file, start)
+        return _by_header(file, start, size)
 
 
-def _by_header(file: BinaryIO, start: bytes) -> Kind:
+def _by_header(file: BinaryIO, start: bytes, size: int) -> Kind:
     try:
-        text = file.read(header_bytes(start, os.fstat(file.fileno()).st_size))
+        text = file.read(header_bytes(start, size))
         header = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(header.get(METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
     except (CheckpointDamagedError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -18,19 +18,20 @@ from eventloop.checkpoint.digest import CHUNK, Digest, readable
 from eventloop.checkpoint.header import (
     DIGEST,
     DIGEST_BYTES,
-    FOREIGN_DTYPES,
     LENGTH_BYTES,
     SAFE_DTYPES,
     TREE,
     Entry,
     Foreign,
     Header,
+    NewerError,
+    foreign_dtype,
     header_bytes,
     parse,
 )
 from eventloop.checkpoint.store import Place, place_of, store_of
 from eventloop.checkpoint.tree import unflatten
-from eventloop.errors import CheckpointDamagedError
+from eventloop.errors import CheckpointDamagedError, CheckpointError
 
 _Path = str | os.PathLike[str] | Place
 _Data = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -67,6 +68,7 @@ def load(path: _Path, map_location: str | torch.device = "cpu") -> Any:
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointDamagedError: the bytes are not those that were written, or not those of a checkpoint.
+        CheckpointError: a newer trainbus or torch wrote it.
     """
     device = torch.device(map_location)
     with _opened(path) as (file, size):
@@ -88,17 +90,11 @@ def verify(path: _Path) -> None:
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointDamagedError: the bytes are not those that were written, or not those of a checkpoint.
+        CheckpointError: a newer trainbus or torch wrote it.
     """
     with _opened(path) as (file, size):
         header, digest = _read_header(file, size)
-        left = size - header.bytes - DIGEST_BYTES
-        buffer = memoryview(bytearray(min(left, CHUNK)))
-        while left:
-            part = buffer[: min(left, CHUNK)]
-            _fill(file, part)
-            digest.update(part)
-            left -= len(part)
-        _check_digest(digest, file.read(DIGEST_BYTES))
+        _check_rest(file, size - header.bytes, digest)
 
 
 def inspect(path: _Path) -> Description:
@@ -107,6 +103,7 @@ def inspect(path: _Path) -> Description:
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointDamagedError: the header is damaged, or not that of a checkpoint.
+        CheckpointError: a newer trainbus wrote it.
     """
     path = place_of(path)
     with _opened(path) as (file, size):
@@ -126,6 +123,7 @@ def outline(path: _Path) -> Any:
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointDamagedError: the header or the tree is damaged, or not that of a checkpoint.
+        CheckpointError: a newer trainbus or torch wrote it.
     """
     with _opened(path) as (file, size):
         header, _ = _read_header(file, size)
@@ -145,7 +143,11 @@ def _opened(path: _Path) -> Iterator[tuple[BinaryIO, int]]:
     place = place_of(path)
     with store_of(place).opened(place) as (file, size):
         try:
-            yield file, size
+            try:
+                yield file, size
+            except NewerError as error:  # if not for a bit that has flipped
+                _check_all(file, size)
+                raise CheckpointError(f"{path} cannot be read here: {error}") from None
         except CheckpointDamagedError as error:
             raise CheckpointDamagedError(f"{path} is damaged: {error}") from error.__cause__
         except OSError as error:
@@ -162,6 +164,23 @@ def _read_header(file: BinaryIO, size: int) -> tuple[Header, Digest]:
     digest.update(prefix)
     digest.update(bytes(text))
     return parse(bytes(text), size - LENGTH_BYTES - len(text)), digest
+
+
+def _check_all(file: BinaryIO, size: int) -> None:
+    file.seek(0)
+    _check_rest(file, size, Digest())
+
+
+def _check_rest(file: BinaryIO, size: int, digest: Digest) -> None:
+    """Read on through a small buffer to the end, ``size`` bytes from here, and check the digest."""
+    left = size - DIGEST_BYTES
+    buffer = memoryview(bytearray(min(left, CHUNK)))
+    while left:
+        part = buffer[: min(left, CHUNK)]
+        _fill(file, part)
+        digest.update(part)
+        left -= len(part)
+    _check_digest(digest, file.read(DIGEST_BYTES))
 
 
 def _read_into(file: BinaryIO, data: memoryview, digest: Digest) -> None:
@@ -209,7 +228,7 @@ def _tensors(header: Header, data: _Data, foreign: dict[int, Foreign]) -> list[t
 
 
 def _form(entry: Entry, foreign: Foreign | None) -> tuple[torch.dtype, tuple[int, ...]]:
-    dtype = SAFE_DTYPES[entry.dtype] if foreign is None else FOREIGN_DTYPES[foreign.dtype]
+    dtype = SAFE_DTYPES[entry.dtype] if foreign is None else foreign_dtype(foreign.dtype)
     shape = entry.shape if foreign is None else foreign.shape
     begin, end = entry.data_offsets
     if math.prod(shape) * dtype.itemsize != end - begin:  # the header is checked already, not so what the tree says of it

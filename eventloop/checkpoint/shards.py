@@ -19,7 +19,8 @@ import torch
 
 from eventloop.checkpoint.digest import CHUNK, Digest, readable
 from eventloop.checkpoint.load import load, outline
-from eventloop.errors import CheckpointDamagedError
+from eventloop.checkpoint.store import Place
+from eventloop.errors import CheckpointDamagedError, CheckpointError
 
 SUFFIX: Final = ".shards"
 SHARDS: Final = "shards"
@@ -58,7 +59,7 @@ def verify_shards(state: Mapping[str, Any], path: Path) -> None:
                 raise CheckpointDamagedError(f"{directory / name} has other bytes than were written")
 
 
-def load_whole(path: str | os.PathLike[str]) -> Any:
+def load_whole(path: str | os.PathLike[str] | Place) -> Any:
     """Read a checkpoint on one process, with whole tensors also where the run that wrote it had them sharded.
 
     Raises:
@@ -70,8 +71,9 @@ def load_whole(path: str | os.PathLike[str]) -> Any:
         return state
     from eventloop.checkpoint.sharded import put_shards  # a second to import, for whom it is worth it
 
-    verify_shards(state, Path(path))
-    return put_shards(state, Path(path), lambda place, shape, dtype: torch.empty(shape, dtype=dtype), None)
+    file = Path(str(path))
+    verify_shards(state, file)
+    return put_shards(state, file, lambda place, shape, dtype: torch.empty(shape, dtype=dtype), None)
 
 
 def sweep_shards(directory: Path, *, still: float = _STILL) -> None:
@@ -88,7 +90,7 @@ def sweep_shards(directory: Path, *, still: float = _STILL) -> None:
     for file in directory.glob("*.safetensors"):
         try:
             tree = outline(file)
-        except (CheckpointDamagedError, OSError):
+        except (CheckpointError, OSError):
             return  # it may name any of them
         named.add(tree.get(SHARDS) if isinstance(tree, Mapping) else None)
     for one in found:

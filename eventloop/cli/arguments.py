@@ -5,7 +5,18 @@ from __future__ import annotations
 import argparse
 from typing import TypeAlias
 
+from eventloop.checkpoint import Place, place_of
+from eventloop.errors import ConfigurationError
+
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def place(text: str) -> Place:
+    """Return what a path or a URL names; a URL that nothing here can reach is a usage error."""
+    try:
+        return place_of(text)
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def positive(text: str) -> int:

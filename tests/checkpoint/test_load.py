@@ -17,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eventloop.checkpoint import inspect, load, save, verify
-from eventloop.errors import CheckpointDamagedError
+from eventloop.checkpoint import inspect, load, outline, save, verify
+from eventloop.errors import CheckpointDamagedError, CheckpointError
 
 TREE: dict[str, Any] = {"w": torch.arange(5.0), "c": torch.ones(2, dtype=torch.complex64), "epoch": 3, "names": ("a",)}
 
@@ -124,7 +124,36 @@ def test_files_of_others_are_refused(path):
 def test_a_newer_format_version_is_named(good, path):
     header, data = split(good)
     header["__metadata__"]["version"] = "2"
-    assert_damaged(path, seal(header, data), "version 2 is newer than 1")
+    newer = seal(header, data)
+    path.write_bytes(newer)
+    for read in (load, verify, inspect, outline):
+        with pytest.raises(
+            CheckpointError, match=r"damaged\.safetensors cannot be read here: it has format version 2"
+        ) as caught:
+            read(path)
+        assert not isinstance(caught.value, CheckpointDamagedError)  # a run must not go on from an older file unasked
+    assert_damaged(path, bytes([*newer[:-1], newer[-1] ^ 1]), "its bytes give")
+
+
+def test_a_flipped_bit_in_the_version_is_damage(good, path):
+    at = good.index(b'"version":"1"') + len(b'"version":"')
+    assert_damaged(path, bytes([*good[:at], good[at] ^ 2, *good[at + 1 :]]), "its bytes give")
+
+
+def test_a_dtype_that_this_torch_lacks_is_named(path):
+    tree = msgspec.msgpack.encode([[0], {0: ["float3_e1m1", [8]]}, msgspec.msgpack.Ext(1, b"")])
+    whole = sealed_tree(tree, tensor_bytes=8)
+    path.write_bytes(whole)
+    verify(path)
+    for read in (load, outline):
+        with pytest.raises(
+            CheckpointError, match=r"a tensor of dtype 'float3_e1m1', which torch .* lacks; upgrade torch"
+        ) as caught:
+            read(path)
+        assert not isinstance(caught.value, CheckpointDamagedError)
+    assert_damaged(path, bytes([*whole[:-1], whole[-1] ^ 1]))
+    with pytest.raises(CheckpointDamagedError, match="its bytes give"):
+        outline(path)
 
 
 def test_a_header_that_contradicts_itself_is_refused_even_with_a_right_digest(good, path):
@@ -159,7 +188,6 @@ def test_a_header_that_contradicts_itself_is_refused_even_with_a_right_digest(go
         msgspec.msgpack.encode([[0], {}, msgspec.msgpack.Ext(99, b"")]),
         msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(1, b"")]),
         msgspec.msgpack.encode([[7], {}, msgspec.msgpack.Ext(1, b"")]),
-        msgspec.msgpack.encode([[0], {0: ["float99", [1]]}, msgspec.msgpack.Ext(1, b"")]),
         msgspec.msgpack.encode([[0], {0: ["complex64", [99]]}, msgspec.msgpack.Ext(1, b"")]),
         msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(15, b"load")]),
         msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(16, b"nonsense")]),

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import time
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -280,6 +284,14 @@ def test_show_json_of_a_key_and_to_a_depth(trainbus):
     assert shown["tree"] == {"numpy": "tuple of 3", "bad": "nan"}
 
 
+def test_show_of_integers_that_python_makes_no_digits_of(trainbus):
+    save({"n": 2**20000, 2**20000: 1, "l": [2**20000, 1], "m": 2**64}, "a.safetensors")
+    assert "n: 0x1000000" in trainbus("show", "a.safetensors").out
+    shown = json.loads(trainbus("show", "a.safetensors", "--json").out)["tree"]
+    assert shown["n"] == hex(2**20000)
+    assert shown["m"] == 2**64
+
+
 def test_show_does_not_let_a_file_write_to_the_terminal(trainbus):
     save({"a\x1b[2Jb": "\x1b[2J", "[red]": "[bold]x"}, "a.safetensors")
     out = trainbus("show", "a.safetensors").out
@@ -429,6 +441,110 @@ def test_import_makes_files_that_a_run_finds_only(trainbus):
     result = trainbus("import", MMENGINE, "out.pth")
     assert result.status == 2
     assert "ends in .safetensors" in result.err
+
+
+# --------------------------------------------------------------------------------------------------------------- URLs
+
+
+@pytest.fixture
+def bucket() -> Iterator[Any]:
+    file_system = fsspec.filesystem("memory")
+    yield file_system
+    file_system.store.clear()
+    file_system.pseudo_dirs[:] = [""]
+
+
+def test_ls_and_verify_of_a_url_list_what_is_there(trainbus, bucket):
+    for epoch in (9, 10):
+        save(tree(epoch), f"memory://bucket/run/epoch_{epoch}.safetensors")
+    bucket.pipe_file("/bucket/run/last_checkpoint", b"epoch_10.safetensors")
+    bucket.pipe_file("/bucket/run/.trainbus-0123.tmp", b"")
+    bucket.pipe_file("/bucket/run/notes.txt", b"")
+    result = trainbus("ls", "memory://bucket/run")
+    assert (result.status, result.err) == (0, "")
+    rows = [line.split() for line in result.out.splitlines()]
+    assert rows[1][:5] == ["epoch_9.safetensors", "9", "90", "2.1", "kB"]
+    assert rows[2][:4] == ["→", "epoch_10.safetensors", "10", "100"]
+    assert result.out.splitlines()[3] == "→ last_checkpoint: epoch_10.safetensors"
+    assert result.out.splitlines()[4].startswith("unfinished: .trainbus-0123.tmp")
+    assert trainbus("verify", "memory://bucket/run").out.splitlines()[-1] == "2 of 2 files verified"
+    result = trainbus("verify", "memory://bucket/run/epoch_9.safetensors")
+    assert result.out.startswith("verified  memory://bucket/run/epoch_9.safetensors")
+
+
+def test_damage_in_a_store_ends_with_status_1(trainbus, bucket):
+    save(tree(), "memory://bucket/run/epoch_1.safetensors")
+    content = bucket.cat_file("/bucket/run/epoch_1.safetensors")
+    bucket.pipe_file("/bucket/run/epoch_1.safetensors", content[:-100])
+    for call in (
+        ("ls", "memory://bucket/run"),
+        ("verify", "memory://bucket/run"),
+        ("show", "memory://bucket/run/epoch_1.safetensors"),
+    ):
+        result = trainbus(*call)
+        assert result.status == 1
+        assert "memory://bucket/run/epoch_1.safetensors is damaged" in result.out + result.err
+
+
+def test_show_and_export_take_urls(trainbus, bucket):
+    url = "memory://bucket/run/epoch_3.safetensors"
+    save(tree(3), url)
+    assert trainbus("show", url, "--key", "progress.epoch").out.splitlines()[-1] == "3"
+    assert trainbus("export", url, "a.pth").status == 0
+    assert torch.load("a.pth", weights_only=True)["progress"]["epoch"] == 3
+    make("b.safetensors", 4)
+    result = trainbus("export", "b.safetensors", "memory://bucket/out/w.pth", "--weights")
+    assert result.status == 0
+    assert result.out.startswith("exported memory://bucket/out/w.pth")
+    back = torch.load(io.BytesIO(bucket.cat_file("/bucket/out/w.pth")), weights_only=True)
+    assert back["head.weight"].equal(torch.full((2, 3), 4.0))
+    result = trainbus("export", url, "memory://bucket/out/w.pth")
+    assert result.status == 2
+    assert "memory://bucket/out/w.pth is there already; --force replaces it" in result.err
+    assert trainbus("export", url, "memory://bucket/run/epoch_3.safetensors", "--weights", "--force").status == 2
+    assert trainbus("export", url, "memory://bucket/out/w.safetensors", "--weights").status == 0
+    assert [name for name in bucket.store if ".trainbus-" in name] == []
+
+
+def test_import_writes_to_a_url(trainbus, bucket):
+    assert trainbus("import", MMENGINE, "memory://bucket/ours.safetensors").status == 0
+    assert trainbus("verify", "memory://bucket/ours.safetensors").status == 0
+
+
+def test_a_file_url_is_a_path(trainbus):
+    make("a.safetensors")
+    assert trainbus("verify", f"file://{Path.cwd()}/a.safetensors").status == 0
+    assert trainbus("ls", f"file://{Path.cwd()}").status == 0
+
+
+def test_ls_names_the_newest_in_a_store_without_asking_there(trainbus):
+    Path("last_checkpoint").write_text("nowhere://bucket/epoch_1.safetensors")
+    assert trainbus("ls", ".").out.splitlines()[1] == "→ last_checkpoint: nowhere://bucket/epoch_1.safetensors"
+
+
+@pytest.mark.parametrize("command", [["ls"], ["verify"], ["show"], ["export", "out.pth"]], ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [("nowhere://bucket/a", "cannot reach nowhere://bucket/a"), ("memory://bucket/a", "memory://bucket/a: no such")],
+)
+def test_a_url_with_nothing_behind_it_is_a_mistake(trainbus, bucket, command, url, says, capsys):
+    try:
+        status, err = trainbus(command[0], url, *command[1:])[::2]
+    except SystemExit as exit_:  # a mistake in the options
+        status, err = exit_.code, capsys.readouterr().err
+    assert status == 2
+    assert says in " ".join(err.split())
+
+
+def test_a_file_of_a_newer_version_is_listed_as_that(trainbus):
+    data = make("a.safetensors").read_bytes().replace(b'"version":"1"', b'"version":"2"')
+    Path("a.safetensors").write_bytes(data[:-4] + zlib.crc32(data[:-4]).to_bytes(4, "little"))
+    make("b.safetensors")
+    result = trainbus("ls", ".")
+    assert result.status == 1
+    assert [line.split()[-1] for line in result.out.splitlines()[1:3]] == ["unreadable", "complete"]
+    assert "a.safetensors cannot be read here: it has format version 2, this trainbus reads up to 1; upgrade" in result.out
+    assert trainbus("show", "a.safetensors").status == 2
 
 
 # ------------------------------------------------------------------------------------------------------- all commands

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from eventloop.cli.arguments import Subparsers, positive
+from eventloop.cli.arguments import Subparsers, place, positive
 from eventloop.cli.checkpoint import exchange, listing, show
 from eventloop.cli.checkpoint.output import complain
 from eventloop.errors import CheckpointDamagedError, CheckpointError
@@ -29,19 +29,19 @@ def add_parser(commands: Subparsers) -> None:
 def _add_ls(actions: Subparsers) -> None:
     text = "the checkpoints of a directory: how far each has come, which is the newest, which are one file"
     parser = _add(actions, "ls", text, listing.ls)
-    parser.add_argument("directory", type=Path, metavar="DIR")
+    parser.add_argument("directory", type=place, metavar="DIR", help="or its URL, such as s3://bucket/run")
     parser.add_argument("--verify", action="store_true", help="read every byte and check the digests, not the headers alone")
 
 
 def _add_verify(actions: Subparsers) -> None:
     parser = _add(actions, "verify", "read every byte of checkpoints and check their digests", listing.verify_all)
-    parser.add_argument("paths", type=Path, nargs="+", metavar="FILE|DIR", help="a checkpoint, or a directory of them")
+    parser.add_argument("paths", type=place, nargs="+", metavar="FILE|DIR", help="a checkpoint, a directory, or a URL of one")
 
 
 def _add_show(actions: Subparsers) -> None:
     text = "what a checkpoint holds: names, shapes, dtypes, numbers (reads no tensors, so verifies none)"
     parser = _add(actions, "show", text, show.show)
-    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("file", type=place, metavar="FILE", help="or its URL")
     parser.add_argument("--key", metavar="PATH", help="only this part, such as state_dict.head or optimizer.optimizer.state.0")
     parser.add_argument("--depth", type=positive, metavar="N", help="levels to show (default: 2; all of them with --json)")
     parser.add_argument("--json", action="store_true", help="for programs; NaN and infinities are texts")
@@ -50,8 +50,8 @@ def _add_show(actions: Subparsers) -> None:
 def _add_export(actions: Subparsers) -> None:
     text = "write a checkpoint, or its weights, for torch.load(weights_only=True) or as plain safetensors"
     parser = _add(actions, "export", text, exchange.export)
-    parser.add_argument("file", type=Path, metavar="FILE", help="a checkpoint; it is verified")
-    parser.add_argument("out", type=Path, metavar="OUT", help="a .pth file, or with --weights a .safetensors")
+    parser.add_argument("file", type=place, metavar="FILE", help="a checkpoint, or its URL; it is verified")
+    parser.add_argument("out", type=place, metavar="OUT", help="a .pth file, or with --weights a .safetensors; or a URL")
     parser.add_argument("--weights", action="store_true", help="only the state_dict, for inference: the averages, if there are")
     parser.add_argument("--raw", action="store_true", help="with --weights: as they were trained, without averaging")
     parser.add_argument("--strip", action="store_true", help="with --weights: leave module. and _orig_mod. out of the names")
@@ -63,7 +63,7 @@ def _add_import(actions: Subparsers) -> None:
     text = "make a checkpoint of what torch.save has written, MMEngine's included; runs no code of the file"
     parser = _add(actions, "import", text, exchange.import_)
     parser.add_argument("file", type=Path, metavar="FILE", help="a .pth file (or .pt, .ckpt …)")
-    parser.add_argument("out", type=Path, metavar="OUT.safetensors")
+    parser.add_argument("out", type=place, metavar="OUT.safetensors", help="or a URL")
     parser.add_argument("--force", action="store_true", help="replace OUT")
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
 
-from eventloop.checkpoint import export_tree, export_weights, is_weights, load_pth, save
-from eventloop.cli.checkpoint.output import check_file, check_kind, say, to_terminal
+from eventloop.checkpoint import Place, RemotePath, export_tree, export_weights, is_weights, load_pth, save
+from eventloop.cli.checkpoint.output import check_file, check_kind, say, status_of, to_terminal
 from eventloop.errors import CheckpointError
 from eventloop.training.mmengine import from_mmengine, is_mmengine
 from eventloop.training.resume import is_resumable
@@ -33,7 +32,7 @@ def export(options: argparse.Namespace) -> int:
         export_tree(options.file, options.out)
     what = "weights" if options.weights else "the whole checkpoint"
     how = "safetensors" if options.out.suffix == ".safetensors" else "torch.load(..., weights_only=True)"
-    say(to_terminal(), ("exported ", "bold"), f"{options.out}  {decimal(options.out.stat().st_size)}, {what}, for {how}")
+    say(to_terminal(), ("exported ", "bold"), f"{options.out}  {decimal(status_of(options.out).bytes)}, {what}, for {how}")
     return 0
 
 
@@ -93,17 +92,18 @@ def _note(console: Console, name: str, text: str) -> None:
     say(console, (f"{name:10}", "dim"), text)
 
 
-def _check_free(file: Path, out: Path, *, force: bool) -> None:
+def _check_free(file: Place, out: Place, *, force: bool) -> None:
     """Refuse to overwrite.
 
     Raises:
         CheckpointError: ``out`` is there without ``force``, or is the file that is read, or its directory is missing.
     """
-    if not out.parent.is_dir():
+    if not isinstance(out, RemotePath) and not out.parent.is_dir():  # in a store a directory is there with its first file
         raise CheckpointError(f"{out.parent}: no such directory")
     if out.is_dir():
         raise CheckpointError(f"{out} is a directory")
-    if out.exists() and out.samefile(file):
+    there = out.exists()
+    if there and file.exists() and status_of(out).identity == status_of(file).identity:
         raise CheckpointError(f"{out} is the file that is read; give another name")
-    if out.exists() and not force:
+    if there and not force:
         raise CheckpointError(f"{out} is there already; --force replaces it")

@@ -6,7 +6,6 @@ import argparse
 import os
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -14,9 +13,9 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from eventloop.checkpoint import TEMPORARY_PREFIX, file_kind, outline, verify
-from eventloop.cli.checkpoint.output import check_file, check_kind, printable, say, to_terminal
-from eventloop.errors import CheckpointDamagedError, CheckpointError
+from eventloop.checkpoint import TEMPORARY_PREFIX, Place, RemotePath, file_kind, outline, place_of, store_of, verify
+from eventloop.cli.checkpoint.output import Status, check_file, check_kind, printable, say, status_of, to_terminal
+from eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError
 from eventloop.training.save_files import LAST
 
 State = Literal["complete", "verified", "damaged", "unreadable", "weights"]
@@ -36,9 +35,8 @@ _OTHERS = 48
 class Found(msgspec.Struct):
     """A file (several names may be one file), and what was found out about it."""
 
-    names: list[Path]
-    bytes: int
-    modified: float
+    names: list[Place]
+    status: Status
     state: State = "complete"
     problem: str = ""
     progress: Mapping[str, Any] = {}
@@ -46,22 +44,24 @@ class Found(msgspec.Struct):
 
 def ls(options: argparse.Namespace) -> int:
     """List a directory; 1 if a file is damaged."""
-    directory: Path = options.directory
+    directory: Place = options.directory
     files = [_examined(found, every_byte=options.verify) for found in _find(directory)]
     console = to_terminal()
-    newest = _pointed_to(directory)
+    text = _pointer(directory)
+    newest = None if text is None else _pointed_to(directory, text)
     if files:
         console.print(_table(files, newest, console.width))
     else:
         say(console, f"no checkpoints in {directory}")
-    if newest is not None:
-        gone = "" if newest.exists() else " (which is not there)"
-        say(console, ("→ ", "bold"), f"{LAST}: {printable(os.path.relpath(newest, directory))}{gone}")
+    if text is not None:
+        gone = " (which is not there)" if newest is not None and not newest.exists() else ""
+        say(console, ("→ ", "bold"), f"{LAST}: {printable(text)}{gone}")
     for found in files:
         if found.state in _BAD:
             say(console, (found.problem, _STYLES[found.state]))
-    for path in sorted(directory.glob(f"{TEMPORARY_PREFIX}*.tmp")):
-        say(console, ("unfinished: ", "yellow"), f"{path.name}, of a save that was cut off or is under way")
+    for name in sorted(path.name for path, _ in store_of(directory).files(directory)):
+        if name.startswith(TEMPORARY_PREFIX) and name.endswith(".tmp"):
+            say(console, ("unfinished: ", "yellow"), f"{name}, of a save that was cut off or is under way")
     return int(any(found.state in _BAD for found in files))
 
 
@@ -74,7 +74,7 @@ def verify_all(options: argparse.Namespace) -> int:
         files.append(found)
         names = " = ".join(printable(str(path)) for path in found.names)
         detail = {
-            "verified": f"{names}  {decimal(found.bytes)}",
+            "verified": f"{names}  {decimal(found.status.bytes)}",
             "weights": f"{names}  plain safetensors, which have no digest",
         }.get(found.state, found.problem)
         say(console, (f"{found.state:10}", _STYLES[found.state]), detail)
@@ -87,7 +87,7 @@ def verify_all(options: argparse.Namespace) -> int:
     return int(bad > 0)
 
 
-def _named(paths: list[Path]) -> Iterator[Found]:
+def _named(paths: list[Place]) -> Iterator[Found]:
     """The files that a user has named, and those of directories. To verify none at all is a mistake."""
     for path in paths:
         if path.is_dir():
@@ -98,30 +98,28 @@ def _named(paths: list[Path]) -> Iterator[Found]:
             continue
         check_file(path)
         check_kind(path)
-        status = path.stat()
-        yield Found([path], status.st_size, status.st_mtime)
+        yield Found([path], status_of(path))
 
 
-def _find(directory: Path) -> list[Found]:
+def _find(directory: Place) -> list[Found]:
     """The checkpoint files of a directory, oldest first, one for all names that a file has."""
     if not directory.exists():
         raise CheckpointError(f"{directory}: no such directory")
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is a file; trainbus checkpoint show {directory} looks into it")
-    found: dict[tuple[int, int], Found] = {}
-    for path in sorted(directory.glob("*.safetensors"), key=_natural):
-        if path.name.startswith(".") or path.is_dir():
+    found: dict[object, Found] = {}
+    for path, modified in sorted(store_of(directory).files(directory), key=lambda file: _natural(file[0])):
+        if path.name.startswith(".") or path.suffix != ".safetensors":
             continue
         try:
-            status = path.stat()
+            status = status_of(path, modified)
         except OSError:  # removed this very moment, or a link that leads nowhere
             continue
-        place = (status.st_dev, status.st_ino)
-        found.setdefault(place, Found([], status.st_size, status.st_mtime)).names.append(path)
-    return sorted(found.values(), key=lambda one: one.modified)
+        found.setdefault(status.identity, Found([], status)).names.append(path)
+    return sorted(found.values(), key=lambda one: one.status.modified or 0.0)
 
 
-def _natural(path: Path) -> tuple[bool, int, str]:
+def _natural(path: Place) -> tuple[bool, int, str]:
     """Sort the names of one file so that the regular one comes before ``best_…``, and epoch_9 before epoch_10."""
     return path.name.startswith("best_"), len(path.name), path.name
 
@@ -138,7 +136,7 @@ def _examined(found: Found, *, every_byte: bool) -> Found:
         found.state, found.problem = "damaged", str(error)
         if file_kind(path) == "plain safetensors":
             found.state, found.problem = "weights", ""
-    except OSError as error:
+    except (CheckpointError, OSError) as error:  # of a newer version; a store that does not answer
         found.state, found.problem = "unreadable", str(error)
     return found
 
@@ -148,15 +146,26 @@ def _progress(tree: Any) -> Mapping[str, Any]:
     return progress if isinstance(progress, Mapping) else {}
 
 
-def _pointed_to(directory: Path) -> Path | None:
+def _pointer(directory: Place) -> str | None:
     try:
         text = os.fsdecode((directory / LAST).read_bytes()).strip()
     except OSError:
         return None
-    return directory / text if text and "\0" not in text else None
+    return text if text and "\0" not in text else None
 
 
-def _table(files: list[Found], newest: Path | None, width: int) -> Table:
+def _pointed_to(directory: Place, text: str) -> Place | None:
+    """What it names; None if that is in a store, and not the one that is listed."""
+    try:
+        there = place_of(text)
+    except ConfigurationError:
+        return None
+    if not isinstance(there, RemotePath):
+        return directory / text
+    return there if isinstance(directory, RemotePath) else None
+
+
+def _table(files: list[Found], newest: Place | None, width: int) -> Table:
     longest = max(len(found.names[0].name) for found in files)
     gap = 2 if longest + _OTHERS <= width else 1
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
@@ -166,20 +175,21 @@ def _table(files: list[Found], newest: Path | None, width: int) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("when", no_wrap=True)
     table.add_column("state", no_wrap=True)
+    pointed = status_of(newest).identity if newest is not None and newest.exists() else None
     for found in files:
         table.add_row(
-            "→" if newest is not None and newest.exists() and newest.samefile(found.names[0]) else "",
+            "→" if pointed == found.status.identity else "",
             Text("\n".join(_lines(found.names))),
             _count(found, "epoch"),
             _count(found, "iter"),
-            _size(found.bytes),
-            _when(found.modified),
+            _size(found.status.bytes),
+            _when(found.status.modified),
             f"[{_STYLES[found.state]}]{found.state}[/]",
         )
     return table
 
 
-def _lines(names: list[Path]) -> Iterator[str]:
+def _lines(names: list[Place]) -> Iterator[str]:
     yield printable(names[0].name)
     yield from (f"= {printable(path.stem)}" for path in names[1:])
 
@@ -189,8 +199,10 @@ def _count(found: Found, name: str) -> str:
     return str(value) if isinstance(value, int) else "-"
 
 
-def _when(seconds: float) -> str:
+def _when(seconds: float | None) -> str:
     """Like ``ls -l``: the time of day within half a year, the year before."""
+    if seconds is None:
+        return "-"
     recent = abs(time.time() - seconds) < 182 * 86400
     return time.strftime("%b %d %H:%M" if recent else "%b %d  %Y", time.localtime(seconds))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
-from eventloop.checkpoint import file_kind
+from eventloop.checkpoint import Place, RemotePath, file_kind
 from eventloop.errors import CheckpointError
 
 WIDE = 200
@@ -47,7 +47,28 @@ def _escaped(text: str) -> str:
     return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
 
 
-def check_file(path: Path) -> None:
+class Status(NamedTuple):
+    """Of a file: what two names of it have in common, its size, and when it was changed (Unix time in s; None if unknown)."""
+
+    identity: object
+    bytes: int
+    modified: float | None
+
+
+def status_of(path: Place, modified: float | None = None) -> Status:
+    """Look at a file; ``modified`` is what is known of it already, where a store is asked for its size only.
+
+    Raises:
+        OSError: there is none.
+        CheckpointError: its store does not answer.
+    """
+    if isinstance(path, RemotePath):
+        return Status(path, int(path.info()["size"]), modified)
+    status = path.stat()
+    return Status((status.st_dev, status.st_ino), status.st_size, status.st_mtime)
+
+
+def check_file(path: Place) -> None:
     """Refuse what is no file at all.
 
     Raises:
@@ -59,7 +80,7 @@ def check_file(path: Path) -> None:
         raise CheckpointError(f"{path}: no such file")
 
 
-def check_kind(path: Path) -> None:
+def check_kind(path: Place) -> None:
     """Refuse a file that is something else than a checkpoint; one that may be a damaged checkpoint passes.
 
     Raises:

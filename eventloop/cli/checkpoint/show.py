@@ -20,6 +20,7 @@ from eventloop.errors import CheckpointError
 
 _DEPTH: Final = 2
 _MANY: Final = 20  # entries of one level, where the user has not said what to look at
+_LONG: Final = 4096  # bits of an integer that a reader of JSON may refuse as a number
 _SHORT: Final = 60  # characters of a container that is shown in its line
 
 
@@ -88,7 +89,7 @@ def _nothing_at(done: str, rest: str, names: list[str]) -> str:
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
-        yield from ((key if isinstance(key, str) else repr(key), each) for key, each in value.items())
+        yield from ((key if isinstance(key, str) else _text(key), each) for key, each in value.items())
     elif isinstance(value, list | tuple) and not isinstance(value, torch.Size):
         yield from ((str(index), each) for index, each in enumerate(value))
 
@@ -152,7 +153,7 @@ class Lines:
             return _form(value) + (f" = {other}" if other is not None else "")
         if isinstance(value, np.ndarray):
             return f"array {value.dtype} {list(value.shape)}" + (f" {_short(str(value))}" if 0 < value.size <= 4 else "")
-        return _short(repr(value))
+        return _short(_text(value))
 
 
 def as_json(places: Places, path: str, value: Any, depth: float) -> Any:
@@ -163,8 +164,10 @@ def as_json(places: Places, path: str, value: Any, depth: float) -> Any:
         return {"tensor": facts if other is None else {**facts, "same_as": other}}
     if isinstance(value, np.ndarray):
         return {"array": {"dtype": str(value.dtype), "shape": list(value.shape)}}
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool | str):
         return value
+    if isinstance(value, int):
+        return value if value.bit_length() < _LONG else _text(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if isinstance(value, np.generic):
@@ -177,12 +180,12 @@ def as_json(places: Places, path: str, value: Any, depth: float) -> Any:
         if depth < 1:
             return _summary(value)
         return [as_json(places, _join(path, str(index)), child, depth - 1) for index, child in enumerate(value)]
-    return repr(value)
+    return _text(value)
 
 
 def _is_leaf(value: Any) -> bool:
     """Whether it takes one line: no container, or a short one without tensors."""
-    return not _has_children(value) or (not _tensors(value) and len(repr(value)) <= _SHORT)
+    return not _has_children(value) or (not _tensors(value) and len(_text(value)) <= _SHORT)
 
 
 def _has_children(value: Any) -> bool:
@@ -204,6 +207,13 @@ def _summary(value: Any) -> str:
 
 def _form(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _text(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python refuses to make decimal digits of an integer that has thousands of them
+        return hex(value) if isinstance(value, int) else f"{type(value).__name__} of {len(value):,}"
 
 
 def _short(text: str) -> str:
