@@ -40,8 +40,8 @@ class Description(msgspec.Struct, frozen=True):
         table = Table(title="Hooks in the order of a run", title_justify="left", box=None, padding=(0, 1, 0, 0))
         table.add_column("mount point, hook", no_wrap=True)
         table.add_column("priority", no_wrap=True)
-        table.add_column("runs", no_wrap=True)
-        table.add_column("filter")  # the one that gives way where it is narrow, in two lines
+        table.add_column("runs")  # this and the filter give way where it is narrow, the longer one first, in two lines
+        table.add_column("filter")
         if self.ranks:
             table.add_column("ranks", no_wrap=True)
         if self.stats:

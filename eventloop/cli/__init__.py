@@ -46,7 +46,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     options, rest = parser.parse_known_args(arguments)
     # argparse takes all words of a list from one place; those behind an option are left over.
     if rest and (not hasattr(options, "changes") or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         options.changes = [*options.changes, *rest]
     return options
@@ -57,4 +57,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for group in GROUPS:
         group.add_parser(commands)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
     return parser

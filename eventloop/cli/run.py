@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +44,13 @@ def add_parser(commands: Subparsers) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="make everything, show the hook table, and do not train")
     parser.add_argument("--resume", nargs="?", const="auto", metavar="RUN", help=_RESUME)
-    parser.set_defaults(call=partial(_run, parser))
+    parser.set_defaults(call=_run)
 
 
-def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     from hooks.defaults import DEFAULT_HOOKS
 
-    config_file, *changes = _words(options) or parser.error("the following arguments are required: CONFIG")
+    config_file, *changes = _words(options) or options.parser.error("the following arguments are required: CONFIG")
     path = Path(config_file)
     config = override(read(path), changes)
     folders = find_files_in(path.parent, Path.cwd())

@@ -11,6 +11,7 @@ from typing import Any
 from eventloop.config.places import wrong
 from eventloop.config.values import kind_of
 from eventloop.errors import ConfigurationError
+from eventloop.registry import did_you_mean
 
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 
@@ -27,16 +28,12 @@ def read(path: Path) -> dict[str, Any]:
     readers = dict(zip(SUFFIXES, (_toml, _yaml, _yaml, _json), strict=True))
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        hint = "; a Python file is a program: run it with python" if path.suffix == ".py" else ""
+        hint = "; a Python file is a program: run it with python" if path.suffix == ".py" else _those_there(path)
         raise wrong(str(path), f"a configuration is a .toml, .yaml or .json file{hint}")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        near = (
-            sorted(one.name for one in path.parent.glob("*") if one.suffix.lower() in readers) if path.parent.is_dir() else []
-        )
-        hint = f"; there are {', '.join(near)}" if near else ""
-        raise wrong(str(path), f"cannot be read: {error.strerror}{hint}") from None
+        raise wrong(str(path), f"cannot be read: {error.strerror}{_those_there(path)}") from None
     except UnicodeDecodeError as error:
         raise wrong(str(path), f"is not UTF-8 text: {error.reason} at byte {error.start}") from None
     found = reader(text, path)
@@ -45,6 +42,15 @@ def read(path: Path) -> dict[str, Any]:
             str(path), f"expected a table with model, data, optimizer …, got {'nothing' if not found else kind_of(found)}"
         )
     return found
+
+
+def _those_there(path: Path) -> str:
+    """Return the configurations in a folder, or beside a path that is none, as the end of a message."""
+    folder = path if path.is_dir() else path.parent
+    found = sorted(one.name for one in folder.glob("*") if one.suffix.lower() in SUFFIXES and one.is_file())
+    if not found:
+        return f"; there is none in {folder}"
+    return did_you_mean(path.name, found) or f"; in {folder} there are {', '.join(found)}"
 
 
 def _toml(text: str, path: Path) -> Any:

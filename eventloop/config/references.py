@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import re
 import sys
@@ -43,6 +44,16 @@ class Imports:
             module = self._load(name, place)
             self._check_not_hidden(name, module, place)
 
+    def _hint(self, text: str) -> str:
+        """Return what may have been meant by a text that is no reference."""
+        homes = [name for name in self._modules if text.isidentifier() and hasattr(sys.modules.get(name), text)]
+        if homes and not text.startswith("_"):
+            return f" (did you mean '{homes[0]}:{text}'?)"
+        if text in self._modules:
+            return f', such as "{text}:MyClass"'
+        match = _DOTTED.fullmatch(text)
+        return f" (did you mean '{match[1]}:{match[2]}'?)" if match else ', such as "my_module:MyClass"'
+
     def resolve(self, reference: str, place: str) -> Any:
         """Return what ``module:attribute`` names.
 
@@ -51,13 +62,14 @@ class Imports:
         """
         match = _REFERENCE.fullmatch(reference)
         if match is None:
-            raise wrong(place, f"{reference!r} names nothing: write module:attribute{_dotted_hint(reference)}")
+            raise wrong(place, f"{reference!r} names nothing: write module:attribute{self._hint(reference)}")
         module_name, attributes = match.groups()
         if not any(module_name == listed or module_name.startswith(f"{listed}.") for listed in self._modules):
             wanted = ", ".join(f'"{name}"' for name in [*self._modules, module_name])
-            raise wrong(
-                place, f"{reference!r} is in a module that is not listed under imports; add it there: imports = [{wanted}]"
-            )
+            there = importlib.util.find_spec(module_name.partition(".")[0]) is not None
+            hint = "" if there else did_you_mean(module_name, self._modules)
+            hint = hint or f"; add it there: imports = [{wanted}]"
+            raise wrong(place, f"{reference!r} is in a module that is not listed under imports{hint}")
         return _descend(self._load(module_name, place), attributes, place)
 
     def _load(self, name: str, place: str) -> ModuleType:
@@ -108,11 +120,6 @@ def _descend(module: ModuleType, attributes: str, place: str) -> Any:
 
 def _name(found: Any) -> str:
     return f"the module {found.__name__!r}" if inspect.ismodule(found) else f"the class {found.__qualname__!r}"
-
-
-def _dotted_hint(text: str) -> str:
-    match = _DOTTED.fullmatch(text)
-    return f" (did you mean '{match[1]}:{match[2]}'?)" if match else ', such as "my_module:MyClass"'
 
 
 def find_files_in(*folders: Path) -> list[Path]:

@@ -26,8 +26,10 @@ from eventloop.config import (
     wrong,
 )
 from eventloop.errors import ConfigurationError
+from eventloop.registry import did_you_mean
 from eventloop.training.arguments import device_of
 from eventloop.training.loop import TrainLoop
+from eventloop.training.metrics import Metrics
 from eventloop.training.processes import is_parallel, own_device, shared
 from eventloop.training.ranks import world_size
 from eventloop.training.rng import seed_everything
@@ -96,7 +98,7 @@ class Setup:
         default_hooks: Mapping[str, Mapping[str, Any]] | None = None,
         folders: Sequence[Path] = (),
     ) -> None:
-        check_keys(config, _PARTS, "", "a configuration")
+        _check_parts(config, default_hooks or {})
         self._config = {name: value if name in _TYPED else _settled(value) for name, value in config.items()}
         for name, what in _NEEDED.items():
             if self._config.get(name) is None:
@@ -132,6 +134,10 @@ class Setup:
         made = {
             name: self._maker.make(value, inside("metrics", str(name))) for name, value in metrics.items() if value is not None
         }
+        try:
+            Metrics(made)
+        except ConfigurationError as error:
+            raise wrong("metrics", str(error)) from error
         arguments: dict[str, Any] = {**data, **steps, **self.loop}
         try:
             return TrainLoop(model, optimizer, metrics=made, bus=bus, config=settle(dict(self._config)), **arguments)
@@ -158,6 +164,8 @@ class Setup:
         wrap = self._config.get("wrap")
         if isinstance(wrap, str | Mapping):
             self._maker.named(wrap, "wrap")  # a mistake shows in one process, too
+        elif wrap is not None and wrap is not False:
+            raise wrong("wrap", f"expected a function or class, as module:attribute, or false, got {kind_of(wrap)}")
         if wrap is False or world_size() == 1 or is_parallel(model):
             return model
         if (device := self.loop.get("device")) is not None:
@@ -207,6 +215,16 @@ class Setup:
         defaults = merged(self._defaults, self._config.get("default_hooks") or {}, "default_hooks")
         chosen = [hook_from(entry, maker, inside("default_hooks", name)) for name, entry in defaults.items()]
         return chosen + hooks_in(_parsed(self._config.get("custom_hooks") or []), maker, "custom_hooks")
+
+
+def _check_parts(config: Mapping[str, Any], default_hooks: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError for a key that is no part; it may be an option of one."""
+    inner = [f"loop.{name}" for name in Options(TrainLoop).known if name not in _NOT_OF_LOOP]
+    inner += [f"default_hooks.{name}" for name in default_hooks]
+    for key in config:
+        if key not in _PARTS and not did_you_mean(key, _PARTS) and (hint := did_you_mean(key, inner)):
+            raise wrong(inside("", str(key)), f"a configuration has no option {key!r}{hint}")
+    check_keys(config, _PARTS, "", "a configuration")
 
 
 def _settled(value: Any) -> Any:

@@ -188,7 +188,21 @@ def test_a_mistake_ends_with_status_2_and_says_where_what_and_the_nearest(projec
 
 
 def test_a_missing_configuration_names_those_that_are_there(project, capsys):
-    assert said(capsys, "run", "configs/mime.toml").endswith("cannot be read: No such file or directory; there are mine.toml")
+    assert said(capsys, "run", "configs/mime.toml").endswith(
+        "cannot be read: No such file or directory (did you mean 'mine.toml'?)"
+    )
+
+
+def test_a_folder_in_place_of_a_configuration_names_those_in_it(project, capsys):
+    (Path("configs") / "other.toml").mkdir()
+    assert said(capsys, "run", "configs").endswith("is a .toml, .yaml or .json file; in configs there are mine.toml")
+    assert said(capsys, "run", "mine").endswith("is a .toml, .yaml or .json file; there is none in .")
+
+
+def test_an_option_that_is_none_shows_the_usage_of_the_command(project, capsys):
+    with pytest.raises(SystemExit):
+        main(["run", project, "--dryrun"])
+    assert "usage: trainbus run [-h] [--dry-run]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["run"], ["run", "x.toml", "--nonsense"], ["demo", "loop.max_epochs=3"]])

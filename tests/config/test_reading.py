@@ -75,7 +75,9 @@ def test_a_file_that_cannot_be_read_is_named_with_what_is_wrong(file, name, text
 def test_a_file_that_is_not_there_names_those_beside_it(file, tmp_path):
     file("first.toml", "")
     file("notes.txt", "")
-    assert said(read, tmp_path / "frist.toml").endswith("cannot be read: No such file or directory; there are first.toml")
+    assert said(read, tmp_path / "frist.toml").endswith(
+        "cannot be read: No such file or directory (did you mean 'first.toml'?)"
+    )
 
 
 def test_a_file_that_is_no_text_is_an_error(tmp_path):

@@ -55,7 +55,13 @@ def test_a_package_whose_name_begins_like_a_listed_one_is_not_listed(folder):
     ("reference", "message"),
     [
         ("torch.nn.Linear", "model: 'torch.nn.Linear' names nothing: write module:attribute (did you mean 'torch.nn:Linear'?)"),
-        ("Linear", "model: 'Linear' names nothing: write module:attribute, such as \"my_module:MyClass\""),
+        ("Linar", "model: 'Linar' names nothing: write module:attribute, such as \"my_module:MyClass\""),
+        ("torch.nn", "model: 'torch.nn' names nothing: write module:attribute, such as \"torch.nn:MyClass\""),
+        ("Tanh", "model: 'Tanh' names nothing: write module:attribute (did you mean 'torch.nn:Tanh'?)"),
+        (
+            "tourch.nn:Linear",
+            "model: 'tourch.nn:Linear' is in a module that is not listed under imports (did you mean 'torch.nn'?)",
+        ),
         ("torch.nn:Liner", "model: the module 'torch.nn' has no 'Liner' (did you mean 'Linear'"),
         ("torch.nn:Linear.forwrd", "model: the class 'Linear' has no 'forwrd' (did you mean 'forward'?)"),
         ("torch.nn:functional", "model: 'functional' is a module: name what is in it, as torch.nn.functional:attribute"),

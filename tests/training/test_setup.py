@@ -198,6 +198,11 @@ def test_mmengines_default_hooks_are_accepted_as_they_are():
     ("change", "message"),
     [
         ({"modle": 1}, "modle: a configuration has no option 'modle' (did you mean 'model'"),
+        ({"max_epochs": 3}, "max_epochs: a configuration has no option 'max_epochs' (did you mean 'loop.max_epochs'?)"),
+        ({"nonsense": 3}, "nonsense: a configuration has no option 'nonsense'; there are imports, model, wrap, optimizer"),
+        ({"wrap": 3}, "wrap: expected a function or class, as module:attribute, or false, got int 3"),
+        ({"wrap": f"{PARTS}:nothing"}, f"wrap: the module '{__name__}' has no 'nothing'"),
+        ({"metrics": {"m": f"{PARTS}:Net"}}, "metrics: metric 'm' (Net) has no update"),
         ({"model": None}, 'model: is missing: what is trained, such as model = "my_module:network"'),
         ({"step": None}, "step: is missing: the function of (model, batch) that returns the loss"),
         ({"data": {}}, "data.train: is missing: what to train on"),
