@@ -2,9 +2,9 @@
 
 Every feature is on, as in ``training``, on a larger model and larger batches; what a run leaves to be written when its last
 iteration is over is waited for. First a checkpoint is due every 2.4 s, of which the disk is busy for 0.9, and the last one
-after the last iteration, where nothing can hide it: of 24 in a minute, that alone makes 1.6 %. Then checkpoints are due four times as often as the disk can take them.
-What the disk is, and how it is throttled: see ``throttle``. All of this runs in one process of its own; the bare loop and the
-arithmetic run between all others, for a shorter while, since they wait for no disk.
+after the last iteration, where nothing can hide it: of 24 in a minute, that alone makes 1.6 %. Then checkpoints are due four
+times as often as the disk can take them. What the disk is, and how it is throttled: see ``throttle``. All of this runs in one
+process of its own; the bare loop and the arithmetic run between all others, for a shorter while, since they wait for no disk.
 
 Every file is loaded and must hold the weights of an iteration after which one was due, as a hook of the optimizer saw them.
 """
