@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,8 @@ def to_resume(folder: Path | None, default: Path) -> Path:
     Raises:
         ConfigurationError: no checkpoint was committed there.
     """
-    runs = [folder] if folder is not None else list(default.parent.glob(f"{default.name}*"))
+    own = re.compile(rf"{re.escape(default.name)}(-\d+)?")  # and not those of a configuration whose name begins alike
+    runs = [folder] if folder is not None else [run for run in default.parent.glob("*") if own.fullmatch(run.name)]
     found = [run for run in runs if (run / "last_checkpoint").is_file()]
     if not found:
         raise ConfigurationError(

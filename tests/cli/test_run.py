@@ -321,3 +321,21 @@ def test_resume_from_a_checkpoint_in_a_store(here, trained, capsys):
 def test_a_mistake_in_what_to_resume_is_told_before_there_is_a_folder(here, trained, capsys, resume, message):
     assert message in said(capsys, "run", trained, "--resume", resume)
     assert {path.name for path in (here / "runs").iterdir()} == {"mine", "mine-2"}
+
+
+def test_the_newest_run_is_one_of_this_configuration(here, trained, capsys):
+    (here / "configs/mine_too.toml").write_text((here / "configs/mine.toml").read_text())
+    main(["run", "configs/mine_too.toml", "loop.max_epochs=2"])
+    assert main(["run", trained, "--resume", "loop.max_epochs=2"]) == 0
+    assert (here / "runs/mine-2/last_checkpoint").read_text() == "epoch_2.safetensors"
+
+
+def test_ctrl_c_says_how_to_go_on(here, trained, capsys):
+    parts = here / "configs/user_parts_for_tests.py"
+    parts.write_text(parts.read_text() + "\ndef interrupted(model, batch):\n    raise KeyboardInterrupt\n")
+    sys.modules.pop("user_parts_for_tests")
+    registry.pop("densified_for_tests")
+    assert main(["run", trained, "--resume", "runs/mine", "step=user_parts_for_tests:interrupted", "loop.max_epochs=2"]) == 130
+    said = capsys.readouterr().err
+    assert "trainbus run: interrupted" in said
+    assert "goes on from the last checkpoint with --resume runs/mine" in said
