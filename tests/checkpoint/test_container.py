@@ -6,7 +6,6 @@ import struct
 import zlib
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -156,6 +155,19 @@ def test_every_dense_dtype_and_shape_comes_back(file, dtype, shape):
     assert canonical(round_trip([b"", tensor], file)) == canonical([b"", tensor])
 
 
+OTHERS = {each for each in vars(torch).values() if isinstance(each, torch.dtype)} - set(DENSE)
+
+
+@pytest.mark.parametrize("dtype", sorted(OTHERS, key=str), ids=str)
+def test_every_other_dtype_of_torch_is_refused_with_its_path(dtype):
+    """Those that torch cannot copy, and quantised ones; a new one that it can copy belongs to the dense ones."""
+    tensor = torch.empty(4, dtype=dtype)
+    with pytest.raises(
+        CheckpointValueError, match=r"^model\.w: cannot store a (quantised|u?int\d|bits\d+(x\d)?|bit) tensor; the way out"
+    ):
+        stage({"model": {"w": tensor}})
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -202,13 +214,15 @@ def test_parameters_come_back_as_plain_tensors(file):
     assert not loaded.requires_grad
 
 
-def classes(module: ModuleType, base: type) -> list[type]:
-    found = [each for name, each in vars(module).items() if isinstance(each, type) and not name.startswith("_")]
-    return [each for each in found if issubclass(each, base) and each is not base]
+def classes(base: type) -> list[type]:
+    """All public classes below ``base`` in ``torch.optim``, wherever they are defined."""
+    below = [each for one in base.__subclasses__() for each in (one, *classes(one))]
+    found = {each for each in below if each.__module__.startswith("torch.optim") and not each.__name__.startswith("_")}
+    return sorted(found, key=lambda each: each.__name__)
 
 
-OPTIMIZERS = classes(torch.optim, torch.optim.Optimizer)
-SCHEDULERS = classes(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+OPTIMIZERS = classes(torch.optim.Optimizer)
+SCHEDULERS = classes(torch.optim.lr_scheduler.LRScheduler)
 
 
 def stepped(kind: type) -> torch.optim.Optimizer:
@@ -247,6 +261,7 @@ def make_scheduler(kind: type, optimizer: torch.optim.Optimizer) -> Any:
         lrs.CyclicLR: (optimizer, 0.01, 0.1),
         lrs.OneCycleLR: (optimizer, 0.1, 10),
         lrs.PolynomialLR: (optimizer, 5),
+        torch.optim.swa_utils.SWALR: (optimizer, 0.05),
     }
     return kind(*arguments.get(kind, (optimizer,)))
 
@@ -267,6 +282,8 @@ def test_the_state_of_every_torch_scheduler_comes_back(file, kind):
 def test_introspection_found_the_optimizers_and_schedulers():
     assert {torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS} <= set(OPTIMIZERS)
     assert {torch.optim.lr_scheduler.SequentialLR, torch.optim.lr_scheduler.ReduceLROnPlateau} <= set(SCHEDULERS)
+    assert torch.optim.swa_utils.SWALR in SCHEDULERS
+    assert {each for each in vars(torch.optim).values() if isinstance(each, type)} - {torch.optim.Optimizer} == set(OPTIMIZERS)
 
 
 def test_safetensors_opens_the_file_and_returns_the_same_tensors(file):

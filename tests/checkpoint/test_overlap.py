@@ -105,6 +105,28 @@ def test_a_weight_that_something_else_changes_during_the_copy_fails_the_save_by_
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_an_optimizer_keeps_is_copied_late_and_guarded_as_its_weights_are(job, overlap, late, tmp_path):
+    staged = stage(job.tree(), overlap=overlap)
+    job.optimizer.state[job.weight]["momentum_buffer"].zero_()
+    late.set()
+    with pytest.raises(CheckpointError, match=r"^optimizer\.state\.0\.momentum_buffer was changed while"):
+        write(staged, tmp_path / "c")
+
+
+def test_weights_that_count_no_versions_are_copied_at_once(late, tmp_path):
+    """Those made in inference mode: nobody could tell whether they change."""
+    with torch.inference_mode():
+        weight = torch.nn.Parameter(torch.zeros(1000), requires_grad=False)
+    overlap = Overlap([torch.optim.SGD([weight], lr=1.0)])
+    staged = stage({"w": weight}, overlap=overlap)
+    with torch.inference_mode():
+        weight.add_(1)
+    late.set()
+    write(staged, tmp_path / "c")
+    assert (load(tmp_path / "c")["w"] == 0).all()
+    overlap.close()
+
+
 def test_memory_is_not_used_again_while_a_released_copy_still_goes_on(job, overlap, late, tmp_path):
     buffer = StageBuffer()
     stage(job.tree(), buffer, overlap=overlap).release()

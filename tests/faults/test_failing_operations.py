@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import signal
 from pathlib import Path
 
@@ -180,6 +181,20 @@ def test_whatever_fails_in_a_run_is_loud_and_costs_nothing_that_was_committed(di
             assert (resumed.model.weight == job.STEPS).all()
             assert job.check(directory, []) == job.STEPS
     assert {"mkdir", "open", "write", "fsync", "close", "link", "unlink"} <= set(refused)
+
+
+def test_a_directory_that_is_removed_in_the_middle_of_a_run_is_made_again(job, tmp_path):
+    told = []
+    loop = job.loop(tmp_path / "run", job.told(told.extend))
+
+    @loop.bus.on("after_train_iter", once=3, priority=0)
+    def remove_it(event):
+        event.run.wait_for_saves()
+        shutil.rmtree(tmp_path / "run")
+
+    loop.run()
+    assert len(told) >= job.STEPS
+    assert job.check(tmp_path / "run", []) == job.STEPS
 
 
 def test_a_disk_that_stays_full_costs_no_old_checkpoint_and_the_run_goes_on_if_told_so(disk, job, tmp_path):

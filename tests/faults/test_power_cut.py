@@ -76,6 +76,8 @@ def test_no_power_cut_damages_a_checkpoint_or_costs_one_that_was_told_of(disk, j
     for number, (files, told) in enumerate(crashes(power_cut, log)):
         make(files, work_dir)
         newest = job.check(work_dir, told)
+        pointer = work_dir / "last_checkpoint"
+        assert not pointer.exists() or (work_dir / pointer.read_text()).exists()  # it is written last
         if number % 4 == 0:
             resumed = job.loop(work_dir)
             began = []
