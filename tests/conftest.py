@@ -1,4 +1,5 @@
 import gc
+import multiprocessing
 import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -10,6 +11,18 @@ import torch
 from blockbuster import blockbuster_ctx
 
 from eventloop import Event, events
+
+# Of the one fork server that the tests of a run share: with these a process of theirs starts in a tenth of a second.
+multiprocessing.set_forkserver_preload(
+    [
+        "torch._dynamo",  # by the first optimizer that is made: more than a second
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "torch.nn.parallel",
+        "eventloop.offload.child",
+        "hooks",
+    ]
+)
 
 UVLOOP = pytest.mark.skipif(find_spec("uvloop") is None, reason="uvloop is not installed")
 

@@ -72,7 +72,6 @@ def subscribe(bus: Bus, mode: str, released: threading.Event, options: dict):
 )
 def test_the_counts_add_up_at_every_moment(mode, full, queue, batch, linger, deeds, hangs_at, disable_after, cancels_at):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["eventloop.offload.child"])
     options = {"full": full, "queue": queue, "linger": linger, "on_error": "log"}
     options |= {"batch": batch} if batch else {}
     options |= {"disable_after": disable_after} if disable_after else {}

@@ -16,17 +16,6 @@ import pytest
 import torch
 from torch import distributed
 
-PRELOADED = [
-    "torch",
-    "torch._dynamo",  # by the first optimizer that is made: more than a second
-    "torch.distributed",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.nn.parallel",
-    "eventloop",
-    "hooks",
-]
-
 
 @dataclass
 class Outcome:
@@ -42,7 +31,6 @@ class Outcome:
 def on_ranks(function: Callable[..., Any], *args: Any, folder: Path, size: int = 2, timeout: float = 40) -> list[Outcome]:
     """Call ``function(*args)`` in ``size`` processes of one gloo group (in one without a group, if it is one)."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     folder = folder / f"{function.__name__}_{time.monotonic_ns()}"
     folder.mkdir()
     processes = [context.Process(target=_child, args=(rank, size, str(folder), function, args)) for rank in range(size)]
