@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from eventloop import (
+    AfterLoadCheckpoint,
     AfterRun,
     AfterTrain,
     AfterTrainEpoch,
@@ -25,11 +27,21 @@ from eventloop import (
     get_logger,
     register,
 )
-from eventloop.checkpoint import Busy, Place, Staging, check_busy, check_staging, place_of, store_of, sweep_shards
+from eventloop.checkpoint import (
+    Busy,
+    Place,
+    Staging,
+    check_busy,
+    check_staging,
+    is_sharded,
+    place_of,
+    store_of,
+    sweep_shards,
+)
 from hooks.best import Best, names
 from hooks.checkpoint_options import SUFFIX, check_count, checked_template
+from hooks.kept import KEPT, Kept
 from hooks.publishing import publish_checkpoint, sweep
-from hooks.retention import Shelf
 from hooks.rules import Rule
 
 log = get_logger()
@@ -46,9 +58,9 @@ class CheckpointHook(Hook):
     (a hard link, where the file system has them) of the file that was written after the same iteration. All of them
     resume.
 
-    Nothing is deleted before its successor is durable. ``last_checkpoint``, in the directory and in the work dir, names the
-    newest. The state of the run is checked at the first update, so that a value which no checkpoint can hold is an error
-    then and not hours later.
+    Nothing is deleted before its successor is durable, and nothing that another hook of the run keeps. ``last_checkpoint``,
+    in the directory and in the work dir, names the newest. A value in the state of the run that no checkpoint can hold is an
+    error at the first update.
 
     Args:
         interval: epochs or iterations between saves; -1 for none.
@@ -134,9 +146,10 @@ class CheckpointHook(Hook):
         }
         self._template = checked_template(filename_tmpl or f"{'epoch' if by_epoch else 'iter'}_{{}}{SUFFIX}")
         self._publish = None if published_keys is None else names("published_keys", published_keys)
-        self._best = Best(save_best, rule, greater_keys, less_keys)
-        self._files = Shelf(None if max_keep_ckpts == -1 else max_keep_ckpts)
-        self._directory: Place | None = None
+        keep = None if max_keep_ckpts == -1 else max_keep_ckpts
+        self._kept = Kept(keep, partial(Best, save_best, rule, greater_keys, less_keys))
+        self._sharded = False
+        self._loaded_here = False  # the run goes on from a file in this directory
         self._checked = False
         self._finished = False
         self._first = True  # of several processes, the one that removes
@@ -146,47 +159,53 @@ class CheckpointHook(Hook):
 
     def before_run(self, event: BeforeRun) -> None:
         """Find the directory."""
-        self._directory = self._out_dir or event.run.work_dir
+        directory = event.run.work_dir if self._out_dir is None else self._out_dir.absolute()
+        event.run.shared[KEPT] = everybody = event.run.shared.get(KEPT, [])
+        if self._kept.begin(directory, everybody):
+            self._saved_at = None
+        self._loaded_here = False
         self._checked = self._finished = False
         self._first = event.run.rank == 0
-        if self._directory is not None and self._directory.exists() and not self._directory.is_dir():
-            raise ConfigurationError(f"{self.label} cannot save to {self._directory}: it is no directory")
+        if directory is not None and directory.exists() and not directory.is_dir():
+            raise ConfigurationError(f"{self.label} cannot save to {directory}: it is no directory")
         if self._out_dir is not None:
-            event.run.keeps_checkpoints_in(self._out_dir)
+            event.run.keeps_checkpoints_in(directory)
+
+    def after_load_checkpoint(self, event: AfterLoadCheckpoint) -> None:
+        """Note whether the newest file is here."""
+        self._loaded_here = bool(self._kept.own([event.path]))
 
     def before_train(self, event: BeforeTrain) -> None:
         """Clean up after a process that was killed here."""
-        if self._saves and self._directory is None:
+        directory = self._kept.directory
+        if self._saves and directory is None:
             raise ConfigurationError(
-                f"{self.label} has no place for checkpoints: give the run a work_dir, or the hook an out_dir"
+                f"{self.label} has no place for its files: give the run a work_dir, or the hook an out_dir"
             )
-        if self._directory is not None and event.run.rank == 0:
-            sweep(self._directory)
-            if isinstance(self._directory, Path):
-                sweep_shards(self._directory)
-        self._saved_at = event.progress.iter
+        if directory is not None and event.run.rank == 0:
+            self._sharded = sweep(directory) or any(map(is_sharded, event.run.models.values()))
+        if self._loaded_here or not event.progress.iter:
+            self._saved_at = event.progress.iter
 
     def after_train(self, event: AfterTrain) -> None:
         """Save what was trained since the newest file."""
         self._finished = True
-        done = event.progress
-        if not self.save_last or done.iter == self._saved_at:
+        if not self.save_last or (done := event.progress).iter == self._saved_at:
             return
+        name = self._template.format(done.epoch if self.by_epoch else done.iter)
         if self.by_epoch and done.batch_idx:
-            self._request(event.run, f"iter_{done.iter}{SUFFIX}", done.iter, busy="wait")
-        else:
-            name = self._template.format(done.epoch if self.by_epoch else done.iter)
-            self._request(event.run, name, done.iter, busy="wait")
+            name = f"iter_{done.iter}{SUFFIX}"
+        self._request(event.run, name, done.iter, busy="wait")
 
     def after_run(self, event: AfterRun) -> None:
         """Write the stripped copies."""
-        if self._publish is None or not self._finished or self._directory is None or event.run.rank:
+        if self._publish is None or not self._finished or (directory := self._kept.directory) is None or event.run.rank:
             return
         event.run.wait_for_saves()
-        shelves = [*self._best.shelves, *([self._files] if self.save_last else [])]
+        shelves = self._kept.shelves if self.save_last else self._kept.best.shelves
         for entry in (shelf.newest for shelf in shelves):
             if entry is not None and entry.durable:
-                publish_checkpoint(self._directory / entry.name, self._publish)
+                publish_checkpoint(directory / entry.name, self._publish)
 
     # ------------------------------------------------------------------------------------------------- training
 
@@ -213,78 +232,65 @@ class CheckpointHook(Hook):
 
     def after_val_epoch(self, event: AfterValEpoch) -> None:
         """Save what is the best so far by any of the metrics."""
-        if not self._best.wanted:
+        if not self._kept.best.wanted:
             return
         if not event.metrics:
             log.warning("this validation has no metrics; the best checkpoint is not looked for", hook=self.label)
             return
-        for metric, score, shelf in self._best.improved(event.metrics):
+        for metric, score, shelf in self._kept.best.improved(event.metrics):
             file = f"best_{metric.replace('/', '_')}_{self._when(event)}{SUFFIX}"
             shelf.put(file, score)
-            event.run.request_save(file, directory=self._directory, **self._options)
+            event.run.request_save(file, directory=self._kept.directory, **self._options)
 
     # --------------------------------------------------------------------------------- on the committing thread
 
     def checkpoint_committed(self, event: CheckpointCommitted) -> None:
         """Delete what has a durable successor now."""
-        own = self._own(event.names)
-        if not own or self._directory is None:
+        directory, gone = self._kept.directory, self._kept.committed(event.names)
+        if directory is None or not gone or not self._first:
             return
-        gone = [name for shelf in (self._files, *self._best.shelves) for name in shelf.committed(own)]
-        for name in gone if self._first else ():
-            self._remove(self._directory / name)
-        if gone and self._first and isinstance(self._directory, Path):
-            sweep_shards(self._directory, still=0)  # nothing else is being written: this is the thread that writes
+        for name in gone:
+            self._remove(directory / name)
+        if self._sharded:
+            sweep_shards(Path(str(directory)), still=0)  # nothing else is being written: this is the thread that writes
 
     def checkpoint_failed(self, event: CheckpointFailed) -> None:
         """Forget what could not be written: what it was to replace stays, and the last save is still to be made."""
-        self._forget(event.names)
+        if self._kept.forget(event.names):
+            self._saved_at = None
 
     def checkpoint_skipped(self, event: CheckpointSkipped) -> None:
         """Forget what was left out; as with one that failed, what it was to replace stays."""
-        self._forget(event.names)
+        if self._kept.forget(event.names):
+            self._saved_at = None
 
     # ---------------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the names of the files that stay, and the best scores."""
-        return {"files": self._files.state_dict(), **self._best.state_dict()}
+        return self._kept.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take it back. A best score whose file is gone is forgotten: the next one is the best that there is."""
-        self._files.load_state_dict(state["files"], self._exists)
-        self._best.load_state_dict(state, self._exists)
+        self._kept.load_state_dict(state)
 
     # ------------------------------------------------------------------------------------------------ internals
 
-    def _forget(self, paths: Iterable[str]) -> None:
-        own = self._own(paths)
-        if self._files.forget(own):
-            self._saved_at = None
-        for shelf in self._best.shelves:
-            shelf.forget(own)
-
     @property
     def _saves(self) -> bool:
-        return self.interval > 0 or self.save_last or self._best.wanted
+        return self.interval > 0 or self.save_last or self._kept.best.wanted
 
     def _due(self, done: int) -> bool:
         return self.interval > 0 and done >= self.save_begin and (done - self.save_begin) % self.interval == 0
 
     def _request(self, run: RunView, name: str, iteration: int, **options: Any) -> None:
-        self._files.put(name)
+        self._kept.files.put(name)
         self._saved_at = iteration
-        run.request_save(name, directory=self._directory, **(self._options | options))
+        run.request_save(name, directory=self._kept.directory, **(self._options | options))
 
     def _when(self, event: AfterValEpoch) -> str:
         by_epoch = self.by_epoch and event.progress.max_iters is None
         return f"epoch_{event.progress.epoch}" if by_epoch else f"iter_{event.progress.iter}"
-
-    def _own(self, paths: Iterable[str]) -> Collection[str]:
-        return {path.name for path in map(place_of, paths) if path.parent == self._directory}
-
-    def _exists(self, name: str) -> bool:
-        return self._directory is not None and (self._directory / name).is_file()
 
     def _remove(self, path: Place) -> None:
         try:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from eventloop import CheckpointError, get_logger
-from eventloop.checkpoint import TEMPORARY_PREFIX, Place, load, load_whole, save, store_of
+from eventloop.checkpoint import TEMPORARY_PREFIX, Place, load, load_whole, save, store_of, sweep_shards
 
 log = get_logger()
 
@@ -53,11 +53,14 @@ def publish_checkpoint(path: Place, keys: Iterable[str]) -> Place:
     return published
 
 
-def sweep(directory: Place) -> None:
-    """Remove temporary files that a killed process has left in ``directory``.
+def sweep(directory: Place) -> bool:
+    """Remove what a killed process has left in ``directory``: temporary files, and parts of sharded checkpoints.
 
     Those changed within the last minute stay: another process (an evaluation beside the training) may be writing them. So do
     those of which the store does not tell when they were changed.
+
+    Returns:
+        True if there are sharded checkpoints.
     """
     store = store_of(directory)
     for path, changed in store.files(directory):
@@ -69,3 +72,4 @@ def sweep(directory: Place) -> None:
             log.info("removed what a killed process left behind", path=str(path))
         except CheckpointError as error:
             log.warning("a temporary file could not be removed", path=str(path), error=str(error))
+    return isinstance(directory, Path) and sweep_shards(directory)

@@ -37,6 +37,11 @@ class Shelf:
         with self._lock:
             return self._entries[-1] if self._entries else None
 
+    def has(self, name: str) -> bool:
+        """Return True if the file is one of these."""
+        with self._lock:
+            return any(entry.name == name for entry in self._entries)
+
     def put(self, name: str, score: float | None = None) -> None:
         """Note a file that has been requested; one of the same name is what it replaces."""
         with self._lock:

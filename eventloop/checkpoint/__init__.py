@@ -13,7 +13,7 @@ from eventloop.checkpoint.overlap import Overlap, Staging, check_staging
 from eventloop.checkpoint.pth import load_pth
 from eventloop.checkpoint.remote import RemotePath
 from eventloop.checkpoint.saver import AsyncSaver
-from eventloop.checkpoint.shards import load_whole, sweep_shards
+from eventloop.checkpoint.shards import is_sharded, load_whole, sweep_shards
 from eventloop.checkpoint.stage import StageBuffer, Staged, stage
 from eventloop.checkpoint.store import Place, Store, place_of, store_of
 from eventloop.checkpoint.turns import Busy, Turns, check_busy
@@ -40,6 +40,7 @@ __all__ = [
     "export_weights",
     "file_kind",
     "inspect",
+    "is_sharded",
     "is_weights",
     "link",
     "load",

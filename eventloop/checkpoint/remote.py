@@ -99,6 +99,10 @@ class RemotePath:
         with failing(f"cannot look at {self}", but=FileNotFoundError):
             return _info(self)
 
+    def absolute(self) -> RemotePath:
+        """The same: it depends on no current directory."""
+        return self
+
     def exists(self) -> bool:
         """Whether there is something of that name."""
         return self._type() != ""

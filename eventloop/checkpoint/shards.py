@@ -76,26 +76,30 @@ def load_whole(path: str | os.PathLike[str] | Place) -> Any:
     return put_shards(state, file, lambda place, shape, dtype: torch.empty(shape, dtype=dtype), None)
 
 
-def sweep_shards(directory: Path, *, still: float = _STILL) -> None:
+def sweep_shards(directory: Path, *, still: float = _STILL) -> bool:
     """Remove directories of sharded tensors that no checkpoint in ``directory`` names.
 
     Args:
         directory: of checkpoints.
         still: seconds without a change after which nobody can be writing one.
+
+    Returns:
+        True if there were any of these directories, named or not.
     """
     found = [one for one in directory.glob(f"*{SUFFIX}") if one.is_dir()]
     if not found:
-        return
+        return False
     named = set()
     for file in directory.glob("*.safetensors"):
         try:
             tree = outline(file)
         except (CheckpointError, OSError):
-            return  # it may name any of them
+            return True  # it may name any of them
         named.add(tree.get(SHARDS) if isinstance(tree, Mapping) else None)
     for one in found:
         if one.name not in named and time.time() - one.stat().st_mtime >= still:
             shutil.rmtree(one, ignore_errors=True)
+    return True
 
 
 def digest_of(file: Path) -> str:

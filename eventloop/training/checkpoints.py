@@ -10,10 +10,11 @@ from typing import Any, Protocol
 from eventloop import events as ev
 from eventloop.checkpoint import Place, load, place_of
 from eventloop.checkpoint.shards import SHARDS, is_sharded, verify_shards
-from eventloop.errors import ConfigurationError
+from eventloop.errors import CheckpointError, ConfigurationError
 from eventloop.events import Event, Progress
 from eventloop.log import get_logger
 from eventloop.training import resume
+from eventloop.training.find import find_checkpoint
 from eventloop.training.ranks import Ranks, saves_group, this_rank, world_size
 from eventloop.training.rng import get_rng_state
 from eventloop.training.save_files import Parts
@@ -52,7 +53,7 @@ class RunCheckpoints:
 
     def __init__(self, run: Saved, source: str | Path | None, *, strict: bool) -> None:
         self._run = run
-        self._source = source if source is None or source == "auto" else place_of(source)
+        self._source = source if source is None or source == "auto" else place_of(source).absolute()
         if source == "auto" and run.work_dir is None:
             raise ConfigurationError('resume="auto" looks for checkpoints in the work_dir; give one, or a path as resume=')
         self._strict = strict
@@ -191,12 +192,9 @@ class RunCheckpoints:
         found: tuple[Place, Any] | None = None
         if self._ranks is None or not self._ranks.rank:
             if self._source == "auto":
-                found = resume.find_checkpoint(self.place(), *self._kept)
+                found = find_checkpoint(self.place(), *self._kept)
             elif self._source is not None:
-                place = place_of(self._source)
-                found = place, load(place)
-                if SHARDS in found[1]:
-                    verify_shards(found[1], Path(str(place)))
+                found = self._load_named(place_of(self._source))
         if self._ranks is None:
             return found
         path = self._ranks.from_first(None if found is None else found[0])
@@ -204,6 +202,20 @@ class RunCheckpoints:
             return None
         state = load(path) if found is None else found[1]
         return path, resume.state_of_rank(state, this_rank(), world_size())
+
+    @staticmethod
+    def _load_named(place: Place) -> tuple[Place, Any]:
+        if not place.is_dir():
+            state = load(place)
+            if SHARDS in state:
+                verify_shards(state, Path(str(place)))
+            return place, state
+        found = find_checkpoint(place)
+        if found is None:
+            raise CheckpointError(
+                f'there is no checkpoint of a run in {place} to resume from; resume="auto" begins where it finds none'
+            )
+        return found
 
     def _with_shards(self, state: Mapping[str, Any], path: Any) -> dict[str, Any]:
         from eventloop.checkpoint.sharded import put_shards, spread  # as above

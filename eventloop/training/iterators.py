@@ -49,7 +49,8 @@ class Epochs:
     def _done(self) -> bool:
         counters = self._order.counters
         if counters.max_iters is not None:
-            return counters.iter >= counters.max_iters
+            # A run that is resumed after its last iteration still has to end the epoch.
+            return counters.iter >= counters.max_iters and not counters.batches
         return counters.max_epochs is not None and counters.epoch >= counters.max_epochs
 
 

@@ -120,9 +120,8 @@ class TrainLoop:
 
         Args:
             resume: ``"auto"`` goes on from the newest good checkpoint in ``work_dir``, or where the hooks save (or begins, if
-                there is none), a path or URL
-                from that one.
-            strict: False loads from a checkpoint of another model what fits.
+                there is none); the path or URL of a file from that one, that of a directory from the newest good one in it.
+            strict: False loads from a checkpoint of another model or optimizer what fits.
 
         Raises:
             ConfigurationError: there is nothing to train on or with.

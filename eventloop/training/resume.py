@@ -1,23 +1,20 @@
-"""The state of a run as one tree, taking it apart again, and finding the file to go on from."""
+"""The state of a run as one tree, and taking it apart again."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from eventloop.bus import Bus
-from eventloop.checkpoint import Place, RemotePath, load, place_of, store_of, without_wrappers
-from eventloop.checkpoint.shards import SHARDS, verify_shards
-from eventloop.errors import CheckpointDamagedError, CheckpointError
+from eventloop.checkpoint import without_wrappers
+from eventloop.errors import CheckpointError
 from eventloop.log import get_logger
 from eventloop.training.order import Order
 from eventloop.training.progress import Counters
 from eventloop.training.rng import get_rng_state, other_rng_state, set_rng_state
-from eventloop.training.save_files import LAST
 from eventloop.training.save_request import SaveRequest
 
 FORMAT = 1
@@ -70,16 +67,20 @@ def apply(run: Resumable, state: Mapping[str, Any], *, strict: bool = True) -> N
     """Put ``state`` back into ``run``; the random states last, so that nothing in between draws from them.
 
     Raises:
-        CheckpointError: it is a checkpoint of another model (missing, unexpected and mis-shaped keys are listed), or one
-            without what a resume needs.
+        CheckpointError: it is a checkpoint of another model (missing, unexpected and mis-shaped keys are listed) or optimizer,
+            or one without what a resume needs.
     """
     _check(state)
     models = state["state_dict"] if set(run.models) != {"model"} else {"model": state["state_dict"]}
     if lacking := sorted(run.models.keys() - models.keys()):
         raise CheckpointError(f"the checkpoint has no model {', '.join(map(repr, lacking))} but {', '.join(map(repr, models))}")
-    fitted = [load_weights(model, models[name], name, strict=strict) for name, model in run.models.items()]
+    # All is compared before anything is loaded: what is refused changes nothing.
+    fitting = {name: _fitting(model, models[name], name, strict=strict) for name, model in run.models.items()}
+    fits = all(found.complete for found in fitting.values())
     # What an optimizer knows of parameters of another shape would fail at its first step.
-    _load_each("optimizer", run.optimizers, state.get("optimizer") if all(fitted) else None)
+    _load_each("optimizer", run.optimizers, state.get("optimizer") if fits else None, partial(_load_optimizer, strict=strict))
+    for name, model in run.models.items():
+        model.load_state_dict(fitting[name].weights, strict=False)
     _load_each("stateful", run.stateful, state["stateful"])
     run.counters.load_state_dict(state["progress"])
     run.info.update(state["info"])
@@ -148,6 +149,19 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], name: str =
     Raises:
         CheckpointError: with ``strict``, and keys are missing, unexpected or of another shape.
     """
+    found = _fitting(model, weights, name, strict=strict)
+    model.load_state_dict(found.weights, strict=False)
+    return found.complete
+
+
+class _Fitting(NamedTuple):
+    weights: dict[str, Any]
+    """By the model's own names."""
+    complete: bool
+
+
+def _fitting(model: torch.nn.Module, weights: Mapping[str, Any], name: str, *, strict: bool) -> _Fitting:
+    """Return those of ``weights`` that fit; raises CheckpointError as load_weights does."""
     values = model.state_dict()
     own = {short: (name, values[name]) for name, short in checkpoint_keys(model).items()}
     shapes = {
@@ -166,8 +180,7 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], name: str =
     if found:
         log.warning("the checkpoint does not fit in full", model=name, **problems)
     fitting = {key: weights[short] for short, (key, _) in own.items() if short in weights and short not in shapes}
-    model.load_state_dict(fitting, strict=False)
-    return not found
+    return _Fitting(fitting, complete=not found)
 
 
 def unwrapped_state(model: torch.nn.Module) -> dict[str, Any]:
@@ -191,79 +204,6 @@ def _short(names: Iterable[str]) -> dict[str, str]:
     return short if len(set(short.values())) == len(short) else {name: name for name in short}
 
 
-def find_checkpoint(*directories: Place) -> tuple[Place, dict[str, Any]] | None:
-    """Load the newest good checkpoint in some directories; None if there is none at all.
-
-    The directory whose ``last_checkpoint`` was changed last comes first. A file that is damaged or cannot be read is
-    reported, and the one before it is tried; likewise whatever has become of ``last_checkpoint``.
-
-    Raises:
-        CheckpointDamagedError: there are checkpoints, and none of them can be read.
-        CheckpointError: a remote directory does not answer. An older checkpoint may be there, but nobody asked for that.
-    """
-    damage: list[str] = []
-    for path in _newest_first(directories):
-        try:
-            state = load(path)
-            if isinstance(state, Mapping) and SHARDS in state:
-                verify_shards(state, Path(str(path)))
-        except CheckpointDamagedError as error:
-            log.warning("a checkpoint is damaged; trying the one before it", path=str(path), error=str(error))
-            damage.append(str(error))
-        except FileNotFoundError:
-            log.warning("a checkpoint is gone; trying the one before it", path=str(path))
-        except OSError as error:
-            log.warning("a checkpoint cannot be read; trying the one before it", path=str(path), error=str(error))
-            damage.append(str(error))
-        else:
-            if not _lacking(state):
-                return path, state
-            log.info("this file is no checkpoint of a run (a published copy?); trying the one before it", path=str(path))
-    if damage:
-        raise CheckpointDamagedError(f"no good checkpoint in {', '.join(map(str, directories))}: {'; '.join(damage)}")
-    return None
-
-
-def _newest_first(directories: Iterable[Place]) -> list[Place]:
-    files = {place: _files(place) for place in directories}
-    places = sorted(files, key=lambda place: files[place].get(place / LAST, 0.0), reverse=True)
-    return list(dict.fromkeys(path for place in places for path in _in_order(place, files[place])))
-
-
-def _in_order(directory: Place, files: dict[Place, float]) -> list[Place]:
-    newest = _pointed_to(directory) if directory / LAST in files else None
-    if newest is not None and newest.parent != directory:
-        files = files | _files(newest.parent)
-    names = [path for path in files if path.suffix == ".safetensors" and not path.name.startswith(".")]
-    return [*([newest] if newest is not None else []), *sorted(names, key=files.__getitem__, reverse=True)]
-
-
-def _files(directory: Place) -> dict[Place, float]:
-    return {path: changed or 0.0 for path, changed in store_of(directory).files(directory)}
-
-
-def _pointed_to(directory: Place) -> Place | None:
-    """What ``last_checkpoint`` names, there or not. It is a hint: no digest guards its bytes."""
-    pointer = directory / LAST
-    try:
-        newest = _place(directory, os.fsdecode(pointer.read_bytes()).strip())
-        possible = newest.parent.is_dir() and not newest.is_dir()
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        log.warning("last_checkpoint cannot be read; looking for checkpoints beside it", path=str(pointer), error=str(error))
-        return None
-    if not possible or "\0" in newest.name:
-        log.warning("last_checkpoint names no file; looking for checkpoints beside it", path=str(pointer))
-        return None
-    return newest
-
-
-def _place(directory: Place, way: str) -> Place:
-    there = place_of(way)
-    return there if isinstance(there, RemotePath) else directory / way
-
-
 def _check(state: Mapping[str, Any]) -> None:
     missing = _lacking(state)
     if missing:
@@ -284,14 +224,43 @@ def _lacking(state: Any) -> list[str]:
     return [key for key in ("format", "state_dict", "progress", "bus", "rng") if key not in there]
 
 
-def _load_each(kind: str, things: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
+def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, state: Any, *, strict: bool) -> None:
+    before = optimizer.state_dict()
+    try:
+        optimizer.load_state_dict(state)
+        # It takes over the options of another kind of optimizer as they are, and fails at its first step.
+        lacks = sorted({option for group in optimizer.param_groups for option in optimizer.defaults.keys() - group.keys()})
+        problem = f"it has no {', '.join(lacks)}" if lacks else ""
+    except (ValueError, KeyError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    if not problem:
+        return
+    optimizer.load_state_dict(before)
+    if strict:
+        raise CheckpointError(
+            f"the checkpoint is of another optimizer than the {type(optimizer).__name__} {name!r}: {problem}; "
+            "with strict=False it starts afresh"
+        )
+    log.warning("the checkpoint is of another optimizer; this one starts afresh", name=name, problem=problem)
+
+
+def _load(name: str, thing: Any, state: Any) -> None:
+    thing.load_state_dict(state)
+
+
+def _load_each(
+    kind: str,
+    things: Mapping[str, Any],
+    saved: Mapping[str, Any] | None,
+    load: Callable[[str, Any, Any], None] = _load,
+) -> None:
     if saved is None:
         if things:
             log.warning("the checkpoint has nothing that fits; it starts afresh", what=kind)
         return
     for name, thing in things.items():
         if name in saved:
-            thing.load_state_dict(saved[name])
+            load(name, thing, saved[name])
         else:
             log.warning("the checkpoint has no state for this; it starts afresh", what=kind, name=name, saved=sorted(saved))
 
@@ -305,4 +274,4 @@ def _first(keys: list[str], most: int = 8) -> str:
     return ", ".join(keys[:most]) + rest
 
 
-__all__ = ["apply", "checkpoint_keys", "find_checkpoint", "gather", "load_weights", "state_of_rank", "unwrapped_state"]
+__all__ = ["apply", "checkpoint_keys", "gather", "load_weights", "state_of_rank", "unwrapped_state"]

@@ -56,8 +56,8 @@ class Run:
         seed: for Python, numpy and torch, set when the run begins.
         stateful: anything else with ``state_dict``/``load_state_dict`` that checkpoints must hold, by name.
         resume: ``"auto"`` goes on from the newest good checkpoint in ``work_dir``, or where the hooks save (or begins, if
-            there is none), a path or URL from that one.
-        strict: False loads from a checkpoint of another model what fits.
+            there is none); the path or URL of a file from that one, that of a directory from the newest good one in it.
+        strict: False loads from a checkpoint of another model or optimizer what fits.
         name: of the experiment; the work dir's by default.
         config: of the user, for the record (see ``RuntimeInfoHook``).
         counters: of an earlier run to go on from (``TrainLoop`` passes its own).
@@ -88,7 +88,7 @@ class Run:
         self.models = named("model", model, torch.nn.Module)
         self.optimizers = named("optimizer", {} if optimizer is None else optimizer, torch.optim.Optimizer)
         self.stateful = checked_stateful(stateful or {})
-        self.work_dir = None if work_dir is None else checked_work_dir(work_dir)
+        self.work_dir = None if work_dir is None else checked_work_dir(work_dir).absolute()
         self.device = device_of(device, self.models)
         self.seed = seed
         self.name = name or (self.work_dir.name if self.work_dir else "run")

@@ -15,7 +15,7 @@ import torch
 
 from eventloop import Bus, Hook, TrainLoop
 from eventloop.checkpoint import TEMPORARY_PREFIX, load, verify
-from eventloop.training.resume import find_checkpoint
+from eventloop.training.find import find_checkpoint
 from hooks import CheckpointHook
 
 # --------------------------------------------------------------------------------------------------------- the disk

@@ -242,6 +242,16 @@ def test_resume_of_an_iteration_based_run_in_any_pass_over_the_data(parts, tmp_p
     check(parts, tmp_path, mount_point, count, max_iters=14, val_interval=4)
 
 
+@pytest.mark.parametrize("count", [14, 13])
+def test_a_run_that_is_resumed_after_its_last_iteration_ends_its_epoch(parts, tmp_path, count):
+    """Also where nothing is validated, or that was done."""
+    for options in ({"val_interval": 4}, {"val_interval": 4, "mount_point": "after_val_epoch", "count": 4}):
+        where = {"mount_point": "after_train_iter", "count": count} | options
+        resumed = check(parts, tmp_path / where["mount_point"], max_iters=14, **where)
+        assert resumed.trace.names.count("after_train_epoch") == 1
+        assert len(resumed.trace.of("after_train_iter")) == (14 - count if "count" not in options else 0)
+
+
 @pytest.mark.parametrize("loader", ["seeded augmentation", "stateful without a length", "two workers"])
 @pytest.mark.parametrize("count", [3, 6, 8, 13])
 def test_resume_of_an_iteration_based_run_with_other_loaders(parts, tmp_path, loader, count):

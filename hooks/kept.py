@@ -1,0 +1,81 @@
+"""The files that a CheckpointHook keeps: regular ones and the best, in one directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from eventloop import Slot
+from eventloop.checkpoint import Place, place_of
+from hooks.best import Best
+from hooks.retention import Shelf
+
+KEPT = Slot("kept checkpoints", list)
+"""By all of a run's hooks: what one of them keeps, no other removes."""
+
+
+class Kept:
+    """The shelves of one hook.
+
+    Args:
+        keep: how many regular files; None keeps all.
+        new_best: makes what knows of the best ones.
+    """
+
+    def __init__(self, keep: int | None, new_best: Callable[[], Best]) -> None:
+        self.directory: Place | None = None
+        self.best = new_best()
+        self.files = Shelf(keep)
+        self._keep = keep
+        self._new_best = new_best
+        self._all: list[Kept] = [self]
+
+    def begin(self, directory: Place | None, everybody: list[Kept]) -> bool:
+        """Begin a run; True if it saves elsewhere than the one before: that one's files and scores are forgotten.
+
+        Args:
+            directory: of the files.
+            everybody: those of the other hooks of the run, to which this is added.
+        """
+        self._all = everybody
+        everybody.append(self)
+        if directory == self.directory:
+            return False
+        self.directory = directory
+        self.best, self.files = self._new_best(), Shelf(self._keep)
+        return True
+
+    @property
+    def shelves(self) -> list[Shelf]:
+        """Of the regular files, and of each metric."""
+        return [self.files, *self.best.shelves]
+
+    def own(self, paths: Iterable[str]) -> Collection[str]:
+        """Return the names of those files that are in the directory."""
+        return {path.name for path in map(place_of, paths) if path.parent == self.directory}
+
+    def committed(self, paths: Iterable[str]) -> list[str]:
+        """Note that files are durable; return the names of those that nobody keeps any more."""
+        own = self.own(paths)
+        gone = [name for shelf in self.shelves for name in shelf.committed(own)] if own else []
+        everywhere = [shelf for kept in self._all if kept.directory == self.directory for shelf in kept.shelves]
+        return [name for name in gone if not any(shelf.has(name) for shelf in everywhere)]
+
+    def forget(self, paths: Iterable[str]) -> bool:
+        """Forget files that were not written; True if the newest regular one is among them."""
+        own = self.own(paths)
+        for shelf in self.best.shelves:
+            shelf.forget(own)
+        return self.files.forget(own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the names of the files that stay, and the best scores."""
+        return {"files": self.files.state_dict(), **self.best.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it back, but for files that are gone."""
+        self.files.load_state_dict(state["files"], self._exists)
+        self.best.load_state_dict(state, self._exists)
+
+    def _exists(self, name: str) -> bool:
+        return self.directory is not None and (self.directory / name).is_file()

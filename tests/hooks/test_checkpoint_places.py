@@ -1,0 +1,194 @@
+"""Where CheckpointHooks keep files: several in one directory, one in several, and from where a run goes on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from eventloop import Hook, TrainLoop
+from eventloop.checkpoint import load
+from hooks import CheckpointHook, EarlyStoppingHook, EMAHook, ParamSchedulerHook
+
+
+def files(directory: Path) -> set[str]:
+    return {path.stem for path in directory.glob("*.safetensors")}
+
+
+def scored(job: SimpleNamespace, directory: Path, hook: CheckpointHook, *scores: float, **options: Any) -> TrainLoop:
+    options |= {"val_data": job.batches(1), "metrics": {"acc": job.Scores(*scores)}, "max_epochs": len(scores)}
+    loop: TrainLoop = job.loop(hook, work_dir=directory, **options)
+    return loop
+
+
+# -------------------------------------------------------------------------------------------- several in one directory
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_file_stays_as_long_as_one_of_several_hooks_keeps_it(job: SimpleNamespace, tmp_path: Path, order: int) -> None:
+    """The newest to go on from, and every second one for good."""
+    hooks = [
+        CheckpointHook(1, max_keep_ckpts=1, name="newest"),
+        CheckpointHook(2, max_keep_ckpts=2, save_last=False, name="for good"),
+    ][::order]
+    job.loop(*hooks, work_dir=tmp_path, max_epochs=7).run()
+    assert files(tmp_path) == {"epoch_4", "epoch_6", "epoch_7"}
+
+
+def test_it_stays_after_a_resume_too(job: SimpleNamespace, tmp_path: Path) -> None:
+    def run(max_epochs: int, resume: str | None = None) -> None:
+        newest = CheckpointHook(1, max_keep_ckpts=1, name="newest")
+        for_good = CheckpointHook(2, save_last=False, name="for good")
+        job.loop(newest, for_good, work_dir=tmp_path, max_epochs=max_epochs).run(resume=resume)
+
+    run(3)
+    run(5, resume="auto")
+    assert files(tmp_path) == {"epoch_2", "epoch_4", "epoch_5"}
+
+
+def test_the_best_of_two_hooks_is_removed_once_neither_keeps_it(job: SimpleNamespace, tmp_path: Path) -> None:
+    loop = scored(job, tmp_path, CheckpointHook(save_best="acc", save_last=False, name="one"), 0.1, 0.3, 0.2)
+    loop.bus.add(CheckpointHook(save_best="acc", save_last=False, name="other"))
+    loop.run()
+    assert files(tmp_path) == {"best_acc_epoch_2"}
+
+
+# -------------------------------------------------------------------------------------------- one in several directories
+
+
+def test_a_hook_that_goes_to_another_directory_forgets_the_files_and_scores_of_the_one_before(
+    job: SimpleNamespace, tmp_path: Path
+) -> None:
+    """As in cross-validation, with one hook for all parts."""
+    hook = CheckpointHook(1, max_keep_ckpts=1, save_best="acc")
+    scored(job, tmp_path / "a", hook, 0.5, 0.9).run()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "epoch_2.safetensors").write_bytes(b"mine")
+    scored(job, tmp_path / "b", hook, 0.3, max_epochs=1).run()
+    assert files(tmp_path / "a") == {"epoch_2", "best_acc_epoch_2"}
+    assert files(tmp_path / "b") == {"epoch_1", "best_acc_epoch_1", "epoch_2"}
+
+
+@pytest.mark.parametrize("out_dir", [None, "out"])
+def test_relative_directories_are_those_of_the_beginning(
+    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out_dir: str | None
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    loop = job.loop(CheckpointHook(1, out_dir=out_dir), work_dir=Path("run"))
+    loop.bus.on("after_train_epoch", lambda event: os.chdir(tmp_path / "elsewhere"))
+    loop.run()
+    assert files(tmp_path / (out_dir or "run")) == {"epoch_1", "epoch_2"}
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert (tmp_path / "run" / "last_checkpoint").exists()
+
+
+def test_one_directory_named_in_two_ways_is_one(job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job.loop(CheckpointHook(1, max_keep_ckpts=1, out_dir="run"), work_dir=tmp_path / "run").run()
+    job.loop(CheckpointHook(1, max_keep_ckpts=1, out_dir=tmp_path / "run"), work_dir=Path("run"), max_epochs=3).run(
+        resume="run/epoch_2.safetensors"
+    )
+    assert files(tmp_path / "run") == {"epoch_3"}
+
+
+def test_the_directory_is_not_listed_for_what_no_sharded_model_has_left(
+    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = CheckpointHook(1, by_epoch=False, max_keep_ckpts=1, save_best="acc")
+    loop = scored(job, tmp_path, hook, 0.1, 0.2)
+    listed: list[Path] = []
+    real = Path.glob
+
+    def glob(self: Path, *args: Any, **options: Any) -> Any:
+        listed.append(self)
+        return real(self, *args, **options)
+
+    loop.bus.on("after_train_iter", lambda event: monkeypatch.setattr(Path, "glob", glob), once=1)
+    loop.run()
+    assert listed == []
+    assert files(tmp_path) == {"iter_8", "best_acc_iter_8"}
+
+
+# --------------------------------------------------------------------------------------------------- from where it goes on
+
+
+def test_a_run_that_goes_on_from_elsewhere_and_has_nothing_left_to_train_saves_all_the_same(
+    job: SimpleNamespace, tmp_path: Path
+) -> None:
+    job.loop(CheckpointHook(1), work_dir=tmp_path / "a").run()
+    hook = CheckpointHook(published_keys="state_dict")
+    job.loop(hook, work_dir=tmp_path / "b").run(resume=tmp_path / "a" / "epoch_2.safetensors")
+    assert {name.partition("-")[0] for name in files(tmp_path / "b")} == {"epoch_2"}
+    assert len(files(tmp_path / "b")) == 2
+
+
+def test_one_that_goes_on_here_and_has_nothing_left_to_train_writes_nothing(job: SimpleNamespace, tmp_path: Path) -> None:
+    job.loop(CheckpointHook(1), work_dir=tmp_path).run()
+    committed: list[Any] = []
+    loop = job.loop(CheckpointHook(1), work_dir=tmp_path)
+    loop.bus.on("checkpoint_committed", committed.append)
+    loop.run(resume="auto")
+    assert committed == []
+
+
+class Remembers(Hook):
+    """The scores of all validations."""
+
+    def __init__(self) -> None:
+        self.scores: dict[int, float] = {}
+
+    def after_val_epoch(self, event: Any) -> None:
+        self.scores[event.progress.iter] = float(event.metrics["loss"])
+
+
+@pytest.mark.parametrize("length", [{"max_epochs": 4}, {"max_iters": 16, "val_interval": 3}])
+@pytest.mark.parametrize("interval", [-1, 1])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_from_the_best_file_its_validation_is_made_again_and_all_ends_the_same(
+    job: SimpleNamespace, tmp_path: Path, length: dict[str, int], interval: int, elsewhere: bool
+) -> None:
+    """Unless it was made: the best may be another name of a file that was written before. Nothing is counted twice."""
+
+    def run(directory: Path, resume: Path | None = None) -> tuple[Any, Remembers]:
+        model = job.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        remembers = Remembers()
+        hooks = (
+            EMAHook(momentum=0.3),
+            ParamSchedulerHook(plateau, by="metric", monitor="loss"),
+            EarlyStoppingHook("loss", patience=50, min_delta=0.0),
+            CheckpointHook(interval, by_epoch="max_epochs" in length, save_best="loss", rule="greater"),
+            remembers,
+        )
+        loop = job.loop(
+            *hooks, model=model, optimizer=optimizer, work_dir=directory, val_data=job.batches(1, 3), seed=2, **length
+        )
+        loop.run(resume=resume)
+        states = loop.bus.state_dict()["hooks"]
+        (mine,) = (hook for hook in loop.bus.hooks if isinstance(hook, CheckpointHook))
+        best = [one["name"] for one in mine.state_dict()["best"]["loss"]]
+        rest = {name: state for name, state in states.items() if name != mine.label}
+        return (job.weights(model), rest, best, loop.counters.state_dict()), remembers
+
+    (weights, states, best, counters), through = run(tmp_path)
+    (file,) = tmp_path.glob("best_*")
+    state = load(file)
+    place = file
+    if elsewhere:
+        place = tmp_path / "copy.safetensors"
+        file.rename(place)
+    resumed, again = run(tmp_path / "again" if elsewhere else tmp_path, place)
+    assert job.same(resumed[0], weights)
+    assert (resumed[1], resumed[3]) == (states, counters)
+    if interval == 1 or not elsewhere:  # a score whose file is not there is forgotten
+        assert resumed[2] == best == [file.name]
+    assert again.scores.items() <= through.scores.items()
+    made_again = min(again.scores) == state["progress"]["iter"]
+    assert made_again == (state["progress"]["phase"] == "val") == (interval == 1)

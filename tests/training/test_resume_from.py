@@ -1,0 +1,154 @@
+"""What a run may be told to go on from: directories, here and elsewhere; and what does not fit its models or optimizers."""
+
+from __future__ import annotations
+
+import os
+
+import fsspec
+import pytest
+import torch
+
+from eventloop import Bus, CheckpointDamagedError, CheckpointError
+
+
+def saving(parts, work_dir, **options):
+    """Three files, each an epoch further."""
+    bus = Bus()
+    bus.on("after_train_epoch", lambda e: e.run.request_save(f"epoch_{e.progress.epoch + 1}.safetensors"))
+    parts.loop(bus, work_dir=work_dir, val_data=None, **{"max_epochs": 3} | options).run()
+    return work_dir
+
+
+def began(parts, resume, **options):
+    """Return how many iterations the run had when it went on, and from where."""
+    bus, seen = Bus(), []
+    bus.on("before_train", lambda e: seen.append((e.progress.iter, e.run.resumed_from)))
+    parts.loop(bus, val_data=None, **{"max_epochs": 3} | options).run(resume=resume)
+    return seen[0]
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_from_a_directory_the_newest_good_checkpoint_in_it_is_taken(parts, tmp_path):
+    saving(parts, tmp_path)
+    assert began(parts, tmp_path) == (9, tmp_path / "epoch_3.safetensors")
+    damage(tmp_path / "epoch_3.safetensors")
+    assert began(parts, str(tmp_path)) == (6, tmp_path / "epoch_2.safetensors")
+
+
+def test_from_a_directory_named_from_here(parts, tmp_path, monkeypatch):
+    saving(parts, tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    assert began(parts, "run") == (9, tmp_path / "run" / "epoch_3.safetensors")
+
+
+def test_a_directory_says_where_its_checkpoints_are(parts, tmp_path):
+    """A work dir whose hooks save elsewhere."""
+    saving(parts, tmp_path / "out")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "last_checkpoint").write_text("../out/epoch_3.safetensors")
+    assert began(parts, tmp_path / "run")[0] == 9
+
+
+def test_a_directory_without_a_checkpoint_is_an_error_that_says_what_else_to_do(parts, tmp_path):
+    with pytest.raises(CheckpointError, match=r'no checkpoint of a run.*resume="auto"') as caught:
+        began(parts, tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_directory_with_nothing_but_damage_is_an_error(parts, tmp_path):
+    saving(parts, tmp_path, max_epochs=1)
+    damage(tmp_path / "epoch_1.safetensors")
+    with pytest.raises(CheckpointDamagedError, match="no good checkpoint"):
+        began(parts, tmp_path)
+
+
+def test_from_the_url_of_a_directory(parts, tmp_path):
+    files = fsspec.filesystem("memory")
+    for path in saving(parts, tmp_path).glob("*"):
+        files.pipe_file(f"/resume-from/run/{path.name}", path.read_bytes())
+    files.makedirs("/resume-from/empty", exist_ok=True)
+    try:
+        iterations, place = began(parts, "memory://resume-from/run/")
+        assert (iterations, str(place)) == (9, "memory://resume-from/run/epoch_3.safetensors")
+        files.rm_file("/resume-from/run/last_checkpoint")
+        files.pipe_file("/resume-from/run/epoch_3.safetensors", b"cut off")
+        assert began(parts, "memory://resume-from/run")[0] == 6
+        with pytest.raises(CheckpointError, match="no checkpoint of a run in memory://resume-from/empty"):
+            began(parts, "memory://resume-from/empty")
+    finally:
+        files.rm("/resume-from", recursive=True)
+
+
+def test_the_place_is_that_of_the_beginning(parts, tmp_path, monkeypatch):
+    """Also where a hook changes the current directory."""
+    saving(parts, tmp_path / "run", max_epochs=1)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    bus, seen = Bus(), []
+    bus.on("before_run", lambda e: os.chdir(tmp_path / "elsewhere"))
+    bus.on("before_train", lambda e: seen.append(e.run.resumed_from))
+    parts.loop(bus, max_epochs=1).run(resume="run/epoch_1.safetensors")
+    assert seen == [tmp_path / "run" / "epoch_1.safetensors"]
+
+
+# ------------------------------------------------------------------------------------------------ what does not fit
+
+
+def pair(parts, width=3):
+    return {"first": torch.nn.Linear(4, 4), "second": torch.nn.Linear(4, width)}
+
+
+def both(parts, models, **options):
+    optimizer = torch.optim.SGD([p for model in models.values() for p in model.parameters()], lr=0.1)
+
+    def step(models, batch):
+        return torch.nn.functional.cross_entropy(models["second"](models["first"](batch[0])), batch[1])
+
+    return {"model": models, "optimizer": optimizer, "step": step, **options}
+
+
+def test_a_checkpoint_that_fits_one_of_two_models_changes_neither(parts, tmp_path):
+    saving(parts, tmp_path, max_epochs=1, **both(parts, pair(parts)))
+    models = pair(parts, width=5)
+    before = {name: parts.weights(model) for name, model in models.items()}
+    with pytest.raises(CheckpointError, match=r"weight \(saved \(3, 4\), here \(5, 4\)\)"):
+        began(parts, tmp_path / "epoch_1.safetensors", **both(parts, models))
+    parts.assert_same({name: dict(model.state_dict()) for name, model in models.items()}, before)
+
+
+OTHER_OPTIMIZERS = {
+    "of another kind": (lambda model: torch.optim.AdamW(model.parameters(), lr=0.01), "step|betas"),
+    "with other groups": (
+        lambda model: torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[1:].parameters()}], lr=0.1),
+        "parameter groups",
+    ),
+    "with fewer parameters": (lambda model: torch.optim.SGD(model[0].parameters(), lr=0.1), "size"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_OPTIMIZERS)
+def test_a_checkpoint_of_another_optimizer_says_so_and_changes_nothing(parts, tmp_path, kind):
+    saving(parts, tmp_path, max_epochs=1)
+    make, says = OTHER_OPTIMIZERS[kind]
+    model = parts.model(3)
+    optimizer = make(model)
+    weights, state = parts.weights(model), optimizer.state_dict()
+    with pytest.raises(CheckpointError, match=rf"another optimizer.*{says}.*strict=False"):
+        began(parts, tmp_path / "epoch_1.safetensors", model=model, optimizer=optimizer)
+    parts.assert_same(dict(model.state_dict()), weights)
+    parts.assert_same(optimizer.state_dict(), state)
+
+
+@pytest.mark.parametrize("kind", OTHER_OPTIMIZERS)
+def test_with_strict_false_another_optimizer_begins_afresh_and_trains(parts, tmp_path, kind, capfd):
+    saving(parts, tmp_path, max_epochs=1)
+    model = parts.model(3)
+    loop = parts.loop(model=model, optimizer=OTHER_OPTIMIZERS[kind][0](model), val_data=None)
+    loop.run(resume=tmp_path / "epoch_1.safetensors", strict=False)
+    assert loop.counters.iter == 6
+    assert "starts afresh" in "".join(capfd.readouterr())
