@@ -64,8 +64,7 @@ class Parts:
         Raises:
             CheckpointError: a part or the file could not be written.
         """
-        if self.first:
-            make_directory(self._directory)
+        self._agree(lambda: make_directory(self._directory) if self.first else None)  # each step: nobody goes on alone
         self._agree(self._write_parts)
         return int(self._agree(lambda: self._finish(write) if self.first else 0)[0])
 

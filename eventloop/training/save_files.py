@@ -67,9 +67,9 @@ class CheckpointFiles:
 
     def write(self, job: SaveJob, staged: Staged, path: Place) -> int:
         """Write what was staged, with this process's part of what is spread over several; return the bytes of the file."""
-        self._make(path.parent)
 
         def write_file() -> int:
+            self._make(path.parent)
             size = write(staged, path).bytes
             self._point_to(path, home=self._work_dir)
             return size
@@ -83,8 +83,8 @@ class CheckpointFiles:
 
     def copy(self, job: SaveJob, source: Place, path: Place) -> None:
         """Have the file ``source`` under the name ``path``, too; rank 0 sees to it."""
-        self._make(path.parent)
         if job.first:
+            self._make(path.parent)
             store_of(path).copy(source, path)
             if source.parent != path.parent:
                 self._point_to(path)

@@ -11,22 +11,21 @@ import torch
 
 from eventloop import Hook, get_logger
 from eventloop.training import ranks as agreements
-from hooks import CheckpointHook, EarlyStoppingHook, JSONLinesWriter, LoggerHook
+from hooks import CheckpointHook, ConsoleWriter, EarlyStoppingHook, JSONLinesWriter, LoggerHook, ProgressBar
 
 from . import jobs
 
 
 def train(work_dir: str) -> Any:
     loop = jobs.make_loop(work_dir, LoggerHook(interval=1, writers=[JSONLinesWriter(interval=1)]))
-    with_writer = loop.bus.wants("before_train_epoch")
     metrics = loop.run()
-    return jobs.weights(loop.model), metrics, str(loop.bus.describe()), with_writer
+    return jobs.weights(loop.model), metrics, str(loop.bus.describe())
 
 
 def test_training_equals_the_single_process_on_the_same_global_batch(ranks, tmp_path):
-    ((single, metrics, table, _),) = ranks(train, str(tmp_path / "one"), size=1)
+    ((single, metrics, table),) = ranks(train, str(tmp_path / "one"), size=1)
     assert "rank0" not in table
-    for values, reduced, described, _ in ranks(train, str(tmp_path / "two")):
+    for values, reduced, described in ranks(train, str(tmp_path / "two")):
         for name, value in single.items():
             torch.testing.assert_close(values[name], value)
         assert reduced["loss"] == pytest.approx(metrics["loss"], rel=1e-5)
@@ -35,6 +34,23 @@ def test_training_equals_the_single_process_on_the_same_global_batch(ranks, tmp_
     one, two = ((tmp_path / name / "scalars.jsonl").read_text().splitlines() for name in ("one", "two"))
     assert len(one) == len(two)  # rank 0's lines, once
     assert [json.loads(line)["step"] for line in one] == [json.loads(line)["step"] for line in two]
+
+
+def write_everything(work_dir: str) -> None:
+    place = f"{work_dir}/{jobs.rank_and_size()[0]}"
+    hooks = [LoggerHook(interval=1, writers=[ConsoleWriter(), JSONLinesWriter()]), ProgressBar(), CheckpointHook(interval=1)]
+    jobs.make_loop(place, *hooks).run()
+
+
+def test_scalars_progress_and_replicated_checkpoints_are_written_by_rank_0_alone(outcomes, tmp_path):
+    """Each process has a work dir of its own here."""
+    first, second = outcomes(write_everything, str(tmp_path))
+    assert "val/loss" in (tmp_path / "0" / "scalars.jsonl").read_text()
+    assert {"epoch_1.safetensors", "epoch_2.safetensors"} <= {file.name for file in (tmp_path / "0").iterdir()}
+    assert "epoch 2/2" in first.output
+    assert (first.exitcode, second.exitcode) == (0, 0)
+    assert second.output == ""
+    assert not list((tmp_path / "1").glob("*"))
 
 
 class StopsAt(Hook):

@@ -10,27 +10,41 @@ import pytest
 import torch
 from torch import distributed
 
-from eventloop import Hook
 from eventloop.checkpoint import load
 from hooks import CheckpointHook
 
 from . import jobs
 
 
-class Breaks(Hook):
-    def after_train_iter(self, event: Any) -> None:
-        if event.run.rank == 1 and event.progress.iter == 5:
+def breaks(work_dir: str, where: str, shard: bool) -> None:
+    def fail(event: Any) -> None:
+        if event.progress.iter >= 5 or where in ("before_run", "before_train"):
             raise ValueError("one process has had enough")
 
+    loop = jobs.make_loop(work_dir, CheckpointHook(interval=1), shard=shard)
+    if jobs.rank_and_size()[0] == 1:
+        mount_point = "after_train_iter" if where == "offloaded" else where
+        loop.bus.on(mount_point, fail, offload="thread" if where == "offloaded" else None)
+    loop.run()
 
-def breaks(work_dir: str) -> None:
-    jobs.make_loop(work_dir, Breaks(), CheckpointHook(interval=1)).run()
 
-
-def test_an_exception_on_one_rank_ends_the_other_and_is_shown_there_too(outcomes, tmp_path):
-    first, second = outcomes(breaks, str(tmp_path))
+@pytest.mark.parametrize(
+    ("where", "shard"),
+    [
+        ("before_run", False),
+        ("before_train", True),
+        ("after_train_iter", False),
+        ("after_train_iter", True),
+        ("before_save_checkpoint", True),
+        ("after_val_iter", False),
+        ("after_run", False),
+        ("offloaded", False),
+    ],
+)
+def test_an_exception_on_one_rank_ends_the_other_and_is_shown_there_too(outcomes, tmp_path, where, shard):
+    first, second = outcomes(breaks, str(tmp_path), where, shard)
     assert (first.exitcode, second.exitcode) == (1, 1)
-    assert second.error == "ValueError: one process has had enough"
+    assert "ValueError: one process has had enough" in "\n".join([second.error, *second.notes])
     assert any("rank 1: ValueError: one process has had enough" in note for note in first.notes), first.output
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from eventloop import CheckpointDamagedError, ConfigurationError, Hook
-from eventloop.checkpoint import export_weights, load, load_whole, sweep_shards
+from eventloop import CheckpointDamagedError, ConfigurationError
+from eventloop.checkpoint import export_weights, load, load_whole, sharded, sweep_shards
 from eventloop.checkpoint.shards import verify_shards
 from hooks import CheckpointHook
 
@@ -74,25 +74,60 @@ def test_files_and_their_directories_come_and_go_together(ranks, tmp_path):
     assert not list(tmp_path.glob("*.shards"))
 
 
-class DiesInASave(Hook):
-    """As a machine that goes away: rank 1 is gone before its part is written."""
+STEPS = {
+    "makes the directory": (sharded, "make_directory"),
+    "writes its part": (sharded.FileSystemWriter, "write_data"),
+    "writes the file": (sharded.Parts, "_finish"),
+}
 
-    def before_save_checkpoint(self, event: Any) -> None:
-        if event.run.rank == 1 and event.progress.epoch == 2:
+
+def stumbles(work_dir: str, rank: int, step: str, dies: bool, on_error: str = "raise") -> Any:
+    """Train; in the third save one process fails at one step: by an error, or as a machine that goes away."""
+    where, name = STEPS[step]
+    do = getattr(where, name)
+
+    def fails(*args: Any, **options: Any) -> Any:
+        setattr(where, name, do)
+        if dies:
             os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError("the disk is full")
+
+    failed: list[str] = []
+    loop = jobs.make_loop(work_dir, CheckpointHook(interval=1, on_error=on_error), epochs=4, shard=True)
+    if jobs.rank_and_size()[0] == rank:
+        arm = partial(setattr, where, name, fails)
+        loop.bus.on("checkpoint_staged", lambda event: arm(), priority=0, when=lambda event: event.progress.epoch == 2)
+    loop.bus.on("checkpoint_failed", lambda event: failed.append(event.error))
+    loop.run()
+    return failed
 
 
-def dies(work_dir: str) -> None:
-    jobs.make_loop(work_dir, CheckpointHook(interval=1), DiesInASave(), epochs=4, shard=True).run()
-
-
-def test_a_save_that_one_process_does_not_finish_is_no_checkpoint_and_the_one_before_resumes(outcomes, ranks, tmp_path):
-    first, second = outcomes(dies, str(tmp_path))
-    assert second.exitcode == -signal.SIGKILL
-    assert first.exitcode == 1, first.output
+@pytest.mark.parametrize(
+    ("rank", "step"),
+    [(0, "makes the directory"), (1, "writes its part"), (0, "writes its part"), (0, "writes the file")],
+)
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_save_that_one_process_does_not_finish_is_no_checkpoint(outcomes, ranks, tmp_path, rank, step, dies):
+    ended = outcomes(stumbles, str(tmp_path), rank, step, dies)
+    assert ended[1 - rank].exitcode == 1, ended[1 - rank].output
+    assert ended[rank].exitcode == (-signal.SIGKILL if dies else 1)
+    if not dies:
+        assert all("OSError: the disk is full" in "\n".join([one.error, *one.notes]) for one in ended)
     assert (tmp_path / "last_checkpoint").read_text() == "epoch_2.safetensors"
-    assert not Path(tmp_path, "epoch_3.safetensors").exists()
-    assert len(ranks(train, str(tmp_path), 4, "auto")) == 2
+    assert not (tmp_path / "epoch_3.safetensors").exists()
+    if rank == 1:
+        assert len(ranks(train, str(tmp_path), 4, "auto")) == 2
+
+
+@pytest.mark.parametrize(("rank", "step"), [(0, "makes the directory"), (1, "writes its part"), (0, "writes the file")])
+def test_where_errors_of_saves_are_only_told_all_processes_go_on_to_the_next_one(ranks, tmp_path, rank, step):
+    for failed in ranks(stumbles, str(tmp_path), rank, step, False, "log"):
+        assert len(failed) == 1
+        assert "OSError: the disk is full" in failed[0]
+        assert f"rank {rank}" in failed[0]
+    files = {file.name for file in tmp_path.glob("*.safetensors")}
+    assert files == {"epoch_1.safetensors", "epoch_2.safetensors", "epoch_4.safetensors"}
+    assert load_whole(tmp_path / "epoch_4.safetensors")["progress"]["epoch"] == 4
 
 
 def refused(options: dict[str, Any]) -> str:
