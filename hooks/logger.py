@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import count
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar
+from threading import Lock
+from typing import Any
 
 import msgspec
 
@@ -30,8 +32,6 @@ from eventloop import (
     OnException,
     Priority,
     Progress,
-    RunEvent,
-    Scalars,
     get_logger,
     mount,
     register,
@@ -43,49 +43,12 @@ from hooks.writers.console import ConsoleWriter
 from hooks.writers.fanout import Fanout
 from hooks.writers.json_lines import JSONLinesWriter
 from hooks.writers.outbox import check_out, checked_suffixes, send
+from hooks.writers.records import LogClosed, LogEpochBegan, LogEpochEnded, LogEvent, LogMetrics, LogOpened
 
 log = get_logger()
 
 _tokens = count(1)
 _NUMBERS = frozenset((int, float))
-
-
-class LogEvent(RunEvent, kw_only=True):
-    """Something that a logger has to write. ``logger`` tells which, should there be two on a bus."""
-
-    group: ClassVar[bool] = True
-    logger: int = 0
-
-
-class LogOpened(LogEvent, kw_only=True):
-    """A run has begun: writers get ready."""
-
-    name: str = ""
-    work_dir: str | None = None
-    seed: int | None = None
-    config: dict[str, Any]
-
-
-class LogEpochBegan(LogEvent, kw_only=True):
-    """A training epoch of so many batches begins."""
-
-    epoch_length: int | None = None
-
-
-class LogEpochEnded(LogEvent, kw_only=True):
-    """A training epoch has ended."""
-
-
-class LogMetrics(LogEvent, kw_only=True):
-    """A validation or test has ended with ``outputs``."""
-
-    outputs: Scalars
-
-
-class LogClosed(LogEvent, kw_only=True):
-    """A run is over; ``finished`` is False where an exception ended it."""
-
-    finished: bool = True
 
 
 @register(aliases=("PeriodicLogger", "LogHook"))
@@ -101,7 +64,9 @@ class LoggerHook(Hook):
     (``run.report_image``) go to the writers that take them, with the steps of their stage. Results of an ``EvaluateHook``
     (events ``evaluated``) are written as ``eval/<name>`` with the iterations done.
 
-    All of it happens on one thread. A writer that fails is reported and does not end the run.
+    All of it happens on one thread. A writer that fails is reported and does not end the run. While one hangs (a network disk,
+    say), training goes on until 1024 events wait, and then waits for it; after three times :attr:`timeout` it goes on
+    without this logger.
 
     Args:
         interval: iterations between lines, of writers that have no interval of their own.
@@ -123,6 +88,8 @@ class LoggerHook(Hook):
 
     priority = Priority.BELOW_NORMAL
     ranks = "rank0"
+    timeout: float = 600.0
+    """Seconds that writing a batch of events may take before that is an error."""
 
     def __init__(
         self,
@@ -155,6 +122,8 @@ class LoggerHook(Hook):
             new_smoother=lambda: Smoother(window_size, mean_pattern, custom_cfg),
         )
         self._token = next(_tokens)
+        # Whoever has it writes. A thread that was left behind as it hung may go on one day: then it ends its batch first.
+        self._writing = Lock()
         # Of the lane's thread, as is the fanout.
         self._epoch_length: int | None = None
         self._facts: RunFacts | None = None
@@ -202,9 +171,23 @@ class LoggerHook(Hook):
     # Errors are logged, not raised: three weeks of training are worth more than a log line. Only here, not above: what an
     # inline method publishes may raise an error that some other offloaded handler left for the training thread.
     # A long linger, as the work of this thread is taken from the training (one GIL): many lines at once cost a third each.
-    @mount(AfterTrainIter, LogEvent, ImageReported, Evaluated, offload="thread", batch=256, linger=0.1, on_error="log")
+    @mount(
+        AfterTrainIter,
+        LogEvent,
+        ImageReported,
+        Evaluated,
+        offload="thread",
+        batch=256,
+        linger=0.1,
+        timeout=attrgetter("timeout"),
+        on_error="log",
+    )
     def write(self, events: list[AfterTrainIter | LogEvent | ImageReported | Evaluated]) -> None:
         """Write what is there: scalars in the ``outputs`` of iterations, images, results, and the records made for it."""
+        with self._writing:
+            self._write(events)
+
+    def _write(self, events: list[AfterTrainIter | LogEvent | ImageReported | Evaluated]) -> None:
         for event in events:
             if isinstance(event, AfterTrainIter):
                 where = _where(event.progress, event.batch_idx + 1, self._epoch_length)

@@ -4,11 +4,13 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from structlog.testing import capture_logs
 from torch.nn import functional
 
 from eventloop import Bus, ConfigurationError, Run, TrainLoop
@@ -258,6 +260,41 @@ def test_training_does_not_wait_for_a_slow_writer(notes):
     bus.on("after_train", lambda event: trained.set())
     make_loop(bus, max_epochs=50, step=counting()).run()
     assert slow.steps() == list(range(1, 351))
+
+
+def test_a_writer_that_hangs_does_not_hold_up_training_for_ever():
+    free, bus = threading.Event(), Bus()
+
+    class Hangs(Notes):
+        def write_scalars(self, scalars, step, where):
+            free.wait()
+
+    logger = LoggerHook(writers=[Hangs(interval=1)])
+    logger.timeout = 0.1
+    bus.add(logger)
+    with capture_logs() as logs:
+        loop = make_loop(bus, max_epochs=300, step=counting())
+        loop.run()  # of more iterations than there are places in the lane
+    free.set()
+    assert loop.counters.iter == 2100
+    assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["a handler failed"] * 3 + ["handler retired"]
+
+
+def test_a_writer_that_goes_on_after_it_has_hung_loses_nothing():
+    class HangsOnce(Notes):
+        def write_scalars(self, scalars, step, where):
+            while not [entry for entry in logs if "took longer than its timeout" in str(entry.get("exc_info"))]:
+                time.sleep(0.01)
+            super().write_scalars(scalars, step, where)
+
+    writer, bus = HangsOnce(interval=1), Bus()
+    logger = LoggerHook(writers=[writer])
+    logger.timeout = 1.0
+    bus.add(logger)
+    with capture_logs() as logs:
+        make_loop(bus, max_epochs=100, step=counting()).run()
+    assert writer.steps() == list(range(1, 701))
+    assert writer.names[-1] == "close"
 
 
 class Broken(Notes):
