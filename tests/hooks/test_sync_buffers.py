@@ -1,15 +1,15 @@
 """SyncBuffersHook: buffers are the mean over all ranks after each training epoch. Two real processes, gloo."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import distributed, multiprocessing, nn
+from torch import distributed, nn
 
 from eventloop import Bus, Run
 from hooks.sync_buffers import SyncBuffersHook
+from tests.ranks.conftest import on_ranks
 
 
 class Buffers(nn.Module):
@@ -24,8 +24,8 @@ class Buffers(nn.Module):
         self.register_buffer("empty", torch.empty(0))
 
 
-def train_on(rank: int, directory: str) -> None:
-    distributed.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
+def train() -> Any:
+    rank = distributed.get_rank()
     torch.manual_seed(rank)
     model, bus = Buffers(rank), Bus()
     bus.add(SyncBuffersHook())
@@ -43,8 +43,7 @@ def train_on(rank: int, directory: str) -> None:
                 if index == 0:
                     validation = run.validate([batch])
                     validated = [copy(model) for _ in validation]
-    torch.save({"before": before[0], "after": after, "validated": validated[0]}, f"{directory}/{rank}.pt")
-    distributed.destroy_process_group()
+    return {"before": before[0], "after": after, "validated": validated[0]}
 
 
 def copy(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -53,9 +52,9 @@ def copy(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    directory = tmp_path_factory.mktemp("ranks")
-    multiprocessing.spawn(train_on, args=(str(directory),), nprocs=2)
-    return [torch.load(Path(directory, f"{rank}.pt")) for rank in range(2)]
+    outcomes = on_ranks(train, folder=tmp_path_factory.mktemp("ranks"))
+    assert [one.exitcode for one in outcomes] == [0, 0], "\n".join(one.output for one in outcomes)
+    return [one.value for one in outcomes]
 
 
 @pytest.mark.parametrize("name", ["norm.running_mean", "norm.running_var", "short", "wave", "strided"])
