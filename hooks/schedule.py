@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 
@@ -25,6 +25,21 @@ from eventloop import (
 )
 
 By = Literal["iter", "epoch", "metric"]
+
+
+@runtime_checkable
+class Scheduler(Protocol):
+    """What torch's schedulers have, and others need: a ``step`` (with the metric, where they follow one), and their state."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Take a step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take its state back."""
+
 
 log = get_logger()
 
@@ -54,7 +69,13 @@ class ParamSchedulerHook(Hook):
 
     priority = Priority.LOW
 
-    def __init__(self, scheduler: Any = None, *, by: By | None = None, monitor: str | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler | Sequence[Scheduler] | Mapping[str, Scheduler] | None = None,
+        *,
+        by: By | None = None,
+        monitor: str | None = None,
+    ) -> None:
         if scheduler is None and (by is not None or monitor is not None):
             raise ConfigurationError(f"by={by!r}, monitor={monitor!r}: give the scheduler that this is about, too")
         if scheduler is not None and by not in get_args(By):

@@ -221,7 +221,8 @@ class Maker:
         texts = [one for one in options if of.is_text(one)]
         others = [one for one in options if not of.is_text(one)]
         if isinstance(value, Mapping) and not is_reference(value.get("type")):
-            others.sort(key=of.is_function)  # where an option takes tables, too, one that names no function is such a table
+            # Where an option takes tables, too, one that names no function and no class is such a table.
+            others.sort(key=lambda one: of.table_value(one) is None)
         for one in others:
             found = self._other(value, one, place, text_will_do=is_meant_as_text(value, one, texts))
             if found is not MISSING:

@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from eventloop.bus import Bus
 from eventloop.config import (
-    Chosen,
     FromText,
     Imports,
     Maker,
@@ -25,7 +24,7 @@ from eventloop.config import (
     settle,
     wrong,
 )
-from eventloop.errors import ConfigurationError
+from eventloop.errors import ConfigurationError, SubscribeError
 from eventloop.registry import did_you_mean
 from eventloop.training.arguments import device_of
 from eventloop.training.loop import TrainLoop
@@ -130,7 +129,7 @@ class Setup:
         metrics = _table(self._config.get("metrics") or {}, "metrics")
         steps = {name: self._step(name) for name in _STEPS if self._config.get(name) is not None}
         bus = Bus()
-        bus.add_chosen(self._hooks(Maker(self._maker.imports, model=model, optimizer=optimizer)))
+        self._add_hooks(bus, Maker(self._maker.imports, model=model, optimizer=optimizer))
         made = {
             name: self._maker.make(value, inside("metrics", str(name))) for name, value in metrics.items() if value is not None
         }
@@ -211,10 +210,18 @@ class Setup:
             )
         return step
 
-    def _hooks(self, maker: Maker) -> list[Chosen]:
-        defaults = merged(self._defaults, self._config.get("default_hooks") or {}, "default_hooks")
-        chosen = [hook_from(entry, maker, inside("default_hooks", name)) for name, entry in defaults.items()]
-        return chosen + hooks_in(_parsed(self._config.get("custom_hooks") or []), maker, "custom_hooks")
+    def _add_hooks(self, bus: Bus, maker: Maker) -> None:
+        tables = merged(self._defaults, self._config.get("default_hooks") or {}, "default_hooks")
+        defaults = {name: hook_from(entry, maker, inside("default_hooks", name)) for name, entry in tables.items()}
+        customs = hooks_in(_parsed(self._config.get("custom_hooks") or []), maker, "custom_hooks")
+        try:
+            bus.add_chosen([*defaults.values(), *customs])
+        except SubscribeError as error:
+            kinds = {type(hook) for hook, _ in customs}
+            twice = [f"default_hooks.{name}" for name, (hook, _) in defaults.items() if type(hook) in kinds]
+            if not twice:
+                raise
+            raise wrong("custom_hooks", f"{error}; or change {', '.join(twice)}, which is there already, instead") from error
 
 
 def _check_parts(config: Mapping[str, Any], default_hooks: Mapping[str, Any]) -> None:

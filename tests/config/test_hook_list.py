@@ -1,6 +1,7 @@
 """``bus.add_from_config``: hooks from tables, typed by their constructors, and what the errors say."""
 
 import enum
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -213,6 +214,29 @@ def test_a_scheduler_gets_the_optimizer():
     assert (scheduler.optimizer, scheduler.step_size) == (optimizer, 3)
 
 
+def short(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def test_a_scheduler_may_be_a_name_alone_and_several_have_names(monkeypatch):
+    monkeypatch.setitem(sys.modules, "parts_of_hook_list_tests", sys.modules[__name__])
+    _, optimizer = network()
+    name = "parts_of_hook_list_tests:short"
+    for scheduler, names in [(name, ["StepLR"]), ([name], ["StepLR"]), ({"one": name, "two": {"type": name}}, ["one", "two"])]:
+        table = {"type": "ParamSchedulerHook", "by": "epoch", "scheduler": scheduler}
+        (hook,) = add(table, imports=["parts_of_hook_list_tests"], optimizer=optimizer)
+        assert list(hook.schedulers) == names
+        assert all(one.optimizer is optimizer for one in hook.schedulers.values())
+
+
+def test_a_scheduler_without_its_module_is_told_where_it_is():
+    table = {"type": "ParamSchedulerHook", "by": "epoch", "scheduler": {"type": "StepLR", "step_size": 3}}
+    assert message(table, imports=SCHEDULERS) == (
+        "hooks[0].scheduler.type: 'StepLR' names nothing: write module:attribute "
+        "(did you mean 'torch.optim.lr_scheduler:StepLR'?)"
+    )
+
+
 def test_schedulers_within_a_scheduler_get_it_too():
     _, optimizer = network()
     inner = [
@@ -343,7 +367,7 @@ def test_an_unknown_option_far_from_all_others_lists_them():
         ({"type": ConsoleWriter}, "hooks[0].type: expected a class derived from Hook, got <class"),
         ({"type": 3}, "hooks[0].type: expected a class derived from Hook, got int 3"),
         ({"type": "LoggerHook", "interval": 0}, "hooks[0] (LoggerHook): interval=0: give the number of iterations"),
-        ({"type": "ParamSchedulerHook", "scheduler": 1}, "hooks[0] (ParamSchedulerHook): by=None: say when to step"),
+        ({"type": "ParamSchedulerHook", "scheduler": 1}, "hooks[0].scheduler: expected Scheduler | list of Scheduler"),
     ],
 )
 def test_an_entry_that_is_no_hook_is_named(entry, expected):

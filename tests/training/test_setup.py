@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from eventloop import ConfigurationError, Hook, register
+from eventloop import ConfigurationError, Hook, SubscribeError, register
 from eventloop.training.setup import Setup
 from hooks import CheckpointHook, EMAHook, LoggerHook, OptimizerHook
 
@@ -86,7 +86,7 @@ def make(**parts):
 
 
 def said(**parts):
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises((ConfigurationError, SubscribeError)) as caught:
         make(**parts)
     return str(caught.value)
 
@@ -236,6 +236,12 @@ def test_mmengines_default_hooks_are_accepted_as_they_are():
         ({"loop": {"model": 1}}, "loop.model: loop has no option 'model'"),
         ({"custom_hooks": [{"type": "EMAHook", "begin_iter": "x"}]}, "custom_hooks[0].begin_iter: expected int, got str 'x'"),
         ({"custom_hooks": {"type": "EMAHook"}}, "custom_hooks: expected a list of hooks, got a table"),
+        (
+            {"default_hooks": {"ema": "EMAHook"}, "custom_hooks": ["EMAHook"]},
+            "custom_hooks: two hooks with state are named 'EMAHook', and a checkpoint keeps state by name; give one of them "
+            "another `name`; or change default_hooks.ema, which is there already, instead",
+        ),
+        ({"custom_hooks": ["EMAHook", "EMAHook"]}, "two hooks with state are named 'EMAHook'"),
         ({"default_hooks": ["EMAHook"]}, "default_hooks: expected a table of hooks by name, got a list"),
         ({"default_hooks": {"ema": 3}}, "default_hooks.ema: expected a table of options, or false for no such hook, got int 3"),
         ({"imports": "torch"}, "imports: expected a list of modules, such as [\"my_module\"], got 'torch'"),
