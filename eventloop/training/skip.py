@@ -21,7 +21,7 @@ def skip_batches(loader: Iterable[Any], used: int, again: Callable[[], None] | N
         used: how many batches to leave out.
         again: puts the random states back that the pass began with, where it began without a draw for its workers.
     """
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and _iterates_as_torch(loader):
         return _skip_by_index(loader, used, again)
     if isinstance(loader, list | tuple):
         return iter(loader[used:])
@@ -36,6 +36,12 @@ def skip_batches(loader: Iterable[Any], used: int, again: Callable[[], None] | N
         if next(iterator, _END) is _END:
             break
     return iterator
+
+
+def _iterates_as_torch(loader: DataLoader[Any]) -> bool:
+    """False for a class of its own that changes batches on their way: another loader in its place would not."""
+    kind = type(loader)
+    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
 
 
 def _skip_by_index(loader: DataLoader[Any], used: int, again: Callable[[], None] | None) -> Iterator[Any]:

@@ -274,6 +274,18 @@ def test_an_iterable_dataset_is_read_again_with_a_warning(parts, tmp_path, monke
     check(parts, tmp_path, "after_train_iter", 8, loader="stream", warns="reads and throws away 2 batches")
 
 
+class Doubling(DataLoader):
+    """Changes batches on their way, as loaders do that prefetch to a device or sample a graph."""
+
+    def __iter__(self):
+        return ((inputs * 2, labels) for inputs, labels in super().__iter__())
+
+
+def test_a_loader_that_changes_batches_on_their_way_is_read_again_with_a_warning(parts, tmp_path, monkeypatch):
+    monkeypatch.setitem(LOADERS, "doubling", lambda parts: Doubling(samples(), batch_size=4, shuffle=True))
+    check(parts, tmp_path, "after_train_iter", 8, loader="doubling", warns="Doubling can neither skip")
+
+
 def test_resuming_asks_a_map_style_dataset_for_no_skipped_sample(parts, tmp_path, monkeypatch):
     asked = []
 
