@@ -190,7 +190,7 @@ class Subscription:
             return
         label = f"{self.label} ({self.mount_point})"
         handler = refuses_collectives(self.handler, label, is_async=self.mode == "async")
-        delivery = Delivery(self.lane, handler, self._lane_failed, self._lane_broke, self.batch)
+        delivery = Delivery(self.lane, handler, self._lane_failed, self._lane_broke, self.batch, loud=self.on_error == "raise")
         if self.mode == "async":
             runtime.serve_task(delivery, self.timeout)
         else:

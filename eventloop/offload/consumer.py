@@ -31,6 +31,8 @@ class Delivery(NamedTuple):
     """Told of what ended the consumer (``SystemExit`` raised by a handler, say); it delivers nothing any more."""
     batch: int | None = None
     """Most items per call."""
+    loud: bool = True
+    """Whether it is an error that items are left when the bus closes; else that is logged."""
     began: Callable[[Consumer], None] = lambda _: None
     """Told by a consumer that starts, or starts again."""
     ended: Callable[[Consumer], None] = lambda _: None
@@ -41,7 +43,7 @@ class Consumer:
     """Counts what it has in hand, and tells how it went."""
 
     def __init__(self, delivery: Delivery) -> None:
-        self.lane, self._handler, self._failed, self._broken, self._batch, self._began, self._ended = delivery
+        self.lane, self._handler, self._failed, self._broken, self._batch, self.loud, self._began, self._ended = delivery
         self.before: LaneStats = self.lane.stats  # what the lane had counted before this bus session, or when last reported
         self._most = self._batch or self.lane.chunk
         self._held = 0  # items that were taken and are not accounted for yet

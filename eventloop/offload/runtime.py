@@ -105,6 +105,8 @@ class Runtime:
     def close(self, grace: float, reason: str, *, abandon: bool) -> dict[str, int]:
         """Close all lanes, end the consumers, and return how many events were left undelivered, by lane.
 
+        Those of handlers whose failures are only logged are logged here.
+
         Args:
             grace: seconds to wait for consumers; those that do not end are left behind.
             reason: for publishers that come too late.
@@ -117,7 +119,12 @@ class Runtime:
         if not abandon:
             for consumer in consumers:
                 consumer.lane.join(deadline)
-        left = {consumer.lane.label: pending for consumer in consumers if (pending := consumer.lane.stats.pending)}
+        left, quiet = (
+            {one.lane.label: pending for one in consumers if one.loud is loud and (pending := one.lane.stats.pending)}
+            for loud in (True, False)
+        )
+        if quiet:
+            log.warning("events were not delivered before the bus closed", events=quiet)
         for consumer in consumers:
             consumer.abandon(now=abandon)
         threads = [consumer.thread for consumer in consumers if isinstance(consumer, ThreadConsumer)]

@@ -536,6 +536,21 @@ def test_an_exit_that_cannot_deliver_in_time_is_an_error_that_names_the_handlers
     assert bus.state == "idle"
 
 
+def test_what_a_handler_that_only_logs_its_errors_leaves_at_an_exit_is_logged_and_ends_no_run(kind, backend):
+    bus = Bus(backend=backend, drain_timeout=0.02)
+    _, _, started, release = held(bus, kind, on_error="log")
+    with capture_logs() as logs, bus:
+        for i in range(3):
+            bus.publish(iteration(i))
+        started.wait()
+        if kind == "thread":
+            threading.Timer(0.5, release.set).start()
+    release.set()
+    left = [line["events"] for line in logs if line["event"] == "events were not delivered before the bus closed"]
+    assert [list(events.values()) for events in left] == [[3]]
+    assert bus.state == "idle"
+
+
 def test_what_was_left_behind_is_not_delivered_when_the_bus_opens_again(kind, backend):
     bus = Bus(backend=backend, drain_timeout=0.02)
     _, heard, started, release = held(bus, kind)
