@@ -1,8 +1,10 @@
+import functools
 import gc
 import multiprocessing
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 from blockbuster import blockbuster_ctx
 
 from eventloop import Event, events
+
+from .scripts import run_script
 
 # Of the one fork server that the tests of a run share: with these a process of theirs starts in a tenth of a second.
 multiprocessing.set_forkserver_preload(
@@ -71,6 +75,12 @@ def registry() -> Iterator[dict[str, type[Event]]]:
     yield events.registry
     events.registry.clear()
     events.registry.update(before)
+
+
+@pytest.fixture
+def script(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], CompletedProcess[str]]:
+    """``script(source)`` runs it as a program of its own."""
+    return functools.partial(run_script, folder=tmp_path_factory.mktemp("script"))
 
 
 @pytest.fixture

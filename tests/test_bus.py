@@ -1,7 +1,4 @@
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 
 import pytest
@@ -244,14 +241,8 @@ def test_handlers_of_another_stage_are_not_called():
 # ------------------------------------------------------------------------------------------- processes that end or fork
 
 
-def run_script(source: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(  # noqa: S603 - a script of our own
-        [sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60, check=False
-    )
-
-
-def test_a_bus_that_is_open_at_interpreter_exit_delivers_warns_and_does_not_hang():
-    done = run_script("""
+def test_a_bus_that_is_open_at_interpreter_exit_delivers_warns_and_does_not_hang(script):
+    done = script("""
         from eventloop import AfterRun, Bus, Progress
         bus = Bus()
         bus.on("after_run", lambda event: print("thread heard"), offload="thread")
@@ -266,8 +257,8 @@ def test_a_bus_that_is_open_at_interpreter_exit_delivers_warns_and_does_not_hang
     assert "the interpreter exits while a bus is open" in done.stdout + done.stderr
 
 
-def test_a_handler_that_never_returns_does_not_keep_the_interpreter_from_exiting():
-    done = run_script("""
+def test_a_handler_that_never_returns_does_not_keep_the_interpreter_from_exiting(script):
+    done = script("""
         import threading
         from eventloop import AfterRun, Bus, Progress
         bus = Bus(abort_timeout=0.05)
@@ -282,8 +273,8 @@ def test_a_handler_that_never_returns_does_not_keep_the_interpreter_from_exiting
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_after_a_fork_the_childs_copy_is_inert():
-    done = run_script("""
+def test_after_a_fork_the_childs_copy_is_inert(script):
+    done = script("""
         import os, sys
         from eventloop import AfterRun, BeforeRun, Bus, Progress
         P = Progress()

@@ -5,9 +5,7 @@ import gc
 import inspect
 import os
 import pickle
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 import traceback
@@ -400,7 +398,7 @@ def test_a_handler_that_is_cancelled_is_let_go_at_once():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_forked_child_hears_nothing_of_what_the_parent_had_published():
+def test_a_forked_child_hears_nothing_of_what_the_parent_had_published(script):
     source = """
         import os
         from eventloop import AfterRun, Bus, Progress
@@ -417,7 +415,6 @@ def test_a_forked_child_hears_nothing_of_what_the_parent_had_published():
         os.wait()
         bus.publish(event)
     """
-    script = [sys.executable, "-c", textwrap.dedent(source)]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)  # noqa: S603 - a script of our own
+    done = script(source)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["heard"] * 3

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import wait
@@ -172,23 +170,24 @@ def test_with_overlap_an_optimizer_that_the_caller_steps_waits_for_the_copy(tmp_
         assert torch.equal(load(tmp_path / f"{number}")["w"], torch.full((300_000,), float(number)))
 
 
-def test_what_is_unwritten_when_the_interpreter_exits_is_written(tmp_path):
-    code = (
-        "import sys, torch\n"
-        "from eventloop.checkpoint import AsyncSaver\n"
-        "AsyncSaver().save({'w': torch.full((2_000_000,), 3.0)}, sys.argv[1] + '/c')\n"
-    )
-    done = subprocess.run(  # noqa: S603
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+def test_what_is_unwritten_when_the_interpreter_exits_is_written(script, tmp_path):
+    done = script(
+        f"""
+        import torch
+        from eventloop.checkpoint import AsyncSaver
+        AsyncSaver().save({{"w": torch.full((2_000_000,), 3.0)}}, "{tmp_path}/c")
+        """
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert saved(tmp_path) == {"c": 3.0}
 
 
-def test_a_save_that_fails_when_the_interpreter_exits_is_told(tmp_path):
-    code = "import sys\nfrom eventloop.checkpoint import AsyncSaver\nAsyncSaver().save({'w': 1}, sys.argv[1] + '/gone/c')\n"
-    done = subprocess.run(  # noqa: S603
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+def test_a_save_that_fails_when_the_interpreter_exits_is_told(script, tmp_path):
+    done = script(
+        f"""
+        from eventloop.checkpoint import AsyncSaver
+        AsyncSaver().save({{"w": 1}}, "{tmp_path}/gone/c")
+        """
     )
     assert "CheckpointError: cannot write" in done.stderr
 
