@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
@@ -71,6 +72,8 @@ class Layout:
         aliases = [index for index, original in enumerate(self._originals) if index != original]
         self._pick_aliases = _picker(aliases)
         self._alias_facts = _facts(self._pick_aliases(flat.tensors))
+        self._pick_neighbours = _picker(_neighbours(flat.tensors))
+        self._neighbour_forms = _forms(self._pick_neighbours(flat.tensors))
         self.bytes, entries = self._entries(flat)
         self.start = render_start(entries)
         self.packed_slots = self._pack_slots()
@@ -109,6 +112,8 @@ class Layout:
         # Where nothing moved, and nothing else did either, there are the same aliases.
         if moved and (_originals(flat.tensors) != self._originals or _any_cuda(flat.tensors) != self.pinned):
             raise Changed
+        if not moved and _forms(self._pick_neighbours(flat.tensors)) != self._neighbour_forms:
+            raise Changed  # a weight was tied to another, and now it is that one transposed
 
     def _row(self, index: int) -> tuple[int, ...]:
         """What must be equal for tensors to be joined: how many dimensions there are, and all but the first of them."""
@@ -228,6 +233,16 @@ def _originals(tensors: Sequence[torch.Tensor]) -> list[int]:
             same.append(index)
         originals.append(original)
     return originals
+
+
+def _neighbours(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The tensors that begin at the address of another, and so are its aliases or not by their form alone."""
+    counts = Counter(tensor.data_ptr() for tensor in tensors)
+    return [index for index, tensor in enumerate(tensors) if (at := tensor.data_ptr()) and counts[at] > 1]
+
+
+def _forms(tensors: Sequence[torch.Tensor]) -> list[tuple[tuple[int, ...], tuple[int, ...], bool, bool]]:
+    return [(tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()) for tensor in tensors]
 
 
 def _is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -326,3 +326,20 @@ def test_memory_for_tensors_on_a_cuda_device_is_pinned():
     buffer = StageBuffer()
     stage({"w": torch.ones(3, device="cuda")}, buffer)
     assert buffer._memories[0].flat.is_pinned()
+
+
+@pytest.mark.parametrize(
+    "other", [torch.Tensor.t, torch.Tensor.conj, lambda w: w.view(2, 2)], ids=["transposed", "conjugated", "tied"]
+)
+@pytest.mark.parametrize("tied_first", [True, False])
+def test_a_buffer_follows_when_what_was_tied_becomes_another_view_of_the_same_memory(tmp_path, other, tied_first):
+    weight = torch.tensor([[1 + 1j, 2 + 2j], [3 + 3j, 4 + 4j]])
+    trees = [{"a": weight, "b": weight}, {"a": weight, "b": other(weight)}]
+    buffer = StageBuffer()
+    for tree in trees if tied_first else trees[::-1]:
+        write(stage(tree, buffer), tmp_path / "c")
+        loaded = load(tmp_path / "c")
+        assert torch.equal(loaded["a"], tree["a"])
+        assert torch.equal(loaded["b"], tree["b"])
+        if tree["b"] is weight:
+            assert loaded["a"] is loaded["b"]
