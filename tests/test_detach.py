@@ -200,7 +200,7 @@ def test_decoding_an_unknown_mount_point_names_the_nearest():
         from_msgpack(msgspec.msgpack.encode({"event": "after_trian_iter"}))
 
 
-def test_an_event_whose_annotations_cannot_be_resolved_is_a_clear_error():
+def test_an_event_whose_annotations_cannot_be_resolved_is_a_clear_error(registry):
     class Odd(Event):
         thing: "NowhereToBeFound"  # noqa: F821
 

@@ -83,6 +83,10 @@ custom_hooks = ["GrowerForTests", "CounterForTests"]
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
+    """An empty folder to work in; events that other tests have declared are not there."""
+    for name, event in list(registry.items()):
+        if event.__module__.partition(".")[0] not in ("eventloop", "hooks"):
+            monkeypatch.delitem(registry, name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(get_console(), "_width", 120)
