@@ -124,8 +124,8 @@ class RunView(Protocol):
     def keeps_checkpoints_in(self, directory: Any) -> None:
         """Have ``resume="auto"`` look there, too; for hooks that save elsewhere than in the work dir, before the run begins."""
 
-    def check_savable(self) -> None:
-        """Raise CheckpointValueError now if a checkpoint of this run would fail for what is in it."""
+    def check_savable(self, **options: Any) -> None:
+        """Raise now what would be wrong with a save (see ``Run.check_savable``)."""
 
     def wait_for_saves(self) -> None:
         """Wait until nothing is being written."""

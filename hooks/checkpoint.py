@@ -215,7 +215,8 @@ class CheckpointHook(Hook):
         if not self._checked and (run.updated or not run.optimizers):
             self._checked = True
             if self._saves:
-                run.check_savable()
+                options = {key: self._options[key] for key in ("staging", "busy")}
+                run.check_savable(directory=self._kept.directory, **options)
         if self.by_epoch:
             return
         done = event.progress.iter + 1

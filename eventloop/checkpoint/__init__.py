@@ -13,10 +13,11 @@ from eventloop.checkpoint.overlap import Overlap, Staging, check_staging
 from eventloop.checkpoint.pth import load_pth
 from eventloop.checkpoint.remote import RemotePath
 from eventloop.checkpoint.saver import AsyncSaver
-from eventloop.checkpoint.shards import is_sharded, load_whole, sweep_shards
+from eventloop.checkpoint.shards import is_sharded, sweep_shards
 from eventloop.checkpoint.stage import StageBuffer, Staged, stage
 from eventloop.checkpoint.store import Place, Store, place_of, store_of
 from eventloop.checkpoint.turns import Busy, Turns, check_busy
+from eventloop.checkpoint.whole import load_whole
 from eventloop.checkpoint.wrappers import without_wrappers
 
 __all__ = [

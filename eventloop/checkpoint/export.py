@@ -12,8 +12,8 @@ import torch
 
 from eventloop.checkpoint.load import inspect
 from eventloop.checkpoint.plain import weights_only, write_pth, write_safetensors
-from eventloop.checkpoint.shards import load_whole
 from eventloop.checkpoint.store import Place, place_of, store_of
+from eventloop.checkpoint.whole import load_whole
 from eventloop.checkpoint.wrappers import without_wrappers
 from eventloop.errors import CheckpointError
 

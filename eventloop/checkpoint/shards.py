@@ -18,8 +18,7 @@ from typing import Any, Final
 import torch
 
 from eventloop.checkpoint.digest import CHUNK, Digest, readable
-from eventloop.checkpoint.load import load, outline
-from eventloop.checkpoint.store import Place
+from eventloop.checkpoint.load import outline
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 
 SUFFIX: Final = ".shards"
@@ -57,23 +56,6 @@ def verify_shards(state: Mapping[str, Any], path: Path) -> None:
         for name, digest in wanted.items():
             if digest_of(directory / name) != digest:
                 raise CheckpointDamagedError(f"{directory / name} has other bytes than were written")
-
-
-def load_whole(path: str | os.PathLike[str] | Place) -> Any:
-    """Read a checkpoint on one process, with whole tensors also where the run that wrote it had them sharded.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointDamagedError: the file or a part beside it is not what was written.
-    """
-    state = load(path)
-    if not (isinstance(state, Mapping) and SHARDS in state):
-        return state
-    from eventloop.checkpoint.sharded import put_shards  # a second to import, for whom it is worth it
-
-    file = Path(str(path))
-    verify_shards(state, file)
-    return put_shards(state, file, lambda place, shape, dtype: torch.empty(shape, dtype=dtype), None)
 
 
 def sweep_shards(directory: Path, *, still: float = _STILL) -> bool:

@@ -82,8 +82,15 @@ def unflatten(packed: msgspec.Raw, tensors: Iterator[torch.Tensor]) -> Any:
 
 def join(parent: str, key: object) -> str:
     """The dotted path of `key` in `parent`."""
-    name = key if isinstance(key, str) else repr(key)
+    name = key if isinstance(key, str) else _text(key)
     return f"{parent}.{name}" if parent else name
+
+
+def _text(key: object) -> str:
+    try:
+        return repr(key)
+    except ValueError:  # Python makes no digits of integers as long as that
+        return f"({type(key).__name__})"
 
 
 class _Encoder:

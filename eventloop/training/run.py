@@ -299,10 +299,15 @@ class Run:
         """Have ``resume="auto"`` look there, too; for hooks that save elsewhere than in the work dir, before the run begins."""
         self._checkpoints.look_in(directory)
 
-    def check_savable(self) -> None:
-        """Raise CheckpointValueError now, with its path, if the state holds something that no checkpoint can hold."""
-        if not self.rank:
-            self._checkpoints.points.check()
+    def check_savable(self, *, directory: str | Place | None = None, staging: Staging = "block", busy: Busy = "wait") -> None:
+        """Raise now what a save with these options of :meth:`request_save` would raise hours later.
+
+        Raises:
+            CheckpointValueError: the state holds something that no checkpoint can hold; with its path.
+            ConfigurationError: a sharded model cannot be saved like this.
+        """
+        request = SaveRequest(self._checkpoints.place(directory), staging=staging, busy=busy)
+        self._checkpoints.points.check(request, copy=not self.rank)
 
     def wait_for_saves(self) -> None:
         """Wait until nothing is being written."""

@@ -173,13 +173,18 @@ class SavePoints:
         self._overlap.close()
         self._writer.cancel()
 
-    def check(self) -> None:
-        """Copy the state as for a save (into memory that the first save uses), and write nothing.
+    def check(self, request: SaveRequest, *, copy: bool) -> None:
+        """With ``copy``, copy the state as for a save (into memory that the first save uses); write nothing.
 
         Raises:
             CheckpointValueError: it holds something that no checkpoint can hold.
+            ConfigurationError: the processes cannot save like this.
         """
-        state = self._capture(SaveRequest(Path()))
+        if self._shards is not None:
+            check_together(request)
+        if not copy:
+            return
+        state = self._capture(request)
         if self._shards is not None:
             state, _ = self._shards(state, Path("check"))
         stage(state, self._buffer).release()

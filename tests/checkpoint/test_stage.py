@@ -343,3 +343,11 @@ def test_a_buffer_follows_when_what_was_tied_becomes_another_view_of_the_same_me
         assert torch.equal(loaded["b"], tree["b"])
         if tree["b"] is weight:
             assert loaded["a"] is loaded["b"]
+
+
+def test_a_key_too_long_for_python_to_make_digits_of_holds_tensors_like_any_other(tmp_path):
+    key = 10**5000
+    write(stage({key: {"w": torch.ones(2)}, "list": {(key,): torch.zeros(1)}}), tmp_path / "c")
+    loaded = load(tmp_path / "c")
+    assert torch.equal(loaded[key]["w"], torch.ones(2))
+    assert torch.equal(loaded["list"][key,], torch.zeros(1))

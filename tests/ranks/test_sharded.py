@@ -132,8 +132,11 @@ def test_where_errors_of_saves_are_only_told_all_processes_go_on_to_the_next_one
 
 def refused(options: dict[str, Any]) -> str:
     loop = jobs.make_loop("nowhere", CheckpointHook(interval=1, **options), shard=True)
+    done = []
+    loop.bus.on("after_train_iter", done.append, priority=100)
     with pytest.raises(ConfigurationError) as caught:
         loop.run()
+    assert not done  # it is told in the first iteration, not at the first save
     return str(caught.value)
 
 
