@@ -18,6 +18,7 @@ SUBJECT_BAR, FLOOR_BAR, PEER_BAR = "#0969da", "#57606a", "#c9d1d9"
 WIDTH, BAR_PITCH, TITLE_HEIGHT, FOOTNOTE_HEIGHT = 8.0, 0.25, 0.55, 0.5
 FOOTNOTE_COLUMNS = 150
 FEW, WIDE = 4, 14.0  # more panels than a few stand in two columns
+TITLE_COLUMNS = 52
 NEXT_TO_NOTHING = 0.05  # times the floor
 
 
@@ -38,7 +39,7 @@ def draw(comparisons: Sequence[Comparison], environment: Mapping[str, object], p
         for axes in panels.flat[len(comparisons) :]:
             axes.set_axis_off()
         share = FOOTNOTE_HEIGHT / figure.get_figheight()
-        figure.get_layout_engine().set(rect=(0, share, 1, 0.99 - share), hspace=0.06)
+        figure.get_layout_engine().set(rect=(0.01, share, 0.98, 0.99 - share), hspace=0.06)
         figure.text(0.01, share * 0.2, footnote(environment), fontsize=6.5, color=MUTED, va="bottom", linespacing=1.4)
         figure.savefig(path)
 
@@ -68,7 +69,7 @@ def panel(axes: Axes, comparison: Comparison) -> None:
         weight = "bold" if row.name == SUBJECT else "normal"
         text = label(row, comparison)
         axes.annotate(text, (max(row.ratio, 0), place), (5, 0), textcoords="offset points", va="center", weight=weight)
-    axes.set_title(comparison.title, loc="left", fontsize=10, weight="bold")
+    axes.set_title(textwrap.fill(comparison.title, TITLE_COLUMNS), loc="left", fontsize=10, weight="bold")
     name_rows(axes, rows, comparison.floor)
     axes.invert_yaxis()
     axes.margins(y=0.02)
@@ -77,7 +78,7 @@ def panel(axes: Axes, comparison: Comparison) -> None:
 
 def label(row: Row, comparison: Comparison) -> str:
     decimals = 2 if row.ratio < 10 else 1 if row.ratio < 100 else 0
-    sign = "+" if comparison.baseline else ""
+    sign = "+" if comparison.baseline and row.median >= 0 else ""
     text = f"{row.ratio:.{decimals}f} {TIMES}   {sign}{amount(row.median, comparison.unit)} {comparison.unit}"
     if row.name == SUBJECT and comparison.budget is not None:
         text += f"   (goal ≤ {goal(comparison)}{'' if comparison.budget.seconds else f' {TIMES}'})"
