@@ -184,7 +184,7 @@ class SavePoints:
             check_together(request)
         if not copy:
             return
-        state = self._capture(request)
+        state = self._capture(SaveRequest(Path()))
         if self._shards is not None:
             state, _ = self._shards(state, Path("check"))
         stage(state, self._buffer).release()

@@ -158,6 +158,7 @@ def test_every_dense_dtype_and_shape_comes_back(file, dtype, shape):
 OTHERS = {each for each in vars(torch).values() if isinstance(each, torch.dtype)} - set(DENSE)
 
 
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning")
 @pytest.mark.parametrize("dtype", sorted(OTHERS, key=str), ids=str)
 def test_every_other_dtype_of_torch_is_refused_with_its_path(dtype):
     """Those that torch cannot copy, and quantised ones; a new one that it can copy belongs to the dense ones."""

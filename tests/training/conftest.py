@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+from torch.utils.data import dataloader
 
 from eventloop import Bus, Event, TrainLoop
 from eventloop.checkpoint import load
@@ -136,6 +138,26 @@ def bus() -> Bus:
 @pytest.fixture
 def trace(bus: Bus) -> Trace:
     return Trace(bus)
+
+
+@pytest.fixture(autouse=True)
+def workers_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """End persistent workers with their test.
+
+    Left to the garbage collector, each pass waits for five seconds: it finalizes the queues first that would tell them to end.
+    """
+    kind = dataloader._MultiProcessingDataLoaderIter
+    passes: weakref.WeakSet[Any] = weakref.WeakSet()
+    begin = kind.__init__
+
+    def noted(one: Any, *arguments: Any) -> None:
+        passes.add(one)
+        begin(one, *arguments)
+
+    monkeypatch.setattr(kind, "__init__", noted)
+    yield
+    for one in list(passes):
+        one._shutdown_workers()
 
 
 @pytest.fixture(autouse=True)
