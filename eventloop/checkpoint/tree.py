@@ -123,7 +123,7 @@ class _Encoder:
         return out
 
     def _only_tensors(self, parent: str, keys: Iterable[object], values: Collection[object]) -> list[object]:
-        """No Python runs per tensor: of 20,000 in one container, 1 ms instead of 4."""
+        """No Python runs per tensor: 20,000 in one container take 2.6 ms instead of 4.4."""
         self.tensors.extend(values)  # type: ignore[arg-type]  # looked at by the caller
         self.parents.extend(repeat(parent, len(values)))
         self.keys.extend(keys)
