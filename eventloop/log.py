@@ -57,13 +57,22 @@ class _Stderr:
     """``sys.stderr``, or where that fails the process's own: a line that cannot be written must not end a training.
 
     A live display of rich (a progress bar) stands in for ``sys.stderr`` while it is shown, and its terminal can go away.
+    Each line is one write: flushed in its middle, the stand-in prints its colours as text, and lines of other writers to
+    the same pipe come in between.
     """
 
+    def __init__(self) -> None:
+        self._begun = ""
+
     def write(self, text: str) -> None:
+        self._begun += text
+        if not self._begun.endswith("\n"):
+            return
+        line, self._begun = self._begun, ""
         for file in (sys.stderr, sys.__stderr__):
             try:
                 if file is not None:
-                    file.write(text)
+                    file.write(line)
                     file.flush()
                     return
             except Exception:  # noqa: BLE001, S112 - there is nowhere to tell it

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
 from math import isfinite
-from typing import Any
+from typing import Any, TextIO
 
 from rich import get_console
 from rich.console import Console
@@ -49,7 +50,7 @@ class ProgressBar(Hook):
 
     Ten times a second it hands a few numbers to a thread that draws; in all other iterations it looks at the clock. Where
     the output is no terminal it does nothing. ``ConsoleWriter`` prints above it if the two share a console, as they do by
-    default. The bar goes, and the cursor comes back, however the run ends.
+    default. The bar goes however the run ends; the cursor is never hidden, so it survives a process that is killed.
 
     Args:
         console: where to draw; rich's shared one by default.
@@ -145,7 +146,10 @@ class ProgressBar(Hook):
                 progress.remove_task(task)
             self._task = progress.add_task(title, total=event.total, completed=event.done, details=details)
             self._title = title
-        progress.start()  # does nothing if it has started
+        if not progress.live.is_started:
+            with progress.console as console:  # in one write: a process that is killed (SIGTERM) leaves no hidden cursor behind
+                progress.start()
+                console.show_cursor(True)
         progress.refresh()
 
     def _smooth(self, event: BarMoved) -> None:
@@ -193,7 +197,14 @@ def _new_progress(console: Console) -> Progress:
         console=console,
         auto_refresh=False,  # it would draw from a thread of its own, whose errors nobody could handle
         transient=True,
+        # What is printed stands above the bar; but what goes to a file or a pipe stays there.
+        redirect_stdout=_is_terminal(sys.stdout),
+        redirect_stderr=_is_terminal(sys.stderr),
     )
+
+
+def _is_terminal(file: TextIO | None) -> bool:
+    return file is not None and file.isatty()
 
 
 def _title(event: BarMoved) -> str:

@@ -37,3 +37,12 @@ def test_without_any_stderr_nothing_is_raised(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     monkeypatch.setattr(sys, "__stderr__", Gone())
     assert get_logger().error("a handler failed") is None
+
+
+def test_a_line_is_one_write_so_that_nothing_comes_in_between(monkeypatch):
+    pieces: list[str] = []
+    monkeypatch.setattr(sys, "stderr", type("Pipe", (Gone,), {"write": lambda self, text: pieces.append(text)})())
+    get_logger().warning("slow disk")
+    get_logger().error("a handler failed")
+    assert [piece.count("\n") for piece in pieces] == [1, 1]
+    assert all(piece.endswith("\n") for piece in pieces)

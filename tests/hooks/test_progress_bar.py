@@ -1,4 +1,7 @@
+import contextlib
 import io
+import os
+import re
 import sys
 import threading
 import time
@@ -7,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from eventloop import Bus, ConfigurationError, TrainLoop
+from eventloop import Bus, ConfigurationError, TrainLoop, get_logger
 from hooks.logger import LoggerHook
 from hooks.progress_bar import ProgressBar
 from hooks.writers import ConsoleWriter
@@ -67,8 +70,8 @@ def test_a_loader_without_a_length_is_no_obstacle(terminal, screen):
 
 def assert_restored(screen):
     text = screen.getvalue()
-    assert text.count(HIDE) == text.count(SHOW) >= 1
     assert text.rindex(SHOW) > text.rindex(HIDE)
+    assert text.endswith("\x1b[2K")  # the line of the bar is wiped
 
 
 def test_the_terminal_is_as_it_was_when_the_run_is_over(terminal, screen):
@@ -76,6 +79,89 @@ def test_the_terminal_is_as_it_was_when_the_run_is_over(terminal, screen):
     make_loop(bus_with(ProgressBar(terminal))).run()
     assert_restored(screen)
     assert (sys.stdout, threading.active_count()) == before
+
+
+def test_the_cursor_is_never_left_hidden_so_a_process_may_be_killed_at_any_moment(terminal, screen, monkeypatch):
+    hidden = []
+    written = screen.write
+
+    def write(text):
+        written(text)
+        hidden.append(screen.getvalue().rfind(HIDE) > screen.getvalue().rfind(SHOW))
+
+    monkeypatch.setattr(screen, "write", write)
+    make_loop(bus_with(ProgressBar(terminal))).run()
+    assert hidden and not any(hidden)
+
+
+@contextlib.contextmanager
+def pseudo_terminal(monkeypatch):
+    """A terminal of 80 columns for ``sys.stdout`` and ``sys.stderr``; the list gets what was written to it."""
+    ours, theirs = pytest.importorskip("pty").openpty()
+    pytest.importorskip("termios").tcsetwinsize(theirs, (24, 80))
+    pieces, text = [], []
+
+    def read():
+        with contextlib.suppress(OSError):  # the terminal is closed
+            while piece := os.read(ours, 4096):
+                pieces.append(piece)
+
+    reader = threading.Thread(target=read)
+    with open(theirs, "w") as terminal, monkeypatch.context() as patched:
+        patched.setenv("TERM", "xterm-256color")
+        for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
+            patched.delenv(name, raising=False)
+        patched.setattr("structlog.is_configured", lambda: False)
+        patched.setattr("rich._console", None)
+        patched.setattr(sys, "stdout", terminal)
+        patched.setattr(sys, "stderr", terminal)
+        reader.start()
+        yield text
+    reader.join()
+    os.close(ours)
+    text.append(b"".join(pieces).decode())
+
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+def test_log_lines_in_a_terminal_stand_above_the_bar_as_they_are(monkeypatch):
+    with pseudo_terminal(monkeypatch) as written:
+        bus = bus_with(ProgressBar(), LoggerHook(interval=5, writers=[ConsoleWriter()]))
+        bus.on("after_train_iter", lambda event: get_logger().info("nine", of="ten"), once=9)
+        make_loop(bus).run()
+    (text,) = written
+    assert "━" in text
+    plain = ESCAPES.sub("", text)
+    assert not re.search(r"\x1b|\[[0-9;]*m", plain)  # half an escape sequence is garbage on the screen
+    assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[info +\] nine +of=ten *$", plain.replace("\r", "\n"), re.MULTILINE)
+
+
+def test_in_a_pipe_lines_of_log_and_logger_are_whole_and_without_escape_codes(monkeypatch):
+    reading, writing = os.pipe()
+    monkeypatch.setattr("structlog.is_configured", lambda: False)
+    monkeypatch.setattr("rich._console", None)
+    with open(reading) as pipe, open(os.dup(writing), "w") as out, open(writing, "w", 1) as err:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        bus = bus_with(ProgressBar(), LoggerHook(interval=1, writers=[ConsoleWriter()]))
+        bus.on("after_train_iter", lambda event: get_logger().info("told", by="hook"))
+        make_loop(bus, step=lambda model, batch: model(batch).mean(), train_data=DATA * 10).run()
+        out.close()
+        err.close()
+        lines = pipe.read().splitlines()
+    assert len(lines) == 200
+    assert all(re.fullmatch(r"epoch [12]/2 .*|\d{4}-\S+ \S+ \[info +\] told +by=hook", line) for line in lines)
+
+
+def test_what_is_redirected_to_a_file_stays_there_while_the_bar_is_shown(terminal, screen, capsys):
+    bus = bus_with(ProgressBar(terminal))
+    bus.on("after_train_iter", lambda event: print("printed"), once=9)
+    bus.on("after_train_iter", lambda event: print("told", file=sys.stderr), once=9)
+    make_loop(bus).run()
+    assert capsys.readouterr() == ("printed\n", "told\n")
+    assert "printed" not in screen.getvalue()
+    assert "told" not in screen.getvalue()
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
