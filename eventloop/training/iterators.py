@@ -5,7 +5,8 @@ They only say *when*; what is published, and in which order, is in :mod:`eventlo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from eventloop.events import Stage
@@ -54,8 +55,51 @@ class Epochs:
         return counters.max_epochs is not None and counters.epoch >= counters.max_epochs
 
 
-class TrainBatches:
-    """The batches of one training epoch."""
+class Batches:
+    """Batches that know when the ``for`` statement over them ends, be it by ``break``, in whatever variable they are kept.
+
+    In ``with run.train(loader) as batches:`` (or ``run.validate``) the end of the block counts instead.
+    """
+
+    _in_block = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self if self._in_block else _Body(self)
+
+    def __next__(self) -> Any:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        self._in_block = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._in_block = False
+        self.leave()
+
+    def leave(self) -> None:
+        """End what the body has left open; without effect after the last batch."""
+        raise NotImplementedError
+
+
+class _Body(Iterator[Any]):
+    """The iterator of one ``for`` statement, which alone holds it: Python deletes it where the statement ends."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self._thread = threading.get_ident()
+
+    def __next__(self) -> Any:
+        return self._batches.__next__()
+
+    def __del__(self) -> None:
+        # In a cycle (a forgotten generator of the user's) it may be deleted anywhere. The next call of the run closes then.
+        if self._thread == threading.get_ident():
+            self._batches.leave()
+
+
+class TrainBatches(Batches):
+    """The batches of one training epoch. Left with ``break``, another ``for`` statement goes on with the batch after."""
 
     def __init__(self, order: Order, feed: Feed, *, endless: bool) -> None:
         self._order = order
@@ -64,8 +108,10 @@ class TrainBatches:
         self._begun = False
         self._over = order.nothing_left
 
-    def __iter__(self) -> Self:
-        return self
+    def __iter__(self) -> Iterator[Any]:
+        if self._begun and not self._over:
+            self._over = not self._order.go_on_in_epoch(self)
+        return super().__iter__()
 
     def __next__(self) -> Any:
         if self._over:
@@ -88,6 +134,10 @@ class TrainBatches:
         order.begin_iteration(batch[0])
         return batch[0]
 
+    def leave(self) -> None:
+        """Note that the body was left. What that ends, ends with the next call of the run: an exception is to be told first."""
+        self._order.leave_epoch(self)
+
     def _complete(self) -> bool:
         """True if the batch before was the last one, so that a stop now cuts nothing short."""
         return self._begun and (self._limit_reached() or (not self._endless and self._feed.last))
@@ -107,7 +157,7 @@ class TrainBatches:
         return (self._feed.next(),)
 
 
-class EvaluationBatches:
+class EvaluationBatches(Batches):
     """The batches of one validation or test; ``metrics`` holds the result when it is over."""
 
     def __init__(self, order: Order, feed: Feed, metrics: Metrics, stage: Stage) -> None:
@@ -120,9 +170,6 @@ class EvaluationBatches:
         self.metrics: Mapping[str, Any] = {}
         """Values by name; empty until the iterator is exhausted."""
 
-    def __iter__(self) -> Self:
-        return self
-
     def __next__(self) -> Any:
         if self._over:
             raise StopIteration
@@ -132,7 +179,7 @@ class EvaluationBatches:
             if order.should_stop():
                 self._over = True
                 raise StopIteration
-            order.begin_evaluation(stage, self._feed.length)
+            order.begin_evaluation(stage, self, self._feed.length)
             self._accumulated.reset()
         else:
             order.end_evaluation_iteration(stage, self._index, self._accumulated)
@@ -151,3 +198,7 @@ class EvaluationBatches:
         self._index += 1
         order.begin_evaluation_iteration(stage, self._index, batch)
         return batch
+
+    def leave(self) -> None:
+        """End the evaluation where it is: without its ``after_x``, and with modes, gradients and weights as they were before."""
+        self._over |= self._order.leave_evaluation(self)

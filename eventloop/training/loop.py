@@ -200,7 +200,8 @@ class TrainLoop:
         return self._evaluate(run, run.validate(self._need("val"), self._metrics), self._val_step)
 
     def _evaluate(self, run: Run, batches: EvaluationBatches, step: Step) -> dict[str, Any]:
-        for batch in batches:
+        body = iter(batches)  # the frame of an exception keeps it, so that on_exception comes before the validation's end
+        for batch in body:
             outputs = step(self.model, batch)
             run.report(**(outputs if isinstance(outputs, Mapping) else {"loss": outputs}))
         return dict(batches.metrics)

@@ -5,7 +5,6 @@ The iterators (:mod:`eventloop.training.iterators`) say that something begins or
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -13,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from eventloop import events as ev
-from eventloop.errors import RunCancelled
+from eventloop.errors import RunCancelled, TrainingError
 from eventloop.events import Event, Progress, Stage
 from eventloop.training.data import Feed, set_epoch, set_sampler_epoch
 from eventloop.training.metrics import Metrics
@@ -79,7 +78,9 @@ class Order:
         self._window_open = window_open
         self._models = list(models)
         self._batch: Any = None
-        self._body: weakref.ref[object] | None = None
+        self._training: object | None = None  # whose epoch is open
+        self._left = False  # its body was left with `break`
+        self._evaluating: object | None = None
 
     def should_stop(self) -> bool:
         """Return True once a stop takes effect; inside an accumulation window it waits for the window's step.
@@ -128,17 +129,25 @@ class Order:
             self._save(force=True)
             self.scopes.leave("train")
 
-    def begin_epoch(self, feed: Feed, body: object, *, endless: bool) -> None:
+    def begin_epoch(self, feed: Feed, batches: object, *, endless: bool) -> None:
         """Publish ``before_train_epoch``; the data's iterator is made after it, so that hooks can still seed samplers.
 
         Args:
             feed: the training data.
-            body: the iterator that the user's ``for`` statement holds. Only the statement does (it is kept weakly here), so
-                once it is gone the body was left with ``break``.
+            batches: the iterable of this epoch.
             endless: the data begins anew within the epoch when it is used up.
+
+        Raises:
+            TrainingError: another epoch is under way, whose body was not left.
         """
         self.begin_train()
-        self._body = weakref.ref(body)
+        if self._training is not None and not self._left:
+            raise TrainingError(
+                "run.train() begins in the body of another run.train(): one epoch ends before the next begins. Iterate over the "
+                "inner loader itself; to end the outer epoch early, leave its `for` statement with `break`"
+            )
+        self.end_epoch()
+        self._training, self._left = batches, False
         self.feed = feed
         self.endless = endless
         self.scopes.enter("epoch")
@@ -151,6 +160,19 @@ class Order:
         if endless:  # after the hooks, which know the epoch but not the pass that a resumed run goes on with
             set_sampler_epoch(feed.loader, self.counters.epoch + feed.passes)
         feed.begin()
+
+    def leave_epoch(self, batches: object) -> None:
+        """Note that the body of ``batches`` was left: with ``break``, if its epoch is still open."""
+        self._left = self._left or self._training is batches
+
+    def go_on_in_epoch(self, batches: object) -> bool:
+        """Go on where the body of ``batches`` was left; return False if that epoch has ended since."""
+        if self._training is not batches:
+            return False
+        if self._left:
+            self._left = False
+            self._drop_iteration()
+        return True
 
     def begin_pass(self, feed: Feed) -> None:
         """Begin the data anew within the epoch, in another order: no mount point marks this for a hook."""
@@ -172,11 +194,13 @@ class Order:
             self.feed.end()
         self.settle()
         self._save(force=True)
+        self._training = None
         self.scopes.leave("epoch")
 
     def break_epoch(self) -> None:
         """End the epoch in its middle, without its ``after_train_epoch``."""
         self._drop_iteration()
+        self._training = None
         self.scopes.leave("epoch")
 
     def begin_iteration(self, batch: Any) -> None:
@@ -239,15 +263,16 @@ class Order:
     def close_training(self) -> None:
         """End a training iteration that is still open, and its epoch, too, if the body was left with ``break``."""
         self.abandon_evaluation()
-        if self._body is not None and self._body() is None:
+        if self._left:
             self.end_epoch()
         self.end_iteration()
 
-    def begin_evaluation(self, stage: Stage, length: int | None = None) -> None:
+    def begin_evaluation(self, stage: Stage, batches: object, length: int | None = None) -> None:
         """Publish ``before_val`` and ``before_val_epoch`` (or the same of a test), in evaluation mode, without gradients.
 
         Args:
             stage: ``"val"`` or ``"test"``.
+            batches: the iterable of this evaluation.
             length: batches, if that is known. Ranks with as many each can stop in its middle, others only at its end.
         """
         self._in_step = self.agreement is not None and self.agreement.ranks.same(length) and length is not None
@@ -256,6 +281,7 @@ class Order:
             self.counters.phase = "val"
             self.validation_rng = get_rng_state()
         self.scopes.enter(stage)
+        self._evaluating = batches
         self.progress = self.counters.snapshot(stage, 0)
         self._evaluation_mode()
         self._publish(_EVALUATION[stage][0])
@@ -288,18 +314,33 @@ class Order:
         self.settle()
         # Also within an accumulation window (its gradients are saved, too): the best weights are those that were validated.
         self._save(force=True)
+        self._evaluating = None
         self.scopes.leave(stage)
         self._publish(_EVALUATION[stage][5])
         self._save()
 
     def abandon_evaluation(self) -> None:
         """End a validation or test that was left in its middle, by ``break`` or a stop, without its ``after_x``."""
+        self._evaluating = None
         for scope in ("val", "test"):
             self.scopes.leave(scope)
 
+    def leave_evaluation(self, batches: object) -> bool:
+        """End the evaluation of ``batches`` if it is open, as :meth:`abandon_evaluation` does; return whether it was.
+
+        Called where nothing can be raised. The scope around it raises instead, when it ends.
+        """
+        if self._evaluating is not batches:
+            return False
+        try:
+            self.abandon_evaluation()
+        except BaseException as error:  # noqa: BLE001 - raised later
+            self.scopes.defer(partial(_raise, error))
+        return True
+
     def forget_data(self) -> None:
         """Let go of what leads to the loader."""
-        self.feed = None
+        self.feed = self._training = self._evaluating = None
         self.validation_follows = _never
 
     def _evaluation_mode(self) -> None:
@@ -319,3 +360,7 @@ class Order:
 
 def _never() -> bool:
     return False
+
+
+def _raise(error: BaseException) -> None:
+    raise error

@@ -168,7 +168,8 @@ class Run:
     def train(self, loader: Iterable[Any], *, endless: bool = False) -> TrainBatches:
         """Iterate over the batches of one epoch on their device; publishes its events around the body.
 
-        ``break`` ends the iteration without its ``after_train_iter``.
+        ``break`` ends the iteration without its ``after_train_iter``. What is called next (a validation, the next epoch) ends
+        the epoch; ``with run.train(loader) as batches:`` has the end of the block say so instead of the ``for`` statement.
 
         Args:
             loader: any iterable of batches that can be iterated again.
@@ -181,6 +182,9 @@ class Run:
 
         What the body reports feeds ``metrics`` and, where it is scalar, means; the result is in ``.metrics`` afterwards.
         Called in the body of ``run.train``, it ends that iteration first.
+
+        ``break`` ends the validation without its ``after_val``, and gives modes, gradients and weights back. Where batches are
+        drawn in another way (``enumerate`` in a variable, ``next``), ``with run.validate(loader) as batches:`` does it.
         """
         feed = self._feeds.for_evaluation(loader, "val_data")
         return EvaluationBatches(self.order, feed, Metrics(metrics, self.device), "val")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eventloop import Bus, ConfigurationError, Event, Progress, Run, Update
+from eventloop import Bus, ConfigurationError, Event, Progress, Run, TrainingError, Update
 
 ITER = "before_train_iter after_train_iter"
 VAL = "before_val before_val_epoch 2*(before_val_iter after_val_iter) after_val_epoch after_val"
@@ -135,6 +135,112 @@ def test_break_out_of_a_validation_publishes_no_after_val_and_training_goes_on(p
     cut = "before_val before_val_epoch before_val_iter"
     assert trace.names == parts.spell(f"before_run before_train {EPOCH} {cut} {EPOCH} {cut} after_train after_run")
     assert run.model.training
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_break_out_of_an_evaluation_gives_modes_gradients_and_weights_back_at_once(parts, bus, job, stage, kept):
+    run, learn = job
+    undone = []
+    bus.on(f"before_{stage.removesuffix('idate')}", lambda e: e.run.defer(lambda: undone.append(e.run.model.training)))
+    with run:
+        for _ in run.epochs(1):
+            for batch in run.train(parts.batches(2)):
+                batches = getattr(run, stage)(parts.batches(2))
+                for _ in batches if kept else getattr(run, stage)(parts.batches(2)):
+                    assert not run.model.training
+                    assert not torch.is_grad_enabled()
+                    break
+                assert run.model.training
+                assert torch.is_grad_enabled()
+                assert len(undone) == run.progress.iter
+                learn(batch)
+
+
+def test_a_with_statement_says_when_an_evaluation_ends(parts, job, trace):
+    run, _ = job
+    with run:
+        with run.validate(parts.batches(2)) as batches:
+            for _ in batches:
+                break
+            assert not run.model.training
+            for _ in batches:
+                pass
+        assert run.model.training
+        with run.validate(parts.batches(2)) as cut:
+            next(cut)
+        assert run.model.training
+        assert torch.is_grad_enabled()
+    assert trace.names == parts.spell(f"before_run {VAL} before_val before_val_epoch before_val_iter after_run")
+
+
+def test_an_error_while_a_left_validation_is_undone_ends_the_run(parts, bus, job, caplog):
+    def fail():
+        raise OSError("not undone")
+
+    bus.on("before_val", lambda e: e.run.defer(fail))
+    run, _ = job
+    with pytest.raises(OSError, match="not undone"), run:
+        for _ in run.validate(parts.batches(2)):
+            break
+
+
+@pytest.mark.parametrize("kept", ["nothing", "batches", "epochs", "block"])
+def test_the_order_of_mount_points_does_not_depend_on_what_is_kept_in_a_variable(parts, job, trace, kept):
+    run, learn = job
+    with run:
+        epochs = run.epochs(2)
+        for _ in epochs if kept == "epochs" else run.epochs(2):
+            batches = run.train(parts.batches(3))
+            if kept == "block":
+                with batches:
+                    learn(next(batches))
+            else:
+                for batch in batches if kept == "batches" else run.train(parts.batches(3)):
+                    learn(batch)
+                    break
+            evaluate(run, run.validate(parts.batches(2)))
+    epoch = f"before_train_epoch before_train_iter after_train_epoch {VAL}"
+    assert trace.names == parts.spell(f"before_run before_train {epoch} {epoch} after_train after_run")
+
+
+def test_batches_that_were_left_go_on_in_another_for_statement_until_their_epoch_ends(parts, job, trace):
+    run, learn = job
+    with run:
+        for _ in run.epochs(1):
+            batches = run.train(parts.batches(3))
+            for _ in batches:
+                break
+            for batch in batches:
+                learn(batch)
+                break
+            evaluate(run, run.validate(parts.batches(2)))
+            assert list(batches) == []
+    epoch = f"before_train_epoch before_train_iter before_train_iter after_train_epoch {VAL}"
+    assert trace.names == parts.spell(f"before_run before_train {epoch} after_train after_run")
+    assert run.progress.iter == 2
+
+
+def test_other_training_batches_after_a_break_are_another_epoch(parts, job, trace):
+    run, learn = job
+    with run:
+        for _ in run.epochs(2):
+            for batch in run.train(parts.batches(3)):
+                learn(batch)
+                break
+            for batch in run.train(parts.batches(1)):
+                learn(batch)
+    epochs = f"before_train_epoch before_train_iter after_train_epoch before_train_epoch {ITER} after_train_epoch"
+    assert trace.names == parts.spell(f"before_run before_train {epochs} after_train after_run")
+
+
+def test_training_batches_in_the_body_of_others_are_an_error(parts, job):
+    run, _ = job
+    with pytest.raises(TrainingError, match="in the body of another run.train"), run:
+        for _ in run.epochs(1):
+            for _ in run.train(parts.batches(3)):
+                for _ in run.train(parts.batches(3)):
+                    pass
 
 
 def test_an_exception_in_the_body_is_an_exception_and_no_break(parts, bus, job, trace):
