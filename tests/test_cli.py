@@ -1,4 +1,6 @@
+import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ from rich.console import Console
 
 from eventloop import load_weights
 from eventloop.checkpoint import load
-from eventloop.cli import main
+from eventloop.cli import main, make_parser
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning:sklearn")
 
@@ -16,6 +18,35 @@ pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning:sklearn")
 def here(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def commands(parser: argparse.ArgumentParser, *path: str) -> Iterator[tuple[str, ...]]:
+    """The words of every command and of every command within one."""
+    yield path
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, command in action.choices.items():
+                yield from commands(command, *path, name)
+
+
+COMMANDS = list(commands(make_parser()))
+
+
+def test_the_commands_are_found():
+    assert {(), ("run",), ("demo",), ("hooks",), ("checkpoint",), ("checkpoint", "ls")} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_explains_itself_and_its_arguments_in_80_columns(words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as exit_:
+        main([*words, "--help"])
+    assert exit_.value.code == 0
+    printed, err = capsys.readouterr()
+    assert err == ""
+    assert printed.startswith(" ".join(["usage: trainbus", *words]))
+    assert "-h, --help" in printed
+    assert max(map(len, printed.splitlines())) <= 80
 
 
 def test_the_demo_leaves_checkpoints_scalars_of_every_iteration_and_a_summary(here, capsys):

@@ -42,7 +42,7 @@ def _tell(command: str, what: str, error: BaseException) -> None:
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser()
+    parser = make_parser()
     options, rest = parser.parse_known_args(arguments)
     # argparse takes all words of a list from one place; those behind an option are left over.
     if rest and (not hasattr(options, "changes") or any(word.startswith("-") for word in rest)):
@@ -52,7 +52,8 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command with all of its commands."""
     parser = argparse.ArgumentParser(prog="trainbus", description="An async event-bus runtime for PyTorch training.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for group in GROUPS:

@@ -23,8 +23,10 @@ from eventloop.training.setup import Setup
 _MORE = """\
 CHANGE is place=value, such as loop.max_epochs=3, model.width=64, custom_hooks[0].interval=5 or
 default_hooks.checkpoint=false; the value gets its type from the option it is for. Modules that the configuration
-imports are looked for among the installed ones, beside the configuration, and in the current folder.
-Several processes: torchrun --nproc-per-node N -m eventloop run CONFIG
+imports are looked for among the installed ones, beside the configuration, and in the current folder. A configuration is a
+program: it imports the modules that it lists under imports and calls what it names in them, with your rights. Run only
+those that you trust, as with a script.
+Several processes: torchrun --nproc-per-node N -m trainbus run CONFIG
 """
 _RESUME = """\
 go on: in the newest run of this configuration (or that in loop.work_dir); in the run whose folder is given; or, in a new
@@ -35,13 +37,8 @@ folder, from the checkpoint file or URL that is given
 def add_parser(commands: Subparsers) -> None:
     """Declare the command."""
     parser = commands.add_parser("run", help="train what a configuration file describes", epilog=_MORE)
-    parser.add_argument(
-        "changes",
-        nargs="*",
-        default=[],
-        metavar=("CONFIG", "CHANGE"),
-        help="a .toml, .yaml or .json file, and changes to what it says (below)",
-    )
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="a .toml, .yaml or .json file")
+    parser.add_argument("changes", nargs="*", default=[], metavar="CHANGE", help="changes to what it says (below)")
     parser.add_argument("--dry-run", action="store_true", help="make everything, show the hook table, and do not train")
     parser.add_argument("--resume", nargs="?", const="auto", metavar="RUN", help=_RESUME)
     parser.set_defaults(call=_run)
@@ -72,7 +69,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _words(options: argparse.Namespace) -> list[str]:
     """Return configuration and changes, also the one that ``--resume``, which may stand alone, took for its own."""
-    words, taken = list(options.changes), options.resume or ""
+    words, taken = [*filter(None, [options.config]), *options.changes], options.resume or ""
     if Path(taken).suffix.lower() in SUFFIXES:
         words, options.resume = [taken, *words], "auto"
     elif "=" in taken and "/" not in taken.partition("=")[0]:
