@@ -1,7 +1,7 @@
-"""``python -m eventloop`` is ``trainbus``."""
+"""``python -m eventloop`` is ``python -m trainbus``."""
 
 import sys
 
-from eventloop.cli import main
+from trainbus import main
 
 sys.exit(main())

@@ -11,7 +11,8 @@ import pytest
 import eventloop
 
 ROOT = Path(eventloop.__file__).parent.parent
-FILES = sorted([*ROOT.glob("eventloop/**/*.py"), *ROOT.glob("hooks/**/*.py")])
+PACKAGES_OF_OURS = ("eventloop", "hooks", "trainbus")
+FILES = sorted(file for package in PACKAGES_OF_OURS for file in ROOT.glob(f"{package}/**/*.py"))
 
 
 def module_name(file: Path) -> str:
@@ -66,8 +67,8 @@ def imports(name: str) -> list[Import]:
 
 
 def house(name: str) -> list[Import]:
-    """What a module imports from the two packages."""
-    return [one for one in imports(name) if one.module.split(".")[0] in ("eventloop", "hooks")]
+    """What a module imports from our packages."""
+    return [one for one in imports(name) if one.module.split(".")[0] in PACKAGES_OF_OURS]
 
 
 def under(package: str) -> Iterator[str]:
@@ -105,6 +106,13 @@ def test_only_the_command_line_imports_hooks_and_does_so_lazily(name):
         if one.module.split(".")[0] == "hooks":
             assert name.startswith("eventloop.cli."), f"{name}: {one!r}"
             assert one.lazy, f"{name}: {one!r} at the top of the module"
+
+
+def test_only_the_command_knows_trainbus_which_loads_the_packages_when_a_name_is_used():
+    for name in MODULES:
+        if any(one.module.split(".")[0] == "trainbus" for one in house(name)):
+            assert name in ("eventloop.__main__", "eventloop.cli", "trainbus.__main__"), name
+    assert all(one.lazy or one.typing for one in house("trainbus"))
 
 
 STAIRS = {
@@ -212,14 +220,14 @@ def test_packages_beside_the_bus_know_little(package):
 
 def test_nothing_but_the_command_imports_the_command_line():
     for name in MODULES:
-        if name != "eventloop.__main__" and not name.startswith("eventloop.cli"):
+        if name != "trainbus" and not name.startswith("eventloop.cli"):
             assert not [one for one in house(name) if one.target.startswith("eventloop.cli")], name
 
 
 def test_the_bus_knows_nothing_of_training_or_checkpoints():
     above = ("eventloop.training", "eventloop.checkpoint", "eventloop.cli", "hooks")
     for name in MODULES:
-        if name.startswith(("eventloop.training", "eventloop.checkpoint", "eventloop.cli", "eventloop.__main__", "hooks")):
+        if name.startswith(("eventloop.training", "eventloop.checkpoint", "eventloop.cli", "hooks", "trainbus")):
             continue
         if name != "eventloop":
             assert not [one for one in house(name) if one.target.startswith(above)], name

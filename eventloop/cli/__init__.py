@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from torch.distributed import is_torchelastic_launched
 
+import trainbus
 from eventloop.cli import catalogue, checkpoint, demo, run
 from eventloop.errors import TrainbusError
 
@@ -55,6 +56,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command with all of its commands."""
     parser = argparse.ArgumentParser(prog="trainbus", description="An async event-bus runtime for PyTorch training.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {trainbus.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for group in GROUPS:
         group.add_parser(commands)

@@ -191,6 +191,17 @@ def test_a_mistake_ends_with_status_2_and_says_where_what_and_the_nearest(projec
     assert said(capsys, "run", project, "--dry-run", change).startswith(f"trainbus run: {message}")
 
 
+def test_a_file_hooks_py_of_the_users_is_never_taken_for_the_package_and_asked_to_be_renamed_where_it_is_named(
+    here, project, capsys
+):
+    (here / "configs/hooks.py").write_text("raise AssertionError")
+    assert main(["run", project, "--dry-run"]) == 0
+    capsys.readouterr()
+    err = said(capsys, "run", project, "imports=['hooks']")
+    assert err.startswith(f"trainbus run: imports[0]: 'hooks' is {Path(eventloop.__file__).parent.parent}/hooks/__init__.py")
+    assert err.endswith(f"which hides {here}/configs/hooks.py; rename your file")
+
+
 def test_a_missing_configuration_names_those_that_are_there(project, capsys):
     assert said(capsys, "run", "configs/mime.toml").endswith(
         "cannot be read: No such file or directory (did you mean 'mine.toml'?)"

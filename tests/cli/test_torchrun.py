@@ -53,11 +53,13 @@ default_hooks.checkpoint = { max_keep_ckpts = 1 }
 def trainbus(tmp_path):
     (tmp_path / "parts.py").write_text(PARTS)
     (tmp_path / "mine.toml").write_text(CONFIG)
+    for name in ("hooks", "eventloop"):  # files of the user's with these names do not get in the way
+        (tmp_path / f"{name}.py").write_text("raise AssertionError('imported in place of a package of trainbus')")
 
     def run(*arguments: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
         return subprocess.run(  # noqa: S603 - the interpreter that runs this test
-            [sys.executable, *torchrun, "-m", "eventloop", "run", "mine.toml", *arguments],
+            [sys.executable, *torchrun, "-m", "trainbus", "run", "mine.toml", *arguments],
             cwd=tmp_path,
             capture_output=True,
             text=True,

@@ -6,8 +6,13 @@ from typing import Any, assert_type
 import torch
 
 from eventloop import AfterIter, AfterModuleForward, AfterTrainIter, AfterValIter, Bus, Event, Hook, Subscription, mount
+from trainbus import Bus as TheBus
+from trainbus import EMAHook, __version__
 
 bus = Bus()
+assert_type(TheBus(), Bus)
+TheBus().add(EMAHook(momentum=0.1))
+assert_type(__version__, str)
 
 
 class PointsAdded(Event):

@@ -1,8 +1,10 @@
 """Only type-checked: each statement marked `error` must fail mypy --strict, and no other."""
 
 from eventloop import AfterTrainIter, AfterValIter, Bus, Event, Priority
+from trainbus import CheckpointHook, NoHookOfOurs  # error
 
 bus = Bus()
+CheckpointHook(interval="x")  # error
 
 
 class PointsAdded(Event):

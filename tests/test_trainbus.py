@@ -1,0 +1,63 @@
+"""``trainbus``, the name that programs import."""
+
+import subprocess
+import sys
+from importlib import metadata
+from importlib.util import module_from_spec, spec_from_file_location
+
+import pytest
+
+import eventloop
+import hooks
+import trainbus
+from eventloop.cli import main
+
+PUBLIC = [*eventloop.__all__, *hooks.__all__]
+
+
+def test_it_has_every_public_name_of_both_packages():
+    assert sorted(trainbus.__all__) == sorted(PUBLIC)
+    assert set(PUBLIC) < set(dir(trainbus))
+    for package in (eventloop, hooks):
+        assert all(getattr(trainbus, name) is getattr(package, name) for name in package.__all__)
+
+
+def test_names_are_imported_one_by_one_and_all_at_once():
+    from trainbus import Bus, EMAHook
+
+    assert (Bus, EMAHook) == (eventloop.Bus, hooks.EMAHook)
+    names = {}
+    exec("from trainbus import *", names)  # noqa: S102
+    assert set(PUBLIC) < set(names)
+
+
+def test_a_name_that_it_does_not_have_is_an_error():
+    with pytest.raises(AttributeError, match="module 'trainbus' has no attribute 'EMAHok'"):
+        _ = trainbus.EMAHok
+    with pytest.raises(ImportError, match="cannot import name 'EMAHok'"):
+        from trainbus import EMAHok  # noqa: F401
+
+
+def test_importing_it_and_asking_for_its_version_loads_nothing_else():
+    source = "import sys, trainbus; trainbus.__version__; print([m for m in ('torch', 'eventloop', 'hooks') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout == "[]\n"  # noqa: S603
+
+
+def test_its_version_and_that_of_the_command_is_the_distributions(capsys):
+    assert trainbus.__version__ == metadata.version("trainbus")
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"trainbus {trainbus.__version__}\n"
+
+
+@pytest.mark.parametrize("name", ["EMAHook", "hooks"])
+def test_a_file_hooks_py_beside_a_program_is_named_as_what_hides_the_hooks(tmp_path, monkeypatch, name):
+    file = tmp_path / "hooks.py"
+    file.write_text("x = 1")
+    spec = spec_from_file_location("hooks", file)
+    monkeypatch.setitem(sys.modules, "hooks", module_from_spec(spec))
+    monkeypatch.delitem(vars(trainbus), name, raising=False)
+    with pytest.raises(ImportError, match=f"'hooks' is {file}, which hides the package 'hooks' of trainbus; rename it"):
+        getattr(trainbus, name)
+    assert trainbus.Bus is eventloop.Bus

@@ -1,0 +1,93 @@
+"""The name that programs import: every public name of ``eventloop`` and ``hooks``, each loaded when it is first used.
+
+``python -m trainbus`` is the command ``trainbus``; in several processes, ``torchrun -m trainbus run`` is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib import metadata
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eventloop import *  # noqa: F403
+    from hooks import *  # noqa: F403
+
+    __version__: str
+
+_PACKAGES = ("eventloop", "hooks")
+_HOME = Path(__file__).resolve().parent.parent
+
+
+def main() -> int:
+    """Run the command line; return its exit status.
+
+    Files of the user's that are called ``hooks.py`` or ``eventloop.py`` do not get in the way, wherever they are: the command
+    and the processes that it starts find trainbus's own packages first.
+    """
+    if not all(_is_own(find_spec(name)) for name in _PACKAGES):
+        sys.path.insert(0, str(_HOME))
+    elif str(_HOME) not in sys.path:  # an editable install: before the user's folders, which are appended
+        sys.path.append(str(_HOME))
+    from eventloop.cli import main as command
+
+    return command()
+
+
+def _is_own(spec: ModuleSpec | None) -> bool:
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve().parent.parent == _HOME
+
+
+def _own(name: str) -> ModuleType:
+    """Return one of the packages.
+
+    Raises:
+        ImportError: another module has its name.
+    """
+    module = importlib.import_module(name)
+    if not _is_own(module.__spec__):
+        raise ImportError(
+            f"{name!r} is {module.__file__ or list(module.__path__)}, which hides the package {name!r} of trainbus; rename it",
+            name=name,
+        )
+    return module
+
+
+if not TYPE_CHECKING:  # to which any name would be one of these
+
+    def __getattr__(name: str) -> Any:
+        globals()[name] = found = _find(name)
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted(["__version__", *_public()])
+
+
+def _find(name: str) -> Any:
+    if name == "__version__":
+        return _version()
+    if name == "__all__":
+        return _public()
+    if name in _PACKAGES:
+        return _own(name)
+    if not name.startswith("_"):
+        for package in map(_own, _PACKAGES):
+            if name in package.__all__:
+                return getattr(package, name)
+    raise AttributeError(f"module 'trainbus' has no attribute {name!r}")
+
+
+def _public() -> list[str]:
+    return [name for package in map(_own, _PACKAGES) for name in package.__all__]
+
+
+def _version() -> str:
+    try:
+        return metadata.version("trainbus")
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "0+unknown"
