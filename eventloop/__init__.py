@@ -1,6 +1,7 @@
 """trainbus, the mechanism: events, the bus, offloading, the training loop, checkpoints. The hooks are in ``hooks``."""
 
 from eventloop.bus import Bus
+from eventloop.checks import check_options
 from eventloop.config import Migration, OptionChange, OptionsOf, register_migrations
 from eventloop.describe import Description
 from eventloop.detach import Owned, detach, from_json, from_msgpack
@@ -181,6 +182,7 @@ __all__ = [
     "Update",
     "Watch",
     "WorkerDiedError",
+    "check_options",
     "checkpoint_keys",
     "detach",
     "find",

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from torch.autograd.profiler import profile
 
-from eventloop import AfterTrainIter, BeforeTrain, BeforeTrainIter, ConfigurationError, Hook, Priority, register
-from hooks.options import checked_flags
+from eventloop import AfterTrainIter, BeforeTrain, BeforeTrainIter, ConfigurationError, Hook, Priority, check_options, register
 from hooks.profiling import Session
 
 
@@ -27,8 +26,8 @@ class AutogradAnomalyDetectHook(Hook):
         ConfigurationError: ``mode`` is neither True nor False.
     """
 
+    @check_options
     def __init__(self, mode: bool = True) -> None:
-        checked_flags(mode=mode)
         self.mode = mode
 
     def before_train(self, event: BeforeTrain) -> None:
@@ -61,6 +60,7 @@ class AutogradProfilerHook(Hook):
     priority = Priority.VERY_LOW
     ranks = "rank0"
 
+    @check_options
     def __init__(
         self,
         enable_predicate: Callable[[BeforeTrainIter], object],
@@ -68,15 +68,8 @@ class AutogradProfilerHook(Hook):
         *,
         use_cuda: bool | None = None,
     ) -> None:
-        if not callable(enable_predicate):
-            raise ConfigurationError(
-                f"enable_predicate={enable_predicate!r}: give a function of the event, such as "
-                "lambda event: 10 <= event.progress.iter < 20"
-            )
-        if output_dir is not None and (not isinstance(output_dir, str | Path) or not str(output_dir)):
+        if output_dir == "":
             raise ConfigurationError(f"output_dir={output_dir!r}: give a folder, or None for the work dir")
-        if use_cuda is not None:
-            checked_flags(use_cuda=use_cuda)
         if use_cuda and not torch.accelerator.is_available():
             raise ConfigurationError("use_cuda=True: torch finds no accelerator on this machine; leave it out")
         self._enable_predicate = enable_predicate

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from eventloop import CheckpointError, ConfigurationError, TrainingError, get_logger, register, registrable
+from eventloop import CheckpointError, TrainingError, check_options, get_logger, register, registrable
+from hooks.options import PositiveInt, Share
 from hooks.pairs import Pairs, Tensors
 
 log = get_logger()
@@ -45,11 +46,8 @@ class WeightAverage:
         ConfigurationError: an option out of range.
     """
 
-    def __init__(self, model: torch.nn.Module, *, interval: int = 1, update_buffers: bool = False) -> None:
-        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-            raise ConfigurationError(f"interval={interval!r}: give the number of updates per averaging, at least 1")
-        if not isinstance(update_buffers, bool):
-            raise ConfigurationError(f"update_buffers={update_buffers!r}: give True or False")
+    @check_options
+    def __init__(self, model: torch.nn.Module, *, interval: PositiveInt = 1, update_buffers: bool = False) -> None:
         self.interval = interval
         self.update_buffers = update_buffers
         self.steps = 0
@@ -157,12 +155,11 @@ class ExponentialMovingAverage(WeightAverage):
         update_buffers: average floating-point buffers, too.
     """
 
+    @check_options
     def __init__(
-        self, model: torch.nn.Module, *, momentum: float = 0.0002, interval: int = 1, update_buffers: bool = False
+        self, model: torch.nn.Module, *, momentum: Share = 0.0002, interval: PositiveInt = 1, update_buffers: bool = False
     ) -> None:
         super().__init__(model, interval=interval, update_buffers=update_buffers)
-        if isinstance(momentum, bool) or not isinstance(momentum, int | float) or not 0 < momentum < 1:
-            raise ConfigurationError(f"momentum={momentum!r}: give the share of the new weights, between 0 and 1")
         if momentum > 0.5:
             log.warning("the momentum of an average is the share of the new weights, usually small", momentum=momentum)
         self.momentum = float(momentum)
@@ -199,18 +196,17 @@ class MomentumAnnealingEMA(ExponentialMovingAverage):
         update_buffers: average floating-point buffers, too.
     """
 
+    @check_options
     def __init__(
         self,
         model: torch.nn.Module,
         *,
-        momentum: float = 0.0002,
-        gamma: int = 100,
-        interval: int = 1,
+        momentum: Share = 0.0002,
+        gamma: PositiveInt = 100,
+        interval: PositiveInt = 1,
         update_buffers: bool = False,
     ) -> None:
         super().__init__(model, momentum=momentum, interval=interval, update_buffers=update_buffers)
-        if isinstance(gamma, bool) or not isinstance(gamma, int) or gamma < 1:
-            raise ConfigurationError(f"gamma={gamma!r}: give the updates after which the momentum is one half, at least 1")
         self.gamma = gamma
 
     def blend(self, averages: Tensors, weights: Tensors) -> None:

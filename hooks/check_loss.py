@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable
 from operator import attrgetter
 
-from eventloop import AfterTrainIter, ConfigurationError, Hook, Priority, TrainingError, mount, register
+from eventloop import AfterTrainIter, ConfigurationError, Hook, Priority, TrainingError, check_options, mount, register
+from hooks.options import PositiveInt
 
 
 @register
@@ -27,9 +28,8 @@ class CheckInvalidLossHook(Hook):
 
     priority = Priority.NORMAL
 
-    def __init__(self, interval: int = 50, *, keys: Iterable[str] | None = None) -> None:
-        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-            raise ConfigurationError(f"interval={interval!r}: give the iterations between checks, at least 1")
+    @check_options
+    def __init__(self, interval: PositiveInt = 50, *, keys: Iterable[str] | None = None) -> None:
         self.keys = None if keys is None else _checked_keys(keys)
         self.interval = interval
 

@@ -24,6 +24,7 @@ from eventloop import (
     Hook,
     Priority,
     RunView,
+    check_options,
     get_logger,
     register,
 )
@@ -31,8 +32,6 @@ from eventloop.checkpoint import (
     Busy,
     Place,
     Staging,
-    check_busy,
-    check_staging,
     is_sharded,
     place_of,
     store_of,
@@ -41,6 +40,7 @@ from eventloop.checkpoint import (
 from hooks.best import Best, names
 from hooks.checkpoint_options import SUFFIX, check_count, checked_template
 from hooks.kept import KEPT, Kept
+from hooks.options import NonNegativeInt
 from hooks.publishing import publish_checkpoint, sweep
 from hooks.rules import Rule
 
@@ -100,6 +100,7 @@ class CheckpointHook(Hook):
 
     priority = Priority.VERY_LOW
 
+    @check_options
     def __init__(
         self,
         interval: int = -1,
@@ -116,7 +117,7 @@ class CheckpointHook(Hook):
         less_keys: str | Iterable[str] | None = None,
         filename_tmpl: str | None = None,
         published_keys: str | Iterable[str] | None = None,
-        save_begin: int = 0,
+        save_begin: NonNegativeInt = 0,
         on_error: Literal["raise", "log"] = "raise",
         staging: Staging = "block",
         busy: Busy = "wait",
@@ -124,12 +125,6 @@ class CheckpointHook(Hook):
     ) -> None:
         check_count("interval", interval, "the epochs or iterations between saves, or -1 for none")
         check_count("max_keep_ckpts", max_keep_ckpts, "how many files stay, or -1 for all")
-        if isinstance(save_begin, bool) or not isinstance(save_begin, int) or save_begin < 0:
-            raise ConfigurationError(f"save_begin={save_begin!r}: give the epoch or iteration to begin at, 0 or more")
-        if on_error not in ("raise", "log"):
-            raise ConfigurationError(f'on_error={on_error!r}: "raise" ends the run, "log" reports and goes on')
-        check_staging(staging)
-        check_busy(busy)
         self.name = name
         self.interval = interval
         self.by_epoch = by_epoch

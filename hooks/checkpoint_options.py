@@ -9,9 +9,9 @@ from eventloop import ConfigurationError
 SUFFIX = ".safetensors"
 
 
-def check_count(option: str, value: object, what: str) -> None:
+def check_count(option: str, value: int, what: str) -> None:
     """Raise ConfigurationError unless ``value`` is a count of 1 or more, or -1."""
-    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
+    if value < 1 and value != -1:
         raise ConfigurationError(f"{option}={value!r}: give {what}")
 
 

@@ -13,11 +13,12 @@ from eventloop import (
     Priority,
     RunView,
     TrainingError,
+    check_options,
     get_logger,
     register,
 )
-from hooks.options import checked_count, checked_flags, checked_name, checked_number
-from hooks.rules import Rule, check_rule, find_rule, is_better
+from hooks.options import Distance, Finite, Name, PositiveInt
+from hooks.rules import Rule, find_rule, is_better
 
 log = get_logger()
 
@@ -52,29 +53,26 @@ class EarlyStoppingHook(Hook):
 
     priority = Priority.LOWEST
 
+    @check_options
     def __init__(
         self,
-        monitor: str,
+        monitor: Name,
         rule: Rule | None = None,
-        min_delta: float = 0.1,
+        min_delta: Distance = 0.1,
         strict: bool = False,
         check_finite: bool = True,
-        patience: int = 5,
-        stopping_threshold: float | None = None,
+        patience: PositiveInt = 5,
+        stopping_threshold: Finite | None = None,
         *,
         name: str = "",
     ) -> None:
-        check_rule(rule)
-        checked_flags(strict=strict, check_finite=check_finite)
-        if stopping_threshold is not None:
-            checked_number("stopping_threshold", stopping_threshold, "a value of the metric, or None for no threshold")
         self.name = name
-        self.monitor = checked_name("monitor", monitor, 'the name of a metric, such as "accuracy"')
+        self.monitor = monitor
         self.rule = rule or find_rule(monitor)
-        self.min_delta = checked_number("min_delta", min_delta, "the least improvement that counts", least=0)
+        self.min_delta = min_delta
         self.strict = strict
         self.check_finite = check_finite
-        self.patience = checked_count("patience", patience, "the validations to wait for an improvement")
+        self.patience = patience
         self.stopping_threshold = stopping_threshold
         self.best_score: float | None = None
         """The best value so far."""

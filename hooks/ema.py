@@ -21,11 +21,13 @@ from eventloop import (
     Priority,
     RunView,
     UnknownNameError,
+    check_options,
     find,
     get_logger,
     register,
 )
 from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WeightAverage
+from hooks.options import NonNegativeInt
 
 log = get_logger()
 
@@ -61,24 +63,20 @@ class EMAHook(Hook):
 
     priority = Priority.NORMAL
 
+    @check_options
     def __init__(
         self,
         ema_type: type[WeightAverage] | str = ExponentialMovingAverage,
         *,
         strict_load: bool = False,
-        begin_iter: int = 0,
-        begin_epoch: int = 0,
+        begin_iter: NonNegativeInt = 0,
+        begin_epoch: NonNegativeInt = 0,
         model: str | None = None,
         name: str = "",
         **options: Annotated[Any, OptionsOf("ema_type")],
     ) -> None:
-        for option, value in (("begin_iter", begin_iter), ("begin_epoch", begin_epoch)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigurationError(f"{option}={value!r}: give a count, 0 for the beginning")
         if begin_iter and begin_epoch:
             raise ConfigurationError(f"begin_iter={begin_iter} and begin_epoch={begin_epoch}: give one of them")
-        if not isinstance(strict_load, bool):
-            raise ConfigurationError(f"strict_load={strict_load!r}: give True or False")
         self.name = name
         self.strict_load = strict_load
         self.begin_iter = begin_iter

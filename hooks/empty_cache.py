@@ -6,8 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-from eventloop import AfterEpoch, AfterIter, BeforeEpoch, ConfigurationError, Hook, Priority, register
-from hooks.options import checked_flags
+from eventloop import AfterEpoch, AfterIter, BeforeEpoch, ConfigurationError, Hook, Priority, check_options, register
 
 
 @register
@@ -28,8 +27,8 @@ class EmptyCacheHook(Hook):
 
     priority = Priority.NORMAL
 
+    @check_options
     def __init__(self, before_epoch: bool = False, after_epoch: bool = True, after_iter: bool = False) -> None:
-        checked_flags(before_epoch=before_epoch, after_epoch=after_epoch, after_iter=after_iter)
         if not (before_epoch or after_epoch or after_iter):
             raise ConfigurationError(
                 "EmptyCacheHook(before_epoch=False, after_epoch=False, after_iter=False) would never do anything; choose one "

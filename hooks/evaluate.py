@@ -16,18 +16,18 @@ from eventloop import (
     AfterTrainEpoch,
     AfterTrainIter,
     BeforeTrain,
-    ConfigurationError,
     Hook,
     Priority,
     RunEvent,
     RunView,
     TrainingError,
+    check_options,
     get_logger,
     mount,
     register,
 )
-from hooks.options import checked_flags, checked_name
-from hooks.rules import Rule, check_rule, find_rule, is_better
+from hooks.options import Name, NonNegativeInt
+from hooks.rules import Rule, find_rule, is_better
 
 log = get_logger()
 
@@ -83,28 +83,20 @@ class EvaluateHook(Hook):
 
     priority = Priority.LOW
 
+    @check_options
     def __init__(
         self,
-        period: int,
+        period: NonNegativeInt,
         function: Callable[[], Mapping[str, Any] | None],
         *,
         by_epoch: bool = False,
-        monitor: str | None = None,
+        monitor: Name | None = None,
         rule: Rule | None = None,
-        json_file: str | None = "eval_result.json",
+        json_file: Name | None = "eval_result.json",
         name: str = "",
     ) -> None:
-        if isinstance(period, bool) or not isinstance(period, int) or period < 0:
-            raise ConfigurationError(f"period={period!r}: give the iterations (or epochs) between calls, 0 for only at the end")
-        if not callable(function):
-            raise ConfigurationError(f"function={function!r}: give a function without arguments that returns metrics")
-        checked_flags(by_epoch=by_epoch)
-        check_rule(rule)
         if monitor is not None:
-            checked_name("monitor", monitor, 'the name of a metric, such as "accuracy"')
             rule = rule or find_rule(monitor)
-        if json_file is not None:
-            checked_name("json_file", json_file, "the name of a file in the work dir, or None")
         self.name = name
         self.period = period
         self.by_epoch = by_epoch

@@ -32,12 +32,14 @@ from eventloop import (
     OnException,
     Priority,
     Progress,
+    check_options,
     get_logger,
     mount,
     register,
 )
 from hooks.evaluate import Evaluated
-from hooks.smoothing import Smoother, checked_count
+from hooks.options import PositiveInt
+from hooks.smoothing import Smoother
 from hooks.writers.base import RunFacts, Where, Writer
 from hooks.writers.console import ConsoleWriter
 from hooks.writers.fanout import Fanout
@@ -91,23 +93,22 @@ class LoggerHook(Hook):
     timeout: float = 600.0
     """Seconds that writing a batch of events may take before that is an error."""
 
+    @check_options
     def __init__(
         self,
-        interval: int = 10,
+        interval: PositiveInt = 10,
         ignore_last: bool = True,
-        interval_exp_name: int = 1000,
+        interval_exp_name: PositiveInt = 1000,
         out_dir: str | Path | None = None,
         out_suffix: str | Sequence[str] = (".json", ".jsonl", ".csv", ".log", ".py", "yaml"),
         keep_local: bool = True,
         log_metric_by_epoch: bool = True,
         *,
-        window_size: int = 10,
+        window_size: PositiveInt = 10,
         mean_pattern: str = r"loss|time|data_time|grad_norm",
         custom_cfg: Sequence[Mapping[str, Any]] = (),
         writers: Sequence[Writer] | None = None,
     ) -> None:
-        checked_count("interval", interval, "the number of iterations between lines")
-        checked_count("interval_exp_name", interval_exp_name, "the number of iterations between names")
         check_out(out_dir, keep_local=keep_local)
         self._out_dir = None if out_dir is None else Path(out_dir)
         self._out_suffix = checked_suffixes(out_suffix)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from eventloop import AfterTrainEpoch, AfterTrainIter, BeforeRun, ConfigurationError, Hook, Priority, register
+from eventloop import AfterTrainEpoch, AfterTrainIter, BeforeRun, ConfigurationError, Hook, Priority, check_options, register
+from hooks.options import Name
 
 
 class _ModelEMA(Hook):
@@ -15,9 +16,8 @@ class _ModelEMA(Hook):
 
     priority = Priority.NORMAL
 
-    def __init__(self, model: str | None = None) -> None:
-        if model is not None and (not isinstance(model, str) or not model):
-            raise ConfigurationError(f"model={model!r}: give the name of one of the run's models, or None where there is one")
+    @check_options
+    def __init__(self, model: Name | None = None) -> None:
         self._name = model
         self._initialised: weakref.ref[Any] | None = None
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from eventloop import Update, register
+from eventloop import Update, check_options, register
+from hooks.options import PositiveInt
 
 
 @register
@@ -47,11 +48,12 @@ class Fp16OptimizerHook(OptimizerHook):
         ConfigurationError: an option out of range.
     """
 
+    @check_options
     def __init__(
         self,
         grad_clip: float | Mapping[str, Any] | None = None,
         grad_scaler_config: Mapping[str, Any] | None = None,
         *,
-        accumulate: int = 1,
+        accumulate: PositiveInt = 1,
     ) -> None:
         super().__init__(accumulate=accumulate, grad_clip=grad_clip, amp="fp16", scaler=grad_scaler_config)

@@ -1,47 +1,15 @@
-"""Checks of options that hooks and writers share: what cannot work is an error when the object is made."""
+"""Types of options that hooks and writers share; ``check_options`` keeps to their bounds."""
 
 from __future__ import annotations
 
-from math import isfinite
+import sys
+from typing import Annotated
 
-from eventloop import ConfigurationError
+from msgspec import Meta
 
-
-def checked_count(option: str, value: object, meaning: str) -> int:
-    """Return ``value`` if it is a positive integer.
-
-    Raises:
-        ConfigurationError: it is not; the message says what ``option`` means.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{option}={value!r}: give {meaning}, a positive integer")
-    return value
-
-
-def checked_flags(**flags: object) -> None:
-    """Raise ConfigurationError unless all of them are True or False."""
-    for option, value in flags.items():
-        if not isinstance(value, bool):
-            raise ConfigurationError(f"{option}={value!r}: give True or False")
-
-
-def checked_number(option: str, value: object, meaning: str, *, least: float = float("-inf")) -> float:
-    """Return ``value`` if it is a finite number, at least ``least``.
-
-    Raises:
-        ConfigurationError: it is not; the message says what ``option`` means.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < least:
-        raise ConfigurationError(f"{option}={value!r}: give {meaning}" + (f", {least:g} or more" if isfinite(least) else ""))
-    return value
-
-
-def checked_name(option: str, value: object, meaning: str) -> str:
-    """Return ``value`` if it is a string with something in it.
-
-    Raises:
-        ConfigurationError: it is not; the message says what ``option`` means.
-    """
-    if not isinstance(value, str) or not value:
-        raise ConfigurationError(f"{option}={value!r}: give {meaning}")
-    return value
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max, description="a finite number")]
+Distance = Annotated[float, Meta(ge=0, le=sys.float_info.max, description="a finite number of at least 0")]
+Share = Annotated[float, Meta(gt=0, lt=1)]
+Name = Annotated[str, Meta(min_length=1, description="a text that is not empty")]

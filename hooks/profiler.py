@@ -20,10 +20,11 @@ from eventloop import (
     Hook,
     Priority,
     RunView,
+    check_options,
     get_logger,
     register,
 )
-from hooks.options import checked_count, checked_flags
+from hooks.options import PositiveInt
 from hooks.profiling import Session, guarded
 
 log = get_logger()
@@ -71,11 +72,12 @@ class ProfilerHook(Hook):
     priority = Priority.VERY_LOW
     ranks = "rank0"
 
+    @check_options
     def __init__(
         self,
         *,
         by_epoch: bool = True,
-        profile_times: int = 1,
+        profile_times: PositiveInt = 1,
         activities: Iterable[str | ProfilerActivity] | None = None,
         activity_with_cpu: bool | None = None,
         activity_with_cuda: bool | None = None,
@@ -93,11 +95,10 @@ class ProfilerHook(Hook):
             "with_stack": with_stack,
             "with_flops": with_flops,
         }
-        checked_flags(by_epoch=by_epoch, **details)
         if activity_with_cpu is not None or activity_with_cuda is not None:
             activities = _of_flags(activities, activity_with_cpu, activity_with_cuda)
         self.by_epoch = by_epoch
-        self.profile_times = checked_count("profile_times", profile_times, "the epochs or iterations to profile")
+        self.profile_times = profile_times
         self._trace = _checked_trace(on_trace_ready)
         self._json = _checked_json(json_trace_path, self._trace)
         self._options: dict[str, Any] = {"activities": _activities(activities), "schedule": _schedule(schedule), **details}
@@ -201,7 +202,7 @@ def _checked_trace(on_trace_ready: Any) -> TraceHandler | Mapping[str, Any] | No
 def _checked_json(path: str | Path | None, trace: object) -> Path | None:
     if path is None:
         return None
-    if not isinstance(path, str | Path) or not str(path).endswith((".json", ".json.gz")):
+    if not str(path).endswith((".json", ".json.gz")):
         raise ConfigurationError(f"json_trace_path={path!r}: give the name of a file that ends in .json or .json.gz")
     if isinstance(trace, Mapping) and trace["type"] == "tb_trace":
         raise ConfigurationError(
@@ -213,7 +214,6 @@ def _checked_json(path: str | Path | None, trace: object) -> Path | None:
 
 def _of_flags(activities: object, cpu: bool | None, cuda: bool | None) -> list[str]:
     flags = {"activity_with_cpu": True if cpu is None else cpu, "activity_with_cuda": False if cuda is None else cuda}
-    checked_flags(**flags)
     if activities is not None:
         raise ConfigurationError("activities= and activity_with_cpu=, activity_with_cuda= say the same thing; give one of them")
     if not any(flags.values()):
@@ -239,8 +239,6 @@ def _schedule(schedule: Any) -> Callable[[int], Any] | None:
     if schedule is None or callable(schedule):
         steps: Callable[[int], Any] | None = schedule
         return steps
-    if not isinstance(schedule, Mapping):
-        raise ConfigurationError(f"schedule={schedule!r}: give the arguments of torch.profiler.schedule as a mapping")
     try:
         return profiler_schedule(**schedule)
     except (TypeError, AssertionError) as error:

@@ -19,11 +19,11 @@ from eventloop import (
     AfterIter,
     BeforeEpoch,
     BeforeRun,
-    ConfigurationError,
     Hook,
     Priority,
     RunEvent,
     Scalars,
+    check_options,
     get_logger,
     mount,
     register,
@@ -62,9 +62,8 @@ class ProgressBar(Hook):
     priority = Priority.LOW
     ranks = "rank0"
 
+    @check_options
     def __init__(self, console: Console | None = None) -> None:
-        if console is not None and not isinstance(console, Console):
-            raise ConfigurationError(f"console={console!r}: give a rich.console.Console, or None for the shared one")
         self._console = console
         self._shown = False
         # Drawing starts on the lane's thread and is ended by the training thread.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
+from msgspec import Meta
 
 from eventloop import (
     AfterLoadCheckpoint,
@@ -20,6 +21,7 @@ from eventloop import (
     Priority,
     RunView,
     TrainingError,
+    check_options,
     get_logger,
     register,
 )
@@ -40,6 +42,8 @@ class Scheduler(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take its state back."""
 
+
+Like = Annotated[Scheduler, Meta(description="an object like torch's schedulers, with step, state_dict and load_state_dict")]
 
 log = get_logger()
 
@@ -69,9 +73,10 @@ class ParamSchedulerHook(Hook):
 
     priority = Priority.LOW
 
+    @check_options
     def __init__(
         self,
-        scheduler: Scheduler | Sequence[Scheduler] | Mapping[str, Scheduler] | None = None,
+        scheduler: Like | Sequence[Scheduler] | Mapping[str, Scheduler] | None = None,
         *,
         by: By | None = None,
         monitor: str | None = None,

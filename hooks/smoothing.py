@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from eventloop import ConfigurationError
-from hooks.options import checked_count as checked_count
+from eventloop import ConfigurationError, check_options
+from hooks.options import PositiveInt
 
 Method = Literal["mean", "min", "max", "current"]
-WindowSize = int | Literal["epoch", "global"]
+WindowSize = PositiveInt | Literal["epoch", "global"]
 
 _OPTIONS = {"data_src", "log_name", "method_name", "window_size"}
 
@@ -44,13 +44,14 @@ class Smoother:
         ConfigurationError: an option that cannot work.
     """
 
+    @check_options
     def __init__(
         self,
-        window_size: int = 10,
+        window_size: PositiveInt = 10,
         mean_pattern: str = r"loss|time|data_time|grad_norm",
         custom_cfg: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self._window_size = checked_count("window_size", window_size, "the number of iterations to average over")
+        self._window_size = window_size
         try:
             self._mean_pattern = re.compile(mean_pattern)
         except (re.error, TypeError) as error:
@@ -185,9 +186,12 @@ def _custom(entry: Mapping[str, Any]) -> CustomWindow:
     filled = {"log_name": entry["data_src"], "window_size": "global", **entry}
     if filled.get("method_name", "mean") not in ("mean", "min", "max", "current"):
         raise ConfigurationError(f"custom_cfg: method_name={filled['method_name']!r}: mean, min, max or current")
-    if filled["window_size"] not in ("epoch", "global"):
-        checked_count("custom_cfg: window_size", filled["window_size"], '"epoch", "global" or a number of iterations')
-    return CustomWindow(**filled)
+    try:
+        return msgspec.convert(filled, CustomWindow)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(
+            f'custom_cfg: {entry!r}: {error}; window_size is "epoch", "global" or a number of iterations'
+        ) from None
 
 
 def _check_names(customs: Sequence[CustomWindow]) -> None:

@@ -19,14 +19,15 @@ from eventloop import (
     BeforeTrainIter,
     BeforeValEpoch,
     BeforeValIter,
-    ConfigurationError,
     Hook,
     Priority,
     RunEvent,
+    check_options,
     get_logger,
     mount,
     register,
 )
+from hooks.options import NonNegativeInt
 
 log = get_logger()
 
@@ -63,9 +64,8 @@ class IterTimerHook(Hook):
 
     priority = Priority.NORMAL
 
-    def __init__(self, warmup_iter: int = 0) -> None:
-        if isinstance(warmup_iter, bool) or not isinstance(warmup_iter, int) or warmup_iter < 0:
-            raise ConfigurationError(f"warmup_iter={warmup_iter!r}: give the iterations that the summary leaves out, 0 or more")
+    @check_options
+    def __init__(self, warmup_iter: NonNegativeInt = 0) -> None:
         self.warmup_iter = warmup_iter
         self.iters = 0
         """Training iterations measured, those before a resume included."""

@@ -118,6 +118,7 @@ def test_only_the_command_knows_trainbus_which_loads_the_packages_when_a_name_is
 STAIRS = {
     "eventloop.errors": [],
     "eventloop.log": [],
+    "eventloop.checks": ["errors"],
     "eventloop.shared": ["errors"],
     "eventloop.view": ["shared"],
     "eventloop.event": ["errors"],

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from msgspec import Meta
 
+from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.events import (
     AfterBackward,
@@ -56,27 +58,20 @@ class Update(Hook):
     name = "training.update"
     priority: PriorityLike = Priority.HIGH
 
+    @check_options
     def __init__(
         self,
         *,
-        accumulate: int = 1,
+        accumulate: Annotated[int, Meta(ge=1)] = 1,
         grad_clip: float | Mapping[str, Any] | None = None,
         amp: Precision | None = None,
         scaler: torch.amp.GradScaler | Mapping[str, Any] | None = None,
     ) -> None:
-        if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-            raise ConfigurationError(
-                f"accumulate={accumulate!r}: give the number of micro-batches per optimizer step, at least 1"
-            )
-        if amp is not None and amp not in _DTYPES:
-            raise ConfigurationError(f'amp={amp!r}: mixed precision is "bf16" or "fp16"')
         self.accumulate = accumulate
         self._clip = _clip_options(grad_clip)
         self._amp: Precision | None = amp
         self._scaler_options = _scaler_options(scaler, amp) if isinstance(scaler, Mapping) else {}
         self._scaler = scaler if isinstance(scaler, torch.amp.GradScaler) else None
-        if scaler is not None and self._scaler is None and not isinstance(scaler, Mapping):
-            raise ConfigurationError(f"scaler={scaler!r}: give a torch.amp.GradScaler, or its arguments as a mapping")
         self._count = 0
         self._optimizers: Mapping[str, torch.optim.Optimizer] = {}
         self._autocast: torch.autocast | None = None

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from eventloop import registrable
-from hooks.smoothing import checked_count
+from eventloop import check_options, registrable
+from hooks.options import PositiveInt
 
 Image = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -59,9 +59,8 @@ class Writer:
 
     interval: int | None = None
 
-    def __init__(self, interval: int | None = None) -> None:
-        if interval is not None:
-            checked_count("interval", interval, "the number of iterations between writes")
+    @check_options
+    def __init__(self, interval: PositiveInt | None = None) -> None:
         self.interval = interval
 
     def open(self, run: RunFacts) -> None:

@@ -10,7 +10,8 @@ from rich import get_console
 from rich.console import Console
 from rich.text import Text
 
-from eventloop import register
+from eventloop import check_options, register
+from hooks.options import NonNegativeInt, PositiveInt
 from hooks.writers.base import Where, Writer
 
 _LAST = ("time", "data_time", "eta")
@@ -30,7 +31,10 @@ class ConsoleWriter(Writer):
         ConfigurationError: an interval that is not positive.
     """
 
-    def __init__(self, console: Console | None = None, *, interval: int | None = None, num_digits: int = 4) -> None:
+    @check_options
+    def __init__(
+        self, console: Console | None = None, *, interval: PositiveInt | None = None, num_digits: NonNegativeInt = 4
+    ) -> None:
         super().__init__(interval)
         self._console = console
         self._digits = num_digits

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from eventloop import ConfigurationError, register
+from eventloop import check_options, register
+from hooks.options import Name, PositiveInt
 from hooks.writers.base import RunFacts, Where, Writer
 from hooks.writers.table import Table
 
@@ -27,10 +28,9 @@ class CSVWriter(Writer):
         ConfigurationError: an interval that is not positive, or an empty file name.
     """
 
-    def __init__(self, filename: str = "scalars.csv", *, interval: int | None = None) -> None:
+    @check_options
+    def __init__(self, filename: Name = "scalars.csv", *, interval: PositiveInt | None = None) -> None:
         super().__init__(interval)
-        if not isinstance(filename, str) or not filename:
-            raise ConfigurationError(f'filename={filename!r}: give the name of a file in the work dir, such as "scalars.csv"')
         self.filename = filename
         self._directory: Path | None = None
         self._table: Table | None = None

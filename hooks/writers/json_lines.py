@@ -10,7 +10,8 @@ from typing import IO, Any
 
 import orjson
 
-from eventloop import ConfigurationError, register
+from eventloop import check_options, register
+from hooks.options import Name, PositiveInt
 from hooks.writers.base import RunFacts, Where, Writer
 
 
@@ -32,13 +33,15 @@ class JSONLinesWriter(Writer):
         ConfigurationError: an interval that is not positive, or an empty file name.
     """
 
+    @check_options
     def __init__(
-        self, filename: str = "scalars.jsonl", *, interval: int | None = None, test_filename: str = "test_metrics.json"
+        self,
+        filename: Name = "scalars.jsonl",
+        *,
+        interval: PositiveInt | None = None,
+        test_filename: Name = "test_metrics.json",
     ) -> None:
         super().__init__(interval)
-        for option, name in (("filename", filename), ("test_filename", test_filename)):
-            if not isinstance(name, str) or not name:
-                raise ConfigurationError(f'{option}={name!r}: give the name of a file in the work dir, such as "scalars.jsonl"')
         self.filename = filename
         self.test_filename = test_filename
         self._directory: Path | None = None

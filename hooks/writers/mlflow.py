@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from eventloop import ConfigurationError, get_logger, register
+from eventloop import ConfigurationError, check_options, get_logger, register
+from hooks.options import Name, PositiveInt
 from hooks.writers.base import Image, RunFacts, Where, Writer
 from hooks.writers.identity import run_id
 
@@ -43,10 +44,11 @@ class MLflowWriter(Writer):
             not positive.
     """
 
-    def __init__(self, tracking_uri: str | None = None, *, experiment: str = "trainbus", interval: int | None = None) -> None:
+    @check_options
+    def __init__(
+        self, tracking_uri: Name | None = None, *, experiment: Name = "trainbus", interval: PositiveInt | None = None
+    ) -> None:
         super().__init__(interval)
-        if tracking_uri == "" or not experiment:
-            raise ConfigurationError(f"tracking_uri={tracking_uri!r}, experiment={experiment!r}: give names, or leave them out")
         _load(tracking_uri)  # now, and not once the run is under way
         self.tracking_uri = tracking_uri
         self.experiment = experiment

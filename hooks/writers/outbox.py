@@ -14,8 +14,6 @@ _APPENDED = (".jsonl", ".log")
 
 def check_out(out_dir: object, *, keep_local: bool) -> None:
     """Raise ConfigurationError unless files can be copied (or left) as these options say."""
-    if out_dir is not None and not isinstance(out_dir, str | Path):
-        raise ConfigurationError(f"out_dir={out_dir!r}: give the folder that files are copied to after the run, or None")
     if out_dir is None and not keep_local:
         raise ConfigurationError("keep_local=False deletes files once they are copied to out_dir=; give one, or keep them")
 

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from eventloop import ConfigurationError, register
+from eventloop import ConfigurationError, check_options, register
+from hooks.options import Name, PositiveInt
 from hooks.writers.base import Image, RunFacts, Where, Writer
 
 _QUEUE = 10_000  # events in TensorBoard's own queue to its writing thread; more than the logger hands over at once
@@ -31,12 +32,9 @@ class TensorBoardWriter(Writer):
         ConfigurationError: tensorboard is not installed, an interval that is not positive, or an empty directory name.
     """
 
-    def __init__(self, directory: str = "tensorboard", *, interval: int | None = None) -> None:
+    @check_options
+    def __init__(self, directory: Name = "tensorboard", *, interval: PositiveInt | None = None) -> None:
         super().__init__(interval)
-        if not isinstance(directory, str) or not directory:
-            raise ConfigurationError(
-                f'directory={directory!r}: give the name of a folder in the work dir, such as "tensorboard"'
-            )
         _load()  # now, and not once the run is under way
         self.directory = directory
         self._events: Any = None  # a SummaryWriter

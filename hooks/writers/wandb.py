@@ -9,7 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from eventloop import ConfigurationError, register
+from eventloop import ConfigurationError, check_options, register
+from hooks.options import Name, PositiveInt
 from hooks.writers.base import Image, RunFacts, Where, Writer
 from hooks.writers.identity import run_id
 
@@ -33,7 +34,8 @@ class WandbWriter(Writer):
         ConfigurationError: wandb is not installed, or an interval that is not positive.
     """
 
-    def __init__(self, project: str | None = None, *, interval: int | None = None) -> None:
+    @check_options
+    def __init__(self, project: Name | None = None, *, interval: PositiveInt | None = None) -> None:
         super().__init__(interval)
         _load()  # now, and not once the run is under way
         self.project = project

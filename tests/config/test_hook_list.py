@@ -366,7 +366,7 @@ def test_an_unknown_option_far_from_all_others_lists_them():
         ({"type": "ConsoleWriter"}, "hooks[0].type: no hook is registered as 'ConsoleWriter'"),
         ({"type": ConsoleWriter}, "hooks[0].type: expected a class derived from Hook, got <class"),
         ({"type": 3}, "hooks[0].type: expected a class derived from Hook, got int 3"),
-        ({"type": "LoggerHook", "interval": 0}, "hooks[0] (LoggerHook): interval=0: give the number of iterations"),
+        ({"type": "LoggerHook", "interval": 0}, "hooks[0] (LoggerHook): interval=0: give an integer of at least 1"),
         ({"type": "ParamSchedulerHook", "scheduler": 1}, "hooks[0].scheduler: expected Scheduler | list of Scheduler"),
     ],
 )

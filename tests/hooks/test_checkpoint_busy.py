@@ -167,8 +167,8 @@ def test_a_best_score_whose_save_was_left_out_is_forgotten(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"staging": "later"}, r"staging='later': \"block\" copies"),
-        ({"busy": "drop"}, r"busy='drop': .*\"wait\" waits"),
+        ({"staging": "later"}, 'staging=\'later\': give "block" or "overlap"'),
+        ({"busy": "drop"}, 'busy=\'drop\': give "wait" or "skip" or "replace"'),
         ({"staging": None}, "staging=None"),
     ],
 )

@@ -233,7 +233,7 @@ def test_activities_by_name_or_as_torchs(job: SimpleNamespace, traces: Any, acti
         ({"schedule": {"wait": 1}}, "schedule.*warmup"),
         ({"schedule": {"wait": 0, "warmup": 0, "active": 0}}, "schedule"),
         ({"schedule": 3}, "schedule"),
-        ({"on_trace_ready": "log"}, "log_trace.*tb_trace"),
+        ({"on_trace_ready": "log"}, "a function, or a mapping"),
         ({"on_trace_ready": {"type": "table"}}, "log_trace.*tb_trace"),
         ({"on_trace_ready": {"type": "log_trace", "rows": 3}}, "'rows'.*row_limit"),
         ({"on_trace_ready": {"type": "log_trace", "sort_by": "speed"}}, "sort_by"),

@@ -1,0 +1,86 @@
+"""Options of constructors, checked against their annotations."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pytest
+from msgspec import Meta
+
+from eventloop import ConfigurationError, check_options
+
+
+class Thing:
+    @check_options
+    def __init__(
+        self,
+        count: Annotated[int, Meta(ge=1)] = 1,
+        flag: bool = True,
+        *,
+        share: Annotated[float, Meta(gt=0, lt=1)] | None = None,
+        name: Annotated[str, Meta(min_length=1, description="a name")] = "thing",
+        mode: Literal["raise", "log"] = "raise",
+        place: str | Path | None = None,
+        keys: Sequence[str] = (),
+        table: Mapping[str, Any] | Callable[[], Any] | None = None,
+        **further: Any,
+    ) -> None:
+        self.given = (count, flag, share, name, mode, place, keys, table, further)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"count": "3"}, "count='3': give an integer of at least 1"),
+        ({"count": 0}, "count=0: give an integer of at least 1"),
+        ({"count": True}, "count=True: give an integer of at least 1"),
+        ({"flag": "no"}, "flag='no': give True or False"),
+        ({"flag": 1}, "flag=1: give True or False"),
+        ({"share": 1.0}, "share=1.0: give a number above 0 and below 1, or None"),
+        ({"share": float("nan")}, "share=nan: give a number above 0 and below 1, or None"),
+        ({"name": ""}, "name='': give a name"),
+        ({"mode": "warn"}, 'mode=\'warn\': give "raise" or "log"'),
+        ({"place": 3}, "place=3: give a text, or a Path, or None"),
+        ({"keys": {"a": 1}}, "keys={'a': 1}: give a list"),
+        ({"table": 3}, "table=3: give a mapping, or a function, or None"),
+    ],
+)
+def test_a_value_that_the_annotation_does_not_allow_is_an_error_that_says_what_to_give(options, said):
+    with pytest.raises(ConfigurationError) as caught:
+        Thing(**options)
+    assert str(caught.value) == said
+
+
+def test_what_is_allowed_arrives_as_it_is():
+    given = {"count": 2, "share": np.float64(0.5), "place": Path("x"), "keys": ["a"], "table": dict, "other": object()}
+    assert Thing(**given).given == (
+        2,
+        True,
+        given["share"],
+        "thing",
+        "raise",
+        Path("x"),
+        ["a"],
+        dict,
+        {"other": given["other"]},
+    )
+    assert type(Thing(share=given["share"]).given[2]) is np.float64
+
+
+def test_by_position_too_and_the_signature_stays():
+    with pytest.raises(ConfigurationError, match="flag='yes'"):
+        Thing(1, "yes")
+    assert list(inspect.signature(Thing).parameters)[:2] == ["count", "flag"]
+
+
+def test_a_missing_or_unknown_argument_is_pythons_own_error():
+    class Needy:
+        @check_options
+        def __init__(self, count: int) -> None: ...
+
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'count'"):
+        Needy()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'cuont'"):
+        Needy(cuont=3)
