@@ -63,6 +63,10 @@ class WorkerDiedError(OffloadError):
         self.started = started
 
 
+class StopIterationError(TrainbusError, RuntimeError):
+    """User code raised StopIteration or StopAsyncIteration, which would end the loop around it; PEP 479 does the same."""
+
+
 class ConfigurationError(TrainbusError, ValueError):
     """An option of a run, loop or hook that cannot work; raised when the object is made or the run starts."""
 
@@ -89,3 +93,13 @@ class CheckpointValueError(CheckpointError, TypeError):
 
 class CheckpointDamagedError(CheckpointError):
     """A checkpoint file whose bytes are not those that were written (truncated, flipped bits, not ours)."""
+
+
+def stopped(error: Exception, who: str) -> StopIterationError:
+    """Return what to raise instead of a StopIteration (or StopAsyncIteration) that ``who`` raised, with it as the cause."""
+    instead = StopIterationError(
+        f"{who} raised {type(error).__name__}, which would end the loop around it as if everything were done; next() raises it "
+        "when an iterator is used up: give next() a default, or catch it"
+    )
+    instead.__cause__ = error
+    return instead

@@ -21,6 +21,7 @@ from itertools import count as counter
 from time import perf_counter_ns
 from typing import Any, Protocol
 
+from eventloop.errors import stopped
 from eventloop.events import Event, name_of
 from eventloop.filters import Filter, count_of
 from eventloop.priority import Priority
@@ -207,8 +208,14 @@ def _blame(entries: Sequence[Entry], owners: Mapping[int, int]) -> Callable[[Exc
     def find(error: Exception, event: Event) -> None:
         # The innermost traceback entry of the handler is further down; the first one is the route's own frame.
         index = owners.get(error.__traceback__.tb_lineno) if error.__traceback__ is not None else None
-        if index is not None:
-            annotate(error, entries[index], event)
+        if index is None:
+            return
+        entry = entries[index]
+        if isinstance(error, StopIteration | StopAsyncIteration):  # by design no error to the iterators that publish
+            error = stopped(error, f"{entry.label} of {name_of(type(event))}")
+            annotate(error, entry, event)
+            raise error
+        annotate(error, entry, event)
 
     return find
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, Self
 import msgspec
 
 from eventloop.detach import is_plain
-from eventloop.errors import HandlerTimeoutError, SubscribeError, WorkerDiedError
+from eventloop.errors import HandlerTimeoutError, SubscribeError, WorkerDiedError, stopped
 from eventloop.events import Event, name_of
 from eventloop.filters import Filter, make_filter
 from eventloop.handlers import Mode, check_arity, label_of, location_of, mode_of
@@ -214,6 +214,8 @@ class Subscription:
         return None
 
     def _lane_failed(self, error: Exception) -> None:
+        if isinstance(error, StopIteration | StopAsyncIteration):  # the training thread raises it within its iterators
+            error = stopped(error, f"{self.label} of {self.mount_point}")
         self._note_offloaded(error)
         if self.on_error == "raise":
             self._bus.fail(self, error)

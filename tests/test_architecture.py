@@ -129,7 +129,7 @@ STAIRS = {
     "eventloop.options": ["errors", "events", "filters", "offload.lane", "priority"],
     "eventloop.hook": ["errors", "events", "options", "priority", "registry"],
     "eventloop.handlers": ["errors", "hook"],
-    "eventloop.routes": ["events", "filters", "priority"],
+    "eventloop.routes": ["errors", "events", "filters", "priority"],
     "eventloop.publisher": ["events", "routes"],
     "eventloop.watch": ["errors", "events"],
     "eventloop.lane_options": ["detach", "errors", "offload.lane", "offload.sized", "staged"],

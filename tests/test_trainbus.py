@@ -39,7 +39,9 @@ def test_a_name_that_it_does_not_have_is_an_error():
 
 
 def test_importing_it_and_asking_for_its_version_loads_nothing_else():
-    source = "import sys, trainbus; trainbus.__version__; print([m for m in ('torch', 'eventloop', 'hooks') if m in sys.modules])"
+    source = (
+        "import sys, trainbus; trainbus.__version__; print([m for m in ('torch', 'eventloop', 'hooks') if m in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout == "[]\n"  # noqa: S603
 
 

@@ -8,15 +8,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data._utils import fetch
 
-from eventloop.errors import ConfigurationError, TrainingError
+from eventloop.errors import ConfigurationError, TrainingError, stopped
+from eventloop.log import get_logger
 from eventloop.training.loader_state import generator_states, has_workers, set_generators, start_persistent_workers
 from eventloop.training.rng import get_rng_state, set_rng_state
 from eventloop.training.skip import skip_batches
 
+log = get_logger()
+
 _MISSING: Any = object()
 _END: Any = object()
+# What reads a map-style sample, here or (raised again here) in a worker; what asks an iterable dataset for the next ones.
+_SAMPLING = (fetch._MapDatasetFetcher.fetch.__code__, ExceptionWrapper.reraise.__code__)
+_FETCH_NEXT = fetch._IterableDatasetFetcher.fetch.__code__
 
 
 class Feed:
@@ -43,6 +51,7 @@ class Feed:
         self._start: dict[str, Any] | None = None
         self._skip = 0
         self.resuming = False
+        self._told = False
 
     def begin(self) -> None:
         """Make the iterator of a new pass, or of the pass that a resumed run was in the middle of."""
@@ -63,29 +72,20 @@ class Feed:
         self._ahead = self._place = _MISSING
         self.used = 0
 
-    def next(self) -> Any:
-        """Return the next batch on its device.
+    def next(self) -> tuple[Any] | None:
+        """Return the next batch on its device in a tuple (None may be a batch), or None when the pass is over.
 
         Raises:
-            StopIteration: the pass is over.
             TrainingError: there was not one batch in it.
         """
         if self._iterator is None:
             self.begin()
-        try:
-            batch = self._take()
-        except StopIteration:
-            if self.used == 0 and isinstance(self.loader, Iterator):
-                raise TrainingError(
-                    f"{self._name} is an iterator and used up (or empty); give a loader that can be iterated again"
-                ) from None
-            if self.used == 0:
-                raise TrainingError(
-                    f"{self._name} yielded no batch; is the dataset smaller than a batch with drop_last?"
-                ) from None
-            raise
+        batch = self._take()
+        if batch is _END:
+            self._check_end()
+            return None
         self.used += 1
-        return batch if self._device is None else to_device(batch, self._device)
+        return (batch if self._device is None else to_device(batch, self._device),)
 
     @property
     def last(self) -> bool:
@@ -94,7 +94,7 @@ class Feed:
             return self.length is not None and self.used >= self.length
         if self._ahead is _MISSING:
             self._place = self.loader.state_dict() if hasattr(self.loader, "state_dict") else _MISSING
-            self._ahead = next(self._iterator, _END)
+            self._ahead = self._pull()
         return self._ahead is _END
 
     @property
@@ -137,13 +137,37 @@ class Feed:
             self.loader.load_state_dict(state["loader"])
 
     def _take(self) -> Any:
-        assert self._iterator is not None  # noqa: S101 - next() made it
         if self._ahead is _MISSING:
-            return next(self._iterator)
+            return self._pull()
         if self._ahead is _END:
-            raise StopIteration
+            return _END
         batch, self._ahead, self._place = self._ahead, _MISSING, _MISSING
         return batch
+
+    def _pull(self) -> Any:
+        """Return what the loader yields next, or ``_END``."""
+        assert self._iterator is not None  # noqa: S101 - next() made it
+        try:
+            return next(self._iterator)
+        except StopIteration as end:
+            if _of_a_sample(end):
+                raise stopped(end, f"the dataset (or collate_fn) of {self._name}") from end
+            return _END
+
+    def _check_end(self) -> None:
+        """Say what is wrong with a pass that is over too early."""
+        if self.used == 0 and isinstance(self.loader, Iterator):
+            raise TrainingError(f"{self._name} is an iterator and used up (or empty); give a loader that can be iterated again")
+        if self.used == 0:
+            raise TrainingError(f"{self._name} yielded no batch; is the dataset smaller than a batch with drop_last?")
+        if self.length is not None and self.used < self.length and not self._told:
+            self._told = True
+            log.warning(
+                "the loader ended before the length that it has: a next() in it ran dry, or its __len__ is wrong",
+                data=self._name,
+                batches=self.used,
+                length=self.length,
+            )
 
     def _begin_in_the_middle(self, used: int) -> None:
         if hasattr(self.loader, "load_state_dict"):
@@ -197,6 +221,17 @@ class SeededDataset(Dataset[Any]):
             random.setstate(state[0])
             np.random.set_state(state[1])
             torch.set_rng_state(state[2])
+
+
+def _of_a_sample(end: StopIteration) -> bool:
+    """True if a dataset or ``collate_fn`` raised it, which an iterator of DataLoader's passes on as if it were its own end."""
+    trace = end.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code in _SAMPLING or (code is _FETCH_NEXT and trace.tb_next and trace.tb_frame.f_locals["self"].auto_collation):
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def set_epoch(loader: Iterable[Any], epoch: int) -> None:

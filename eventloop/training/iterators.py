@@ -1,6 +1,8 @@
 """The iterators of a run. Objects, not generators: a generator cannot tell ``break`` from an exception in the loop's body.
 
 They only say *when*; what is published, and in which order, is in :mod:`eventloop.training.order`.
+
+Their end is a value within, not an exception: all code of the user's that runs in here may raise StopIteration by mistake.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
+from eventloop.errors import stopped
 from eventloop.events import Stage
 from eventloop.training.data import Feed
 from eventloop.training.metrics import Metrics
@@ -26,6 +29,16 @@ class Epochs:
         return self
 
     def __next__(self) -> int:
+        try:
+            epoch = self._advance()
+        except StopIteration as error:
+            raise stopped(error, "code that run.epochs() called") from error
+        if epoch is None:
+            raise StopIteration
+        return epoch
+
+    def _advance(self) -> int | None:
+        """Return the index of the next epoch, or None at the end."""
         order = self._order
         order.abandon_evaluation()
         order.end_epoch()
@@ -39,11 +52,11 @@ class Epochs:
         order.settle()
         if order.should_stop():  # the phase stays: a save made now resumes with a validation that was cut off
             order.end_train()
-            raise StopIteration
+            return None
         order.go_on()
         if self._done():
             order.end_train()
-            raise StopIteration
+            return None
         order.begin_train()
         return counters.epoch
 
@@ -62,11 +75,23 @@ class Batches:
     """
 
     _in_block = False
+    _method: str
+    """For errors, such as ``"run.train()"``."""
 
     def __iter__(self) -> Iterator[Any]:
         return self if self._in_block else _Body(self)
 
     def __next__(self) -> Any:
+        try:
+            batch = self._advance()
+        except StopIteration as error:
+            raise stopped(error, f"code that {self._method} called") from error
+        if batch is None:
+            raise StopIteration
+        return batch[0]
+
+    def _advance(self) -> tuple[Any] | None:
+        """Return the next batch in a tuple (None may be a batch), or None at the end."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -101,6 +126,8 @@ class _Body(Iterator[Any]):
 class TrainBatches(Batches):
     """The batches of one training epoch. Left with ``break``, another ``for`` statement goes on with the batch after."""
 
+    _method = "run.train()"
+
     def __init__(self, order: Order, feed: Feed, *, endless: bool) -> None:
         self._order = order
         self._feed = feed
@@ -113,9 +140,9 @@ class TrainBatches(Batches):
             self._over = not self._order.go_on_in_epoch(self)
         return super().__iter__()
 
-    def __next__(self) -> Any:
+    def _advance(self) -> tuple[Any] | None:
         if self._over:
-            raise StopIteration
+            return None
         order = self._order
         if not self._begun and not order.should_stop():
             self._begun = True
@@ -125,14 +152,14 @@ class TrainBatches(Batches):
         if order.should_stop() and not self._complete():
             self._over = True
             order.break_epoch()
-            raise StopIteration
+            return None
         batch = None if self._limit_reached() else self._next()
         if batch is None:
             self._over = True
             order.end_epoch()
-            raise StopIteration
+            return None
         order.begin_iteration(batch[0])
-        return batch[0]
+        return batch
 
     def leave(self) -> None:
         """Note that the body was left. What that ends, ends with the next call of the run: an exception is to be told first."""
@@ -147,14 +174,11 @@ class TrainBatches(Batches):
         return counters.max_iters is not None and counters.iter >= counters.max_iters
 
     def _next(self) -> tuple[Any] | None:
-        """Return the next batch in a tuple (None may be a batch), or None at the end of the epoch."""
-        try:
-            return (self._feed.next(),)
-        except StopIteration:
-            if not self._endless:
-                return None
-        self._order.begin_pass(self._feed)
-        return (self._feed.next(),)
+        batch = self._feed.next()
+        if batch is None and self._endless:
+            self._order.begin_pass(self._feed)
+            batch = self._feed.next()
+        return batch
 
 
 class EvaluationBatches(Batches):
@@ -164,21 +188,22 @@ class EvaluationBatches(Batches):
         self._order = order
         self._feed = feed
         self._stage: Stage = stage
+        self._method = "run.validate()" if stage == "val" else "run.test()"
         self._accumulated = metrics
         self._index = -1
         self._over = False
         self.metrics: Mapping[str, Any] = {}
         """Values by name; empty until the iterator is exhausted."""
 
-    def __next__(self) -> Any:
+    def _advance(self) -> tuple[Any] | None:
         if self._over:
-            raise StopIteration
+            return None
         order, stage = self._order, self._stage
         if self._index < 0:
             order.close_training()
             if order.should_stop():
                 self._over = True
-                raise StopIteration
+                return None
             order.begin_evaluation(stage, self, self._feed.length)
             self._accumulated.reset()
         else:
@@ -186,17 +211,16 @@ class EvaluationBatches(Batches):
         if order.should_stop():
             self._over = True
             order.abandon_evaluation()
-            raise StopIteration
-        try:
-            batch = self._feed.next()
-        except StopIteration:
+            return None
+        batch = self._feed.next()
+        if batch is None:
             self._over = True
             self._feed.end()
             self.metrics = self._accumulated.compute(order.ranks)
             order.end_evaluation(stage, self.metrics)
-            raise
+            return None
         self._index += 1
-        order.begin_evaluation_iteration(stage, self._index, batch)
+        order.begin_evaluation_iteration(stage, self._index, batch[0])
         return batch
 
     def leave(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from eventloop.bus import Bus
-from eventloop.errors import BusStateError, ConfigurationError, RunCancelled, TrainingError
+from eventloop.errors import BusStateError, ConfigurationError, RunCancelled, TrainingError, stopped
 from eventloop.events import AfterForward, BeforeForward
 from eventloop.offload.in_thread import in_thread
 from eventloop.training.arguments import Models, Optimizers
@@ -193,7 +193,7 @@ class TrainLoop:
 
     def _forward(self, run: Run, batch: Any) -> None:
         run.publish(BeforeForward, batch=batch)
-        run.report(**_checked_outputs(self._step(self.model, batch)))
+        run.report(**_checked_outputs(_called("step", self._step, self.model, batch)))
         run.publish(AfterForward, outputs=run.outputs)
 
     def _validate(self, run: Run) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class TrainLoop:
     def _evaluate(self, run: Run, batches: EvaluationBatches, step: Step) -> dict[str, Any]:
         body = iter(batches)  # the frame of an exception keeps it, so that on_exception comes before the validation's end
         for batch in body:
-            outputs = step(self.model, batch)
+            outputs = _called(f"{run.progress.stage}_step", step, self.model, batch)
             run.report(**(outputs if isinstance(outputs, Mapping) else {"loss": outputs}))
         return dict(batches.metrics)
 
@@ -282,6 +282,13 @@ def _check_positive(name: str, value: int | None) -> None:
 
 def _cuda_device() -> int | None:
     return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+
+def _called(name: str, step: Step, model: Any, batch: Any) -> Any:
+    try:
+        return step(model, batch)
+    except StopIteration as error:
+        raise stopped(error, f"{name}()") from error
 
 
 def _checked_outputs(outputs: Any) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 
-from eventloop.errors import ConfigurationError, TrainingError
+from eventloop.errors import ConfigurationError, TrainingError, stopped
 from eventloop.log import get_logger
 from eventloop.training.ranks import Ranks
 
@@ -60,8 +60,8 @@ class Metrics:
     def reset(self) -> None:
         """Start over; metrics that have ``.to()`` are moved to the device."""
         self._sums, self._counts = {}, {}
-        for metric in self._metrics.values():
-            metric.reset()
+        for name, metric in self._metrics.items():
+            _call(name, metric.reset)
             if self._device is not None and callable(move := getattr(metric, "to", None)):
                 move(self._device)
 
@@ -72,7 +72,7 @@ class Metrics:
             TrainingError: a metric names an entry that is not there.
         """
         for name, metric in self._metrics.items():
-            metric.update(**self._pick(name, outputs))
+            _call(name, metric.update, **self._pick(name, outputs))
         for name, value in outputs.items():
             scalar = _scalar(value)
             if scalar is not None and name not in self._metrics:
@@ -92,7 +92,7 @@ class Metrics:
             metrics = self._merged(ranks)
         values: dict[str, Any] = {name: _number(total / counts[name]) for name, total in sums.items()}
         for name, metric in metrics.items():
-            value = metric.compute()
+            value = _call(name, metric.compute)
             if isinstance(value, Mapping):
                 values |= {f"{name}/{key}": _number(entry) for key, entry in value.items()}
             else:
@@ -115,7 +115,7 @@ class Metrics:
         for name in able:
             # From copies, in one order on all ranks: sums of floats would differ otherwise.
             merged[name], *others = [one[name] for one in gathered]
-            merged[name].merge_state(others)  # type: ignore[attr-defined]  # it has it: see able
+            _call(name, merged[name].merge_state, others)  # type: ignore[attr-defined]  # it has it: see able
         return merged
 
     def _pick(self, name: str, outputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,6 +144,14 @@ def _parameters(name: str, metric: Metric) -> dict[str, bool] | None:
         for parameter in parameters
         if parameter.kind is not parameter.VAR_POSITIONAL
     }
+
+
+def _call(name: str, method: Callable[..., Any], *arguments: Any, **entries: Any) -> Any:
+    """Call a method of a metric; StopIteration would end the validation that is under way."""
+    try:
+        return method(*arguments, **entries)
+    except StopIteration as error:
+        raise stopped(error, f"{method.__name__}() of metric {name!r}") from error
 
 
 def _scalar(value: Any) -> torch.Tensor | float | None:

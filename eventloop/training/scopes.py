@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from eventloop.errors import stopped
 from eventloop.log import get_logger
 
 log = get_logger()
@@ -84,8 +85,10 @@ class Scopes:
         undo = undos[-1]
         try:
             undo()
-        except Exception:
+        except Exception as error:
             undos.pop()
+            if isinstance(error, StopIteration):  # the iterators of the run end scopes
+                raise stopped(error, f"the deferred function {getattr(undo, '__qualname__', undo)!s}") from error
             raise
         except BaseException:
             if undo is self._cut_short:

@@ -1,0 +1,202 @@
+"""The iterators of a run end when all is done, and never because code of the user's raised StopIteration (as in PEP 479)."""
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from eventloop import AfterRun, Bus, Progress, Run, StopIterationError
+
+MOUNT_POINTS = [
+    *("before_run", "before_train", "before_train_epoch", "before_train_iter", "before_forward", "after_forward"),
+    *("after_train_iter", "before_backward", "before_optimizer_step", "after_train_epoch", "before_val", "before_val_iter"),
+    *("after_val_iter", "after_val_epoch", "after_val", "after_train", "after_run"),
+]
+
+
+def runs_dry(*anything: object, **named: object) -> None:
+    next(iter(()))
+
+
+@pytest.mark.parametrize("mount_point", MOUNT_POINTS)
+def test_a_handler_that_raises_stop_iteration_ends_the_run_with_an_error_that_names_it(parts, bus, mount_point):
+    trace = parts.Trace(bus)
+    bus.on(mount_point, runs_dry)
+    with pytest.raises(StopIterationError, match=rf"runs_dry of {mount_point} raised StopIteration") as caught:
+        parts.loop(bus).run()
+    assert isinstance(caught.value.__cause__, StopIteration)
+    note = caught.value.__notes__[0]
+    assert note.startswith("in runs_dry (inline, priority 50, training/test_iterators.py:")
+    assert f"at {mount_point}" in note
+    assert trace.names[-1] == "on_exception"
+
+
+@pytest.mark.parametrize(
+    "mount_point", ["before_train", "before_train_iter", "after_train_iter", "before_val_iter", "after_val"]
+)
+def test_so_it_does_in_a_loop_of_ones_own(parts, bus, mount_point):
+    bus.on(mount_point, runs_dry)
+    with pytest.raises(StopIterationError, match=f"runs_dry of {mount_point}"), Run(bus, model=parts.model()) as run:
+        for _ in run.epochs(2):
+            list(run.train(parts.batches(3)))
+            list(run.validate(parts.batches(2)))
+
+
+@pytest.mark.parametrize("error", [StopIteration, StopAsyncIteration])
+@pytest.mark.parametrize("offload", ["thread", "async", "process"])
+def test_of_an_offloaded_handler_it_is_an_error_on_the_training_thread(parts, bus, offload, error):
+    if error is StopAsyncIteration and offload == "process":
+        pytest.skip("the same as StopIteration")
+
+    async def task(event):
+        raise error
+
+    def thread(event):
+        raise error
+
+    if offload == "async":
+        bus.on("after_train_iter", task, once=2)
+    else:
+        bus.on("after_train_iter", thread if offload == "thread" else runs_dry, once=2, offload=offload)
+    bus.on("after_train_iter", lambda event: bus.drain(), priority=100)
+    # In a coroutine, Python itself makes a RuntimeError of StopIteration.
+    raised = RuntimeError if offload == "async" and error is StopIteration else StopIterationError
+    with pytest.raises(raised, match=rf"raised {error.__name__}") as caught, capture_logs():
+        parts.loop(bus).run()
+    assert f"in the offloaded ({offload}) handler" in caught.value.__notes__[0]
+
+
+@pytest.mark.anyio
+async def test_a_host_gets_an_error_of_an_async_handler_that_raises_stop_async_iteration():
+    async def ship(event):
+        raise StopAsyncIteration
+
+    bus = Bus()
+    bus.on("after_run", ship)
+    with pytest.raises(StopIterationError, match="ship of after_run raised StopAsyncIteration"), capture_logs():
+        async with bus:
+            bus.publish(AfterRun(progress=Progress()))
+
+
+@pytest.mark.parametrize("name", ["step", "val_step", "test_step"])
+def test_a_step_is_named(parts, name):
+    loop = parts.loop(test_data=parts.batches(1), **{name: runs_dry})
+    with pytest.raises(StopIterationError, match=rf"^{name}\(\) raised StopIteration"):
+        loop.test() if name == "test_step" else loop.run()
+
+
+@pytest.mark.parametrize("method", ["update", "compute", "reset"])
+def test_a_metric_is_named(parts, method):
+    class Last:
+        def update(self, loss): ...
+        def compute(self): ...
+        def reset(self): ...
+
+    metric = Last()
+    setattr(metric, method, runs_dry if method != "update" else lambda loss: runs_dry())
+    metric_name = "runs_dry" if method != "update" else "<lambda>"
+    with pytest.raises(StopIterationError, match=rf"{metric_name}\(\) of metric 'last' raised StopIteration"):
+        parts.loop(metrics={"last": metric}).run()
+
+
+@pytest.mark.parametrize("mount_point", ["before_train", "before_train_epoch", "before_train_iter", "before_val"])
+def test_a_deferred_function_is_named(parts, bus, mount_point):
+    bus.on(mount_point, lambda event: event.run.defer(runs_dry))
+    with pytest.raises(StopIterationError, match="the deferred function runs_dry raised StopIteration"), capture_logs():
+        parts.loop(bus).run()
+
+
+def test_a_schedule_is_named_with_its_handler(parts, bus):
+    loop = parts.loop(bus)
+    schedule = torch.optim.lr_scheduler.LambdaLR(loop._optimizer, lambda step: 1.0)
+    schedule.lr_lambdas = [lambda step: next(iter(()))]
+    bus.on("after_train_epoch", lambda event: schedule.step())
+    with pytest.raises(StopIterationError, match="of after_train_epoch raised StopIteration"):
+        loop.run()
+
+
+class Dry(Dataset):
+    """A map-style dataset whose third sample reads from an iterator that is used up."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return torch.zeros(4) if index < 2 else next(iter(()))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([torch.zeros(4)] * 6)
+
+
+LOADERS = {
+    "dataset": lambda: DataLoader(Dry()),
+    "dataset in batches": lambda: DataLoader(Dry(), batch_size=2),
+    "dataset in a worker": lambda: DataLoader(Dry(), batch_size=2, num_workers=1),
+    "collate_fn": lambda: DataLoader(list(range(6)), collate_fn=runs_dry),
+    "collate_fn of an iterable dataset": lambda: DataLoader(Stream(), batch_size=2, collate_fn=runs_dry),
+}
+
+
+@pytest.mark.parametrize("which", LOADERS)
+def test_a_dataset_that_raises_it_does_not_end_the_epoch(parts, which):
+    with pytest.raises(StopIterationError, match="of train_data raised StopIteration"), Run(model=parts.model()) as run:
+        list(run.train(LOADERS[which]()))
+    with pytest.raises(StopIterationError, match="of val_data raised StopIteration"), Run(model=parts.model()) as run:
+        list(run.validate(LOADERS[which]()))
+
+
+@pytest.mark.parametrize("batch_size", [None, 2, 4])
+def test_an_iterable_dataset_still_ends_by_itself(parts, batch_size):
+    with Run(model=parts.model()) as run:
+        assert len(list(run.train(DataLoader(Stream(), batch_size=batch_size)))) == {None: 6, 2: 3, 4: 2}[batch_size]
+
+
+class Unready:
+    """A loader that cannot even begin."""
+
+    __iter__ = runs_dry
+
+
+class Samples(list):
+    """Of a batch that cannot be moved."""
+
+    def __iter__(self):
+        return iter([Unmovable()])
+
+
+class Unmovable:
+    to = runs_dry
+
+
+@pytest.mark.parametrize("loader", [Unready, Samples])
+@pytest.mark.parametrize("method", ["train", "validate", "test"])
+def test_other_code_that_an_iterator_calls_is_no_end_of_it_either(parts, loader, method):
+    with pytest.raises(StopIterationError, match=f"code that run.{method}"), Run(model=parts.model(), device="cpu") as run:
+        list(getattr(run, method)(loader()))
+
+
+def test_a_save_is_no_end_of_the_epochs(parts, tmp_path):
+    class State:
+        state_dict = runs_dry
+
+        def load_state_dict(self, state): ...
+
+    bus = Bus()
+    bus.on("after_train_iter", lambda event: event.run.request_save("x.safetensors"), once=1)
+    with pytest.raises(StopIterationError) as caught:
+        parts.loop(bus, stateful={"mine": State()}, work_dir=tmp_path).run()
+    assert isinstance(caught.value.__cause__, StopIteration)
+
+
+def test_a_loader_that_ends_before_its_length_is_warned_of_once(parts):
+    class Short(list):
+        def __len__(self):
+            return 5
+
+    with capture_logs() as logs:
+        parts.loop(train_data=Short(parts.batches(3)), val_data=None, max_epochs=3).run()
+    (line,) = [line for line in logs if line["log_level"] == "warning"]
+    assert "ended before the length" in line["event"]
+    assert (line["data"], line["batches"], line["length"]) == ("train_data", 3, 5)
