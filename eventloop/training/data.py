@@ -189,7 +189,9 @@ class Feed:
 class SeededDataset(Dataset[Any]):
     """Makes a dataset's random augmentation a function of (seed, epoch, index), so that it survives a resume.
 
-    Around each ``dataset[index]`` the global random states of Python, numpy and torch (CPU) are seeded and put back.
+    Around each ``dataset[index]`` the global random states of Python, numpy and torch (CPU) are seeded and put back. A run
+    tells the epoch to each that its training loader holds, also in other datasets around it (``Subset``, ``ConcatDataset``,
+    your own). It looks at attributes, so one that only a closure holds needs ``set_epoch`` from you.
 
     Args:
         dataset: a map-style dataset.
@@ -235,10 +237,34 @@ def _of_a_sample(end: StopIteration) -> bool:
 
 
 def set_epoch(loader: Iterable[Any], epoch: int) -> None:
-    """Tell a loader's :class:`SeededDataset` which epoch it is; samplers are the business of a hook."""
-    dataset = getattr(loader, "dataset", None)
-    if isinstance(dataset, SeededDataset):
+    """Tell each :class:`SeededDataset` of a loader which epoch it is, however it is wrapped; samplers are a hook's business."""
+    for dataset in _seeded(loader):
         dataset.set_epoch(epoch)
+
+
+def _seeded(loader: Iterable[Any]) -> Iterator[SeededDataset]:
+    """Find them among the attributes of what can be iterated or indexed: a wrapper of data is no other."""
+    seen: set[int] = set()
+    waiting: list[Any] = [loader]
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen or not (hasattr(type(thing), "__getitem__") or hasattr(type(thing), "__iter__")):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, SeededDataset):
+            yield thing
+        for value in _attributes(thing):
+            if isinstance(value, list | tuple):
+                waiting += value
+            elif isinstance(value, dict):
+                waiting += value.values()
+            else:
+                waiting.append(value)
+
+
+def _attributes(thing: object) -> list[Any]:
+    state: Any = object.__getstate__(thing)  # a dict of attributes, in a pair with one of slots where there are some
+    return [value for part in (state if isinstance(state, tuple) else (state,)) if part for value in part.values()]
 
 
 def set_sampler_epoch(loader: Iterable[Any] | None, epoch: int) -> None:

@@ -224,5 +224,5 @@ class EvaluationBatches(Batches):
         return batch
 
     def leave(self) -> None:
-        """End the evaluation where it is: without its ``after_x``, and with modes, gradients and weights as they were before."""
+        """End the evaluation where it is: without its ``after_x``, with modes, gradients and weights as they were before."""
         self._over |= self._order.leave_evaluation(self)

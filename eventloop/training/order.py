@@ -143,8 +143,8 @@ class Order:
         self.begin_train()
         if self._training is not None and not self._left:
             raise TrainingError(
-                "run.train() begins in the body of another run.train(): one epoch ends before the next begins. Iterate over the "
-                "inner loader itself; to end the outer epoch early, leave its `for` statement with `break`"
+                "run.train() begins in the body of another run.train(), whose epoch has not ended; iterate over the inner "
+                "loader itself, or end the outer epoch first, by `break` out of its `for` statement"
             )
         self.end_epoch()
         self._training, self._left = batches, False

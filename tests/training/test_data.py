@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, StackDataset, Subset, random_split
 
 from eventloop import ConfigurationError, Run, SeededDataset, TrainingError, Update
 from eventloop.training.data import to_device
@@ -302,6 +302,63 @@ def test_a_run_gives_every_pass_over_a_seeded_dataset_other_random_numbers(parts
     loader = DataLoader(SeededDataset(Random()), batch_size=2)
     parts.loop(bus, train_data=loader, val_data=None, **options).run()
     assert len({tuple(inputs.flatten().tolist()) for inputs in seen}) == 6
+
+
+class Doubled(Dataset):
+    """A user's own wrapper, with a dataset under a name of its own."""
+
+    __slots__ = ("mine",)
+
+    def __init__(self, mine):
+        self.mine = mine
+
+    def __len__(self):
+        return len(self.mine)
+
+    def __getitem__(self, index):
+        inputs, label = self.mine[index]
+        return 2 * inputs, label
+
+
+class Prefetching:
+    """A user's own loader around another."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda data: Subset(data, range(4)),
+        lambda data: random_split(data, [4, 0])[0],
+        lambda data: ConcatDataset([data]),
+        lambda data: Doubled(data),
+        lambda data: Subset(ConcatDataset([Doubled(Subset(data, [0, 1])), Subset(data, [2, 3])]), range(4)),
+    ],
+    ids=["Subset", "random_split", "ConcatDataset", "own", "nested"],
+)
+@pytest.mark.parametrize("wrap_loader", [lambda loader: loader, Prefetching], ids=["", "own loader"])
+def test_a_seeded_dataset_within_others_hears_of_the_epoch(parts, bus, wrapped, wrap_loader):
+    seen = []
+    bus.on("before_train_iter", lambda e: seen.append(e.batch[0].clone()))
+    loader = DataLoader(wrapped(SeededDataset(Random())), batch_size=4)
+    parts.loop(bus, train_data=wrap_loader(loader), val_data=None, max_epochs=3).run()
+    assert len({tuple(inputs.flatten().tolist()) for inputs in seen}) == 3
+
+
+def test_each_seeded_dataset_of_the_training_data_hears_of_the_epoch_and_no_other(parts, bus):
+    one, other, validation = (SeededDataset(Random()) for _ in range(3))
+    before = validation[0][0]
+    loader = DataLoader(StackDataset(one=one, other=other), batch_size=4)
+    step = lambda model, batch: parts.step(model, batch["one"])  # noqa: E731
+    parts.loop(bus, train_data=loader, val_data=DataLoader(validation, batch_size=4), step=step, val_step=parts.step).run()
+    assert torch.equal(validation[0][0], before)
+    assert not torch.equal(one[0][0], before)
+    assert not torch.equal(other[0][0], before)
 
 
 @pytest.mark.parametrize("persistent", [True, False])

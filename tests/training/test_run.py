@@ -236,7 +236,7 @@ def test_other_training_batches_after_a_break_are_another_epoch(parts, job, trac
 
 def test_training_batches_in_the_body_of_others_are_an_error(parts, job):
     run, _ = job
-    with pytest.raises(TrainingError, match="in the body of another run.train"), run:
+    with pytest.raises(TrainingError, match="in the body of another"), run:
         for _ in run.epochs(1):
             for _ in run.train(parts.batches(3)):
                 for _ in run.train(parts.batches(3)):
