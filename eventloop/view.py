@@ -66,6 +66,10 @@ class RunView(Protocol):
         """What the current iteration has reported so far."""
 
     @property
+    def training(self) -> bool:
+        """True from ``before_train`` to the end of training: a validation that is part of it, and not ``loop.val()``."""
+
+    @property
     def updated(self) -> bool:
         """True if an optimizer has stepped in the current iteration."""
 

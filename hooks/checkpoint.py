@@ -227,8 +227,8 @@ class CheckpointHook(Hook):
             self._request(event.run, self._template.format(done), event.progress.iter + 1)
 
     def after_val_epoch(self, event: AfterValEpoch) -> None:
-        """Save what is the best so far by any of the metrics."""
-        if not self._kept.best.wanted:
+        """Save what is the best so far by any of the metrics, in a training."""
+        if not self._kept.best.wanted or not event.run.training:
             return
         if not event.metrics:
             log.warning("this validation has no metrics; the best checkpoint is not looked for", hook=self.label)

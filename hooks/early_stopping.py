@@ -79,7 +79,6 @@ class EarlyStoppingHook(Hook):
         self.wait_count = 0
         """Validations since it got better."""
         self._last_score: float | None = None
-        self._training = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, the last one, and how many validations have been waited."""
@@ -93,23 +92,18 @@ class EarlyStoppingHook(Hook):
 
     def before_train(self, event: BeforeTrain) -> None:
         """Begin afresh with a new training; end one that had been ended when its checkpoint was made."""
-        self._training = True
-        event.run.defer(self._training_over)
         if event.progress.iter == 0:
             self.best_score, self._last_score, self.wait_count = None, None, 0
         self._stop_if_due(event.run)
 
     def after_val_epoch(self, event: AfterValEpoch) -> None:
         """Compare with the best, and stop if it is time to."""
-        if not self._training:
+        if not event.run.training:
             return
         score = self._score(event.metrics)
         if score is not None:
             self._take(score)
             self._stop_if_due(event.run)
-
-    def _training_over(self) -> None:
-        self._training = False
 
     def _score(self, metrics: Mapping[str, Any]) -> float | None:
         value = metrics.get(self.monitor)

@@ -15,7 +15,6 @@ from eventloop import (
     AfterTrainIter,
     AfterValEpoch,
     BeforeSaveCheckpoint,
-    BeforeTrain,
     ConfigurationError,
     Hook,
     Priority,
@@ -97,17 +96,11 @@ class ParamSchedulerHook(Hook):
             _check_scheduler(name, one, by)
         self.by = by
         self.monitor = monitor
-        self._training = False
-
-    def before_train(self, event: BeforeTrain) -> None:
-        """Note that validations belong to training from here on."""
-        self._training = True
-        event.run.defer(self._training_over)
 
     def unused(self) -> Collection[str]:
         """The moments of the other values of ``by``; without schedulers, all."""
         if not self.schedulers:
-            return ["before_train", *_METHODS.values(), "before_save_checkpoint", "after_load_checkpoint"]
+            return [*_METHODS.values(), "before_save_checkpoint", "after_load_checkpoint"]
         return [method for by, method in _METHODS.items() if by != self.by]
 
     def after_train_iter(self, event: AfterTrainIter) -> None:
@@ -124,7 +117,7 @@ class ParamSchedulerHook(Hook):
     def after_val_epoch(self, event: AfterValEpoch) -> None:
         """Step the schedulers that follow a metric."""
         assert self.monitor is not None  # noqa: S101 - by="metric"
-        if not self._training:
+        if not event.run.training:
             return
         value = event.metrics.get(self.monitor)
         if value is None:
@@ -161,9 +154,6 @@ class ParamSchedulerHook(Hook):
         if optimizer is None:
             return run.updated or not run.optimizers
         return run.stepped(optimizer) or all(optimizer is not known for known in run.optimizers.values())
-
-    def _training_over(self) -> None:
-        self._training = False
 
 
 def _named(scheduler: Any) -> dict[str, Any]:

@@ -24,6 +24,8 @@ from eventloop.training.update import window_open
 
 log = get_logger()
 
+_NOTHING_TRAINED = "only a training saves, and this run has not trained"
+
 
 class Saved(resume.Resumable, Protocol):
     """The run whose checkpoints these are."""
@@ -104,16 +106,27 @@ class RunCheckpoints:
 
     # -------------------------------------------------------------------------------------------------------- save
 
+    def request(self, request: SaveRequest) -> None:
+        """Note a wish for the next save point; skip it where nothing was trained."""
+        if self._run.order.has_trained:
+            self.points.request(request)
+        else:
+            self.points.refuse(request, self._run.progress, _NOTHING_TRAINED)
+
     def save_if_asked(self, *, force: bool = False) -> None:
         """Save if a hook or a thread has asked for it; in the middle of an accumulation window only by ``force``."""
         saves = self._saves if self._saves is not None else self.points
         if self._ranks is None and not self._run.order.save_now and not saves.requested:
             return  # as after nearly every iteration
+        if not self._run.order.has_trained:
+            if force and self._take_save_now():
+                saves.refuse(self._asked_now(), self._run.progress, _NOTHING_TRAINED)
+            return
         if not force and window_open(self._run.bus.hooks):
             return
         iteration = self._run.counters.iter
         if self._take_save_now():
-            saves.request(SaveRequest(self.place() / f"iter_{iteration}.safetensors"))
+            saves.request(self._asked_now())
         if self._ranks is not None:
             self._gather(self._ranks, saves, force=force)
         if saves.requested:
@@ -151,6 +164,9 @@ class RunCheckpoints:
             return False
         order.agreement.save = order.save_now = False
         return True
+
+    def _asked_now(self) -> SaveRequest:
+        return SaveRequest(self.place() / f"iter_{self._run.counters.iter}.safetensors")
 
     def _capture(self, request: SaveRequest) -> dict[str, Any]:
         state = resume.gather(self._run, request)

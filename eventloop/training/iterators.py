@@ -13,9 +13,12 @@ from typing import Any, Self
 
 from eventloop.errors import stopped
 from eventloop.events import Stage
+from eventloop.log import get_logger
 from eventloop.training.data import Feed
 from eventloop.training.metrics import Metrics
 from eventloop.training.order import Order
+
+log = get_logger()
 
 
 class Epochs:
@@ -55,6 +58,8 @@ class Epochs:
             return None
         order.go_on()
         if self._done():
+            if not order.has_trained:
+                self._tell_nothing_left()
             order.end_train()
             return None
         order.begin_train()
@@ -66,6 +71,16 @@ class Epochs:
             # A run that is resumed after its last iteration still has to end the epoch.
             return counters.iter >= counters.max_iters and not counters.batches
         return counters.max_epochs is not None and counters.epoch >= counters.max_epochs
+
+    def _tell_nothing_left(self) -> None:
+        done = self._order.counters
+        limit = f"max_iters={done.max_iters}" if done.max_iters is not None else f"max_epochs={done.max_epochs}"
+        log.warning(
+            f"nothing is left to train: {limit} was reached before this run. Give a larger limit to go on, or make a new loop to "
+            "begin again",
+            epochs=done.epoch,
+            iters=done.iter,
+        )
 
 
 class Batches:

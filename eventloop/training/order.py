@@ -70,6 +70,8 @@ class Order:
         # No threading.Event: its lock is not re-entrant, and a signal handler may set these.
         self.cancelled = self.stop = self.save_now = False
         self.stop_reason = ""
+        self.has_trained = False
+        """True once ``before_train`` was published: from then on there is something to save."""
         self.agreement: Agreement | None = None
         """Where there are other ranks: what all of them stop for."""
         self._in_step = False
@@ -114,16 +116,22 @@ class Order:
         self.counters.phase = "train"
         self.validation_rng = None
 
+    @property
+    def training(self) -> bool:
+        """True from ``before_train`` to the end of training; false in a validation or test outside of it."""
+        return "train" in self.scopes
+
     def begin_train(self) -> None:
         """Publish ``before_train``, once."""
-        if "train" not in self.scopes:
+        if not self.training:
             self.scopes.enter("train")
+            self.has_trained = True
             self.progress = self.counters.snapshot()
             self._publish(ev.BeforeTrain)
 
     def end_train(self) -> None:
         """Publish ``after_train`` if training had begun."""
-        if "train" in self.scopes:
+        if self.training:
             self.progress = self.counters.snapshot()
             self._publish(ev.AfterTrain)
             self._save(force=True)
@@ -277,7 +285,7 @@ class Order:
         """
         self._in_step = self.agreement is not None and self.agreement.ranks.same(length) and length is not None
         # A validation outside of training (TrainLoop.val) is no phase of it: a later run does not begin with it.
-        if stage == "val" and "train" in self.scopes:
+        if stage == "val" and self.training:
             self.counters.phase = "val"
             self.validation_rng = get_rng_state()
         self.scopes.enter(stage)

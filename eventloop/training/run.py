@@ -139,6 +139,11 @@ class Run:
         return self.order.outputs
 
     @property
+    def training(self) -> bool:
+        """True from ``before_train`` to the end of training: a validation that is part of it, and not ``loop.val()``."""
+        return self.order.training
+
+    @property
     def updated(self) -> bool:
         """True if an optimizer has stepped in the current iteration."""
         return bool(self.order.stepped)
@@ -279,6 +284,7 @@ class Run:
 
         With several processes all of them ask, at the same mount point; rank 0 writes, and the random states of all are in it.
         Inside an accumulation window the save waits for the window's step. Requests of one moment are one write.
+        Only training saves: before it, and in a run that does not train (``loop.val()``), the request is logged and skipped.
 
         Args:
             name: file name.
@@ -295,7 +301,7 @@ class Run:
             ConfigurationError: neither a directory nor a work dir, or outside of ``with run:``.
         """
         path = self._checkpoints.place(directory) / name
-        self._checkpoints.points.request(
+        self._checkpoints.request(
             SaveRequest(path, save_optimizer, save_param_scheduler, on_error, staging=staging, busy=busy)
         )
 

@@ -56,7 +56,7 @@ class SavePoints:
         self._written: tuple[int, SaveRequest, SaveJob] | None = None
         self._broken: set[Place] = set()
         self.skipped = 0
-        """Saves that were due and not made, because another was being written."""
+        """Saves that were asked for and not made: another was being written, or the run had not trained."""
         self._writer = bus.on(
             CheckpointStaged,
             self.write_checkpoint,
@@ -103,6 +103,10 @@ class SavePoints:
         if not self._files.made(directory) and directory.exists() and not directory.is_dir():
             raise ConfigurationError(f"cannot save to {request.path}: {directory} is not a directory")
         self._requests.append(request)
+
+    def refuse(self, request: SaveRequest, progress: Progress, reason: str) -> None:
+        """Log and publish that a request is not met."""
+        self._tell_skipped(SaveJob([request.path], progress, request.on_error, given_up=reason))
 
     def save(
         self,

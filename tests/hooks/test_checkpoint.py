@@ -206,18 +206,23 @@ def test_a_metric_that_is_not_there_is_an_error_that_names_the_others(job: Simpl
         best_loop(job, tmp_path, CheckpointHook(save_best="accuracy"), 0.5).run()
 
 
-def test_best_checkpoints_of_a_validation_alone(job: SimpleNamespace, tmp_path: Path) -> None:
-    loop = TrainLoop(
-        job.model(),
-        step=job.loss,
-        val_data=job.batches(1),
-        metrics={"acc": job.Scores(0.5)},
-        work_dir=tmp_path,
-    )
-    loop.bus.add(CheckpointHook(save_best="acc"))
+def test_a_validation_alone_writes_no_best_file(job: SimpleNamespace, tmp_path: Path) -> None:
+    """Neither with weights that are not trained yet, nor after training; so `resume="auto"` finds what was trained."""
+    hook = CheckpointHook(save_best="acc", save_last=False)
+    loop = best_loop(job, tmp_path, hook, 0.4, 0.5, 0.9, max_epochs=1)
     loop.val()
-    assert files(tmp_path) == {"best_acc_epoch_0"}
-    assert job.same(load(tmp_path / "best_acc_epoch_0.safetensors")["state_dict"], loop.model.state_dict())
+    assert not files(tmp_path)
+    loop.run()
+    newest = (tmp_path / "last_checkpoint").read_text()
+    loop.val()
+    assert files(tmp_path) == {"best_acc_epoch_1"}
+    assert (tmp_path / "last_checkpoint").read_text() == newest
+
+
+def test_a_validation_alone_needs_no_place_for_files(job: SimpleNamespace) -> None:
+    loop = job.loop(CheckpointHook(1, save_best="loss"), val_data=job.batches(1), test_data=job.batches(1))
+    assert loop.val()
+    assert loop.test()
 
 
 def test_one_write_per_step_under_several_names(job: SimpleNamespace, tmp_path: Path) -> None:

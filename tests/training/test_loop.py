@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from eventloop import ConfigurationError, TrainLoop
 
@@ -75,3 +76,20 @@ def test_val_step_and_test_step_are_used_where_they_are_given(parts):
 def test_a_step_or_seed_that_is_none_is_told_when_the_loop_is_made(parts, bus, option, value):
     with pytest.raises(ConfigurationError, match=f"{option}={value!r}: give"):
         parts.loop(bus, **{option: value})
+
+
+@pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_iters": 4}])
+def test_a_run_with_nothing_left_to_train_says_so(parts, tmp_path, limit):
+    loop = parts.loop(**limit)
+    loop.run()
+    with capture_logs() as logs:
+        assert loop.run() == {}
+    (told,) = [entry["event"] for entry in logs if "nothing is left to train" in entry["event"]]
+    ((name, value),) = limit.items()
+    assert f"{name}={value} was reached" in told
+
+
+def test_a_run_that_trains_says_nothing_of_nothing_left(parts):
+    with capture_logs() as logs:
+        parts.loop().run()
+    assert not logs

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from eventloop import Bus, CheckpointError, CheckpointValueError, ConfigurationError, Progress, Run, Update
 from eventloop.checkpoint import Turns, load, write
@@ -132,8 +133,26 @@ def test_everything_asked_for_is_durable_when_run_returns(parts, bus, tmp_path):
 def test_a_run_on_a_bus_that_stays_open_ends_with_its_last_checkpoint_on_disk(tmp_path):
     with Bus() as bus:
         with Run(bus, model=torch.nn.Linear(2, 2), work_dir=tmp_path) as run:
+            for _ in run.train([1]):
+                pass
             run.request_save("again.safetensors")
         assert (tmp_path / "last_checkpoint").read_text() == "again.safetensors"
+
+
+@pytest.mark.parametrize("stage", ["val", "test"])
+def test_only_a_training_saves(parts, bus, trace, tmp_path, stage):
+    """What handlers or other threads ask for in `val()` and `test()` is told, published and not written."""
+    loop = parts.loop(bus, test_data=parts.batches(1), work_dir=tmp_path)
+    bus.on(f"after_{stage}_epoch", lambda e: e.run.request_save("mine.safetensors"))
+    bus.on(f"after_{stage}_iter", lambda e: loop.checkpoint_now(), once=1)
+    with capture_logs() as logs:
+        getattr(loop, stage)()
+    assert not list(tmp_path.iterdir())
+    assert {event.names[0] for event in trace.of("checkpoint_skipped")} == {
+        str(tmp_path / "mine.safetensors"),
+        str(tmp_path / "iter_0.safetensors"),
+    }
+    assert {entry["reason"] for entry in logs} == {"only a training saves, and this run has not trained"}
 
 
 def test_an_interrupt_after_the_lane_has_taken_a_save_leaves_it_its_memory(bus, tmp_path, monkeypatch):
