@@ -75,6 +75,7 @@ def _check(path: Path) -> bool:
         raise CheckpointError(f"{path} is no file that torch.save wrote (it begins with {start!r})")
     try:
         with zipfile.ZipFile(path) as archive:
+            check_stored(archive, path.stat().st_size)
             broken = archive.testzip()
     except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, zlib.error) as error:
         raise CheckpointDamagedError(f"{path} is damaged: {error}") from error
@@ -84,6 +85,17 @@ def _check(path: Path) -> bool:
             "torch.serialization.set_crc32_options; then save it again with them.)"
         )
     return True
+
+
+def check_stored(archive: zipfile.ZipFile, size: int) -> None:
+    """Refuse parts that become larger when they are read: torch.save compresses none, and each of its bytes is of one part.
+
+    Raises:
+        ValueError: ``archive``, a file of ``size`` bytes, has such parts.
+    """
+    parts = archive.infolist()
+    if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or sum(part.file_size for part in parts) > size:
+        raise ValueError("its parts are compressed, or larger than the file; torch.save writes them as they are")
 
 
 def _refusal(path: Path, message: str, *, zipped: bool) -> str:

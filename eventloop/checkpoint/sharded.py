@@ -10,22 +10,23 @@ Read back, the tensors have the placement of whoever reads: any number of proces
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
 from torch import distributed
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from eventloop.checkpoint.commit import commit_bytes, make_directory
+from eventloop.checkpoint.shard_index import INDEX, dtype_of, read_index, same_form
+from eventloop.checkpoint.shard_storage import ShardReader, ShardWriter
 from eventloop.checkpoint.shards import DIGESTS, SHARDS, SUFFIX, digest_of, naming_damage, shards_of
 from eventloop.errors import CheckpointError
 
@@ -71,16 +72,16 @@ class Parts:
     def _write_parts(self) -> dict[str, str]:
         """Write what is this process's; return the digests of its files by name."""
         rank = 0 if self._group is None else distributed.get_rank(self._group)
-        writer = FileSystemWriter(self._directory, single_file_per_rank=True, sync_files=True)
+        writer = ShardWriter(self._directory, single_file_per_rank=True, sync_files=True)
         save(self._tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         self._tensors = {}
         digests = {file.name: digest_of(file) for file in self._directory.glob(f"__{rank}_*.distcp")}
-        commit_bytes(self._directory / f"{rank}.{DIGESTS}", json.dumps(digests).encode())  # syncs the directory
+        commit_bytes(self._directory / f"{rank}.{DIGESTS}", msgspec.json.encode(digests))  # syncs the directory
         return digests
 
     def _finish(self, write: Callable[[], int]) -> int:
-        metadata = self._directory / ".metadata"
-        commit_bytes(self._directory / f"metadata.{DIGESTS}", json.dumps({metadata.name: digest_of(metadata)}).encode())
+        digests = {INDEX: digest_of(self._directory / INDEX)}
+        commit_bytes(self._directory / f"index.{DIGESTS}", msgspec.json.encode(digests))
         make_directory(self._directory)  # syncs its name
         return write()
 
@@ -143,18 +144,22 @@ def put_shards(
         CheckpointDamagedError: the directory is not what was written.
     """
     tensors: dict[str, torch.Tensor] = {}
-
-    def empty(place: Path_, mark: Mapping[str, Any]) -> torch.Tensor:
-        tensors[mark[_MARK]] = made = like(place, torch.Size(mark["shape"]), getattr(torch, mark["dtype"]))
-        return made
-
-    tree = _mapped(state, lambda value: isinstance(value, Mapping) and _MARK in value, empty)
     with naming_damage(path), warnings.catch_warnings():
-        reader = FileSystemReader(shards_of(state, path))
+        directory = shards_of(state, path)
+        index = read_index(directory)
+
+        def empty(place: Path_, mark: Mapping[str, Any]) -> torch.Tensor:
+            name = mark[_MARK]
+            if name in tensors or not same_form(index[name], mark["shape"], mark["dtype"]):
+                raise ValueError(f"the file and the index do not agree on {name!r}")
+            tensors[name] = made = like(place, torch.Size(mark["shape"]), dtype_of(index[name]))
+            return made
+
+        tree = _mapped(state, lambda value: isinstance(value, Mapping) and _MARK in value, empty)
         try:
             if group is None:
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # it is meant to be
-            load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+            load(tensors, storage_reader=ShardReader(directory, index), process_group=group, no_dist=group is None)
         except CheckpointException as error:  # no Exception
             raise ValueError(str(error)) from error
     return {key: value for key, value in tree.items() if key != SHARDS}

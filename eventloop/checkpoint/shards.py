@@ -5,7 +5,6 @@ Apart from it because ``torch.distributed.checkpoint`` takes a second to import,
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -15,10 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
 
+from eventloop.checkpoint.bounds import file_size, is_plain_name, read_small
 from eventloop.checkpoint.digest import CHUNK, Digest, readable
 from eventloop.checkpoint.load import outline
+from eventloop.checkpoint.shard_index import INDEX, MAX_INDEX_BYTES, all_pieces, read_index
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 
 SUFFIX: Final = ".shards"
@@ -36,8 +38,18 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def shards_of(state: Mapping[str, Any], path: Path) -> Path:
-    """Return the directory with the sharded tensors of the checkpoint ``path``."""
-    return path.with_name(state[SHARDS])
+    """Return the directory with the sharded tensors of the checkpoint ``path``.
+
+    Raises:
+        CheckpointDamagedError: what the checkpoint names is no directory of its own.
+    """
+    name = state[SHARDS]
+    if not (is_plain_name(name) and name.endswith(SUFFIX)):
+        raise CheckpointDamagedError(f"{name!r} is no name of a directory with sharded tensors beside it")
+    directory = path.with_name(name)
+    if directory.is_symlink():
+        raise CheckpointDamagedError(f"{directory} is a link, which is not followed")
+    return directory
 
 
 def verify_shards(state: Mapping[str, Any], path: Path) -> None:
@@ -46,14 +58,19 @@ def verify_shards(state: Mapping[str, Any], path: Path) -> None:
     Raises:
         CheckpointDamagedError: a part is missing, or other than what was written.
     """
-    directory = shards_of(state, path)
     with naming_damage(path):
+        directory = shards_of(state, path)
         wanted: dict[str, str] = {}
         for file in directory.glob(f"*.{DIGESTS}"):
-            wanted |= json.loads(file.read_bytes())
-        if ".metadata" not in wanted:
+            wanted |= msgspec.json.decode(read_small(file, MAX_INDEX_BYTES), type=dict[str, str])
+        if INDEX not in wanted:
             raise CheckpointDamagedError(f"{directory} is not there in full")
+        if unknown := {piece.file for piece in all_pieces(read_index(directory))} - wanted.keys():
+            raise CheckpointDamagedError(f"{directory} has no digests of {', '.join(sorted(unknown))}")
         for name, digest in wanted.items():
+            if not is_plain_name(name):
+                raise CheckpointDamagedError(f"{directory} has a digest of {name!r}, which is no file of it")
+            file_size(directory / name)  # it is a regular file
             if digest_of(directory / name) != digest:
                 raise CheckpointDamagedError(f"{directory / name} has other bytes than were written")
 
@@ -77,7 +94,7 @@ def sweep_shards(directory: Path, *, still: float = _STILL) -> bool:
             tree = outline(file)
         except (CheckpointError, OSError):
             return True  # it may name any of them
-        named.add(tree.get(SHARDS) if isinstance(tree, Mapping) else None)
+        named.add(str(tree.get(SHARDS)) if isinstance(tree, Mapping) else "")
     for one in found:
         if one.name not in named and time.time() - one.stat().st_mtime >= still:
             shutil.rmtree(one, ignore_errors=True)
@@ -102,5 +119,5 @@ def naming_damage(path: Path) -> Iterator[None]:
         yield
     except CheckpointDamagedError as error:
         raise CheckpointDamagedError(f"{path} is damaged: {error}") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, LookupError, RuntimeError, msgspec.MsgspecError) as error:
         raise CheckpointDamagedError(f"{path} is damaged: its sharded tensors cannot be read ({error})") from error

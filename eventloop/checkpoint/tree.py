@@ -35,7 +35,7 @@ _ONLY_STR: Final = frozenset({str})
 _NUMERIC_KINDS: Final = frozenset("biufc")
 _NUMERIC_DTYPE: Final = re.compile(r"[<>|][biufc]\d{1,2}", re.ASCII)
 # Not getattr(torch, name): torch imports whole packages when it is asked for their names.
-_DTYPES: Final = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+DTYPES: Final = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 _FACTORIES: Final[dict[str, Callable[[], object]]] = {
     factory.__name__: factory for factory in (bool, bytes, dict, float, int, list, set, str, tuple)
 }
@@ -296,7 +296,7 @@ _DECODE: Final[dict[int, Callable[[bytes], object]]] = {
     _INT: lambda payload: int.from_bytes(payload, "little", signed=True),
     _STR: lambda payload: payload.decode("utf-8", "surrogatepass"),
     _COMPLEX: lambda payload: complex(*struct.unpack("<dd", payload)),
-    _DTYPE: lambda payload: _DTYPES[f"torch.{payload.decode()}"],
+    _DTYPE: lambda payload: DTYPES[f"torch.{payload.decode()}"],
     _DEVICE: lambda payload: torch.device(payload.decode()),
 }
 _DECODE_CONTAINER: Final[dict[int, Callable[[Any], object]]] = {

@@ -76,7 +76,7 @@ def test_files_and_their_directories_come_and_go_together(ranks, tmp_path):
 
 STEPS = {
     "makes the directory": (sharded, "make_directory"),
-    "writes its part": (sharded.FileSystemWriter, "write_data"),
+    "writes its part": (sharded.ShardWriter, "write_data"),
     "writes the file": (sharded.Parts, "_finish"),
 }
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eventloop.checkpoint import TEMPORARY_PREFIX, Place, RemotePath, file_kind, outline, place_of, store_of, verify
+from eventloop.checkpoint.shards import SHARDS, verify_shards
 from eventloop.cli.checkpoint.output import Status, check_file, check_kind, printable, say, status_of, to_terminal
 from eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError
 from eventloop.training.save_files import LAST
@@ -127,10 +129,13 @@ def _natural(path: Place) -> tuple[bool, int, str]:
 def _examined(found: Found, *, every_byte: bool) -> Found:
     path = found.names[0]
     try:
-        found.progress = _progress(outline(path))
+        tree = outline(path)
+        found.progress = _progress(tree)
         found.state = "complete"
         if every_byte:
             verify(path)
+            if isinstance(tree, Mapping) and SHARDS in tree:
+                verify_shards(tree, Path(str(path)))
             found.state = "verified"
     except CheckpointDamagedError as error:
         found.state, found.problem = "damaged", str(error)

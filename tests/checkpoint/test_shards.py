@@ -1,0 +1,300 @@
+"""Sharded checkpoints that something else has written or changed: nothing of them is run, and no file but theirs is read."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from eventloop import Bus, TrainLoop
+from eventloop.checkpoint import export_tree, load, load_whole, save, sweep_shards
+from eventloop.checkpoint.sharded import take_shards
+from eventloop.checkpoint.shards import digest_of
+from eventloop.cli import main
+from eventloop.errors import CheckpointDamagedError
+from hooks import CheckpointHook
+
+WEIGHTS = {"w": torch.arange(6.0).view(3, 2), "b": torch.ones(4)}
+
+
+class Trap:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.file),)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a sharded checkpoint, ``a.safetensors``."""
+    directory = tmp_path_factory.mktemp("written")
+    path = directory / "a.safetensors"
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        tensors = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in WEIGHTS.items()}
+        tree, parts = take_shards({"state_dict": tensors}, path, "token", distributed.group.WORLD)
+        parts.commit(lambda: save(tree, path).bytes)
+    finally:
+        distributed.destroy_process_group()
+    return directory
+
+
+@pytest.fixture
+def place(written: Path, tmp_path: Path) -> Iterator[Path]:
+    """A copy of it; and a trap that nothing may spring."""
+    copy = tmp_path / "copy"
+    shutil.copytree(written, copy)
+    yield copy
+    assert not (tmp_path / "sprung").exists()
+
+
+def shards(place: Path) -> Path:
+    (found,) = place.glob("*.shards")
+    return found
+
+
+def seal(place: Path) -> None:
+    """Write right digests of whatever is there."""
+    names = {file.name for file in shards(place).iterdir() if file.is_file() and "digests" not in file.name}
+    (shards(place) / "index.digests.json").write_text(json.dumps({name: digest_of(shards(place) / name) for name in names}))
+    for file in shards(place).glob("[0-9]*.digests.json"):
+        file.unlink()
+
+
+def change_index(place: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = shards(place) / "index.json"
+    index = json.loads(path.read_bytes())
+    change(index)
+    path.write_text(json.dumps(index))
+    seal(place)
+
+
+def change_piece(place: Path, name: str, change: Callable[[bytes], bytes]) -> None:
+    """Put other bytes in the place of a tensor's."""
+
+    def point(index: dict[str, Any]) -> None:
+        (piece,) = index[name]["pieces"]
+        old = (shards(place) / piece["file"]).read_bytes()[piece["begin"] :][: piece["bytes"]]
+        new = change(old)
+        (shards(place) / "other.distcp").write_bytes(new)
+        piece |= {"file": "other.distcp", "begin": 0, "bytes": len(new)}
+
+    change_index(place, point)
+
+
+def assert_refused(place: Path, says: str = "") -> None:
+    path = place / "a.safetensors"
+    for read in (load_whole, lambda path: export_tree(path, place / "out.pth")):
+        with pytest.raises(CheckpointDamagedError, match=rf"a\.safetensors is damaged: [\s\S]*{says}"):
+            read(path)
+
+
+def test_what_was_written_is_read_and_holds_no_pickle_of_torch(place):
+    state = load_whole(place / "a.safetensors")["state_dict"]
+    assert state.keys() == WEIGHTS.keys()
+    assert all(state[name].equal(WEIGHTS[name]) for name in WEIGHTS)
+    assert not (shards(place) / ".metadata").exists()
+    seal(place)
+    load_whole(place / "a.safetensors")
+    change_piece(place, "state_dict.w", lambda old: old)
+    assert load_whole(place / "a.safetensors")["state_dict"]["w"].equal(WEIGHTS["w"])
+
+
+@pytest.mark.parametrize("index", [True, False])
+@pytest.mark.parametrize("name", [".metadata", "__0.metadata"])
+def test_a_pickle_beside_it_is_never_read(place, tmp_path, name, index):
+    (shards(place) / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
+    if not index:
+        (shards(place) / "index.json").unlink()
+    seal(place)
+    if index:
+        load_whole(place / "a.safetensors")
+    else:
+        assert_refused(place, "is not there in full")
+
+
+def zipped(files: dict[str, bytes], how: int = zipfile.ZIP_STORED) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", how) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return file.getvalue()
+
+
+def test_a_pickle_in_the_place_of_a_tensor_is_not_run(place, tmp_path):
+    code = pickle.dumps(Trap(tmp_path / "sprung"), protocol=2)
+    change_piece(place, "state_dict.w", lambda old: zipped({"a/data.pkl": code, "a/version": b"3", "a/.pad": bytes(99)}))
+    assert_refused(place)
+
+
+def test_a_tensor_that_grows_when_it_is_unpacked_is_refused(place):
+    def pack(old: bytes) -> bytes:
+        with zipfile.ZipFile(io.BytesIO(old)) as archive:
+            return zipped(
+                {name: archive.read(name) for name in archive.namelist()} | {"a/x": bytes(10**6)}, zipfile.ZIP_DEFLATED
+            )
+
+    change_piece(place, "state_dict.w", pack)
+    assert_refused(place, "compressed")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"file": "../a.safetensors"},
+        {"file": "/etc/passwd"},
+        {"file": ""},
+        {"file": ".."},
+        {"file": "x\0y"},
+        {"file": "missing"},
+        {"file": "fifo"},
+        {"file": "link"},
+        {"file": "index.digests.json"},
+        {"begin": 2**40},
+        {"begin": -1},
+        {"bytes": 2**63 - 1},
+        {"bytes": 2**64},
+        {"bytes": 0},
+        {"bytes": "long"},
+        {"offsets": [2**62, 0]},
+        {"offsets": [-1, 0]},
+        {"offsets": [0]},
+        {"shape": [3, 2, 2**62]},
+        {"shape": [3, 1]},
+        {"shape": [9] * 100_000},
+        {"pieces": []},
+        {"dtype": "object"},
+        {"dtype": "float64"},
+        {"whole": [2**40, 2**40]},
+        {"whole": [3, 2, 1]},
+    ],
+    ids=lambda change: str(change)[:40],
+)
+def test_an_index_that_contradicts_the_files_is_refused(place, change):
+    os.mkfifo(shards(place) / "fifo")
+    (shards(place) / "link").symlink_to(place / "a.safetensors")
+
+    def apply(index: dict[str, Any]) -> None:
+        tensor = index["state_dict.w"]
+        for key, value in change.items():
+            if key in ("dtype", "pieces"):
+                tensor[key] = value
+            elif key == "whole":
+                tensor["shape"] = value
+            else:
+                tensor["pieces"][0][key] = value
+
+    if "long" in change.values():  # more digits than json writes
+        text = (shards(place) / "index.json").read_text()
+        (shards(place) / "index.json").write_text(text.replace('"bytes":', f'"bytes":{"1" * 5000}', 1))
+        seal(place)
+    else:
+        change_index(place, apply)
+    assert_refused(place)
+
+
+def test_pieces_that_share_their_bytes_promise_no_more_than_the_files_have(place):
+    def repeat(index: dict[str, Any]) -> None:
+        index |= {f"copy {number}": index["state_dict.w"] for number in range(100)}
+
+    change_index(place, repeat)
+    assert_refused(place, "promises more bytes")
+
+
+@pytest.mark.parametrize(
+    "name", ["../copy.shards", "/etc", "", "..", "a\0.shards", "other", 7, ["a.shards"], None, "link.shards", "fifo.shards"]
+)
+def test_a_directory_elsewhere_is_not_read(place, name):
+    real = shards(place)
+    shutil.copytree(real, place.parent / "copy.shards")
+    (place / "link.shards").symlink_to(place.parent / "copy.shards")
+    os.mkfifo(place / "fifo.shards")
+    save(load(place / "a.safetensors") | {"shards": name}, place / "a.safetensors")
+    assert_refused(place)
+    assert sweep_shards(place, still=1e9)
+    assert real.exists()
+
+
+@pytest.mark.parametrize("names", [{"../a.safetensors": "crc32:0"}, {"fifo": "crc32:0"}, ["x"], {"index.json": 1}, "deep"])
+def test_digests_of_other_files_are_not_looked_at(place, names):
+    os.mkfifo(shards(place) / "fifo")
+    text = "[" * 100_000 if names == "deep" else json.dumps(names)
+    (shards(place) / "more.digests.json").write_text(text)
+    assert_refused(place)
+
+
+def test_a_fifo_in_the_place_of_a_file_does_not_hang(place):
+    for file in shards(place).glob("*.json"):
+        file.unlink()
+        os.mkfifo(file)
+    assert_refused(place, "FIFO")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    [("state_dict.w", [3, 2], "float64"), ("x", [1], "float32"), ("state_dict.w", [2**40], "float32"), ([], [1], "float32")],
+)
+def test_a_file_that_contradicts_its_index_is_refused(place, name, shape, dtype):
+    tree = load(place / "a.safetensors")
+    tree["state_dict"]["w"] = {"__sharded__": name, "shape": shape, "dtype": dtype}
+    save(tree, place / "a.safetensors")
+    assert_refused(place)
+
+
+def test_two_places_for_one_sharded_tensor_are_refused(place):
+    tree = load(place / "a.safetensors")
+    tree["state_dict"]["b"] = tree["state_dict"]["w"]
+    save(tree, place / "a.safetensors")
+    assert_refused(place, "do not agree")
+
+
+def test_a_run_whose_model_is_not_sharded_runs_no_code_either_and_goes_on_from_the_file_before(tmp_path):
+    def loop(epochs: int) -> TrainLoop:
+        model = torch.nn.Linear(2, 1)
+        step = lambda model, batch: model(batch).sum()  # noqa: E731
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bus = Bus()
+        bus.add(CheckpointHook(1))
+        return TrainLoop(
+            model, optimizer, step=step, train_data=[torch.ones(1, 2)], bus=bus, max_epochs=epochs, work_dir=tmp_path
+        )
+
+    loop(1).run()
+    directory = tmp_path / "x.shards"
+    directory.mkdir()
+    (directory / ".metadata").write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
+    (directory / "a.digests.json").write_text(json.dumps({".metadata": digest_of(directory / ".metadata")}))
+    save(load(tmp_path / "epoch_1.safetensors") | {"shards": "x.shards"}, tmp_path / "epoch_2.safetensors")
+    (tmp_path / "last_checkpoint").write_text("epoch_2.safetensors")
+    resumed = loop(2)
+    with capture_logs() as logs:
+        resumed.run(resume="auto")
+    assert [entry["path"] for entry in logs if "damaged" in entry["event"]] == [str(tmp_path / "epoch_2.safetensors")]
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_verify_reads_the_sharded_tensors_too(place, capsys):
+    assert main(["checkpoint", "verify", str(place / "a.safetensors")]) == 0
+    part = next(shards(place).glob("*.distcp"))
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    assert main(["checkpoint", "verify", str(place / "a.safetensors")]) == 1
+    assert "other bytes" in capsys.readouterr().out
