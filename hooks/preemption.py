@@ -23,6 +23,7 @@ from eventloop import (
     mount,
     register,
 )
+from eventloop.training import WorkerSignals
 
 log = get_logger()
 
@@ -42,9 +43,10 @@ class PreemptionHook(Hook):
     signal handlers on the main thread only, so the run must be there. Where training runs on another one
     (``await loop.arun()``), the host has its own way to hear signals and calls ``loop.checkpoint_now()`` and ``loop.stop()``.
 
-    A signal to the whole process group reaches the workers of a ``DataLoader``, too, and SIGTERM kills them, which torch
-    reports by an error in the main process. Have them ignore it, by
-    ``worker_init_fn=lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN)``.
+    A signal to the whole process group, as schedulers and ``torchrun`` send it, reaches the workers of DataLoaders as well.
+    They ignore it while the run lasts, whichever loader they belong to. (Not those of a ``DataLoader`` whose iteration was
+    under way when the run began: have them ignore it by a ``worker_init_fn``.) Other processes that are forked during the
+    run take it as they would have taken it before the run.
 
     Args:
         signals: which to listen to, such as ``(signal.SIGTERM, signal.SIGUSR1)``, or their names.
@@ -59,6 +61,8 @@ class PreemptionHook(Hook):
         self.signals = _checked(signals)
         self.received: signal.Signals | None = None
         """The signal that ended the run under way, or the last one."""
+        self._workers = WorkerSignals(self.signals)
+        self._process = os.getpid()
         self._previous: dict[signal.Signals, Any] = {}
         self._training = False
         self._saved = False
@@ -75,7 +79,9 @@ class PreemptionHook(Hook):
             )
         self.received = None
         self._training = False
+        self._process = os.getpid()
         event.run.defer(self._restore)  # before the first handler is there: an error at the second one undoes it
+        self._workers.ignore()
         for number in self.signals:
             self._previous[number] = signal.getsignal(number)
             signal.signal(number, partial(self._heard, event.run))
@@ -102,7 +108,7 @@ class PreemptionHook(Hook):
     def _heard(self, run: RunView, number: int, frame: FrameType | None) -> None:
         # Python calls this between any two steps of the main thread, which may hold any lock and be writing a log line:
         # nothing here may lock, log or touch what others iterate over.
-        if self.received is not None:
+        if self.received is not None or os.getpid() != self._process:
             self._end_at_once(signal.Signals(number))
             return
         self.received = signal.Signals(number)
@@ -114,12 +120,16 @@ class PreemptionHook(Hook):
     def _end_at_once(self, number: signal.Signals) -> None:
         """Let the signal have the effect that it had before the run; one that was ignored has its default one."""
         previous = self._previous.get(number)
-        self._restore()
+        self._restore_handlers()
         if previous in (signal.SIG_IGN, None):
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
     def _restore(self) -> None:
+        self._restore_handlers()
+        self._workers.heed()
+
+    def _restore_handlers(self) -> None:
         while self._previous:
             number, handler = self._previous.popitem()
             # None: it was not installed from Python, which then cannot put it back.

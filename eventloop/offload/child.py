@@ -17,7 +17,7 @@ from eventloop.offload.segment import Segment
 from eventloop.offload.target import Target
 
 # Meant for the program, whose children get them too (Ctrl-C, a scheduler's SIGTERM): it decides when its workers end.
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
 
 class Reply(msgspec.Struct, array_like=True):
@@ -42,6 +42,7 @@ def serve(pipe: Connection, segment: Segment, target: Target, batched: bool) -> 
     for number in SIGNALS:
         # A handler that does nothing, and not SIG_IGN, which programs started by the user's handler would inherit.
         signal.signal(number, _nothing)
+        signal.siginterrupt(number, False)  # a read in the handler's C code goes on
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by the parent until now
     torch.set_num_threads(1)  # the training needs the others
     try:

@@ -6,5 +6,16 @@ from eventloop.training.metrics import Metric
 from eventloop.training.resume import checkpoint_keys, load_weights
 from eventloop.training.run import Run
 from eventloop.training.update import Update
+from eventloop.training.worker_signals import WorkerSignals
 
-__all__ = ["Metric", "Run", "SeededDataset", "TrainLoop", "Update", "checkpoint_keys", "load_weights", "set_sampler_epoch"]
+__all__ = [
+    "Metric",
+    "Run",
+    "SeededDataset",
+    "TrainLoop",
+    "Update",
+    "WorkerSignals",
+    "checkpoint_keys",
+    "load_weights",
+    "set_sampler_epoch",
+]

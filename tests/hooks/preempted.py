@@ -8,9 +8,11 @@ input, ``times`` times; so whoever started it decides what happens in between.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,14 @@ from hooks import EMAHook, ParamSchedulerHook, PreemptionHook
 ITERATIONS = 20  # 4 epochs of 5
 
 
-def make_loop(work_dir: Path | None, *hooks: Any, workers: int = 0) -> TrainLoop:
-    """A job that draws random numbers in every corner: shuffling, dropout, running statistics, averages, a schedule."""
+def make_loop(work_dir: Path | None, *hooks: Any, **workers: Any) -> TrainLoop:
+    """A job that draws random numbers in every corner: shuffling, dropout, running statistics, averages, a schedule.
+
+    Args:
+        work_dir: of the run.
+        hooks: beside its own.
+        workers: options of its DataLoaders.
+    """
     torch.manual_seed(3)
     data = TensorDataset(torch.randn(20, 3), torch.randint(0, 2, (20,)))
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
@@ -38,8 +46,8 @@ def make_loop(work_dir: Path | None, *hooks: Any, workers: int = 0) -> TrainLoop
         model,
         optimizer,
         step=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
-        train_data=DataLoader(data, batch_size=4, shuffle=True, num_workers=workers, worker_init_fn=ignore_sigterm),
-        val_data=DataLoader(data, batch_size=4),
+        train_data=DataLoader(data, batch_size=4, shuffle=True, **workers),
+        val_data=DataLoader(data, batch_size=4, **workers),
         bus=bus,
         max_epochs=4,
         work_dir=work_dir,
@@ -47,20 +55,21 @@ def make_loop(work_dir: Path | None, *hooks: Any, workers: int = 0) -> TrainLoop
     )
 
 
-def ignore_sigterm(worker: int) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def main(at: str, iteration: int, times: int, signals: list[int], work_dir: str | None, workers: int) -> None:
+def main(
+    at: str, iteration: int, times: int, signals: list[int], work_dir: str | None, workers: dict[str, Any], early: bool
+) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with SIGINT ignored
     signal.signal(signal.SIGUSR1, lambda number, frame: say("the handler from before"))
-    loop = make_loop(None if work_dir is None else Path(work_dir), PreemptionHook(signals), workers=workers)
+    loop = make_loop(None if work_dir is None else Path(work_dir), PreemptionHook(signals), **workers)
+    if early:
+        next(iter(loop._data["train"]))
 
     @loop.bus.on(at, once=iteration)
     def wait_here(event: Any) -> None:
         for _ in range(times):
             say("here")
             sys.stdin.readline()
+            wait([worker.sentinel for worker in multiprocessing.active_children()], 0.2)  # for one that does not outlive it
 
     loop.bus.on("after_run", lambda event: say(event.run.info.get("stop_reason", "by itself")))
     loop.run()

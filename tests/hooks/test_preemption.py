@@ -1,6 +1,7 @@
 import functools
 import importlib.util
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -29,14 +30,16 @@ def script():
 class Child:
     """The script as a process: says when it is where it was told to wait, and goes on when told to."""
 
-    def __init__(self, server, folder, work_dir, *, at="before_forward", iteration=8, times=1, signals=(15,), workers=0):
+    def __init__(
+        self, server, folder, work_dir, *, at="before_forward", iteration=8, times=1, signals=(15,), workers=None, early=False
+    ):
         self._server = server
         self._log = folder / "log"
         pipes = {"stdin": str(folder / "in"), "stdout": str(folder / "out")}
         for path in pipes.values():
             os.mkfifo(path)
         options = {"at": at, "iteration": iteration, "times": times, "signals": [int(one) for one in signals]}
-        options |= {"work_dir": None if work_dir is None else str(work_dir), "workers": workers}
+        options |= {"work_dir": None if work_dir is None else str(work_dir), "workers": workers or {}, "early": early}
         server.stdin.write(json.dumps({"options": options, "stderr": str(self._log), **pipes}) + "\n")
         server.stdin.flush()
         self._pid = int(server.stdout.readline())
@@ -167,16 +170,30 @@ def test_ctrl_c_stops_in_order_and_a_second_one_interrupts(start, tmp_path):
     assert "KeyboardInterrupt" in log
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_process_group_reaches_the_workers_of_a_loader_too_and_the_run_still_saves(start, tmp_path, number):
-    """As Ctrl-C at a terminal does, or a scheduler; for SIGTERM the loader has the docstring's ``worker_init_fn``."""
-    with start(tmp_path, signals=[number], workers=1) as child:
+WORKERS = {"num_workers": 2}
+
+
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        (signal.SIGINT, {"workers": WORKERS}),
+        (signal.SIGTERM, {"workers": WORKERS}),
+        (signal.SIGTERM, {"workers": WORKERS, "at": "before_val_iter", "iteration": 1}),
+        (signal.SIGTERM, {"workers": {**WORKERS, "persistent_workers": True}, "early": True}),
+        (signal.SIGTERM, {"workers": {"num_workers": 1, "multiprocessing_context": "spawn"}, "iteration": 2}),
+    ],
+    ids=["SIGINT", "SIGTERM", "validation", "persistent", "spawn"],
+)
+def test_the_workers_of_loaders_outlive_a_signal_to_the_process_group_and_the_run_saves(start, tmp_path, number, options):
+    """As Ctrl-C at a terminal does, or a scheduler, or torchrun."""
+    with start(tmp_path, signals=[number], **options) as child:
         child.wait_until_it_is_there()
         child.send(number, group=True)
         child.go_on()
         status, said, log = child.end()
-    assert (status, said[:2]) == (0, [f"signal {number.name}", "8 iterations"]), log
-    assert load(tmp_path / "iter_8.safetensors")["progress"]["iter"] == 8
+    done = {"before_val_iter": 5}.get(options.get("at"), options.get("iteration", 8))
+    assert (status, said[:2]) == (0, [f"signal {number.name}", f"{done} iterations"]), log
+    assert load(tmp_path / f"iter_{done}.safetensors")["progress"]["iter"] == done
 
 
 def test_sigusr1_can_be_the_signal_and_without_a_work_dir_the_run_ends_and_says_that_nothing_is_saved(start):
@@ -269,6 +286,26 @@ def test_a_second_signal_goes_to_the_handler_from_before(job, mine, tmp_path):
 
     loop.run()
     assert loop.counters.iter == 2
+
+
+def test_a_process_that_is_forked_during_the_run_can_be_terminated_as_before_it(job):
+    loop = job.loop(PreemptionHook())
+    codes = []
+
+    @loop.bus.on("after_train_iter", once=1)
+    def fork(event):
+        here, there = multiprocessing.Pipe()
+        child = multiprocessing.get_context("fork").Process(target=lambda: (there.send(1), signal.pause()))
+        child.start()
+        here.recv()
+        child.terminate()
+        child.join(20)
+        codes.append(child.exitcode)
+        child.kill()
+
+    loop.run()
+    assert codes == [-signal.SIGTERM]
+    assert loop.counters.iter == 8
 
 
 def test_a_signal_while_the_last_checkpoint_is_written_does_not_cost_it(job, mine, tmp_path):

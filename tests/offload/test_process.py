@@ -252,7 +252,7 @@ def test_signals_for_the_program_do_not_end_a_worker(quick):
         bus.publish(deed("nothing", 0))
         bus.drain()
         [worker] = process._processes
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGXCPU):
             os.kill(worker.pid, number)
         bus.publish(deed("nothing", 1))
     assert subscription.stats.delivered == 2

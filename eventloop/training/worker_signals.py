@@ -1,0 +1,145 @@
+"""Workers of DataLoaders ignore signals that are meant for the run.
+
+A scheduler sends its signal to the whole process group, so to the workers as well. They would end, and torch would raise
+``DataLoader worker is killed by signal`` in the middle of the iteration that the run is about to finish.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from eventloop.training.loader_state import has_workers, start_persistent_workers
+
+
+class WorkerSignals:
+    """Has all workers that DataLoaders start between :meth:`ignore` and :meth:`heed` outlive some signals for that time.
+
+    That goes for every ``DataLoader`` of this process and its subclasses, also inside a wrapper, and for the start methods
+    fork, spawn and forkserver. Persistent workers from before are replaced when their loader is iterated next. A loader whose
+    iteration is under way keeps its workers as they are.
+
+    Args:
+        signals: which to ignore.
+    """
+
+    def __init__(self, signals: Collection[signal.Signals]) -> None:
+        self._signals = frozenset(signals)
+        self._ignored: torch.Tensor | None = None  # in shared memory: workers that persist must learn when to heed again
+        self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._originals: list[tuple[type, str, Any]] = []
+
+    def ignore(self) -> None:
+        """Have workers ignore the signals from now on."""
+        self._tell(True)
+        # Every kind of loader makes its workers in this method, torchdata's in one of its own.
+        for kind in (DataLoader, *_subclasses(DataLoader)):
+            if original := vars(kind).get("_get_iterator"):
+                self._replace(kind, "_get_iterator", self._making(original))
+        self._replace(DataLoader, "__iter__", self._iterating(DataLoader.__iter__))
+
+    def heed(self) -> None:
+        """Have workers heed the signals again."""
+        while self._originals:
+            setattr(*self._originals.pop())
+        self._tell(False)
+
+    def _tell(self, ignored: bool) -> None:
+        if self._ignored is not None:
+            self._ignored.fill_(ignored)
+
+    def _replace(self, kind: type, name: str, method: Any) -> None:
+        self._originals.append((kind, name, vars(kind)[name]))
+        setattr(kind, name, method)
+
+    def _making(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(original)
+        def get_iterator(loader: DataLoader[Any]) -> Any:
+            own = loader.worker_init_fn
+            if not loader.num_workers or isinstance(own, _Ignore):  # a subclass has called that of its parent
+                return original(loader)
+            if self._ignored is None:
+                self._ignored = torch.ones((), dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]  # torch
+            context = loader.multiprocessing_context or multiprocessing
+            if context.get_start_method() == "forkserver":
+                forkserver.ensure_running()  # first, as it and all its later processes would keep the signals blocked
+            with _blocked(self._signals) as blocked:
+                loader.worker_init_fn = _Ignore(self._signals, blocked, self._ignored, own)
+                try:
+                    iterator = original(loader)
+                finally:
+                    loader.worker_init_fn = own
+            self._iterators.add(iterator)
+            return iterator
+
+        return get_iterator
+
+    def _iterating(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(original)
+        def iterate(loader: DataLoader[Any]) -> Any:
+            if loader.persistent_workers and has_workers(loader) and loader._iterator not in self._iterators:
+                loader._iterator = None
+                start_persistent_workers(loader)
+            return original(loader)
+
+        return iterate
+
+
+class _Ignore:
+    """A ``worker_init_fn``: called in the worker, when torch has installed its own handlers there."""
+
+    def __init__(
+        self,
+        signals: Collection[signal.Signals],
+        blocked: Collection[signal.Signals],
+        ignored: torch.Tensor,
+        own: Callable[[int], None] | None,
+    ) -> None:
+        self._signals = signals
+        self._blocked = blocked
+        self._ignored = ignored
+        self._own = own
+
+    def __call__(self, worker: int) -> None:
+        for number in self._signals:
+            # A handler, and not SIG_IGN, which programs started by the dataset would inherit.
+            signal.signal(number, self._heard)
+            signal.siginterrupt(number, False)  # a read in a dataset's C code goes on
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._blocked)
+        if self._own is not None:
+            self._own(worker)
+
+    def _heard(self, number: int, frame: object) -> None:
+        if self._ignored:
+            return
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+@contextmanager
+def _blocked(signals: Collection[signal.Signals]) -> Iterator[Collection[signal.Signals]]:
+    """Block signals in this thread, and so in the processes that it starts; yields those that were not blocked before."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield [number for number in signals if number not in before]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    one: type
+    for one in kind.__subclasses__():
+        yield one
+        yield from _subclasses(one)

@@ -1,0 +1,116 @@
+"""Workers of DataLoaders ignore signals that are meant for the run, for as long as they are told to."""
+
+import os
+import signal
+import sys
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from eventloop.training import WorkerSignals
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux"),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+]
+
+
+class Numbers(Dataset):
+    """Eight numbers, and the process that read them."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return index, os.getpid(), signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+class OwnLoader(DataLoader):
+    """Makes its workers by a method of its own, as torchdata's does."""
+
+    def _get_iterator(self):
+        return super()._get_iterator()
+
+
+@contextmanager
+def ignored(signals):
+    signals.ignore()
+    try:
+        yield
+    finally:
+        signals.heed()
+
+
+@pytest.fixture
+def signals():
+    return WorkerSignals([signal.SIGTERM])
+
+
+def loader(kind=DataLoader, **options):
+    return kind(Numbers(), batch_size=1, num_workers=1, prefetch_factor=1, **options)
+
+
+def first(iterator):
+    """The process that read the first batch, and whether it has SIGTERM blocked."""
+    _, pid, blocked = next(iterator)
+    return int(pid), bool(blocked)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, OwnLoader])
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+def test_a_worker_outlives_the_signal_and_what_it_starts_does_not_have_it_blocked(signals, kind, context):
+    with ignored(signals):
+        batches = iter(loader(kind, multiprocessing_context=context))
+        pid, blocked = first(batches)
+        os.kill(pid, signal.SIGTERM)
+        assert [int(index) for index, _, _ in batches] == [1, 2, 3, 4, 5, 6, 7]
+    assert not blocked
+
+
+def test_persistent_workers_heed_the_signal_when_they_are_told_to_and_ignore_it_again(signals):
+    data = loader(persistent_workers=True)
+    with ignored(signals):
+        pid, _ = first(iter(data))
+    with ignored(signals):
+        assert first(iter(data)) == (pid, False)
+        os.kill(pid, signal.SIGTERM)
+        assert len(list(data)) == 8
+    os.kill(pid, signal.SIGTERM)
+    with pytest.raises(RuntimeError, match=r"exited unexpectedly|Terminated"):
+        for _ in range(1000):
+            list(data)
+
+
+def test_persistent_workers_from_before_are_replaced_and_no_random_number_is_drawn_for_it(signals):
+    def order(during):
+        torch.manual_seed(1)
+        data = loader(persistent_workers=True, shuffle=True)
+        before, _ = first(iter(data))
+        torch.manual_seed(2)
+        with during:
+            read = [(int(index), int(pid)) for index, pid, _ in data]
+        return [index for index, _ in read], torch.rand(()).item(), read[0][1] == before
+
+    *expected, kept = order(nullcontext())
+    assert kept
+    assert order(ignored(signals)) == (*expected, False)
+
+
+def test_the_workers_init_function_has_the_last_word(signals):
+    def own(worker):
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    data = loader(worker_init_fn=own)
+    with ignored(signals):
+        assert first(iter(data))[1]
+    assert data.worker_init_fn is own
+
+
+def test_loaders_are_as_they_were_when_it_is_over(signals):
+    before = [dict(vars(kind)) for kind in (DataLoader, OwnLoader)]
+    with ignored(signals):
+        assert vars(DataLoader) != before[0]
+        assert len(list(DataLoader(range(3)))) == 3
+    assert [dict(vars(kind)) for kind in (DataLoader, OwnLoader)] == before
