@@ -76,8 +76,8 @@ class Epochs:
         done = self._order.counters
         limit = f"max_iters={done.max_iters}" if done.max_iters is not None else f"max_epochs={done.max_epochs}"
         log.warning(
-            f"nothing is left to train: {limit} was reached before this run. Give a larger limit to go on, or make a new loop to "
-            "begin again",
+            f"nothing is left to train: {limit} was reached before this run. Give a larger limit to go on, or make a new loop "
+            "to begin again",
             epochs=done.epoch,
             iters=done.iter,
         )

@@ -301,9 +301,7 @@ class Run:
             ConfigurationError: neither a directory nor a work dir, or outside of ``with run:``.
         """
         path = self._checkpoints.place(directory) / name
-        self._checkpoints.request(
-            SaveRequest(path, save_optimizer, save_param_scheduler, on_error, staging=staging, busy=busy)
-        )
+        self._checkpoints.request(SaveRequest(path, save_optimizer, save_param_scheduler, on_error, staging=staging, busy=busy))
 
     def keeps_checkpoints_in(self, directory: str | Place) -> None:
         """Have ``resume="auto"`` look there, too; for hooks that save elsewhere than in the work dir, before the run begins."""
