@@ -87,6 +87,8 @@ def _allows_one(member: Any, value: Any) -> bool:
         except msgspec.ValidationError:
             return False
         return True
+    if isinstance(value, str) and kind in (Sequence, Iterable):
+        return False  # of its letters: never meant
     try:
         return not isinstance(kind, type) or isinstance(value, kind)
     except TypeError:  # a protocol that cannot be asked for

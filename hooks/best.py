@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 from eventloop import ConfigurationError, TrainingError
 from hooks.retention import Shelf
-from hooks.rules import GREATER, LESS, Rule, check_rule, find_rule, is_better
+from hooks.rules import GREATER, LESS, Rule, find_rule, is_better
 
 
 class Best:
@@ -15,26 +15,25 @@ class Best:
 
     Args:
         metrics: a name or names, ``"auto"`` for the first metric of the first validation, or None.
-        rule: ``"greater"`` or ``"less"`` is better for all of them; inferred from each name by default.
+        rule: ``"greater"`` or ``"less"`` is better for all of them, or one for each; inferred from each name by default.
         greater_keys: names of metrics of which more is better, instead of the usual ones.
         less_keys: names of metrics of which less is better, instead of the usual ones.
 
     Raises:
-        ConfigurationError: names that cannot work, or of which nobody knows what is better.
+        ConfigurationError: names or rules that cannot work, or a name that does not tell whether more is better.
     """
 
     def __init__(
         self,
         metrics: str | Iterable[str] | None,
-        rule: Rule | None,
+        rule: Rule | Sequence[Rule] | None,
         greater_keys: str | Iterable[str] | None,
         less_keys: str | Iterable[str] | None,
     ) -> None:
-        check_rule(rule)
-        self._rule = rule
         self._greater = GREATER if greater_keys is None else names("greater_keys", greater_keys)
         self._less = LESS if less_keys is None else names("less_keys", less_keys)
         self._metrics = None if metrics is None else names("save_best", metrics)
+        self._rules = _by_metric(rule, self._metrics or ())
         self._shelves: dict[str, Shelf] = {}
         self._check()
 
@@ -77,7 +76,7 @@ class Best:
                 self._shelves[metric].load_state_dict(saved, exists)
 
     def _rule_of(self, metric: str) -> Rule:
-        return self._rule or find_rule(metric, self._greater, self._less)
+        return self._rules.get(metric, self._rules.get("auto")) or find_rule(metric, self._greater, self._less)
 
     def _check(self) -> None:
         metrics = self._metrics or ()
@@ -98,6 +97,16 @@ def names(option: str, given: str | Iterable[str]) -> tuple[str, ...]:
     if not chosen or not all(isinstance(name, str) and name for name in chosen):
         raise ConfigurationError(f"{option}={given!r}: give a name or a list of names")
     return tuple(dict.fromkeys(chosen))
+
+
+def _by_metric(rule: Rule | Sequence[Rule] | None, metrics: Sequence[str]) -> dict[str, Rule | None]:
+    """Return the rule of each metric: the one for all, or the one at the same place of a list."""
+    listed = [rule] if rule is None or isinstance(rule, str) else list(rule)
+    if not all(one in (None, *get_args(Rule)) for one in listed):
+        raise ConfigurationError(f'rule={rule!r}: a rule is "greater" or "less"')
+    if len(listed) not in (1, len(metrics)):
+        raise ConfigurationError(f"rule={rule!r}: give one rule, or one for each metric of save_best={list(metrics)}")
+    return dict(zip(metrics, listed * len(metrics) if len(listed) == 1 else listed, strict=True))
 
 
 def _score(metric: str, metrics: Mapping[str, Any]) -> float | None:

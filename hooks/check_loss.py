@@ -29,7 +29,7 @@ class CheckInvalidLossHook(Hook):
     priority = Priority.NORMAL
 
     @check_options
-    def __init__(self, interval: PositiveInt = 50, *, keys: Iterable[str] | None = None) -> None:
+    def __init__(self, interval: PositiveInt = 50, *, keys: str | Iterable[str] | None = None) -> None:
         self.keys = None if keys is None else _checked_keys(keys)
         self.interval = interval
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from eventloop import (
     AfterLoadCheckpoint,
@@ -46,6 +49,8 @@ from hooks.rules import Rule
 
 log = get_logger()
 
+MetricNames = Annotated[Sequence[str], Meta(description='a list of names, whose rules go into rule=["greater", "less"]')]
+
 
 @register(aliases=("CheckPointHook",))
 class CheckpointHook(Hook):
@@ -74,16 +79,16 @@ class CheckpointHook(Hook):
         save_last: also save at the end of training, however it was stopped (not by an exception). A run that was stopped in
             the middle of an epoch saves under ``iter_{n}``.
         save_best: name or names of metrics of which the best checkpoint stays; ``"auto"`` for the first metric of the
-            first validation.
-        rule: ``"greater"`` or ``"less"`` is better, for all of ``save_best``. By default it is inferred, see
-            :func:`hooks.rules.find_rule`.
+            first validation (of what the step returns only where there is no metric).
+        rule: ``"greater"`` or ``"less"`` is better, for all of ``save_best``, or a list with one for each. By default it is
+            inferred, see :func:`hooks.rules.find_rule`.
         greater_keys: instead of the names of metrics of which more is better.
         less_keys: instead of the names of metrics of which less is better.
-        filename_tmpl: other names, such as ``"model_{}.safetensors"``.
+        filename_tmpl: other names, such as ``"model_{}.safetensors"``, and ``best_{metric}_model_{n}.safetensors``.
         published_keys: keys of the checkpoint (``"state_dict"``) of which to write a stripped copy after training, named with
             the first 8 hex digits of its SHA-256: of the best if ``save_best``, and of the last if ``save_last``.
         save_begin: epoch or iteration to begin at.
-        on_error: ``"raise"`` ends the run when a file cannot be written, ``"log"`` goes on.
+        on_error: ``"raise"`` ends the run when a file cannot be written, published or removed, ``"log"`` goes on.
         staging: ``"block"`` copies the state while the training waits. ``"overlap"`` copies what only optimizers change
             (weights, their own state) on a thread during the next forward and backward pass, and the next ``optimizer.step``
             waits for it; the rest is copied at once, and in a validation or test all of it. A tensor that something
@@ -111,8 +116,8 @@ class CheckpointHook(Hook):
         out_dir: str | Path | None = None,
         max_keep_ckpts: int = -1,
         save_last: bool = True,
-        save_best: str | Iterable[str] | None = None,
-        rule: Rule | None = None,
+        save_best: str | MetricNames | None = None,
+        rule: Rule | Sequence[Rule] | None = None,
         greater_keys: str | Iterable[str] | None = None,
         less_keys: str | Iterable[str] | None = None,
         filename_tmpl: str | None = None,
@@ -140,6 +145,8 @@ class CheckpointHook(Hook):
             "busy": busy,
         }
         self._template = checked_template(filename_tmpl or f"{'epoch' if by_epoch else 'iter'}_{{}}{SUFFIX}")
+        # Iteration-based training validates within its one epoch: there the best files count iterations.
+        self._best_by_iter = checked_template(filename_tmpl or f"iter_{{}}{SUFFIX}")
         self._publish = None if published_keys is None else names("published_keys", published_keys)
         keep = None if max_keep_ckpts == -1 else max_keep_ckpts
         self._kept = Kept(keep, partial(Best, save_best, rule, greater_keys, less_keys))
@@ -200,7 +207,8 @@ class CheckpointHook(Hook):
         shelves = self._kept.shelves if self.save_last else self._kept.best.shelves
         for entry in (shelf.newest for shelf in shelves):
             if entry is not None and entry.durable:
-                publish_checkpoint(directory / entry.name, self._publish)
+                with self._errors("a checkpoint could not be published", directory / entry.name):
+                    publish_checkpoint(directory / entry.name, self._publish)
 
     # ------------------------------------------------------------------------------------------------- training
 
@@ -234,7 +242,7 @@ class CheckpointHook(Hook):
             log.warning("this validation has no metrics; the best checkpoint is not looked for", hook=self.label)
             return
         for metric, score, shelf in self._kept.best.improved(event.metrics):
-            file = f"best_{metric.replace('/', '_')}_{self._when(event)}{SUFFIX}"
+            file = f"best_{metric.replace('/', '_')}_{self._when(event)}"
             shelf.put(file, score)
             event.run.request_save(file, directory=self._kept.directory, **self._options)
 
@@ -246,9 +254,11 @@ class CheckpointHook(Hook):
         if directory is None or not gone or not self._first:
             return
         for name in gone:
-            self._remove(directory / name)
+            with self._errors("an old checkpoint could not be removed", directory / name):
+                store_of(directory).remove(directory / name)
         if self._sharded:
-            sweep_shards(Path(str(directory)), still=0)  # nothing else is being written: this is the thread that writes
+            with self._errors("parts of old checkpoints could not be removed", directory):
+                sweep_shards(Path(str(directory)), still=0)  # nothing else is being written: this is the thread that writes
 
     def checkpoint_failed(self, event: CheckpointFailed) -> None:
         """Forget what could not be written: what it was to replace stays, and the last save is still to be made."""
@@ -286,12 +296,14 @@ class CheckpointHook(Hook):
 
     def _when(self, event: AfterValEpoch) -> str:
         by_epoch = self.by_epoch and event.progress.max_iters is None
-        return f"epoch_{event.progress.epoch}" if by_epoch else f"iter_{event.progress.iter}"
+        return self._template.format(event.progress.epoch) if by_epoch else self._best_by_iter.format(event.progress.iter)
 
-    def _remove(self, path: Place) -> None:
+    @contextmanager
+    def _errors(self, what: str, path: Place) -> Iterator[None]:
+        """Log errors of the file system instead of raising them, with ``on_error="log"``."""
         try:
-            store_of(path).remove(path)
-        except CheckpointError as error:
+            yield
+        except (CheckpointError, OSError) as error:
             if self.on_error == "raise":
                 raise
-            log.warning("an old checkpoint could not be removed", path=str(path), error=str(error))
+            log.warning(what, hook=self.label, path=str(path), error=str(error))

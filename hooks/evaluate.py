@@ -16,6 +16,7 @@ from eventloop import (
     AfterTrainEpoch,
     AfterTrainIter,
     BeforeTrain,
+    ConfigurationError,
     Hook,
     Priority,
     RunEvent,
@@ -72,7 +73,8 @@ class EvaluateHook(Hook):
         function: is called without arguments.
         by_epoch: count epochs.
         monitor: name of the metric that tells the best; by default the first one of the first result.
-        rule: ``"greater"`` or ``"less"`` is better; by default it goes by the name, see :func:`hooks.rules.find_rule`.
+        rule: ``"greater"`` or ``"less"`` is better; by default it goes by the name, see :func:`hooks.rules.find_rule`. Where
+            neither tells, a warning says that there is no best.
         json_file: name of the file in the work dir, None for none.
         name: of this hook in checkpoints, where there are several of its kind.
 
@@ -107,6 +109,7 @@ class EvaluateHook(Hook):
         self._function = function
         self._json_file = json_file
         self._evaluated_at: int | None = None
+        self._told = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best result."""
@@ -142,7 +145,7 @@ class EvaluateHook(Hook):
         if self._evaluated_at != progress.iter:
             self._evaluate(event.run, progress.epoch, progress.iter)
         if self.best is not None:
-            log.info("best evaluation", hook=self.label, epoch=self.best.epoch, iter=self.best.iter, **self.best.metrics)
+            log.info("best evaluation", hook=self.label, epoch=self.best.epoch, iter=self.best.iter, metrics=self.best.metrics)
 
     # Off the path: a slow disk must not hold up the training, nor a full one end it.
     @mount(Evaluated, offload="thread", on_error="log", ranks="rank0", when=attrgetter("work_dir"))
@@ -173,14 +176,24 @@ class EvaluateHook(Hook):
         metrics = result.metrics
         run.info.update({f"eval/{name}": value for name, value in metrics.items()})
         self.monitor = self.monitor or next(iter(metrics))
-        self.rule = self.rule or find_rule(self.monitor)
         if self.monitor not in metrics:
             raise TrainingError(f"{self.label}: monitor={self.monitor!r}, but the function returned {', '.join(metrics)}")
+        rule = self.rule = self.rule or self._found_rule(self.monitor)
         best = None if self.best is None else self.best.metrics[self.monitor]
-        if is_better(self.rule, metrics[self.monitor], best):
+        if rule is not None and is_better(rule, metrics[self.monitor], best):
             self.best = result
         work_dir = None if run.work_dir is None else str(run.work_dir)
         run.publish(Evaluated, hook=self.label, epoch=result.epoch, iter=result.iter, metrics=dict(metrics), work_dir=work_dir)
+
+    def _found_rule(self, monitor: str) -> Rule | None:
+        """Return the rule of a metric that was not named by the user: that its name does not tell ends no training."""
+        try:
+            return find_rule(monitor)
+        except ConfigurationError as error:
+            if not self._told:
+                log.warning("the best evaluation is not kept", hook=self.label, reason=str(error))
+            self._told = True
+            return None
 
 
 def _flat(label: str, metrics: Any, prefix: str = "") -> Iterator[tuple[str, float]]:

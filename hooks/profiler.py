@@ -78,7 +78,7 @@ class ProfilerHook(Hook):
         *,
         by_epoch: bool = True,
         profile_times: PositiveInt = 1,
-        activities: Iterable[str | ProfilerActivity] | None = None,
+        activities: str | Iterable[str | ProfilerActivity] | None = None,
         activity_with_cpu: bool | None = None,
         activity_with_cuda: bool | None = None,
         schedule: Mapping[str, int] | Callable[[int], Any] | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, get_args
+from typing import Literal
 
 from eventloop import ConfigurationError
 
@@ -19,31 +19,27 @@ LESS = ("loss",)
 def find_rule(metric: str, greater_keys: Iterable[str] = GREATER, less_keys: Iterable[str] = LESS) -> Rule:
     """Return the rule of a metric, from its name in any case.
 
-    In this order: the name is a greater key; it is a less key; a greater key is in it; a less key is in it.
+    A key that is the whole name counts before keys that are in it.
 
     Raises:
-        ConfigurationError: none of these.
+        ConfigurationError: no key is in the name, or keys of both kinds are.
     """
     name = metric.lower()
-    greater, less = [key.lower() for key in greater_keys], [key.lower() for key in less_keys]
-    if name in greater:
-        return "greater"
-    if name in less:
-        return "less"
-    if any(key in name for key in greater):
-        return "greater"
-    if any(key in name for key in less):
-        return "less"
+    greater, less = [key for key in greater_keys if key.lower() in name], [key for key in less_keys if key.lower() in name]
+    whole = {rule for rule, keys in (("greater", greater), ("less", less)) if name in map(str.lower, keys)}
+    if len(whole) == 1:
+        return "greater" if "greater" in whole else "less"
+    if greater and less:
+        raise ConfigurationError(
+            f"metric {metric!r}: its name has {greater[0]!r}, of which more is better, and {less[0]!r}, of which less is; say "
+            'rule="greater" or rule="less"'
+        )
+    if greater or less:
+        return "greater" if greater else "less"
     raise ConfigurationError(
         f'metric {metric!r}: is more better, or less? Its name does not tell; say rule="greater" or rule="less" (or, where the '
         "hook has them, name it in greater_keys or less_keys)"
     )
-
-
-def check_rule(rule: object) -> None:
-    """Raise ConfigurationError unless ``rule`` is one, or None."""
-    if rule is not None and rule not in get_args(Rule):
-        raise ConfigurationError(f'rule={rule!r}: the better score is the "greater" or the "less"; None goes by its name')
 
 
 def is_better(rule: Rule, score: float, than: float | None) -> bool:

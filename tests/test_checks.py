@@ -44,6 +44,7 @@ class Thing:
         ({"mode": "warn"}, 'mode=\'warn\': give "raise" or "log"'),
         ({"place": 3}, "place=3: give a text, or a Path, or None"),
         ({"keys": {"a": 1}}, "keys={'a': 1}: give a list"),
+        ({"keys": "abc"}, "keys='abc': give a list"),
         ({"table": 3}, "table=3: give a mapping, or a function, or None"),
     ],
 )

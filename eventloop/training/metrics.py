@@ -80,7 +80,7 @@ class Metrics:
                 self._counts[name] = self._counts.get(name, 0) + 1
 
     def compute(self, ranks: Ranks | None = None) -> dict[str, Any]:
-        """Return all values by name: numbers where they are scalars; a metric that returns a mapping gives ``name/key``.
+        """Return all values by name, those of the metrics first; a metric that returns a mapping gives ``name/key``.
 
         Args:
             ranks: all processes, where there are several: the values are then of what all of them have seen, and the same
@@ -90,13 +90,15 @@ class Metrics:
         if ranks is not None:
             sums, counts = _added(ranks.gather((_plain(sums), counts)))
             metrics = self._merged(ranks)
-        values: dict[str, Any] = {name: _number(total / counts[name]) for name, total in sums.items()}
+        values: dict[str, Any] = {}
         for name, metric in metrics.items():
             value = _call(name, metric.compute)
             if isinstance(value, Mapping):
                 values |= {f"{name}/{key}": _number(entry) for key, entry in value.items()}
             else:
                 values[name] = _number(value)
+        # After them: who takes the first metric (save_best="auto") means one that the user has named.
+        values |= {name: _number(total / counts[name]) for name, total in sums.items() if name not in values}
         return values if ranks is None else dict(ranks.from_first(values))
 
     def _merged(self, ranks: Ranks) -> dict[str, Metric]:

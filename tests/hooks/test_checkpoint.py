@@ -19,6 +19,7 @@ from eventloop import (
     Hook,
     TrainingError,
     TrainLoop,
+    mount,
 )
 from eventloop.checkpoint import TEMPORARY_PREFIX, load
 from hooks.checkpoint import CheckpointHook
@@ -130,6 +131,11 @@ def test_a_directory_whose_name_is_no_utf_8_is_found_again_from_the_work_dir(job
         ({"save_best": "speed"}, "speed"),
         ({"save_best": ["auto", "acc"]}, "auto"),
         ({"save_best": []}, "save_best"),
+        ({"save_best": {"acc": "less"}}, r"save_best={'acc': 'less'}: .*rule="),
+        ({"save_best": {"acc"}}, "save_best"),
+        ({"save_best": ["acc", "loss"], "rule": ["greater", "less", "less"]}, "rule=.*'loss'"),
+        ({"save_best": ["acc", "loss"], "rule": ["greater", "more"]}, "rule=.*more"),
+        ({"save_best": "acc", "rule": ["greater", "less"]}, "rule="),
         ({"filename_tmpl": "epoch.safetensors"}, "filename_tmpl"),
         ({"filename_tmpl": "epoch_{}.pth"}, "safetensors"),
         ({"filename_tmpl": "a/{}.safetensors"}, "filename_tmpl"),
@@ -188,9 +194,33 @@ def test_nan_is_never_the_best(job: SimpleNamespace, tmp_path: Path) -> None:
     assert files(tmp_path) == {"best_acc_epoch_2"}
 
 
+def test_auto_is_the_first_named_metric_and_not_what_the_step_returns(job: SimpleNamespace, tmp_path: Path) -> None:
+    hook = CheckpointHook(save_best="auto", rule="greater", save_last=False)
+    best_loop(job, tmp_path, hook, 0.5, max_epochs=1, val_step=lambda model, batch: {"loss": torch.tensor(1.0)}).run()
+    assert files(tmp_path) == {"best_acc_epoch_1"}
+
+
+def test_each_metric_may_have_its_own_rule(job: SimpleNamespace, tmp_path: Path) -> None:
+    hook = CheckpointHook(save_best=["acc", "fid"], rule=["greater", "less"], save_last=False)
+    metrics = {"acc": job.Scores(0.5, 0.6, 0.4), "fid": job.Scores(3.0, 4.0, 2.0)}
+    job.loop(hook, work_dir=tmp_path, val_data=job.batches(1), metrics=metrics, max_epochs=3).run()
+    assert files(tmp_path) == {"best_acc_epoch_2", "best_fid_epoch_3"}
+
+
+@pytest.mark.parametrize("save_best", [["acc", "fid"], "auto"])
+def test_a_list_with_one_rule_is_for_all(job: SimpleNamespace, tmp_path: Path, save_best: Any) -> None:
+    hook = CheckpointHook(save_best=save_best, rule=["less"], save_last=False)
+    metrics = {"acc": job.Scores(0.5, 0.6), "fid": job.Scores(3.0, 4.0)}
+    job.loop(hook, work_dir=tmp_path, val_data=job.batches(1), metrics=metrics).run()
+    assert files(tmp_path) == {"best_acc_epoch_1", "best_fid_epoch_1"} - (
+        {"best_fid_epoch_1"} if save_best == "auto" else set()
+    )
+
+
 def test_auto_is_the_first_metric(job: SimpleNamespace, tmp_path: Path) -> None:
     hook = CheckpointHook(save_best="auto", save_last=False)
-    best_loop(job, tmp_path, hook, 0.5, max_epochs=1, val_step=lambda model, batch: {"a/loss": torch.tensor(1.0)}).run()
+    options = {"val_data": job.batches(1), "val_step": lambda model, batch: {"a/loss": torch.tensor(1.0), "b": 0.5}}
+    job.loop(hook, work_dir=tmp_path, max_epochs=1, **options).run()
     assert files(tmp_path) == {"best_a_loss_epoch_1"}
 
 
@@ -202,7 +232,7 @@ def test_several_metrics_have_a_best_each(job: SimpleNamespace, tmp_path: Path) 
 
 
 def test_a_metric_that_is_not_there_is_an_error_that_names_the_others(job: SimpleNamespace, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="'loss', 'acc'"):
+    with pytest.raises(TrainingError, match="'acc', 'loss'"):
         best_loop(job, tmp_path, CheckpointHook(save_best="accuracy"), 0.5).run()
 
 
@@ -264,11 +294,27 @@ def test_the_best_has_the_weights_that_were_validated(job: SimpleNamespace, tmp_
         ("LOSS", "less"),
         ("val_loss", "less"),
         ("coco/bbox_mAP", "greater"),
-        ("auc_loss", "greater"),  # greater keys inside the name come first
+        ("acc", "greater"),
     ],
 )
 def test_rules_are_inferred_from_names(metric: str, rule: str) -> None:
     assert find_rule(metric) == rule
+
+
+@pytest.mark.parametrize("metric", ["val/topk_loss", "accumulated_loss", "auc_loss", "LossAcc"])
+def test_a_name_that_says_both_is_an_error_that_asks_for_the_rule(metric: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{metric}.*'loss'.*rule="):
+        find_rule(metric)
+    with pytest.raises(ConfigurationError, match=metric):
+        CheckpointHook(save_best=metric)
+    CheckpointHook(save_best=metric, rule="less")
+
+
+def test_a_key_that_is_the_whole_name_decides() -> None:
+    assert find_rule("top_loss", ["acc", "top"], ["Top_Loss"]) == "less"
+    assert find_rule("top_loss", ["TOP_LOSS"], ["loss"]) == "greater"
+    with pytest.raises(ConfigurationError, match="rule="):
+        find_rule("score", ["score"], ["Score"])
 
 
 def test_own_keys_replace_the_built_in_ones() -> None:
@@ -424,6 +470,54 @@ def test_published_copies_are_named_by_their_content(job: SimpleNamespace, tmp_p
         assert path.stem.split("-")[1] == hashlib.sha256(path.read_bytes()).hexdigest()[:8]
         assert load(path).keys() == {"state_dict", "info"}
     assert not list(tmp_path.glob(".*"))
+
+
+class Unplugs(Hook):
+    """Takes the directory away once training is over."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.ended: list[str] = []
+
+    def before_run(self, event: Any) -> None:
+        event.run.defer(lambda: self.ended.append("run"))
+
+    def after_train(self, event: Any) -> None:
+        self.ended.append("train")
+
+    @mount(priority=0)
+    def after_run(self, event: Any) -> None:
+        event.run.wait_for_saves()
+        break_directory(self.directory)
+
+    @mount("after_run", priority=100)
+    def last(self, event: Any) -> None:
+        self.ended.append("last")
+
+
+def test_what_cannot_be_published_ends_no_run_that_only_logs_errors(job: SimpleNamespace, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    hook = CheckpointHook(out_dir=out, published_keys="state_dict", on_error="log")
+    unplugs = Unplugs(out)
+    with capture_logs() as logs:
+        job.loop(hook, unplugs, work_dir=tmp_path).run()
+    assert unplugs.ended == ["train", "last", "run"]
+    assert [entry["hook"] for entry in logs if entry["event"] == "a checkpoint could not be published"] == ["CheckpointHook"]
+
+
+def test_what_cannot_be_published_is_an_error_otherwise(job: SimpleNamespace, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    hook = CheckpointHook(out_dir=out, published_keys="state_dict")
+    with pytest.raises((CheckpointError, OSError)), capture_logs():
+        job.loop(hook, Unplugs(out), work_dir=tmp_path).run()
+
+
+def test_the_best_files_have_names_of_the_template(job: SimpleNamespace, tmp_path: Path) -> None:
+    hook = CheckpointHook(save_best="acc", filename_tmpl="model_{}.safetensors", save_last=False)
+    best_loop(job, tmp_path / "epochs", hook, 0.5, 0.6).run()
+    assert files(tmp_path / "epochs") == {"best_acc_model_2"}
+    best_loop(job, tmp_path / "iters", hook, 0.5, 0.6, max_epochs=None, max_iters=4, val_interval=2).run()
+    assert files(tmp_path / "iters") == {"best_acc_model_4"}
 
 
 def test_resuming_is_not_misled_by_a_published_copy(job: SimpleNamespace, tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_the_best_is_logged_at_the_end(job: SimpleNamespace) -> None:
     with capture_logs() as logs:
         job.loop(EvaluateHook(3, Function({"acc": 0.1}, {"acc": 0.9}))).run()
     (entry,) = [entry for entry in logs if entry["event"] == "best evaluation"]
-    assert (entry["iter"], entry["acc"]) == (6, 0.9)
+    assert (entry["iter"], entry["metrics"]) == (6, {"acc": 0.9})
 
 
 def test_the_best_survives_a_resume(job: SimpleNamespace, tmp_path: Path) -> None:
@@ -200,12 +200,29 @@ def test_a_new_training_with_the_same_hook_begins_afresh(job: SimpleNamespace) -
         (3, "int"),
         ({"acc": "high"}, "'acc' is a str"),
         ({"a": {"b": torch.ones(2)}}, "'a/b' is a Tensor"),
-        ({"speed": 3}, "rule="),
     ],
 )
 def test_a_result_that_cannot_be_used_is_an_error(job: SimpleNamespace, result: Any, match: str) -> None:
     with pytest.raises((TrainingError, ConfigurationError), match=match), capture_logs():
         job.loop(EvaluateHook(1, Function(result))).run()
+
+
+@pytest.mark.parametrize("name", ["speed", "epoch"])
+def test_a_first_metric_whose_name_tells_no_rule_is_a_warning_and_ends_no_training(job: SimpleNamespace, name: str) -> None:
+    hook = EvaluateHook(1, Function({name: 3.0}, {name: 4.0}), by_epoch=True)
+    with capture_logs() as logs:
+        loop = job.loop(hook)
+        loop.run()
+    assert (loop.counters.epoch, hook.best) == (2, None)
+    (warning,) = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert 'rule="greater"' in warning["reason"]
+
+
+def test_a_metric_may_be_named_like_a_field_of_the_log_line(job: SimpleNamespace) -> None:
+    hook = EvaluateHook(1, Function({"epoch": 3.0, "event": 1.0}, {"epoch": 2.0}), by_epoch=True, rule="greater")
+    with capture_logs() as logs:
+        job.loop(hook).run()
+    assert {"epoch": 3.0, "event": 1.0} in [entry.get("metrics") for entry in logs]
 
 
 def test_a_missing_monitor_is_an_error_that_names_what_there_is(job: SimpleNamespace) -> None:
