@@ -161,7 +161,8 @@ def run_demo(work_dir: Path, *, epochs: int = 30, seed: int = 0, resume: bool = 
         seed=seed,
     )
     sizes = ", ".join(f"{len(part)} {name}" for name, part in data.items())  # type: ignore[arg-type]  # TensorDataset has one
-    console.print(f"[bold]trainbus demo[/]: handwritten digits ({sizes}), {epochs} epochs → {work_dir}", highlight=False)
+    title = f"[bold]trainbus demo[/]: handwritten digits ({sizes}), {epochs} epochs → {work_dir}"
+    console.print(title, highlight=False, soft_wrap=True)
     tables = _tables_at_the_end(bus)
     began = time.perf_counter()
     loop.run(resume="auto" if resume else None)

@@ -107,7 +107,7 @@ def pseudo_terminal(monkeypatch):
                 pieces.append(piece)
 
     reader = threading.Thread(target=read)
-    with open(theirs, "w") as terminal, monkeypatch.context() as patched:  # noqa: PTH123 - a descriptor
+    with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patched:
         patched.setenv("TERM", "xterm-256color")
         for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
             patched.delenv(name, raising=False)
@@ -141,7 +141,7 @@ def test_in_a_pipe_lines_of_log_and_logger_are_whole_and_without_escape_codes(mo
     reading, writing = os.pipe()
     monkeypatch.setattr("structlog.is_configured", lambda: False)
     monkeypatch.setattr("rich._console", None)
-    with open(reading) as pipe, open(os.dup(writing), "w") as out, open(writing, "w", 1) as err:  # noqa: PTH123
+    with os.fdopen(reading) as pipe, os.fdopen(os.dup(writing), "w") as out, os.fdopen(writing, "w", 1) as err:
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", err)
         bus = bus_with(ProgressBar(), LoggerHook(interval=1, writers=[ConsoleWriter()]))
@@ -156,8 +156,8 @@ def test_in_a_pipe_lines_of_log_and_logger_are_whole_and_without_escape_codes(mo
 
 def test_what_is_redirected_to_a_file_stays_there_while_the_bar_is_shown(terminal, screen, capsys):
     bus = bus_with(ProgressBar(terminal))
-    bus.on("after_train_iter", lambda event: print("printed"), once=9)  # noqa: T201
-    bus.on("after_train_iter", lambda event: print("told", file=sys.stderr), once=9)  # noqa: T201
+    bus.on("after_train_iter", lambda event: sys.stdout.write("printed\n"), once=9)
+    bus.on("after_train_iter", lambda event: sys.stderr.write("told\n"), once=9)
     make_loop(bus).run()
     assert capsys.readouterr() == ("printed\n", "told\n")
     assert "printed" not in screen.getvalue()
