@@ -202,7 +202,11 @@ class BeforeSaveCheckpoint(RunEvent, kw_only=True):
 
 
 class CheckpointStaged(RunEvent, kw_only=True):
-    """The state was copied: training may go on while the copy is written."""
+    """The state was copied: training may go on while the copy is written.
+
+    The checkpoint is committed once the offloaded handlers of this event have returned, or have taken too long (half of the
+    bus's ``abort_timeout``). So they can make durable what a resumed run relies on, such as log lines of earlier iterations.
+    """
 
     path: str = ""
     job: Live[Any] = ABSENT

@@ -26,6 +26,7 @@ from eventloop import (
     AfterValEpoch,
     BeforeRun,
     BeforeTrainEpoch,
+    CheckpointStaged,
     ConfigurationError,
     Hook,
     ImageReported,
@@ -49,6 +50,8 @@ from hooks.writers.records import LogClosed, LogEpochBegan, LogEpochEnded, LogEv
 
 log = get_logger()
 
+_Heard = AfterTrainIter | LogEvent | ImageReported | Evaluated | CheckpointStaged
+
 _tokens = count(1)
 _NUMBERS = frozenset((int, float))
 
@@ -66,7 +69,9 @@ class LoggerHook(Hook):
     (``run.report_image``) go to the writers that take them, with the steps of their stage. Results of an ``EvaluateHook``
     (events ``evaluated``) are written as ``eval/<name>`` with the iterations done.
 
-    All of it happens on one thread. A writer that fails is reported and does not end the run. While one hangs (a network disk,
+    All of it happens on one thread. A writer that fails is reported, does not end the run and is tried again; what it has lost
+    in the end is told. A checkpoint is committed when the lines of its iterations are on disk, so that a resumed run has no
+    gap: lines of iterations that are made again come twice. While one hangs (a network disk,
     say), training goes on until 1024 events wait, and then waits for it; after three times :attr:`timeout` it goes on
     without this logger.
 
@@ -177,18 +182,20 @@ class LoggerHook(Hook):
         LogEvent,
         ImageReported,
         Evaluated,
+        CheckpointStaged,
         offload="thread",
         batch=256,
         linger=0.1,
         timeout=attrgetter("timeout"),
         on_error="log",
     )
-    def write(self, events: list[AfterTrainIter | LogEvent | ImageReported | Evaluated]) -> None:
+    def write(self, events: list[_Heard]) -> None:
         """Write what is there: scalars in the ``outputs`` of iterations, images, results, and the records made for it."""
         with self._writing:
             self._write(events)
 
-    def _write(self, events: list[AfterTrainIter | LogEvent | ImageReported | Evaluated]) -> None:
+    def _write(self, events: list[_Heard]) -> None:
+        durable = False
         for event in events:
             if isinstance(event, AfterTrainIter):
                 where = _where(event.progress, event.batch_idx + 1, self._epoch_length)
@@ -199,10 +206,12 @@ class LoggerHook(Hook):
             elif isinstance(event, Evaluated):
                 where = msgspec.structs.replace(_where(event.progress), stage="eval", epoch=event.epoch, iter=event.iter)
                 self._fanout.evaluated(event.metrics, event.iter, where)
+            elif isinstance(event, CheckpointStaged):
+                durable = True  # it is committed once this method has returned
             elif event.logger == self._token:
                 self._write_one(event)
         if self._facts is not None:
-            self._fanout.flush()
+            self._fanout.flush(durable=durable)
 
     def _write_one(self, event: LogEvent) -> None:
         match event:

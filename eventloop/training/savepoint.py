@@ -19,7 +19,9 @@ from eventloop.detach import Owned
 from eventloop.errors import ConfigurationError
 from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointSkipped, CheckpointStaged, Progress
 from eventloop.log import get_logger
+from eventloop.offload.deadline import Deadline
 from eventloop.priority import Priority
+from eventloop.subscription import Subscription
 from eventloop.training.save_files import CheckpointFiles, Parts, SaveJob
 from eventloop.training.save_request import SaveRequest, check_together, merged
 
@@ -55,6 +57,7 @@ class SavePoints:
         self._turns: Turns[SaveJob] = Turns()
         self._written: tuple[int, SaveRequest, SaveJob] | None = None
         self._broken: set[Place] = set()
+        self._late: set[Subscription] = set()  # handlers of checkpoint_staged that took too long
         self.skipped = 0
         """Saves that were asked for and not made: another was being written, or the run had not trained."""
         self._writer = bus.on(
@@ -203,6 +206,7 @@ class SavePoints:
                 job.given_up = job.source.given_up
                 self._tell_skipped(job)
                 return
+            self._wait_for_handlers()
             self._commit(job, done)
         except Exception as error:
             # Told as an event, too; on_error="raise" sends it on to the training thread.
@@ -212,6 +216,23 @@ class SavePoints:
                 raise
         finally:
             self._turns.end(job)
+
+    def _wait_for_handlers(self) -> None:
+        """Wait until the other offloaded handlers of ``checkpoint_staged`` are done, but not for ever."""
+        for one in self._bus.subscriptions:
+            if (
+                one is self._writer
+                or one.lane is None
+                or one.mode == "stream"
+                or self._writer.mount_point not in one.mount_points
+            ):
+                continue
+            patience = 0.0 if one in self._late else self._bus.abort_timeout / 2  # less than a run that ends by an error has
+            if one.lane.join(Deadline(patience)):
+                self._late.discard(one)
+            elif one not in self._late:
+                self._late.add(one)
+                log.warning("a checkpoint does not wait any longer for a handler of its event", handler=one.label)
 
     def _commit(self, job: SaveJob, done: list[Place]) -> None:
         """Write or link every name, noting those that are durable in ``done``, and tell of them all the same if one fails."""

@@ -46,8 +46,9 @@ class Writer:
     """Base of all writers: override what the target can take. Everything else is let go.
 
     The least is :meth:`write_scalar`, or :meth:`write_scalars` where many at once are cheaper. Called by one thread at a time,
-    never by the training thread, so it may block. What it raises is logged, and after three failures in a row it is left
-    alone until the next run.
+    never by the training thread, so it may block. What it raises is logged, and it is tried again, with pauses that grow to a
+    minute: see :class:`hooks.writers.target.Target`. If it fails twice in a row it is closed and opened again, and gets
+    what came since its last :meth:`flush` that worked. Up to 10,000 calls wait; what is lost is counted and told.
 
     Args:
         interval: iterations between training scalars; None takes the logger's. With 1 it gets every iteration's values as
@@ -100,6 +101,10 @@ class Writer:
 
     def flush(self) -> None:
         """Make what was written visible; called whenever the logger has nothing more to write for the moment."""
+
+    def sync(self) -> None:
+        """Make what was written durable; called before a checkpoint of these iterations is committed. Flushes by default."""
+        self.flush()
 
     def aborted(self) -> None:
         """Take the news that an exception has ended the run; :meth:`close` follows."""

@@ -18,7 +18,8 @@ class CSVWriter(Writer):
     Names that come later get columns of their own, at the right; for that the file is written anew, so give a name to
     everything early if there are many. A cell is empty where there was no value; NaN and infinities are ``nan``, ``inf`` and
     ``-inf``, which Python's ``float``, pandas and R read. Without a work dir nothing is written. A resumed run goes on at
-    the end of the file; rows of iterations that are made again come twice, and the later one holds.
+    the end of the file; rows of iterations that are made again come twice, and the later one holds. A symbolic link of the
+    file's name is an error, not followed.
 
     Args:
         filename: within the work dir.
@@ -53,6 +54,11 @@ class CSVWriter(Writer):
         """Hand the rows to the operating system."""
         if self._table is not None:
             self._table.flush()
+
+    def sync(self) -> None:
+        """Have the rows on disk."""
+        if self._table is not None:
+            self._table.flush(durable=True)
 
     def close(self) -> None:
         """Close the file."""

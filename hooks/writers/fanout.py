@@ -1,4 +1,4 @@
-"""The logger's side behind the lane: smoothing, who gets what when, and keeping a broken writer from the others."""
+"""The logger's side behind the lane: smoothing, and who gets what when."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from eventloop import get_logger
 from hooks.smoothing import Smoother
 from hooks.writers.base import RunFacts, Where, Writer
 from hooks.writers.images import as_image
+from hooks.writers.target import Target
 
 log = get_logger()
-
-_MOST_FAILURES = 3
 
 
 class Fanout:
@@ -35,7 +34,7 @@ class Fanout:
         interval_exp_name: int,
         new_smoother: Callable[[], Smoother],
     ) -> None:
-        self._targets = [_Target(writer, interval) for writer in writers]
+        self._targets = [Target(writer, interval) for writer in writers]
         self._names = _Names()
         self._ignore_last = ignore_last
         self._interval_exp_name = interval_exp_name
@@ -55,9 +54,7 @@ class Fanout:
         self._smoother = self._new_smoother()
         self._last = Where("train", 0, 0)
         for target in self._targets:
-            target.reopen()
-            target.call(lambda writer: writer.open(run))
-            target.call(lambda writer: writer.write_config(run.config))
+            target.open(run)
 
     def train(self, scalars: Mapping[str, float], where: Where) -> None:
         """Take the scalars of a training iteration."""
@@ -98,22 +95,19 @@ class Fanout:
             self._warned = True
             log.warning("an image was reported, and none of the writers takes images; TensorBoardWriter does", image=name)
         for target in takers:
-            target.call(lambda writer: writer.write_image(f"{where.stage}/{name}", as_image(image), step))
+            target.call(lambda writer: writer.write_image(f"{where.stage}/{name}", as_image(image), step), image=True)
 
-    def flush(self) -> None:
-        """Flush all writers."""
+    def flush(self, *, durable: bool = False) -> None:
+        """Flush all writers; with ``durable`` what was written is to survive a power cut, where a writer can do that."""
         for target in self._targets:
-            target.call(lambda writer: writer.flush())
+            target.flush(durable=durable)
 
     def close(self, *, finished: bool = True) -> None:
         """Flush and close all writers; ``finished`` is False if an exception has ended the run."""
-        self.flush()
         for target in self._targets:
-            if not finished:
-                target.call(lambda writer: writer.aborted())
-            target.call(lambda writer: writer.close())
+            target.close(finished=finished)
 
-    def _write_train(self, target: _Target) -> None:
+    def _write_train(self, target: Target) -> None:
         values = self._smoother.read(target.written, smooth=target.interval > 1)
         target.written = self._smoother.count
         named = self._named(values)
@@ -129,48 +123,3 @@ class _Names(dict[str, str]):
 
     def __missing__(self, name: str) -> str:
         return self.setdefault(name, f"train/{name}")
-
-
-class _Target:
-    """One writer, and how it is doing."""
-
-    def __init__(self, writer: Writer, interval: int) -> None:
-        self.interval = writer.interval or interval
-        self.takes_images = type(writer).write_image is not Writer.write_image
-        self.written = 0
-        self._writer = writer
-        self._failures = 0
-
-    def reopen(self) -> None:
-        self.written = 0
-        self._failures = 0
-
-    def call(self, do: Callable[[Writer], object]) -> None:
-        if self._failures >= _MOST_FAILURES:
-            return
-        try:
-            do(self._writer)
-        except Exception:  # noqa: BLE001 - logged
-            self._count_failure()
-        else:
-            self._failures = 0
-
-    def write(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
-        # call(), written out: once an iteration, on a thread that takes the GIL from the training.
-        if self._failures >= _MOST_FAILURES:
-            return
-        try:
-            self._writer.write_scalars(scalars, step, where)
-        except Exception:  # noqa: BLE001 - logged
-            self._count_failure()
-        else:
-            self._failures = 0
-
-    def _count_failure(self) -> None:
-        self._failures += 1
-        retired = self._failures == _MOST_FAILURES
-        log.exception(
-            "a writer failed" + " and is left alone until the next run" * retired,
-            writer=type(self._writer).__name__,
-            failures=self._failures,
-        )

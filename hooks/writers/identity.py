@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from hooks.writers.files import replace
+
 
 def run_id(
     work_dir: Path | None, filename: str, make: Callable[[], str], exists: Callable[[str], bool] = lambda known: True
@@ -23,6 +25,5 @@ def run_id(
     if path.is_file() and (known := path.read_text(encoding="utf-8").strip()) and exists(known):
         return known
     made = make()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(made + "\n", encoding="utf-8")
+    replace(path, f"{made}\n".encode())
     return made

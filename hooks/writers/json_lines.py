@@ -13,6 +13,7 @@ import orjson
 from eventloop import check_options, register
 from hooks.options import Name, PositiveInt
 from hooks.writers.base import RunFacts, Where, Writer
+from hooks.writers.files import check_in_place, open_to_append, replace, sync
 
 
 @register(aliases=("JSONLogger", "JSONLoggerHook"))
@@ -20,9 +21,9 @@ class JSONLinesWriter(Writer):
     """Appends ``{"step": 41, "epoch": 1, "iter": 41, "train/loss": 0.25, ...}`` to ``<work_dir>/scalars.jsonl``.
 
     Without a work dir nothing is written. A resumed run goes on at the end of the file; lines of iterations that are made
-    again come twice, and the later one holds. Test metrics go to a file of their own, as one object, and the run's
-    configuration to ``config.json``. NaN and infinities are written as ``NaN`` and ``Infinity``, which Python's ``json``,
-    pandas and most parsers read, and never as null.
+    again come twice, and the later one holds. A symbolic link of the file's name is an error, not followed. Test metrics go
+    to a file of their own, as one object, and the run's configuration to ``config.json``. NaN and infinities are written as
+    ``NaN`` and ``Infinity``, which Python's ``json``, pandas and most parsers read, and never as null.
 
     Args:
         filename: within the work dir.
@@ -57,7 +58,7 @@ class JSONLinesWriter(Writer):
             return
         line = encode({"step": step, "epoch": where.epoch, "iter": where.iter, **scalars}, finite=_all_finite(scalars))
         if where.stage == "test":
-            self._path(self._directory, self.test_filename).write_bytes(line)
+            replace(self._directory / self.test_filename, line)
         else:
             self._lines(self._directory).write(line)
 
@@ -65,12 +66,19 @@ class JSONLinesWriter(Writer):
         """Write ``config.json``, if there is a configuration."""
         if self._directory is not None and config:
             text = json.dumps(config, indent=2, ensure_ascii=False)
-            self._path(self._directory, "config.json").write_text(text + "\n", encoding="utf-8")
+            replace(self._directory / "config.json", f"{text}\n".encode())
 
     def flush(self) -> None:
         """Hand the lines to the operating system."""
-        if self._file is not None:
+        if self._file is not None and self._directory is not None:
+            check_in_place(self._file, self._directory / self.filename)
             self._file.flush()
+
+    def sync(self) -> None:
+        """Have the lines on disk."""
+        self.flush()
+        if self._file is not None:
+            sync(self._file)
 
     def close(self) -> None:
         """Close the file."""
@@ -80,17 +88,8 @@ class JSONLinesWriter(Writer):
 
     def _lines(self, directory: Path) -> IO[bytes]:
         if self._file is None:
-            path = self._path(directory, self.filename)
-            torn = _ends_in_mid_line(path)
-            self._file = path.open("ab")
-            if torn:
-                self._file.write(b"\n")
+            self._file = open_to_append(directory / self.filename)
         return self._file
-
-    def _path(self, directory: Path, name: str) -> Path:
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
 
 
 def encode(record: Mapping[str, Any], *, finite: bool) -> bytes:
@@ -103,12 +102,3 @@ def encode(record: Mapping[str, Any], *, finite: bool) -> bytes:
 def _all_finite(scalars: Mapping[str, float]) -> bool:
     # One NaN or infinity makes the sum one; should finite numbers overflow, the slow path writes them just as well.
     return isfinite(sum(scalars.values()))
-
-
-def _ends_in_mid_line(path: Path) -> bool:
-    """True if a process that died left half a line, which must not swallow the next one."""
-    if not path.is_file() or not path.stat().st_size:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"

@@ -55,7 +55,6 @@ class MLflowWriter(Writer):
         self._client: Any = None
         self._id = ""
         self._metrics: list[Any] = []
-        self._late = False
         self._failed = False
 
     def open(self, run: RunFacts) -> None:
@@ -69,7 +68,7 @@ class MLflowWriter(Writer):
             uri, artifacts = f"sqlite:///{place / 'mlflow.db'}", (place / "mlflow").as_uri()
         mlflow = _load(uri)
         client = mlflow.MlflowClient(tracking_uri=uri)
-        self._metrics, self._late, self._failed = [], False, False
+        self._metrics, self._failed = [], False
         self._id = run_id(
             run.work_dir,
             "mlflow_run_id",
@@ -81,8 +80,6 @@ class MLflowWriter(Writer):
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
         """Keep them for the next flush."""
-        if self._late:
-            self._send()
         if self._client is not None:
             now = time.time_ns() // 1_000_000
             metric = _load(self.tracking_uri).entities.Metric
@@ -109,9 +106,9 @@ class MLflowWriter(Writer):
 
     def flush(self) -> None:
         """Write the metrics that were kept."""
-        self._late = bool(self._metrics)  # until it has worked; what then fails are the writes, too, so that it is noticed
-        self._send()
-        self._late = False
+        while self._metrics:
+            self._client.log_batch(self._id, metrics=self._metrics[:_MOST_METRICS])
+            del self._metrics[:_MOST_METRICS]
 
     def aborted(self) -> None:
         """Note that the run has failed."""
@@ -122,11 +119,6 @@ class MLflowWriter(Writer):
         client, self._client = self._client, None
         if client is not None:
             client.set_terminated(self._id, status="FAILED" if self._failed else "FINISHED")
-
-    def _send(self) -> None:
-        while self._metrics:
-            self._client.log_batch(self._id, metrics=self._metrics[:_MOST_METRICS])
-            del self._metrics[:_MOST_METRICS]
 
     def _create(self, client: Any, run: RunFacts, artifacts: str | None) -> str:
         found = client.get_experiment_by_name(self.experiment)

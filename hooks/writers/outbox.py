@@ -55,6 +55,8 @@ def send(work_dir: Path, out_dir: Path, suffixes: tuple[str, ...], *, keep_local
 
 def _send_one(path: Path, copy: Path, *, keep_local: bool) -> Path:
     copy.parent.mkdir(parents=True, exist_ok=True)
+    if copy.is_symlink():
+        copy.unlink()  # a copy is a file of its own, and goes nowhere else
     if not keep_local and path.suffix in _APPENDED and copy.exists():
         with path.open("rb") as source, copy.open("ab") as end:
             shutil.copyfileobj(source, end)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Mapping
+from io import TextIOWrapper
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from hooks.writers.files import check_in_place, open_to_append, sync
 
 
 class Table:
@@ -22,11 +25,8 @@ class Table:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._columns: list[str] = []
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_half_a_row(path)
-        self._file = self._open("a")
-        self._rows = csv.writer(self._file, lineterminator="\n")
-        with self._open("r") as file:
+        self._open()
+        with path.open("r", encoding="utf-8", newline="") as file:
             self._columns = next(csv.reader(file), [])
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -35,9 +35,12 @@ class Table:
             self._add_columns([name for name in row if name not in self._columns])
         self._rows.writerow([row.get(name, "") for name in self._columns])
 
-    def flush(self) -> None:
-        """Hand the rows to the operating system."""
+    def flush(self, *, durable: bool = False) -> None:
+        """Hand the rows to the operating system, with ``durable`` to the disk."""
+        check_in_place(self._file, self._path)
         self._file.flush()
+        if durable:
+            sync(self._file)
 
     def close(self) -> None:
         """Close the file."""
@@ -47,7 +50,8 @@ class Table:
         columns = [*self._columns, *names]
         self._file.close()
         fresh = self._path.with_name(f"{self._path.name}.tmp")
-        with self._open("r") as old, fresh.open("w", encoding="utf-8", newline="") as new:
+        fresh.unlink(missing_ok=True)  # of a process that died; or a link to elsewhere
+        with self._path.open("r", encoding="utf-8", newline="") as old, fresh.open("x", encoding="utf-8", newline="") as new:
             rows = csv.writer(new, lineterminator="\n")
             rows.writerow(columns)
             lines = csv.reader(old)
@@ -55,11 +59,12 @@ class Table:
             rows.writerows(_padded(lines, len(columns)))
         fresh.replace(self._path)
         self._columns = columns
-        self._file = self._open("a")
-        self._rows = csv.writer(self._file, lineterminator="\n")
+        self._open()
 
-    def _open(self, mode: str) -> IO[str]:
-        return self._path.open(mode, encoding="utf-8", newline="")
+    def _open(self) -> None:
+        # Through to the buffer at once: a text file forgets what it could not hand on, and a later flush would not miss it.
+        self._file = TextIOWrapper(open_to_append(self._path), encoding="utf-8", newline="", write_through=True)
+        self._rows = csv.writer(self._file, lineterminator="\n")
 
 
 def add_rows(source: Path, target: Path) -> None:
@@ -75,21 +80,3 @@ def add_rows(source: Path, target: Path) -> None:
 
 def _padded(rows: Iterable[list[str]], width: int) -> Iterable[list[str]]:
     return (row + [""] * (width - len(row)) for row in rows)
-
-
-def _cut_half_a_row(path: Path) -> None:
-    if not path.is_file():
-        return
-    with path.open("rb+") as file:
-        size = file.seek(0, 2)
-        end = size
-        while end:
-            begin = max(0, end - 4096)
-            file.seek(begin)
-            newline = file.read(end - begin).rfind(b"\n")
-            if newline >= 0:
-                end = begin + newline + 1
-                break
-            end = begin
-        if end < size:
-            file.truncate(end)

@@ -1,5 +1,8 @@
+import csv
 import io
 import json
+import signal
+import textwrap
 import threading
 import time
 
@@ -10,9 +13,10 @@ from structlog.testing import capture_logs
 from torch.nn import functional
 
 from eventloop import Bus, ConfigurationError, Run, TrainLoop
+from hooks.checkpoint import CheckpointHook
 from hooks.logger import LoggerHook
 from hooks.timer import IterTimerHook
-from hooks.writers import ConsoleWriter, JSONLinesWriter, Writer
+from hooks.writers import ConsoleWriter, CSVWriter, JSONLinesWriter, Writer
 
 DATA = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(7)]
 
@@ -307,18 +311,157 @@ def test_a_writer_that_fails_ends_neither_the_run_nor_the_other_writers(notes, c
     assert "disk full" in output.out + output.err
 
 
-def test_a_writer_that_goes_on_failing_is_left_alone_until_the_next_run(notes, capsys):
-    class Dead(Broken):
-        def flush(self):
-            raise OSError("disk full")
+class OutOfOrder(Notes):
+    """Writes down what it is given when it is flushed. Fails where ``broken(call, step)`` is true; a flush then forgets all."""
 
-    dead = Dead()
-    loop = make_loop(bus_with(dead, notes, interval=1), test_data=DATA[:1])
-    loop.run()
-    assert len(dead.scalars()) <= 3
-    loop.test()
-    assert len(dead.scalars("test")) == 1
-    assert "left alone" in "".join(capsys.readouterr())
+    def __init__(self, broken):
+        super().__init__(interval=1)
+        self.broken = broken
+        self.taken = []
+
+    def open(self, run):
+        super().open(run)
+        self.taken.clear()
+
+    def write_scalars(self, scalars, step, where):
+        if self.broken("write", step):
+            raise OSError("no space left on device")
+        self.taken.append((scalars, step, where))
+
+    def flush(self):
+        taken, self.taken = self.taken, []
+        if taken and self.broken("flush", taken[-1][1]):
+            raise OSError("no space left on device")
+        for entry in taken:
+            super().write_scalars(*entry)
+
+
+@pytest.mark.parametrize("broken", ["write", "flush"])
+def test_a_writer_in_trouble_is_tried_again_and_loses_nothing(broken):
+    trained = threading.Event()
+    writer = OutOfOrder(lambda call, step: call == broken and step > 50 and not trained.is_set())
+    bus = bus_with(writer)
+    bus.on("after_train", lambda event: (bus.drain(), trained.set()))
+    with capture_logs() as logs:
+        make_loop(bus, max_epochs=20, step=counting()).run()
+    assert sorted(set(writer.steps())) == list(range(1, 141))
+    assert writer.names[-1] == "close"
+    assert {entry["event"] for entry in logs} == {"a writer failed, and is tried again", "a writer works again"}
+    assert all(entry["lost"] == 0 for entry in logs)
+
+
+def test_a_writer_that_does_not_recover_says_how_much_it_has_lost_and_keeps_a_bounded_number(monkeypatch):
+    monkeypatch.setattr("hooks.writers.target.MOST_KEPT", 20)
+    writer = OutOfOrder(lambda call, step: call == "write")
+    with capture_logs() as logs:
+        make_loop(bus_with(writer), max_epochs=20, step=counting()).run()
+    assert writer.steps() == []
+    assert (logs[-1]["event"], logs[-1]["log_level"], logs[-1]["lost"]) == (
+        "a writer has lost what it could not write",
+        "error",
+        140,
+    )
+    assert all(entry.get("kept", 0) <= 21 for entry in logs)
+
+
+def test_what_a_writer_does_not_take_does_not_stand_in_the_way_of_the_rest():
+    writer = OutOfOrder(lambda call, step: (call, step) == ("write", 3))
+    with capture_logs() as logs:
+        make_loop(bus_with(writer), step=counting()).run()
+    assert writer.steps() == [1, 2, *range(4, 15)]
+    assert [entry["lost"] for entry in logs if entry["event"] == "a writer has lost what it could not write"] == [1]
+
+
+def test_a_writer_that_cannot_be_opened_at_first_gets_everything_later(tmp_path):
+    (tmp_path / "out").write_text("a file where a folder should be")
+    bus = bus_with(JSONLinesWriter("out/scalars.jsonl", interval=1))
+    bus.on("after_train", lambda event: (bus.drain(), (tmp_path / "out").unlink()))
+    with capture_logs():
+        make_loop(bus, work_dir=tmp_path).run()
+    assert len((tmp_path / "out" / "scalars.jsonl").read_text().splitlines()) == 14
+
+
+def test_the_next_run_begins_with_a_clean_slate(notes):
+    writer = OutOfOrder(lambda call, step: call == "write" and not tests)
+    tests = []
+    with capture_logs():
+        loop = make_loop(bus_with(writer, notes), test_data=DATA[:1])
+        loop.run()
+        tests.append(1)
+        loop.test()
+    assert [where.stage for _, _, where in writer.scalars("test")] == ["test"]
+    assert writer.steps() == []
+
+
+@pytest.mark.parametrize("writer", [JSONLinesWriter, CSVWriter])
+def test_lines_of_a_committed_checkpoint_outlive_a_kill(script, tmp_path, writer):
+    """SIGKILL in the moment of the commit: nothing that the checkpoint has seen is missing, and a resumed run leaves no gap."""
+    source = f"""
+        import os, signal, torch
+        from eventloop import Bus, TrainLoop
+        from hooks import CheckpointHook, CSVWriter, JSONLinesWriter, LoggerHook
+
+        bus = Bus()
+        bus.add(LoggerHook(writers=[{writer.__name__}(interval=1)]), CheckpointHook(interval=30, by_epoch=False))
+
+        @bus.on("checkpoint_committed")
+        def kill(event):
+            if "iter_30." in event.path and os.environ.get("STRIKE"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        loop = TrainLoop(
+            torch.nn.Linear(1, 1),
+            torch.optim.SGD,
+            step=lambda model, batch: model(batch).mean(),
+            train_data=[torch.ones(1, 1)] * 40,
+            max_epochs=1,
+            bus=bus,
+            work_dir={str(tmp_path)!r},
+        )
+    """
+    source = source.replace("torch.nn.Linear(1, 1),", "model := torch.nn.Linear(1, 1),").replace(
+        "torch.optim.SGD,", "torch.optim.SGD(model.parameters(), lr=0.1),"
+    )
+    run = textwrap.dedent(source)
+    assert script(f"import os; os.environ['STRIKE'] = '1'\n{run}\nloop.run()").returncode == -signal.SIGKILL
+    assert set(range(1, 31)) <= set(logged_steps(tmp_path))
+    assert script(f"{run}\nloop.run(resume='auto')").returncode == 0
+    assert set(logged_steps(tmp_path)) == set(range(1, 41))
+
+
+def logged_steps(work_dir):
+    (path,) = work_dir.glob("scalars.*")
+    if path.suffix == ".csv":
+        return [int(row["step"]) for row in csv.DictReader(path.read_text().splitlines())]
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_writers_are_made_durable_before_a_commit_and_a_hanging_one_does_not_hold_it_up_for_ever(tmp_path):
+    class Durable(Notes):
+        def sync(self):
+            self.note("sync")
+
+    class Hangs(Notes):
+        def sync(self):
+            committed.wait(20)
+
+    committed, notes = threading.Event(), Durable(interval=1)
+    found = []
+    bus = Bus()
+    bus.add(LoggerHook(writers=[notes]), CheckpointHook(interval=1))
+    bus.on("checkpoint_committed", lambda event: found.append((event.progress.iter + 1, list(notes.calls))))
+    make_loop(bus, work_dir=tmp_path / "good").run()
+    assert [iters for iters, _ in found] == [7, 14]
+    for iters, calls in found:
+        assert ("sync",) in calls
+        assert iters in [call[2] for call in calls if call[0] == "scalars"]
+    bus = Bus(abort_timeout=0.2)
+    bus.add(LoggerHook(writers=[Hangs()]), CheckpointHook(interval=1))
+    bus.on("checkpoint_committed", lambda event: committed.set())
+    with capture_logs() as logs:
+        make_loop(bus, work_dir=tmp_path / "bad").run()
+    assert committed.is_set()
+    assert "does not wait any longer" in logs[0]["event"]
 
 
 def test_the_scalars_are_those_of_the_moment_though_their_tensors_are_used_again(notes):
@@ -385,6 +528,16 @@ def test_files_are_copied_when_the_run_is_over(tmp_path):
     assert {path.name for path in copy.iterdir()} == {"scalars.jsonl", "config.json"}
     assert (copy / "scalars.jsonl").read_text() == (work_dir / "scalars.jsonl").read_text()
     assert len((copy / "scalars.jsonl").read_text().splitlines()) == 14
+
+
+def test_copies_do_not_go_where_a_symbolic_link_leads(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    copy = tmp_path / "archive" / "digits" / "scalars.jsonl"
+    copy.parent.mkdir(parents=True)
+    copy.symlink_to(tmp_path / "precious")
+    make_loop(bus_with(JSONLinesWriter(interval=1), out_dir=tmp_path / "archive"), work_dir=tmp_path / "digits").run()
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert len(copy.read_text().splitlines()) == 14
 
 
 def test_local_files_go_if_they_are_not_to_be_kept_and_later_lines_are_added_to_the_copy(tmp_path):

@@ -1,3 +1,5 @@
+import csv
+import json
 import threading
 
 import pytest
@@ -74,7 +76,70 @@ def test_the_others_go_on_when_one_writer_fails(logged, tmp_path):
         logged.loop(broken, CSVWriter(), other, work_dir=tmp_path).run()
     assert len(other.scalars) == 8
     assert len((tmp_path / "scalars.csv").read_text().splitlines()) == 9
-    assert [line["writer"] for line in lines if line["log_level"] == "error"] == ["Broken"] * broken.calls
+    assert {line["writer"] for line in lines} == {"Broken"}
+    assert lines[-1]["lost"] == 8
+
+
+def steps(path):
+    if path.suffix == ".csv":
+        return [int(row["step"]) for row in csv.DictReader(path.read_text().splitlines()) if row["train/loss"]]
+    lines = map(json.loads, path.read_text().splitlines())
+    return [line["step"] for line in lines if "train/loss" in line]
+
+
+@pytest.mark.parametrize(("cls", "file"), [(JSONLinesWriter, "scalars.jsonl"), (CSVWriter, "scalars.csv")])
+def test_a_work_dir_that_is_removed_and_made_again_gets_what_comes_then(logged, tmp_path, cls, file):
+    def remove(event):
+        if event.progress.iter == 3:
+            loop.bus.drain()
+            (tmp_path / "out" / file).unlink()
+            (tmp_path / "out").rmdir()
+            (tmp_path / "out").mkdir()
+
+    loop = logged.loop(cls(), work_dir=tmp_path / "out", every=remove)
+    with structlog.testing.capture_logs() as lines:
+        loop.run()
+    assert sorted(set(steps(tmp_path / "out" / file))) == [4, 5, 6]
+    told = [line["event"] for line in lines if line["log_level"] != "debug"]
+    assert set(told) == {"a writer failed, and is tried again", "a writer works again"}
+
+
+@pytest.mark.parametrize(("cls", "file"), [(JSONLinesWriter, "scalars.jsonl"), (CSVWriter, "scalars.csv")])
+def test_a_disk_that_is_full_for_a_while_costs_no_line_and_leaves_no_half_one(script, tmp_path, cls, file):
+    done = script(
+        f"""
+        import resource, torch
+        from eventloop import Bus, Run
+        from hooks import CSVWriter, JSONLinesWriter, LoggerHook
+
+        def room(size):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+        bus = Bus()
+        bus.add(LoggerHook(writers=[{cls.__name__}(interval=1)]))
+        with Run(bus, model=torch.nn.Linear(1, 1), work_dir={str(tmp_path)!r}) as run:
+            for epoch in run.epochs(4):
+                room(2000 if epoch == 1 else resource.RLIM_INFINITY)
+                for batch in run.train(range(100)):
+                    run.report(loss=0.125)
+                bus.drain()
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert "a writer failed" in done.stderr
+    assert sorted(set(steps(tmp_path / file))) == list(range(1, 401))
+
+
+@pytest.mark.parametrize(("cls", "file"), [(JSONLinesWriter, "scalars.jsonl"), (CSVWriter, "scalars.csv")])
+def test_a_symbolic_link_is_not_written_through(logged, tmp_path, cls, file):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "out").mkdir()
+    for name in (file, f"{file}.tmp"):
+        (tmp_path / "out" / name).symlink_to(tmp_path / "precious")
+    with structlog.testing.capture_logs() as lines:
+        logged.loop(cls(), work_dir=tmp_path / "out").run()
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert lines[-1]["event"] == "a writer has lost what it could not write"
 
 
 def test_writers_hear_that_an_exception_has_ended_the_run(logged):

@@ -1,5 +1,6 @@
 import json
 import math
+import os
 
 import pytest
 
@@ -72,6 +73,30 @@ def test_the_configuration_is_written_if_there_is_one(writer, tmp_path):
     assert not (tmp_path / "config.json").exists()
     writer.write_config({"lr": 0.1, "name": "ü"})
     assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8")) == {"lr": 0.1, "name": "ü"}
+
+
+@pytest.mark.parametrize("name", ["test_metrics.json", "config.json"])
+def test_a_symbolic_link_in_the_place_of_a_small_file_is_replaced(writer, tmp_path, name):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / name).symlink_to(tmp_path / "precious")
+    writer.open(RunFacts("digits", tmp_path))
+    writer.write_config({"lr": 0.5})
+    writer.write_scalars({"test/accuracy": 0.5}, 1, Where("test", epoch=1, iter=3))
+    writer.close()
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert json.loads((tmp_path / name).read_text())
+
+
+def test_what_is_synced_is_on_disk(writer, tmp_path, monkeypatch):
+    synced = []
+    writer.open(RunFacts("digits", tmp_path))
+    writer.write_scalars({"train/loss": 0.5}, 1, AT)
+    path = tmp_path / "scalars.jsonl"
+    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append((os.fstat(descriptor).st_ino, path.stat().st_size)))
+    writer.sync()
+    assert synced == [(path.stat().st_ino, len(path.read_bytes()))]
+    assert path.read_bytes()
+    writer.close()
 
 
 def test_without_a_work_dir_nothing_is_written(writer, tmp_path, monkeypatch):

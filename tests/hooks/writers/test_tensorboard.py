@@ -1,9 +1,11 @@
 import io
 import math
+import shutil
 import sys
 import threading
 
 import pytest
+import structlog
 import torch
 
 from eventloop import Bus, ConfigurationError, Run
@@ -14,8 +16,11 @@ AT = Where("train", epoch=1, iter=3)
 
 
 @pytest.fixture
-def events():
+def events(monkeypatch):
     """Reads a folder with TensorBoard's own reader."""
+    names = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+    # Files of one second are read in the order of these numbers, as text: all shall have as many digits.
+    monkeypatch.setattr(names, "_global_uid", type(names._global_uid)(1000))
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
     def read(directory):
@@ -78,6 +83,21 @@ def test_iterations_that_a_resumed_run_makes_again_are_seen_once(events, tmp_pat
     found = events(tmp_path / "tensorboard")
     assert scalars(found, "train/loss") == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0)]
     assert scalars(found, "val/loss") == [(1, 2.0)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+def test_a_folder_that_is_removed_is_made_again_for_what_comes_then(events, logged, tmp_path):
+    def remove(event):
+        if event.progress.iter == 3:
+            loop.bus.drain()
+            shutil.rmtree(tmp_path / "tensorboard")
+
+    loop = logged.loop(TensorBoardWriter(), work_dir=tmp_path, every=remove)
+    with structlog.testing.capture_logs() as lines:
+        loop.run()
+    told = {line["event"] for line in lines if line["log_level"] != "debug"}
+    assert told == {"a writer failed, and is tried again", "a writer works again"}
+    assert scalars(events(tmp_path / "tensorboard"), "train/loss") == [(step, float(step)) for step in (4, 5, 6)]
 
 
 def test_a_validation_alone_hides_nothing_of_the_training(events, tmp_path):
