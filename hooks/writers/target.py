@@ -111,9 +111,9 @@ class Target:
         self._kept: deque[Entry] = deque()  # not taken yet
         self._anew = True  # it must be opened before it gets anything
         self._opened = False
-        self._failures = 0  # in a row
-        self._images = 0  # of those that are kept
-        self._next_try = 0.0
+        self._failures: int = 0  # in a row
+        self._images: int = 0  # of those that are kept
+        self._next_try: float = 0.0
         self._lost = 0
 
     @property
