@@ -66,7 +66,7 @@ class Best:
         """Return the names of the files, the scores, and what ``"auto"`` was."""
         return {"best": {metric: shelf.state_dict() for metric, shelf in self._shelves.items()}, "metrics": self._metrics}
 
-    def load_state_dict(self, state: Mapping[str, Any], exists: Callable[[str], bool]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], exists: Callable[[object], bool]) -> None:
         """Take it back. A best score whose file is gone is forgotten: the next one is the best that there is."""
         if self._metrics == ("auto",) and state["metrics"] is not None:
             self._metrics = tuple(state["metrics"])

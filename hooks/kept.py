@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from eventloop import Slot
-from eventloop.checkpoint import Place, place_of
+from eventloop import CheckpointError, Slot, get_logger
+from eventloop.checkpoint import Place, check_regular, is_plain_name, place_of
 from hooks.best import Best
+from hooks.checkpoint_options import SUFFIX
 from hooks.retention import Shelf
+
+log = get_logger()
 
 KEPT = Slot("kept checkpoints", list)
 """By all of a run's hooks: what one of them keeps, no other removes."""
@@ -73,9 +76,22 @@ class Kept:
         return {"files": self.files.state_dict(), **self.best.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it back, but for files that are gone."""
+        """Take it back, but for files that are gone, and for names that this hook cannot have given: it removes these files."""
         self.files.load_state_dict(state["files"], self._exists)
         self.best.load_state_dict(state, self._exists)
 
-    def _exists(self, name: str) -> bool:
-        return self.directory is not None and (self.directory / name).is_file()
+    def _exists(self, name: object) -> bool:
+        if not (is_plain_name(name) and name.endswith(SUFFIX)) or name.startswith("."):
+            log.warning("the checkpoint names a file that is none of this hook's; it is left alone", name=name)
+            return False
+        if self.directory is None:
+            return False
+        path = self.directory / name
+        try:
+            check_regular(path)
+        except CheckpointError as error:
+            log.warning("the checkpoint names a file that is none of this hook's; it is left alone", error=str(error))
+            return False
+        except OSError:
+            return False
+        return path.is_file()

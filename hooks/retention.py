@@ -71,7 +71,7 @@ class Shelf:
         with self._lock:
             return [{"name": entry.name, "score": entry.score} for entry in self._entries]
 
-    def load_state_dict(self, state: Iterable[Mapping[str, Any]], exists: Callable[[str], bool]) -> None:
+    def load_state_dict(self, state: Iterable[Mapping[str, Any]], exists: Callable[[object], bool]) -> None:
         """Take back those of the files that are still there."""
         with self._lock:
             self._entries = [Entry(one["name"], one["score"], durable=True) for one in state if exists(one["name"])]

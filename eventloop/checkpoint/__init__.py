@@ -4,6 +4,7 @@ Knows nothing of the bus. A checkpoint is a tree (dicts, lists, tuples … of nu
 file that the safetensors package opens.
 """
 
+from eventloop.checkpoint.bounds import check_regular, is_plain_name
 from eventloop.checkpoint.commit import TEMPORARY_PREFIX, commit_bytes, link, make_directory, remove
 from eventloop.checkpoint.container import CommitInfo, save, write
 from eventloop.checkpoint.export import export_tree, export_weights, is_weights
@@ -35,12 +36,14 @@ __all__ = [
     "Store",
     "Turns",
     "check_busy",
+    "check_regular",
     "check_staging",
     "commit_bytes",
     "export_tree",
     "export_weights",
     "file_kind",
     "inspect",
+    "is_plain_name",
     "is_sharded",
     "is_weights",
     "link",

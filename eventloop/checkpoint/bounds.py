@@ -6,14 +6,15 @@ import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeGuard
 
 from eventloop.errors import CheckpointDamagedError
 
 _LONGEST_NAME: Final = 255
+_KINDS: Final = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 
-def is_plain_name(name: object) -> bool:
+def is_plain_name(name: object) -> TypeGuard[str]:
     """Return True if ``name`` is text that can name a file in a directory, and nothing outside of it."""
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
         return False
@@ -38,18 +39,28 @@ def elements(shape: Sequence[int], most: int) -> int:
     return count
 
 
-def file_size(path: Path) -> int:
+def check_regular(path: object) -> None:
+    """Refuse what would hang, or lead elsewhere, when it is opened. Stores have nothing of the kind.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointDamagedError: it is a link, a device, a FIFO or a directory.
+    """
+    if isinstance(path, Path):
+        file_size(path)
+
+
+def file_size(path: Path, *, follow: bool = False) -> int:
     """Return the size of a regular file in bytes.
 
     Raises:
-        CheckpointDamagedError: it is missing, or a link, a device, a FIFO or a directory.
+        OSError: it cannot be looked at.
+        CheckpointDamagedError: it is no regular file; see `check_regular`. With ``follow`` it may be a link to one.
     """
-    try:
-        status = path.lstat()
-    except (OSError, ValueError) as error:
-        raise CheckpointDamagedError(f"{path} cannot be read ({error})") from error
+    status = path.stat(follow_symlinks=follow)
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointDamagedError(f"{path} is {kind_of(status.st_mode)} and no regular file")
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
+        raise CheckpointDamagedError(f"{path} is {kind} and no regular file")
     return status.st_size
 
 
@@ -62,9 +73,3 @@ def read_small(path: Path, most: int) -> bytes:
     if (size := file_size(path)) > most:
         raise CheckpointDamagedError(f"{path} has {size:,} bytes; {most:,} are the most that it can have")
     return path.read_bytes()
-
-
-def kind_of(mode: int) -> str:
-    """Return what a file is, in words, by its ``st_mode``."""
-    kinds = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
-    return kinds.get(stat.S_IFMT(mode), "a regular file" if stat.S_ISREG(mode) else "a device")

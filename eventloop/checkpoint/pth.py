@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 
 from eventloop.checkpoint.inert import revive, stand_ins
+from eventloop.checkpoint.store import store_of
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 
 _REFUSED: Final = re.compile(r"GLOBAL (\S+)")
@@ -67,7 +68,7 @@ def load_pth(path: str | os.PathLike[str]) -> Any:
 
 def _check(path: Path) -> bool:
     """Whether it is a zip file, as torch writes since 1.6, with every checksum right (torch.load does not look at them)."""
-    with path.open("rb") as file:
+    with store_of(path).opened(path) as (file, _):
         start = file.read(len(ZIP))
     if start == LEGACY:
         return False

@@ -52,17 +52,20 @@ def shards_of(state: Mapping[str, Any], path: Path) -> Path:
     return directory
 
 
-def verify_shards(state: Mapping[str, Any], path: Path) -> None:
-    """Read the sharded tensors of a checkpoint once, and compare their digests.
+def verify_shards(state: Any, path: object) -> None:
+    """Read the sharded tensors of a checkpoint once, if it has any, and compare their digests.
 
     Raises:
         CheckpointDamagedError: a part is missing, or other than what was written.
     """
-    with naming_damage(path):
-        directory = shards_of(state, path)
+    if not (isinstance(state, Mapping) and SHARDS in state):
+        return
+    file = Path(str(path))
+    with naming_damage(file):
+        directory = shards_of(state, file)
         wanted: dict[str, str] = {}
-        for file in directory.glob(f"*.{DIGESTS}"):
-            wanted |= msgspec.json.decode(read_small(file, MAX_INDEX_BYTES), type=dict[str, str])
+        for digests in directory.glob(f"*.{DIGESTS}"):
+            wanted |= msgspec.json.decode(read_small(digests, MAX_INDEX_BYTES), type=dict[str, str])
         if INDEX not in wanted:
             raise CheckpointDamagedError(f"{directory} is not there in full")
         if unknown := {piece.file for piece in all_pieces(read_index(directory))} - wanted.keys():

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, Final, Protocol, cast
 from urllib.parse import unquote, urlsplit
 
 from eventloop.checkpoint import commit
+from eventloop.checkpoint.bounds import file_size
 from eventloop.checkpoint.digest import CHUNK
 from eventloop.checkpoint.remote import RemotePath, RemoteStore
 from eventloop.checkpoint.sealed import Pieces, write_sealed
@@ -43,7 +44,12 @@ class Store(Protocol):
         """Remove a file; a missing one is fine."""
 
     def opened(self, path: Any) -> AbstractContextManager[tuple[BinaryIO, int]]:
-        """A file, for reading, and its size in bytes; FileNotFoundError if there is none."""
+        """A file, for reading, and its size in bytes.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            CheckpointDamagedError: it is a FIFO, a socket or a device.
+        """
 
     def files(self, directory: Any) -> list[tuple[Any, float | None]]:
         """The files in a directory, if it is there, and when each was last changed (Unix time in s; None if unknown)."""
@@ -85,6 +91,8 @@ class LocalStore:
     @contextmanager
     def opened(self, path: Path) -> Iterator[tuple[BinaryIO, int]]:
         """A file, for reading, and its size in bytes."""
+        if not path.is_dir():  # of that the system says so
+            file_size(path, follow=True)  # opening a FIFO would wait for its writer
         with path.open("rb", buffering=0) as file:
             yield file, os.fstat(file.fileno()).st_size
 

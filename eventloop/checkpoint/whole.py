@@ -24,8 +24,7 @@ def load_whole(path: str | os.PathLike[str] | Place) -> Any:
     state = load(path)
     if not (isinstance(state, Mapping) and SHARDS in state):
         return state
+    verify_shards(state, path)
     from eventloop.checkpoint.sharded import put_shards  # a second to import, for whom it is worth it
 
-    file = Path(str(path))
-    verify_shards(state, file)
-    return put_shards(state, file, lambda place, shape, dtype: torch.empty(shape, dtype=dtype), None)
+    return put_shards(state, Path(str(path)), lambda place, shape, dtype: torch.empty(shape, dtype=dtype), None)

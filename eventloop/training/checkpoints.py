@@ -219,14 +219,12 @@ class RunCheckpoints:
         state = load(path) if found is None else found[1]
         return path, resume.state_of_rank(state, this_rank(), world_size())
 
-    @staticmethod
-    def _load_named(place: Place) -> tuple[Place, Any]:
+    def _load_named(self, place: Place) -> tuple[Place, Any]:
         if not place.is_dir():
             state = load(place)
-            if SHARDS in state:
-                verify_shards(state, Path(str(place)))
+            verify_shards(state, place)
             return place, state
-        found = find_checkpoint(place)
+        found = find_checkpoint(place, known=self._kept)
         if found is None:
             raise CheckpointError(
                 f'there is no checkpoint of a run in {place} to resume from; resume="auto" begins where it finds none'

@@ -21,7 +21,7 @@ from eventloop import (
     TrainLoop,
     mount,
 )
-from eventloop.checkpoint import TEMPORARY_PREFIX, load
+from eventloop.checkpoint import TEMPORARY_PREFIX, load, save
 from hooks.checkpoint import CheckpointHook
 from hooks.rules import find_rule
 
@@ -441,6 +441,43 @@ def test_what_a_killed_process_did_not_come_to_delete_goes_later(job: SimpleName
     assert files(tmp_path) == {"epoch_1", "epoch_2", "best_acc_epoch_1", "best_acc_epoch_2"}
     best_loop(job, tmp_path, CheckpointHook(**options), 0.2, 0.1, max_epochs=3).run(resume="auto")
     assert files(tmp_path) == {"epoch_3", "best_acc_epoch_2"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../mine.safetensors", "/{}/mine.safetensors", "sub/mine.safetensors", "..", "", ".hidden.safetensors", "notes.txt"),
+        *("last_checkpoint", "link.safetensors", "fifo.safetensors", "x\0.safetensors", 7, None, ["epoch_1.safetensors"]),
+    ],
+)
+def test_names_in_a_checkpoint_that_the_hook_cannot_have_given_are_told_of_and_left_alone(
+    job: SimpleNamespace, tmp_path: Path, name: Any
+) -> None:
+    place = tmp_path / "run"
+    best_loop(job, place, CheckpointHook(1, save_best="acc", name="saver"), 0.9, max_epochs=1).run()
+    (place / "sub").mkdir()
+    mine = [
+        tmp_path / "mine.safetensors",
+        place / "sub" / "mine.safetensors",
+        place / "notes.txt",
+        place / ".hidden.safetensors",
+    ]
+    for file in mine:
+        file.touch()
+    (place / "link.safetensors").symlink_to(mine[0])
+    os.mkfifo(place / "fifo.safetensors")
+    tree = load(place / "epoch_1.safetensors")
+    forged = {"name": name.format(tmp_path) if isinstance(name, str) else name, "score": 0.1}
+    state = tree["bus"]["hooks"]["saver"]
+    state["files"].append(forged)
+    state["best"] = {"acc": [forged]}
+    save(tree, tmp_path / "forged.safetensors")
+    hook = CheckpointHook(1, save_best="acc", max_keep_ckpts=1, name="saver")
+    with capture_logs() as logs:
+        best_loop(job, place, hook, 0.2, 0.3, 0.4, max_epochs=3).run(resume=tmp_path / "forged.safetensors")
+    assert all(file.exists() for file in [*mine, place / "link.safetensors", place / "fifo.safetensors"])
+    assert files(place) >= {"epoch_3", "best_acc_epoch_3"}
+    assert sum("none of this hook's" in entry["event"] for entry in logs) == 2
 
 
 @pytest.mark.parametrize("which", ["epoch_1", "best_acc_epoch_1", "iter_6"])

@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from structlog.testing import capture_logs
 
 from eventloop import CheckpointError, ConfigurationError, Hook, TrainLoop
-from eventloop.checkpoint import load
+from eventloop.checkpoint import load, save
 from hooks import CheckpointHook
 
 URL = "memory://bucket/run"
@@ -83,6 +83,38 @@ def test_a_damaged_newest_file_is_reported_and_the_one_before_it_is_used(
         job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path, max_epochs=3).run(resume="auto")
     assert [entry["path"] for entry in logs if "damaged" in entry["event"]] == [f"{URL}/epoch_2.safetensors"]
     assert load(f"{URL}/epoch_3.safetensors")["progress"]["iter"] == 12
+
+
+def test_names_in_a_checkpoint_that_lead_out_of_the_directory_are_left_alone(
+    job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem
+) -> None:
+    job.loop(CheckpointHook(1, out_dir=URL, name="saver"), work_dir=tmp_path, max_epochs=1).run()
+    memory.pipe_file("/bucket/mine.safetensors", b"")
+    tree = load(f"{URL}/epoch_1.safetensors")
+    names = ["../mine.safetensors", "memory://bucket/mine.safetensors", "/bucket/mine.safetensors"]
+    tree["bus"]["hooks"]["saver"]["files"] = [{"name": name, "score": None} for name in names]
+    save(tree, f"{URL}/epoch_2.safetensors")
+    with capture_logs() as logs:
+        hook = CheckpointHook(1, out_dir=URL, max_keep_ckpts=1, name="saver")
+        job.loop(hook, work_dir=tmp_path, max_epochs=3).run(resume=f"{URL}/epoch_2.safetensors")
+    assert memory.exists("/bucket/mine.safetensors")
+    assert sum("none of this hook's" in entry["event"] for entry in logs) == 3
+
+
+def test_a_last_checkpoint_in_the_store_that_names_another_one_is_not_followed(
+    job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem
+) -> None:
+    job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path, max_epochs=1).run()
+    job.loop(CheckpointHook(1, out_dir="memory://other"), work_dir=tmp_path / "other", max_epochs=2).run()
+    for name in ("memory://other/epoch_2.safetensors", "../../other/epoch_2.safetensors", "/other/epoch_2.safetensors"):
+        memory.pipe_file("/bucket/run/last_checkpoint", name.encode())
+        began: list[int] = []
+        loop = job.loop(CheckpointHook(out_dir=URL, save_last=False, save_best="loss"), work_dir=tmp_path, max_epochs=3)
+        loop.bus.on("before_train", lambda event, began=began: began.append(event.progress.epoch))
+        with capture_logs() as logs:
+            loop.run(resume="auto")
+        assert began == [1]
+        assert any("names no file in a directory of this run" in entry["event"] for entry in logs)
 
 
 def test_a_store_that_does_not_answer_is_an_error_and_no_older_checkpoint(

@@ -7,6 +7,7 @@ import os
 import fsspec
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from eventloop import Bus, CheckpointDamagedError, CheckpointError
 
@@ -19,9 +20,11 @@ def saving(parts, work_dir, **options):
     return work_dir
 
 
-def began(parts, resume, **options):
+def began(parts, resume, out_dir=None, **options):
     """Return how many iterations the run had when it went on, and from where."""
     bus, seen = Bus(), []
+    if out_dir is not None:
+        bus.on("before_run", lambda e: e.run.keeps_checkpoints_in(out_dir))
     bus.on("before_train", lambda e: seen.append((e.progress.iter, e.run.resumed_from)))
     parts.loop(bus, val_data=None, **{"max_epochs": 3} | options).run(resume=resume)
     return seen[0]
@@ -46,12 +49,63 @@ def test_from_a_directory_named_from_here(parts, tmp_path, monkeypatch):
     assert began(parts, "run") == (9, tmp_path / "run" / "epoch_3.safetensors")
 
 
-def test_a_directory_says_where_its_checkpoints_are(parts, tmp_path):
+def test_a_directory_says_where_its_checkpoints_are_among_those_that_the_run_saves_to(parts, tmp_path):
     """A work dir whose hooks save elsewhere."""
     saving(parts, tmp_path / "out")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "last_checkpoint").write_text("../out/epoch_3.safetensors")
-    assert began(parts, tmp_path / "run")[0] == 9
+    assert began(parts, tmp_path / "run", out_dir=tmp_path / "out")[0] == 9
+    with capture_logs(), pytest.raises(CheckpointDamagedError, match=r"names '\.\./out/epoch_3\.safetensors'.*give its path"):
+        began(parts, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "kind", ["absolute", "../", "URL", "file URL", "FIFO", "link", "device", "a long text", "to a link", "to a FIFO"]
+)
+@pytest.mark.parametrize("resume", ["auto", "the directory"])
+def test_a_last_checkpoint_that_leads_elsewhere_is_told_of_and_not_followed(parts, tmp_path, monkeypatch, kind, resume):
+    work_dir = saving(parts, tmp_path / "run", max_epochs=2)
+    elsewhere = saving(parts, tmp_path / "elsewhere") / "epoch_3.safetensors"
+    pointer = work_dir / "last_checkpoint"
+    pointer.unlink()
+    if kind == "FIFO":
+        os.mkfifo(pointer)
+    elif kind in ("link", "device"):
+        pointer.symlink_to("/dev/zero" if kind == "device" else elsewhere.parent / "last_checkpoint")
+    else:
+        (work_dir / "link.safetensors").symlink_to(elsewhere)
+        os.mkfifo(work_dir / "fifo.safetensors")
+        texts = {
+            "absolute": str(elsewhere),
+            "../": "../elsewhere/epoch_3.safetensors",
+            "URL": "memory://elsewhere/epoch_3.safetensors",
+        }
+        texts |= {"file URL": elsewhere.as_uri(), "to a link": "link.safetensors", "to a FIFO": "fifo.safetensors"}
+        pointer.write_text(texts.get(kind, "x" * 100_000))
+    monkeypatch.setattr("fsspec.core.url_to_fs", None)
+    with capture_logs() as logs:
+        seen = began(parts, "auto" if resume == "auto" else work_dir, work_dir=work_dir)
+    assert seen == (6, work_dir / "epoch_2.safetensors")
+    assert any(entry["log_level"] == "warning" for entry in logs)
+
+
+def test_where_last_checkpoint_leads_elsewhere_and_nothing_is_beside_it_the_run_does_not_begin_anew(parts, tmp_path):
+    elsewhere = saving(parts, tmp_path / "elsewhere") / "epoch_3.safetensors"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "last_checkpoint").write_text(str(elsewhere))
+    with capture_logs(), pytest.raises(CheckpointDamagedError, match="give its path or URL as resume="):
+        began(parts, "auto", work_dir=tmp_path / "run")
+    (tmp_path / "run" / "last_checkpoint").unlink()
+    (tmp_path / "run" / "epoch_3.safetensors").symlink_to(elsewhere)
+    with capture_logs(), pytest.raises(CheckpointDamagedError, match=r"epoch_3\.safetensors is a link"):
+        began(parts, "auto", work_dir=tmp_path / "run")
+    assert began(parts, tmp_path / "run" / "epoch_3.safetensors") == (9, tmp_path / "run" / "epoch_3.safetensors")
+
+
+def test_a_fifo_that_is_named_is_an_error_and_no_hang(parts, tmp_path):
+    os.mkfifo(tmp_path / "fifo.safetensors")
+    with pytest.raises(CheckpointDamagedError, match="is a FIFO and no regular file"):
+        began(parts, tmp_path / "fifo.safetensors")
 
 
 def test_a_directory_without_a_checkpoint_is_an_error_that_says_what_else_to_do(parts, tmp_path):

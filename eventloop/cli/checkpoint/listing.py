@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -14,10 +12,11 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from eventloop.checkpoint import TEMPORARY_PREFIX, Place, RemotePath, file_kind, outline, place_of, store_of, verify
-from eventloop.checkpoint.shards import SHARDS, verify_shards
+from eventloop.checkpoint import TEMPORARY_PREFIX, Place, file_kind, outline, store_of, verify
+from eventloop.checkpoint.shards import verify_shards
 from eventloop.cli.checkpoint.output import Status, check_file, check_kind, printable, say, status_of, to_terminal
-from eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError
+from eventloop.errors import CheckpointDamagedError, CheckpointError
+from eventloop.training.pointer import file_named, read_pointer
 from eventloop.training.save_files import LAST
 
 State = Literal["complete", "verified", "damaged", "unreadable", "weights"]
@@ -49,8 +48,8 @@ def ls(options: argparse.Namespace) -> int:
     directory: Place = options.directory
     files = [_examined(found, every_byte=options.verify) for found in _find(directory)]
     console = to_terminal()
-    text = _pointer(directory)
-    newest = None if text is None else _pointed_to(directory, text)
+    text = read_pointer(directory) or None
+    newest = None if text is None else file_named(directory, text, [])
     if files:
         console.print(_table(files, newest, console.width))
     else:
@@ -134,8 +133,7 @@ def _examined(found: Found, *, every_byte: bool) -> Found:
         found.state = "complete"
         if every_byte:
             verify(path)
-            if isinstance(tree, Mapping) and SHARDS in tree:
-                verify_shards(tree, Path(str(path)))
+            verify_shards(tree, path)
             found.state = "verified"
     except CheckpointDamagedError as error:
         found.state, found.problem = "damaged", str(error)
@@ -149,25 +147,6 @@ def _examined(found: Found, *, every_byte: bool) -> Found:
 def _progress(tree: Any) -> Mapping[str, Any]:
     progress = tree.get("progress") if isinstance(tree, Mapping) else None
     return progress if isinstance(progress, Mapping) else {}
-
-
-def _pointer(directory: Place) -> str | None:
-    try:
-        text = os.fsdecode((directory / LAST).read_bytes()).strip()
-    except OSError:
-        return None
-    return text if text and "\0" not in text else None
-
-
-def _pointed_to(directory: Place, text: str) -> Place | None:
-    """What it names; None if that is in a store, and not the one that is listed."""
-    try:
-        there = place_of(text)
-    except ConfigurationError:
-        return None
-    if not isinstance(there, RemotePath):
-        return directory / text
-    return there if isinstance(directory, RemotePath) else None
 
 
 def _table(files: list[Found], newest: Place | None, width: int) -> Table:
