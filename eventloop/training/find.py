@@ -85,7 +85,7 @@ def _pointed_to(directory: Place, known: Iterable[Place], damage: list[str]) -> 
     )
     if named is None:
         damage.append(
-            f"{directory / LAST} names {way!r}, which is in no directory that this run saves to; if that is the checkpoint to go "
-            "on from, give its path or URL as resume="
+            f"{directory / LAST} names {way[:200]!r}, which is in no directory that this run saves to; if that is the "
+            "checkpoint to go on from, give its path or URL as resume="
         )
     return None
