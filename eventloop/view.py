@@ -128,6 +128,9 @@ class RunView(Protocol):
     def keeps_checkpoints_in(self, directory: Any) -> None:
         """Have ``resume="auto"`` look there, too; for hooks that save elsewhere than in the work dir, before the run begins."""
 
+    def note_options(self, owner: str, options: Any) -> None:
+        """Note options that a checkpoint overrides; a resume warns of those that the program gives in another way now."""
+
     def check_savable(self, **options: Any) -> None:
         """Raise now what would be wrong with a save (see ``Run.check_savable``)."""
 

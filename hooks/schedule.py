@@ -14,6 +14,7 @@ from eventloop import (
     AfterTrainEpoch,
     AfterTrainIter,
     AfterValEpoch,
+    BeforeRun,
     BeforeSaveCheckpoint,
     ConfigurationError,
     Hook,
@@ -94,14 +95,19 @@ class ParamSchedulerHook(Hook):
         self.schedulers = {} if scheduler is None else _named(scheduler)
         for name, one in self.schedulers.items():
             _check_scheduler(name, one, by)
+        self._given = {name: _options(one.state_dict()) for name, one in self.schedulers.items()}
         self.by = by
         self.monitor = monitor
 
     def unused(self) -> Collection[str]:
         """The moments of the other values of ``by``; without schedulers, all."""
         if not self.schedulers:
-            return [*_METHODS.values(), "before_save_checkpoint", "after_load_checkpoint"]
+            return ["before_run", *_METHODS.values(), "before_save_checkpoint", "after_load_checkpoint"]
         return [method for by, method in _METHODS.items() if by != self.by]
+
+    def before_run(self, event: BeforeRun) -> None:
+        """Have a resume tell which options of the schedules have changed: those in its checkpoint override them."""
+        event.run.note_options(KEY, self._given)
 
     def after_train_iter(self, event: AfterTrainIter) -> None:
         """Step the schedulers that count iterations."""
@@ -170,6 +176,13 @@ def _named(scheduler: Any) -> dict[str, Any]:
     if not named:
         raise ConfigurationError(f"scheduler={scheduler!r}: give at least one scheduler")
     return named
+
+
+def _options(state: Any) -> Any:
+    """Return what of a new schedule's state are its options, copied. The learning rates in it are the optimizer's."""
+    if isinstance(state, Mapping):
+        return {name: _options(value) for name, value in state.items() if name not in ("_last_lr", "base_lrs")}
+    return [_options(value) for value in state] if isinstance(state, list) else state
 
 
 def _check_scheduler(name: str, scheduler: Any, by: By | None) -> None:

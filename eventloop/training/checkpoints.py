@@ -175,6 +175,7 @@ class RunCheckpoints:
         self._run.publish(ev.BeforeSaveCheckpoint, path=str(request.path), checkpoint=state)
         if not request.save_param_scheduler:
             state.pop("param_schedulers", None)
+            resume.forget_options(state["options"], "param_schedulers")
         return state
 
     def _take_shards(self, state: dict[str, Any], path: Path) -> tuple[dict[str, Any], Parts]:

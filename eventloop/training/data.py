@@ -113,6 +113,7 @@ class Feed:
             "passes": self.passes,
             "start": self._start,
             "generators": generator_states(self.loader, instead),
+            "length": self.length,
         }
         if hasattr(self.loader, "state_dict"):
             state["loader"] = self.loader.state_dict() if self._place is _MISSING else self._place
@@ -129,6 +130,14 @@ class Feed:
         self.passes = int(state["passes"])
         self.resuming = True
         self._start = state["start"]
+        if self.used and self.length and self.length != (before := state.get("length") or self.length):
+            log.warning(
+                "resuming in the middle of an epoch, which has another number of batches than it had (of another size, or of "
+                "other data): the place in the data is not the same; resume with the old ones, or from the end of an epoch",
+                before=before,
+                now=self.length,
+                used=self.used,
+            )
         if self._start is not None:
             start_persistent_workers(self.loader)
         if not self.used or not hasattr(self.loader, "load_state_dict"):

@@ -12,6 +12,7 @@ from eventloop.bus import Bus
 from eventloop.checkpoint import without_wrappers
 from eventloop.errors import CheckpointError
 from eventloop.log import get_logger
+from eventloop.training.given import tell_changed
 from eventloop.training.order import Order
 from eventloop.training.progress import Counters
 from eventloop.training.rng import get_rng_state, other_rng_state, set_rng_state
@@ -31,6 +32,7 @@ class Resumable(Protocol):
     stateful: dict[str, Any]
     counters: Counters
     info: dict[str, Any]
+    options: dict[str, Any]
     order: Order
     bus: Bus
 
@@ -57,8 +59,11 @@ def gather(run: Resumable, request: SaveRequest) -> dict[str, Any]:
         "bus": run.bus.state_dict(),
         "stateful": {name: thing.state_dict() for name, thing in run.stateful.items()},
         "info": {name: value for name, value in run.info.items() if _plain(value)},
+        "options": dict(run.options),
     }
-    if request.save_optimizer:
+    if not request.save_optimizer:
+        forget_options(state["options"], "optimizer")
+    else:
         state["optimizer"] = {name: optimizer.state_dict() for name, optimizer in run.optimizers.items()}
     return state
 
@@ -78,7 +83,8 @@ def apply(run: Resumable, state: Mapping[str, Any], *, strict: bool = True) -> N
     fitting = {name: _fitting(model, models[name], name, strict=strict) for name, model in run.models.items()}
     fits = all(found.complete for found in fitting.values())
     # What an optimizer knows of parameters of another shape would fail at its first step.
-    _load_each("optimizer", run.optimizers, state.get("optimizer") if fits else None, partial(_load_optimizer, strict=strict))
+    optimizers = state.get("optimizer") if fits else None
+    loaded = _load_each("optimizer", run.optimizers, optimizers, partial(_load_optimizer, strict=strict))
     for name, model in run.models.items():
         model.load_state_dict(fitting[name].weights, strict=False)
     _load_each("stateful", run.stateful, state["stateful"])
@@ -86,8 +92,19 @@ def apply(run: Resumable, state: Mapping[str, Any], *, strict: bool = True) -> N
     run.info.update(state["info"])
     run.bus.load_state_dict(state["bus"])
     run.set_data_state(state["data"])
+    options = dict(state.get("options", {}))
+    if not loaded:
+        forget_options(options, "optimizer")
+    tell_changed(options, run.options)
+    run.options.update(options)  # for the checkpoints to come: what is in force since the run began
     if state["rng"] is not None:  # None: imported from elsewhere
         set_rng_state(state["rng"])
+
+
+def forget_options(options: dict[str, Any], owner: str) -> None:
+    """Leave out the options of what a checkpoint does not hold, or what was not loaded from it."""
+    for place in [place for place in options if place.startswith(f"{owner}.")]:
+        del options[place]
 
 
 def placement(
@@ -224,7 +241,7 @@ def _lacking(state: Any) -> list[str]:
     return [key for key in ("format", "state_dict", "progress", "bus", "rng") if key not in there]
 
 
-def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, state: Any, *, strict: bool) -> None:
+def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, state: Any, *, strict: bool) -> bool:
     before = optimizer.state_dict()
     try:
         optimizer.load_state_dict(state)
@@ -234,7 +251,7 @@ def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, state: Any, *, 
     except (ValueError, KeyError) as error:
         problem = f"{type(error).__name__}: {error}"
     if not problem:
-        return
+        return True
     optimizer.load_state_dict(before)
     if strict:
         raise CheckpointError(
@@ -242,27 +259,33 @@ def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, state: Any, *, 
             "with strict=False it starts afresh"
         )
     log.warning("the checkpoint is of another optimizer; this one starts afresh", name=name, problem=problem)
+    return False
 
 
-def _load(name: str, thing: Any, state: Any) -> None:
+def _load(name: str, thing: Any, state: Any) -> bool:
     thing.load_state_dict(state)
+    return True
 
 
 def _load_each(
     kind: str,
     things: Mapping[str, Any],
     saved: Mapping[str, Any] | None,
-    load: Callable[[str, Any, Any], None] = _load,
-) -> None:
+    load: Callable[[str, Any, Any], bool] = _load,
+) -> bool:
+    """Return True if all of ``things`` have their state."""
     if saved is None:
         if things:
             log.warning("the checkpoint has nothing that fits; it starts afresh", what=kind)
-        return
+        return False
+    complete = True
     for name, thing in things.items():
         if name in saved:
-            load(name, thing, saved[name])
+            complete &= load(name, thing, saved[name])
         else:
+            complete = False
             log.warning("the checkpoint has no state for this; it starts afresh", what=kind, name=name, saved=sorted(saved))
+    return complete
 
 
 def _plain(value: Any) -> bool:

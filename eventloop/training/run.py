@@ -28,6 +28,7 @@ from eventloop.shared import Shared
 from eventloop.training.arguments import Models, Optimizers, checked_stateful, checked_work_dir, device_of, named
 from eventloop.training.checkpoints import RunCheckpoints
 from eventloop.training.feeds import Feeds
+from eventloop.training.given import by_place, options_given
 from eventloop.training.images import check_image
 from eventloop.training.iterators import Epochs, EvaluationBatches, TrainBatches
 from eventloop.training.lifecycle import RunLifecycle
@@ -97,6 +98,7 @@ class Run:
         self.info: dict[str, Any] = {}
         self.shared = Shared()
         self.resumed_from: Place | None = None
+        self.options = options_given(self.optimizers, seed)
         self._feeds = Feeds(self.device)
         self._checkpoints = RunCheckpoints(self, resume, strict=strict)
         self.order = Order(
@@ -306,6 +308,15 @@ class Run:
     def keeps_checkpoints_in(self, directory: str | Place) -> None:
         """Have ``resume="auto"`` look there, too; for hooks that save elsewhere than in the work dir, before the run begins."""
         self._checkpoints.look_in(directory)
+
+    def note_options(self, owner: str, options: Any) -> None:
+        """Note options that a checkpoint overrides; a resume warns of those that the program gives in another way now.
+
+        Args:
+            owner: the name of what they are of, such as ``"param_schedulers"``.
+            options: mappings, lists and plain values in any nesting; anything else is left out.
+        """
+        self.options |= by_place(options, owner)
 
     def check_savable(self, *, directory: str | Place | None = None, staging: Staging = "block", busy: Busy = "wait") -> None:
         """Raise now what a save with these options of :meth:`request_save` would raise hours later.

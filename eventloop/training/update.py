@@ -32,6 +32,7 @@ log = get_logger()
 Precision = Literal["bf16", "fp16"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_SCALER_OPTIONS = ("growth_factor", "backoff_factor", "growth_interval")
 _AUTOCAST = ("before_forward", "after_forward", "before_val_iter", "after_val_iter", "before_test_iter", "after_test_iter")
 
 
@@ -110,6 +111,9 @@ class Update(Hook):
         self._optimizers = event.run.optimizers
         if self._amp == "fp16" and self._scaler is None:
             self._scaler = torch.amp.GradScaler(event.run.device.type, **self._scaler_options)
+        if self._scaler is not None:
+            state = self._scaler.state_dict()
+            event.run.note_options("scaler", {name: state[name] for name in _SCALER_OPTIONS if name in state})
 
     # Entered last and left first, so that no other handler runs under autocast.
     @mount(priority=Priority.LOWEST)

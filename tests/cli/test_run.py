@@ -302,6 +302,15 @@ def test_resume_goes_on_in_the_run_that_is_named(here, trained, capsys, argument
     assert (here / "runs/mine-2/last_checkpoint").read_text() == "epoch_1.safetensors"
 
 
+def test_a_change_that_the_checkpoint_overrides_is_told(here, trained, capsys):
+    assert main(["run", trained, "--resume", "optimizer.lr=0.5", "loop.max_epochs=2"]) == 0
+    told = "options were changed, and a resumed run goes on with those in its checkpoint"
+    assert told in (err := capsys.readouterr().err)
+    assert "optimizer.lr is 0.1, not 0.5" in err
+    assert main(["run", trained, "--resume", "loop.max_epochs=3"]) == 0
+    assert told not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["--resume", "configs/mine.toml"], ["--resume", "auto", "configs/mine.toml"]])
 def test_resume_may_stand_before_the_configuration(here, trained, capsys, arguments):
     assert main(["run", *arguments, "loop.max_epochs=2"]) == 0

@@ -1,0 +1,71 @@
+"""The options that a program gives and a checkpoint overrides: a resume tells which of them have changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from eventloop.log import get_logger
+
+log = get_logger()
+
+# As they were when a run first saw the optimizer: later its groups hold what schedules and checkpoints have set.
+_seen: WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = WeakKeyDictionary()
+
+
+def options_given(optimizers: Mapping[str, torch.optim.Optimizer], seed: int | None) -> dict[str, Any]:
+    """Return by place what the program gives as the seed and as the options of ``optimizers``."""
+    given: dict[str, Any] = {} if seed is None else {"seed": seed}
+    for name, optimizer in optimizers.items():
+        place = "optimizer" if name == "optimizer" else f"optimizer.{name}"
+        given |= by_place(_seen.setdefault(optimizer, _options(optimizer)), place)
+    return given
+
+
+def by_place(options: Any, place: str) -> dict[str, Any]:
+    """Return the plain values in a tree of options by their places, ``"optimizer.lr"``; of tensors, numbers."""
+    return dict(_leaves(options, place))
+
+
+def tell_changed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Warn of options that have changed since the run began, and that its checkpoint overrides."""
+    changed = [
+        f"{place} is {saved[place]!r}, not {value!r}"
+        for place, value in given.items()
+        if place in saved and not _same(saved[place], value)
+    ]
+    if changed:
+        log.warning(
+            "options were changed, and a resumed run goes on with those in its checkpoint; "
+            "begin a new run, or set them in a handler of before_train",
+            options="; ".join(changed),
+        )
+
+
+def _options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    for group in groups:  # a scheduler has set the rate of its first step, and keeps the one that was given
+        if "initial_lr" in group:
+            group["lr"] = group.pop("initial_lr")
+    options = groups[0] if len(groups) == 1 else {"groups": groups}
+    return by_place({"type": type(optimizer).__name__, **options}, "")
+
+
+def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _leaves(each, f"{place}.{name}" if place else str(name))
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            yield from _leaves(each, f"{place}[{index}]")
+    elif isinstance(value, torch.Tensor) and value.numel() == 1:
+        yield place, value.item()
+    elif value is None or isinstance(value, bool | int | float | str):
+        yield place, value
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(one == other or (one != one and other != other))

@@ -1,0 +1,143 @@
+"""Options that were changed before a resume, and that its checkpoint overrides, are told."""
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, StepLR
+
+from eventloop import Bus, Run
+from hooks import CheckpointHook, ParamSchedulerHook
+
+
+@pytest.fixture
+def session(parts, tmp_path):
+    """One session of a training, as a program of its own would make it; returns the loop and the options that it told of."""
+
+    def run(
+        epochs, *, optimizer=torch.optim.SGD, schedule=None, groups=1, save_optimizer=True, strict=True, seed=None, **options
+    ):
+        bus = Bus()
+        bus.add(CheckpointHook(1, save_optimizer=save_optimizer, save_param_scheduler=save_optimizer))
+        model = parts.model()
+        made = optimizer([{"params": [p]} for p in list(model.parameters())[:groups]], **{"lr": 0.1, **options})
+        if schedule is not None:
+            bus.add(ParamSchedulerHook(schedule(made), by="epoch"))
+        loop = parts.loop(bus, model=model, optimizer=made, val_data=None, max_epochs=epochs, work_dir=tmp_path, seed=seed)
+        with capture_logs() as logs:
+            loop.run(resume="auto", strict=strict)
+        return loop, [line["options"] for line in logs if line["event"].startswith("options were changed")]
+
+    return run
+
+
+def test_a_changed_option_of_the_optimizer_is_told_and_the_checkpoints_is_in_force(session):
+    session(1)
+    loop, told = session(2, lr=0.5, momentum=0.9)
+    assert told == ["optimizer.lr is 0.1, not 0.5; optimizer.momentum is 0, not 0.9"]
+    assert loop._optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_it_is_told_again_with_the_checkpoints_of_the_resumed_run(session):
+    session(1)
+    session(2, lr=0.5)
+    assert session(3, lr=0.5)[1] == ["optimizer.lr is 0.1, not 0.5"]
+    assert session(4)[1] == []
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: StepLR(optimizer, 1),
+        lambda optimizer: SequentialLR(optimizer, [LinearLR(optimizer, 0.1), CosineAnnealingLR(optimizer, 5)], [1]),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=9),
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
+    ],
+)
+def test_what_a_schedule_has_changed_is_no_change(session, schedule):
+    session(1, schedule=schedule)
+    loop, told = session(2, schedule=schedule)
+    assert told == []
+    with capture_logs() as logs:
+        loop.run(resume="auto")
+    assert not [line for line in logs if line["log_level"] == "warning"], "nor in another run of the same loop"
+
+
+def test_a_changed_schedule_is_told(session):
+    session(1, schedule=lambda optimizer: CosineAnnealingLR(optimizer, 5))
+    _, told = session(2, schedule=lambda optimizer: CosineAnnealingLR(optimizer, 50), lr=0.2)
+    assert told == ["optimizer.lr is 0.1, not 0.2; param_schedulers.CosineAnnealingLR.T_max is 5, not 50"]
+
+
+def test_a_schedule_within_another_is_told(session):
+    def schedule(steps):
+        return lambda made: SequentialLR(made, [LinearLR(made, total_iters=steps), StepLR(made, 1)], [steps])
+
+    session(1, schedule=schedule(2))
+    _, (told,) = session(2, schedule=schedule(3))
+    assert "param_schedulers.SequentialLR._schedulers[0].total_iters is 2, not 3" in told
+
+
+def test_another_seed_is_told_and_none_at_all_is_not(session):
+    session(1, seed=1)
+    assert session(2, seed=2)[1] == ["seed is 1, not 2"]
+    assert session(3)[1] == []
+
+
+def test_groups_are_told_one_by_one(session):
+    session(1, groups=2)
+    assert session(2, groups=2, lr=0.5)[1] == ["optimizer.groups[0].lr is 0.1, not 0.5; optimizer.groups[1].lr is 0.1, not 0.5"]
+
+
+def test_another_optimizer_whose_state_fits_is_told(session):
+    session(1, optimizer=torch.optim.AdamW)
+    _, (told,) = session(2, optimizer=torch.optim.Adam)
+    assert "optimizer.type is 'AdamW', not 'Adam'" in told
+    assert "optimizer.weight_decay is 0.01, not 0" in told
+
+
+def test_an_optimizer_and_a_schedule_that_start_afresh_have_their_own_options(session):
+    session(1, save_optimizer=False, schedule=lambda optimizer: StepLR(optimizer, 5))
+    loop, told = session(2, lr=0.5, schedule=lambda optimizer: StepLR(optimizer, 6))
+    assert told == []
+    assert loop._optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_an_optimizer_of_another_kind_that_starts_afresh_has_its_own_options(session):
+    session(1)
+    loop, told = session(2, optimizer=torch.optim.AdamW, lr=0.5, strict=False)
+    assert told == []
+    assert loop._optimizer.param_groups[0]["lr"] == 0.5
+    assert session(3, optimizer=torch.optim.AdamW, lr=0.6)[1] == ["optimizer.lr is 0.5, not 0.6"]
+
+
+def test_in_a_loop_of_ones_own_too(parts, tmp_path):
+    def session(lr, resume=None):
+        model = parts.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        bus = Bus()
+        bus.add(CheckpointHook(1))
+        with capture_logs() as logs, Run(bus, model=model, optimizer={"sgd": optimizer}, work_dir=tmp_path, resume=resume):
+            pass
+        with Run(bus, model=model, optimizer={"sgd": optimizer}, work_dir=tmp_path) as run:
+            for _ in run.epochs(1):
+                for batch in run.train(parts.batches(2)):
+                    parts.step(model, batch).backward()
+                    optimizer.step()
+        return [line["options"] for line in logs if "options" in line]
+
+    assert session(0.1) == []
+    assert session(0.5, "auto") == ["optimizer.sgd.lr is 0.1, not 0.5"]
+
+
+@pytest.mark.parametrize(("size", "told"), [(4, []), (2, [(3, 6)])])
+def test_batches_of_another_size_in_the_middle_of_an_epoch_are_told(parts, tmp_path, size, told):
+    bus = Bus()
+    bus.on("after_train_iter", lambda event: event.run.stop(), once=2)
+    data = torch.utils.data.TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
+    loader = lambda size: torch.utils.data.DataLoader(data, batch_size=size)  # noqa: E731
+    loop = parts.loop(bus, train_data=loader(4), val_data=None, work_dir=tmp_path)
+    bus.on("after_train_iter", lambda event: event.run.checkpoint_now(), once=2)
+    loop.run()
+    with capture_logs() as logs:
+        parts.loop(train_data=loader(size), val_data=None, work_dir=tmp_path).run(resume="auto")
+    assert [(line["before"], line["now"]) for line in logs if "middle of an epoch" in line["event"]] == told
