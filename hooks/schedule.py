@@ -95,7 +95,7 @@ class ParamSchedulerHook(Hook):
         self.schedulers = {} if scheduler is None else _named(scheduler)
         for name, one in self.schedulers.items():
             _check_scheduler(name, one, by)
-        self._given = {name: _options(one.state_dict()) for name, one in self.schedulers.items()}
+        self._given = {name: _options(one) for name, one in self.schedulers.items()}
         self.by = by
         self.monitor = monitor
 
@@ -178,11 +178,19 @@ def _named(scheduler: Any) -> dict[str, Any]:
     return named
 
 
-def _options(state: Any) -> Any:
-    """Return what of a new schedule's state are its options, copied. The learning rates in it are the optimizer's."""
+def _options(scheduler: Scheduler) -> Any:
+    """Return what of a new schedule's state are its options."""
+    try:
+        return _without_rates(scheduler.state_dict())
+    except AttributeError:  # torch's LambdaLR of a builtin function; the first save says that it cannot be saved
+        return {}
+
+
+def _without_rates(state: Any) -> Any:
+    """Return a copy without the learning rates, which are the optimizer's."""
     if isinstance(state, Mapping):
-        return {name: _options(value) for name, value in state.items() if name not in ("_last_lr", "base_lrs")}
-    return [_options(value) for value in state] if isinstance(state, list) else state
+        return {name: _without_rates(value) for name, value in state.items() if name not in ("_last_lr", "base_lrs")}
+    return [_without_rates(value) for value in state] if isinstance(state, list) else state
 
 
 def _check_scheduler(name: str, scheduler: Any, by: By | None) -> None:

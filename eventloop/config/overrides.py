@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any
 
-from eventloop.config.places import inside, wrong
-from eventloop.config.values import FromText, kind_of
+from eventloop.config.places import inside, shortened, wrong
+from eventloop.config.values import DEEPEST, FromText, check_bounds, kind_of, parse
 from eventloop.errors import ConfigurationError
 
-_STEP = re.compile(r'(?:^|\.)(?:"([^"]+)"|([\w-]+))|\[(-?\d+)\]')
+_STEP = re.compile(r'(?:^|\.)(?:"([^"]+)"|([\w-]+))|\[(-?\d{1,9})\]')
 
 
 def override(config: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
@@ -27,8 +27,13 @@ def override(config: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
     for change in changes:
         place, equals, text = change.partition("=")
         if not equals:
-            raise ConfigurationError(f"{change!r}: changes are written as place=value, such as loop.max_epochs=3")
-        _put(changed, _steps(place.strip()), FromText(text.strip()))
+            raise ConfigurationError(f"{shortened(change)!r}: changes are written as place=value, such as loop.max_epochs=3")
+        value = FromText(text.strip())
+        try:
+            check_bounds(parse(value), place)
+        except RecursionError:
+            raise wrong(place, f"the value is nested too deeply; a configuration has at most {DEEPEST} levels") from None
+        _put(changed, _steps(place.strip()), value)
     return changed
 
 
@@ -39,8 +44,10 @@ def _steps(place: str) -> list[str | int]:
         quoted, name, index = match.groups()
         steps.append(int(index) if index is not None else quoted or name)
         end = match.end()
-    if end < len(place) or not steps or isinstance(steps[0], int):
-        raise ConfigurationError(f"{place!r} is no place in a configuration: write loop.max_epochs or custom_hooks[0].interval")
+    if end < len(place) or not steps or isinstance(steps[0], int) or len(steps) > DEEPEST:
+        raise ConfigurationError(
+            f"{shortened(place)!r} is not a place in a configuration: write loop.max_epochs or custom_hooks[0].interval"
+        )
     return steps
 
 

@@ -17,6 +17,11 @@ def inside(place: str, key: str | int) -> str:
     return f"{place}.{shown}" if place else shown
 
 
+def shortened(text: str, most: int = 80) -> str:
+    """Return a text for a message, cut if it is long."""
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
 def wrong(place: str, message: str) -> ConfigurationError:
     """Return the error for what is wrong at ``place``."""
     return ConfigurationError(f"{place}: {message}" if place else message)

@@ -10,8 +10,14 @@ from typing import Any, Literal
 import msgspec
 
 from eventloop.config.annotations import describe, list_item, members, table_value
-from eventloop.config.places import inside, wrong
+from eventloop.config.places import inside, shortened, wrong
 from eventloop.registry import did_you_mean
+
+DEEPEST = 100
+"""Levels of tables and lists within each other."""
+
+_LARGEST = 10_000
+"""Bits of an integer: fewer than Python refuses to write as a decimal number."""
 
 
 class FromText(str):
@@ -62,15 +68,31 @@ def kind_of(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, str):
-        return f"str {str(value)!r}"
-    return f"{type(value).__name__} {value!r}" if isinstance(value, bool | int | float) else f"{value!r}"
+        return f"str {shortened(str(value))!r}"
+    return f"{type(value).__name__} {value!r}" if isinstance(value, bool | int | float) else shortened(repr(value))
+
+
+def check_bounds(value: Any, place: str) -> None:
+    """Raise ConfigurationError for what a file can hold and no option can take: deep nesting, huge integers, odd keys."""
+    level = [value]
+    for _ in range(DEEPEST):
+        if any(isinstance(one, int) and one.bit_length() > _LARGEST for one in level):
+            raise wrong(place, "an integer has thousands of digits; text goes in quotes")
+        tables = [one for one in level if isinstance(one, dict)]
+        for key in (key for table in tables for key in table if isinstance(key, bool | None)):
+            raise wrong(place, f"a key is {key!r} (YAML reads on, off, yes and no as that); put it in quotes")
+        lists = [one for one in level if isinstance(one, list)]
+        level = [inner for one in (*lists, *(table.values() for table in tables)) for inner in one]
+        if not level:
+            return
+    raise wrong(place, f"is nested too deeply; a configuration has at most {DEEPEST} levels")
 
 
 def parse(text: str) -> Any:
     """Return what ``text`` is as a value of TOML or JSON; the text itself if it is neither."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         try:
             return json.loads(text)
         except ValueError:

@@ -1,6 +1,7 @@
 """Files and changes of the command line."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -14,9 +15,20 @@ CONFIG = {"loop": {"max_epochs": 3}, "custom_hooks": [{"type": "EMAHook"}, {"typ
 
 TEXTS = {
     "toml": 'model = "a:b"\n[loop]\nlr = 1e-3\nlist = [1, 2]\noff = false\n',
-    "yaml": "model: 'a:b'\nloop:\n  lr: 1e-3\n  list: [1, 2]\n  off: false\n",
+    "yaml": "model: 'a:b'\nloop:\n  lr: 1e-3\n  list: [1, 2]\n  'off': false\n",
     "json": '{"model": "a:b", "loop": {"lr": 1e-3, "list": [1, 2], "off": false}}',
 }
+
+
+DEEP = [
+    ("toml", f"a = {'[' * 5000}"),
+    ("toml", f"{'.'.join('a' * 101)} = 1"),
+    ("json", "[" * 100_000),
+    ("json", f"{'[' * 101}{']' * 101}"),
+    ("yaml", "[" * 1000),
+    ("yaml", f"a: {'[' * 101}{']' * 101}"),
+]
+BOMB = "a0: &a0 {{k: 1}}\n" + "".join(f"a{i}: &a{i} {{0}}{', '.join([f'*a{i - 1}'] * 10)}{{1}}\n" for i in range(1, 10))
 
 
 @pytest.fixture
@@ -42,8 +54,8 @@ def said(function, *arguments):
 def test_the_three_languages_read_the_same(file, suffix):
     text = TEXTS[{"yml": "yaml"}.get(suffix, suffix.lower())]
     found = read(file(f"config.{suffix}", text))
-    # YAML 1.1 would take keys named off for booleans; values of learning rates for text.
-    assert found["loop"]["lr"] == 0.001
+    assert found["loop"]["lr"] == 0.001  # YAML 1.1 would take it for text
+    assert found["loop"]["off"] is False
     assert (found["model"], found["loop"]["list"]) == ("a:b", [1, 2])
 
 
@@ -64,7 +76,23 @@ def test_a_number_with_an_exponent_is_a_number_in_yaml(file, number):
         ("c.json", "3", "expected a table with model, data, optimizer …, got int 3"),
         ("c.py", "", "is a .toml, .yaml or .json file; a Python file is a program: run it with python"),
         ("c.ini", "", "a configuration is a .toml, .yaml or .json file"),
+        *((f"c.{suffix}", text, "is nested too deeply; a configuration has at most 100 levels") for suffix, text in DEEP),
+        ("c.toml", f"a = {'9' * 5000}", "an integer has thousands of digits; text goes in quotes"),
+        ("c.toml", f"a = 0x{'f' * 5000}", "an integer has thousands of digits; text goes in quotes"),
+        ("c.json", f'{{"a": {"9" * 5000}}}', "an integer has thousands of digits; text goes in quotes"),
+        ("c.yaml", f"a: {'9' * 5000}", "an integer has thousands of digits; text goes in quotes"),
+        ("c.yaml", BOMB.format("[", "]"), "aliases repeat more than 1,000,000 values (at line 7, column 5)"),
+        ("c.yaml", BOMB.format("{<<: [", "]}"), "aliases repeat more than 1,000,000 values (at line 7, column 14)"),
+        ("c.yaml", "a: &a [*a]", "an alias stands within itself (at line 1, column 4)"),
+        ("c.yaml", "a: &a {<<: *a}", "an alias stands within itself (at line 1, column 4)"),
+        ("c.yaml", "a: 2026-13-01", "a value is not of its type: month must be in 1..12"),
+        ("c.yaml", "a: !!bool maybe", "a value is not of its type: 'maybe'"),
+        ("c.yaml", "on: 1", "a key is True (YAML reads on, off, yes and no as that); put it in quotes"),
+        ("c.yaml", "a:\n  b: 1\n  b: 2", "the key 'b' is there twice in one table (at line 2, column 3)"),
+        ("c.json", '{"a": 1, "a": 2}', "the key 'a' is there twice in one table"),
+        ("c.toml", "#" * 10_000_001, "is too large for a configuration: 10,000,001 bytes, at most 10,000,000"),
     ],
+    ids=lambda value: value[:30],
 )
 def test_a_file_that_cannot_be_read_is_named_with_what_is_wrong(file, name, text, message):
     path = file(name, text)
@@ -78,6 +106,21 @@ def test_a_file_that_is_not_there_names_those_beside_it(file, tmp_path):
     assert said(read, tmp_path / "frist.toml").endswith(
         "cannot be read: No such file or directory (did you mean 'first.toml'?)"
     )
+
+
+def test_a_pipe_or_a_directory_is_an_error_and_nothing_waits_for_it(tmp_path):
+    os.mkfifo(tmp_path / "pipe.toml")
+    (tmp_path / "folder.toml").mkdir()
+    assert said(read, tmp_path / "pipe.toml").endswith("is not a file but a device or a pipe")
+    assert said(read, tmp_path / "folder.toml").endswith("is a directory")
+
+
+def test_aliases_and_merged_tables_of_yaml_are_read(file):
+    assert read(file("c.yaml", "a: &a {x: 1}\nb: {<<: *a, y: 2}\nc: [*a, *a]")) == {
+        "a": {"x": 1},
+        "b": {"x": 1, "y": 2},
+        "c": [{"x": 1}, {"x": 1}],
+    }
 
 
 def test_a_file_that_is_no_text_is_an_error(tmp_path):
@@ -118,14 +161,19 @@ def test_quoted_names_and_counts_from_the_end():
     ("change", "message"),
     [
         ("loop", "'loop': changes are written as place=value, such as loop.max_epochs=3"),
-        ("loop..x=1", "'loop..x' is no place in a configuration"),
-        ("[0].x=1", "'[0].x' is no place in a configuration"),
-        ("=1", "'' is no place in a configuration"),
+        ("loop..x=1", "'loop..x' is not a place in a configuration"),
+        ("[0].x=1", "'[0].x' is not a place in a configuration"),
+        ("=1", "'' is not a place in a configuration"),
         ("custom_hooks[2].x=1", "custom_hooks[2]: custom_hooks has 2 entries, counted from 0"),
         ("custom_hooks.x=1", "custom_hooks.x: custom_hooks is a list, not a table"),
         ("loop[0]=1", "loop[0]: loop is a table, not a list"),
         ("loop.max_epochs.x=1", "loop.max_epochs.x: loop.max_epochs is int 3, not a table"),
         ("nothing[0]=1", "nothing[0]: nothing is not in the configuration"),
+        (f"a={'[' * 5000}", "a: the value is nested too deeply; a configuration has at most 100 levels"),
+        (f"a={'{a=' * 101}1{'}' * 101}", "a: is nested too deeply; a configuration has at most 100 levels"),
+        (f"{'.'.join('a' * 101)}=1", f"'{'a.' * 40}…' is not a place in a configuration"),
+        (f"custom_hooks[{'9' * 5000}]=1", f"'custom_hooks[{'9' * 67}…' is not a place in a configuration"),
+        (f"a=0x{'f' * 5000}", "a: an integer has thousands of digits; text goes in quotes"),
     ],
 )
 def test_a_change_that_leads_nowhere_says_where(change, message):
@@ -172,6 +220,7 @@ def test_a_changes_value_has_the_type_of_its_option(annotation, text, value):
     [
         (int, "x", "x.option: expected int, got str 'x'"),
         (int, "1.5", "x.option: expected int, got str '1.5'"),
+        (int, "9" * 5000, f"x.option: expected int, got str '{'9' * 80}…'"),
         (bool, "yes", "x.option: expected bool, got str 'yes'"),
         (list[int], "3", "x.option: expected list of int, got str '3'"),
         (list[int], '[1, "x"]', "x.option[1]: expected int, got str 'x'"),
