@@ -117,8 +117,10 @@ class _Hand:
         self._asked.release()
         if self._done.acquire(timeout=timeout):
             return True
-        # It may be done this instant; to who asked it was too late all the same.
-        self._left = True
+        # It may be done this instant, and wait to be asked again; to who asked it was too late all the same.
+        self._left, self._call = True, None
+        if self._asked.locked():
+            self._asked.release()
         return False
 
     def end(self) -> None:

@@ -7,6 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from eventloop import AfterTrainIter, Bus, BusStateError, HandlerTimeoutError, Progress, SubscribeError
+from eventloop.offload import worker
 
 
 def iteration(i: int) -> AfterTrainIter:
@@ -81,6 +82,30 @@ def test_a_batch_that_hangs_has_failed_as_a_whole(kind, release):
     stats = subscription.stats
     assert 1 <= stats.failed <= 8
     assert stats.delivered == 20 - stats.failed
+
+
+def test_a_thread_that_is_done_just_when_it_is_given_up_ends():
+    threads = []
+
+    def make_thread(run):
+        threads.append(threading.Thread(target=run, daemon=True))
+        return threads[0]
+
+    class TooLate:
+        """A bell that rings just after one has stopped to wait for it."""
+
+        def __init__(self, bell):
+            self.acquire_really, self.release = bell.acquire, bell.release
+
+        def acquire(self, timeout):
+            self.acquire_really()
+            return False
+
+    hand = worker._Hand(make_thread)
+    hand._done = TooLate(hand._done)
+    assert not hand.do(worker._Call(print, ""), 10)
+    threads[0].join(5)
+    assert not threads[0].is_alive()
 
 
 def test_after_three_threads_left_behind_the_handler_is_retired_and_what_waits_is_dropped(release):
