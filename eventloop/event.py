@@ -140,6 +140,22 @@ def name_of(event: type[Event]) -> str:
     return mount_name(event.__name__)
 
 
+def moment(event: type[Event], progress: object) -> str:
+    """Return an event's mount point and how far its run had come: ``"after_train_iter, epoch 1, iteration 37"``, from 1."""
+    name = name_of(event)
+    if not isinstance(progress, Progress):
+        return name
+    match event.counts:
+        case "iter" | "update":
+            return f"{name}, epoch {progress.epoch + 1}, iteration {progress.iter + 1}"
+        case "epoch":
+            return f"{name}, epoch {progress.epoch + 1}"
+        case "batch":
+            return f"{name}, batch {progress.batch_idx + 1}, after iteration {progress.iter}"
+        case _:
+            return f"{name}, after iteration {progress.iter}"
+
+
 def lineage(event: type[Event]) -> list[str]:
     """Return the names under which a subscription hears ``event``: its own, its groups', and ``"event"``."""
     return [name_of(base) for base in event.__mro__ if isinstance(base, type) and issubclass(base, Event)]

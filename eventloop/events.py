@@ -15,6 +15,7 @@ from eventloop.event import Progress as Progress
 from eventloop.event import Scalars as Scalars
 from eventloop.event import Stage as Stage
 from eventloop.event import lineage as lineage
+from eventloop.event import moment as moment
 from eventloop.event import mount_name as mount_name
 from eventloop.event import mount_points as mount_points
 from eventloop.event import name_of as name_of

@@ -11,6 +11,7 @@ read from the line number of the route's own frame, so the failing handler needs
 
 from __future__ import annotations
 
+import builtins
 import linecache
 import re
 import threading
@@ -22,7 +23,7 @@ from time import perf_counter_ns
 from typing import Any, Protocol
 
 from eventloop.errors import stopped
-from eventloop.events import Event, name_of
+from eventloop.events import Event, moment, name_of
 from eventloop.filters import Filter, count_of
 from eventloop.priority import Priority
 
@@ -126,6 +127,9 @@ def compile_route(
     source = writer.source()
     filename = f"<trainbus {name_of(event_type)} #{next(_serial)}>"
     namespace = {
+        # C code that imports or warns (pickle.dumps; "never awaited") looks these up in the frame that called it.
+        "__builtins__": builtins.__dict__,
+        "__name__": __name__,
         "event_type": event_type,
         "count": count,
         "clock": perf_counter_ns,
@@ -197,11 +201,26 @@ class _Writer:
 
 def annotate(error: BaseException, entry: Entry, event: Event) -> None:
     """Add a note to ``error`` that says whose it is, where and when."""
-    progress = getattr(event, "progress", None)
-    when = "" if progress is None else f", epoch {progress.epoch}, iteration {progress.iter}"
-    error.add_note(
-        f"in {entry.label} ({entry.mode}, priority {entry.priority}, {entry.location}) at {name_of(type(event))}{when}"
-    )
+    where = f"{entry.label} ({entry.mode}, priority {entry.priority}, {entry.location}) at "
+    where += moment(type(event), getattr(event, "progress", None))
+    error.add_note(f"raised later, in {where}" if is_offloaded(error) else f"in {where}")
+
+
+def note_offloaded(error: BaseException, entry: Entry, events: str) -> None:
+    """Add a note to ``error`` that says which offloaded handler raised it, and at which moment."""
+    note = f"{_OFFLOADED} ({entry.mode}) handler {entry.label} of "
+    if not any(other.startswith(note) for other in getattr(error, "__notes__", ())):  # it may raise the same object every time
+        error.add_note(f"{note}{events}, {entry.location}")
+
+
+def is_offloaded(error: BaseException) -> bool:
+    """True for what an offloaded handler raised, which a later publish raises again wherever that happens to be."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(is_offloaded, error.exceptions))
+    return any(note.startswith(_OFFLOADED) for note in getattr(error, "__notes__", ()))
+
+
+_OFFLOADED = "in the offloaded"
 
 
 def _blame(entries: Sequence[Entry], owners: Mapping[int, int]) -> Callable[[Exception, Event], None]:

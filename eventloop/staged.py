@@ -55,6 +55,7 @@ class Staged(msgspec.Struct, eq=False):
     copied: tuple[Copying, ...] = ()
     finish: Callable[[Any], Any] | None = None
     nbytes: int = 0  # of captured tensors and arrays, where a lane counts them
+    source: tuple[type[Event], Any] | None = None  # kind and progress of the event that it was captured from, for errors
 
     @property
     def ready(self) -> bool:

@@ -10,14 +10,14 @@ import msgspec
 
 from eventloop.detach import is_plain
 from eventloop.errors import HandlerTimeoutError, SubscribeError, WorkerDiedError, stopped
-from eventloop.events import Event, name_of
+from eventloop.events import Event, moment, name_of
 from eventloop.filters import Filter, make_filter
 from eventloop.handlers import Mode, check_arity, label_of, location_of, mode_of
 from eventloop.hook import Hook
 from eventloop.lane_options import LaneOptions
 from eventloop.log import get_logger
 from eventloop.offload.collectives import refuses_collectives
-from eventloop.offload.consumer import Delivery
+from eventloop.offload.consumer import Delivery, Sources
 from eventloop.offload.lane import Full
 from eventloop.offload.process import ProcessWorker
 from eventloop.offload.reports import LaneStats
@@ -27,7 +27,7 @@ from eventloop.offload.target import target_of
 from eventloop.offload.worker import MakeThread, ThreadWorker, Worker
 from eventloop.options import Where, check_counts, check_errors, check_names, check_ranks
 from eventloop.priority import Priority, PriorityLike
-from eventloop.routes import annotate
+from eventloop.routes import annotate, is_offloaded, note_offloaded
 
 _MOST_TIMEOUTS = 3  # handlers that hang in threads left behind, or worker processes that do not start, before it is retired
 
@@ -175,6 +175,8 @@ class Subscription:
 
     def isolate(self, error: Exception, event: Event) -> None:
         """Report an error of this handler (or of its hand-off) and go on."""
+        if is_offloaded(error):
+            raise error  # of another handler, which a publish in here had to raise
         annotate(error, self, event)
         self._report(error)
 
@@ -213,10 +215,10 @@ class Subscription:
             return lambda make_thread: ThreadWorker(handler, timeout, label, make_thread)
         return None
 
-    def _lane_failed(self, error: Exception) -> None:
+    def _lane_failed(self, error: Exception, events: Sources) -> None:
         if isinstance(error, StopIteration | StopAsyncIteration):  # the training thread raises it within its iterators
             error = stopped(error, f"{self.label} of {self.mount_point}")
-        self._note_offloaded(error)
+        self._note_offloaded(error, events)
         if self.on_error == "raise":
             self._bus.fail(self, error)
         self._report(error)
@@ -235,15 +237,14 @@ class Subscription:
                 self.lane.give_up("its handler was retired, because it failed too often")
             self.cancel()
 
-    def _lane_broke(self, error: BaseException) -> None:
+    def _lane_broke(self, error: BaseException, events: Sources) -> None:
         # Not an Exception (SystemExit, say): never isolated, just as in an inline handler.
-        self._note_offloaded(error)
+        self._note_offloaded(error, events)
         self._bus.fail(self, error)
 
-    def _note_offloaded(self, error: BaseException) -> None:
-        note = f"in the offloaded ({self.mode}) handler {self.label} of {self.mount_point}, {self.location}"
-        if note not in getattr(error, "__notes__", ()):  # a handler may raise the same object every time
-            error.add_note(note)
+    def _note_offloaded(self, error: BaseException, events: Sources) -> None:
+        moments = [moment(*event) for event in (events[0], events[-1])] if events else [self.mount_point]
+        note_offloaded(error, self, " to ".join(dict.fromkeys(moments)))
 
     def _report(self, error: Exception) -> None:
         with self._counting:

@@ -158,7 +158,7 @@ STAIRS = {
         "log",
         *(f"offload.{module}" for module in ("child", "parcel", "segment", "target", "worker")),
     ],
-    "eventloop.offload.consumer": ["offload.lane", "offload.reports", "staged"],
+    "eventloop.offload.consumer": ["events", "offload.lane", "offload.reports", "staged"],
     "eventloop.offload.thread_consumer": ["offload.consumer", "offload.worker"],
     "eventloop.offload.task_consumer": [
         "errors",

@@ -134,7 +134,7 @@ def test_an_error_is_noted_and_leads_to_the_users_line(make, options, timing):
     assert caught.value is error
     (note,) = error.__notes__
     assert note.startswith("in broken (inline, priority 50, tests/test_publisher.py:")
-    assert note.endswith("at after_train_iter, epoch 1, iteration 7")
+    assert note.endswith("at after_train_iter, epoch 2, iteration 8")
     assert error.__context__ is None
     lines = [frame.line for frame in traceback.extract_tb(error.__traceback__)]
     assert lines[-1].endswith("# the user's line")

@@ -1,11 +1,26 @@
 import gc
 import linecache
+import pickle
+import time
 import traceback
 import weakref
 
 import pytest
+from structlog.testing import capture_logs
 
-from eventloop import AfterRun, AfterTrainIter, Bus, Hook, LaneClosedError, Progress
+from eventloop import (
+    AfterRun,
+    AfterTrainEpoch,
+    AfterTrainIter,
+    AfterValIter,
+    BeforeModuleForward,
+    BeforeRun,
+    Bus,
+    Event,
+    Hook,
+    LaneClosedError,
+    Progress,
+)
 from eventloop.routes import Source
 
 EVENT = AfterTrainIter(progress=Progress(epoch=1, iter=7))
@@ -124,7 +139,7 @@ def test_an_error_carries_a_note_with_handler_mount_point_and_iteration():
         bus.publish(EVENT)
     (note,) = caught.value.__notes__
     assert note.startswith("in broken (inline, priority 70, tests/test_routes.py:")
-    assert note.endswith("at after_train_iter, epoch 1, iteration 7")
+    assert note.endswith("at after_train_iter, epoch 2, iteration 8")
 
 
 def test_the_note_of_a_hook_names_the_hook():
@@ -200,6 +215,63 @@ def test_a_nested_publish_leaves_a_note_per_handler():
     with pytest.raises(ValueError) as caught:
         bus.publish(EVENT)
     assert [note.split()[1] for note in caught.value.__notes__] == ["inner", "outer"]
+
+
+@pytest.mark.parametrize(
+    ("event", "moment"),
+    [
+        (AfterTrainEpoch(progress=Progress(epoch=1, iter=7)), "after_train_epoch, epoch 2"),
+        (AfterValIter(progress=Progress(iter=8, batch_idx=2, stage="val")), "after_val_iter, batch 3, after iteration 8"),
+        (AfterRun(progress=Progress(epoch=2, iter=8)), "after_run, after iteration 8"),
+        (BeforeModuleForward(module_name="head"), "before_module_forward"),
+    ],
+)
+def test_the_note_counts_as_the_event_does_and_from_one(event, moment):
+    bus = Bus()
+    bus.on(type(event), lambda event: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        bus.publish(event)
+    assert noted(caught.value).endswith(f") at {moment}")
+
+
+class Dumped(Event):
+    """Can be pickled: it is of a module."""
+
+    number: int
+
+
+@pytest.mark.parametrize("make", [Bus, type("Subclass", (Bus,), {})])
+def test_c_code_that_imports_finds_the_builtins_where_it_is_called(make):
+    bus = make()
+    bus.on(Dumped, pickle.dumps)
+    for _ in range(3):
+        bus.publish(Dumped(number=1))
+
+
+def test_what_a_handler_forgets_to_await_is_warned_of():
+    async def later(): ...
+
+    bus = Bus()
+    bus.on("after_train_iter", lambda event: later())
+    with pytest.warns(RuntimeWarning, match="never awaited"):
+        bus.publish(EVENT)
+
+
+def test_an_isolated_handler_does_not_swallow_what_an_offloaded_one_has_left():
+    bus = Bus()
+    failing = bus.on("after_run", lambda event: 1 / 0, offload="thread")
+
+    @bus.on("after_train_iter", on_error="log")
+    def outer(event):
+        while not failing.stats.failed:
+            time.sleep(0.001)
+        bus.publish(BeforeRun(progress=Progress()))
+
+    with capture_logs() as logs, bus:
+        bus.publish(AfterRun(progress=Progress()))
+        with pytest.raises(ZeroDivisionError):
+            bus.publish(EVENT)
+    assert [line["handler"] for line in logs] == ["<lambda>"]
 
 
 def test_the_error_of_an_offloaded_hand_off_is_noted():

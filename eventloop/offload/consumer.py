@@ -8,15 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextvars import Context
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import anyio
 
+from eventloop.events import Event
 from eventloop.offload.lane import Lane
 from eventloop.offload.reports import LaneStats
 from eventloop.staged import Staged
 
 _COPY_POLL = 0.0005  # seconds between looks at a copy from a GPU; waiting for it would block the loop
+
+
+Sources = list[tuple[type[Event], Any]]
+"""Kind and progress of events, as far as they are known."""
 
 
 class Delivery(NamedTuple):
@@ -25,9 +31,9 @@ class Delivery(NamedTuple):
     lane: Lane
     handler: Callable[[Any], Any]
     """Gets one item of the lane, or with ``batch`` a list of them."""
-    failed: Callable[[Exception], None]
-    """Told of every exception of the handler, before it is counted."""
-    broken: Callable[[BaseException], None]
+    failed: Callable[[Exception, Sources], None]
+    """Told of every exception of the handler, and of which events it had, before it is counted."""
+    broken: Callable[[BaseException, Sources], None]
     """Told of what ended the consumer (``SystemExit`` raised by a handler, say); it delivers nothing any more."""
     batch: int | None = None
     """Most items per call."""
@@ -46,6 +52,7 @@ class Consumer:
         self.lane, self._handler, self._failed, self._broken, self._batch, self.loud, self._began, self._ended = delivery
         self.before: LaneStats = self.lane.stats  # what the lane had counted before this bus session, or when last reported
         self._most = self._batch or self.lane.chunk
+        self._ended_at: Sources = []
         self._held = 0  # items that were taken and are not accounted for yet
 
     def abandon(self, *, now: bool) -> None:
@@ -77,20 +84,36 @@ class Consumer:
         self._held -= number
         self.lane.failed(number)
 
-    def _fail(self, error: Exception, number: int) -> None:
+    def _fail(self, error: Exception, items: list[Any], arrived: list[Any]) -> None:
         # Told before it is counted: a drain that saw the count must find the error.
-        self._failed(error)
-        self._count_failed(number)
+        self._failed(error, sources(items, arrived))
+        self._count_failed(len(items))
+
+    def _fail_and_end(self, items: list[Any], arrived: list[Any]) -> None:
+        """Count the events of a call that ends the consumer, which is told by :meth:`_break`."""
+        self._ended_at = sources(items, arrived)
+        self._count_failed(len(items))
 
     def _break(self, error: BaseException) -> None:
         self._drop_held()
-        self._broken(error)
+        self._broken(error, self._ended_at)
         self.lane.close(f"its consumer has ended: {type(error).__name__}: {error}")
         self.lane.detach()
 
     def _drop_held(self) -> None:
         self.lane.dropped(self._held)
         self._held = 0
+
+
+def sources(items: list[Any], arrived: list[Any]) -> Sources:
+    """Return of which events ``items`` of a lane are, which are ``arrived`` as far as they got."""
+    found: Sources = []
+    for item, value in zip_longest(items, arrived):
+        if isinstance(item, Staged) and item.source is not None:
+            found.append(item.source)
+        elif isinstance(value, Event):
+            found.append((type(value), getattr(value, "progress", None)))
+    return found
 
 
 async def copied(item: Any) -> None:

@@ -74,6 +74,7 @@ class SizedLane(Lane):
                     bell.acquire(timeout=POLL)
             staged = stage(picked)
             staged.nbytes = size
+            staged.source = type(event), getattr(event, "progress", None)
             return staged  # noqa: TRY300 - Ctrl-C must find no instruction outside the block
         except BaseException:
             while reserved:

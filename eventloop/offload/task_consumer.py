@@ -88,9 +88,10 @@ class TaskConsumer(Consumer):
                 self._drop_held()
                 return
             enter_loop(context, self._mark, self._library)
-            await self._call(context, values, len(values))
+            await self._call(context, values)
 
-    async def _call(self, context: Context, items: list[Any], number: int) -> None:
+    async def _call(self, context: Context, items: list[Any]) -> None:
+        arrived: list[Any] = []
         try:
             for item in items:
                 await copied(item)
@@ -101,19 +102,19 @@ class TaskConsumer(Consumer):
             else:
                 await self._limited(called, self._timeout)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is reported, and the lane goes on
-            self._fail(error, number)
+            self._fail(error, items, arrived)
         except anyio.get_cancelled_exc_class() as error:
             if self._abandoned:
                 raise
             # asyncio: the handler awaited a future or task that somebody cancelled. Not meant for the consumer.
             stray = OffloadError("the handler awaited something that was cancelled; catch that where it is awaited")
             stray.__cause__ = error
-            self._fail(stray, number)
+            self._fail(stray, items, arrived)
         except BaseException:
-            self._count_failed(number)
+            self._fail_and_end(items, arrived)
             raise
         else:
-            self._done(number)
+            self._done(len(items))
 
     async def _limited(self, called: Awaitable[object], timeout: float) -> None:  # noqa: ASYNC109 - one that is reported
         with anyio.move_on_after(timeout) as scope:

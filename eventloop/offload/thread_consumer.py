@@ -104,19 +104,20 @@ class ThreadConsumer(Consumer):
             if self._abandoned or self.lane.given_up:
                 self._drop_held()
                 return
-            self._call(context, values, len(values))
+            self._call(context, values)
 
-    def _call(self, context: Context, items: list[Any], number: int) -> None:
+    def _call(self, context: Context, items: list[Any]) -> None:
+        arrived: list[Any] = []
         try:
             arrived = [arrive(item) for item in items]
             context.run(self._handler, arrived if self._batch is not None else arrived[0])
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is reported, and the lane goes on
             if self._abandoned:
-                self._count_failed(number)  # the bus has closed and said so; nobody is left to tell
+                self._count_failed(len(items))  # the bus has closed and said so; nobody is left to tell
             else:
-                self._fail(error, number)
+                self._fail(error, items, arrived)
         except BaseException:
-            self._count_failed(number)
+            self._fail_and_end(items, arrived)
             raise
         else:
-            self._done(number)
+            self._done(len(items))

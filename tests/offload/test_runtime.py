@@ -606,6 +606,51 @@ def test_the_next_publish_of_any_event_raises_the_error_of_an_offloaded_handler(
     assert "after_train_iter" in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"capture": lambda event: torch.zeros(1)}, {"batch": 8}, {"timeout": 10}],
+    ids=str.split("event capture batch timeout"),
+)
+def test_the_first_note_is_about_the_handler_and_its_event_wherever_the_error_is_raised(bus, kind, options):
+    def broken(what):
+        raise ValueError
+
+    subscription = offload(bus, broken, kind, **options)
+
+    @bus.on("after_run", priority=30)
+    def update(event):
+        bus.publish(iteration(36))
+        wait_for_failure(subscription)
+        bus.publish(BeforeRun(progress=P))
+
+    with capture_logs() as logs, bus, pytest.raises(ValueError) as caught:
+        bus.publish(AfterRun(progress=Progress(iter=48)))
+    first, second = caught.value.__notes__
+    start = f"in the offloaded ({subscription.mode}) handler {subscription.label} of after_train_iter, epoch 1, iteration 37"
+    assert first.startswith(start)
+    assert second.startswith("raised later, in update (inline, priority 30")
+    assert logs[0]["exc_info"].__notes__[0] == first
+
+
+def test_the_note_of_a_batch_names_its_first_and_its_last_event(bus, kind):
+    started, release = threading.Event(), threading.Event()
+
+    def broken(events):
+        if len(events) > 1:
+            raise ValueError
+        started.set()
+        release.wait()
+
+    offload(bus, broken, kind, batch=8)
+    with capture_logs(), pytest.raises(ValueError) as caught, bus:
+        bus.publish(iteration(0))
+        started.wait()
+        for i in (3, 4, 5):
+            bus.publish(iteration(i))
+        release.set()
+    assert "after_train_iter, epoch 1, iteration 4 to after_train_iter, epoch 1, iteration 6" in caught.value.__notes__[0]
+
+
 def test_drain_raises_the_error(bus, kind):
     failing(bus, kind)
     with capture_logs(), bus:

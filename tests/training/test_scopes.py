@@ -531,4 +531,4 @@ def test_a_hook_that_needs_the_loss_says_so_with_the_note_of_where(parts, bus):
     with pytest.raises(TrainingError) as caught:
         parts.loop(bus).run()
     assert "Picky.after_train_iter" in caught.value.__notes__[0]
-    assert "epoch 0, iteration 0" in caught.value.__notes__[0]
+    assert "epoch 1, iteration 1" in caught.value.__notes__[0]
