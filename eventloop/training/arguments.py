@@ -39,6 +39,25 @@ def named(kind: str, things: Any, wanted: type) -> dict[str, Any]:
     return found
 
 
+def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer whose step torch's hooks see: that inside a wrapper which never called ``Optimizer.__init__``.
+
+    Such are Accelerate's ``AcceleratedOptimizer`` and torchft's ``OptimizerWrapper``.
+
+    Raises:
+        ConfigurationError: there is none inside.
+    """
+    inner: torch.optim.Optimizer | None = optimizer
+    while inner is not None and not hasattr(inner, "_optimizer_step_pre_hooks"):  # made by Optimizer.__init__
+        inner = next((value for value in vars(inner).values() if isinstance(value, torch.optim.Optimizer)), None)
+    if inner is None:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} has not called torch.optim.Optimizer.__init__ and holds no optimizer that has, so its "
+            "steps cannot be counted; give the optimizer that it wraps"
+        )
+    return inner
+
+
 def checked_stateful(things: Mapping[str, Any]) -> dict[str, Any]:
     """Return the things as a dict; raise ConfigurationError if one of them has no state."""
     for name, thing in things.items():

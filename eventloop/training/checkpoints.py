@@ -14,6 +14,7 @@ from eventloop.errors import CheckpointError, ConfigurationError
 from eventloop.events import Event, Progress
 from eventloop.log import get_logger
 from eventloop.training import resume
+from eventloop.training.arguments import stepping
 from eventloop.training.find import find_checkpoint
 from eventloop.training.ranks import Ranks, saves_group, this_rank, world_size
 from eventloop.training.rng import get_rng_state
@@ -80,7 +81,8 @@ class RunCheckpoints:
         """Take requests from now on, until the innermost scope ends."""
         run = self._run
         shards = self._take_shards if self._sharded else None
-        saves = self._saves = SavePoints(run.bus, self._capture, run.work_dir, run.optimizers.values(), shards)
+        optimizers = map(stepping, run.optimizers.values())
+        saves = self._saves = SavePoints(run.bus, self._capture, run.work_dir, optimizers, shards)
         if run.order.agreement is not None:
             run.order.agreement.asked = lambda: saves.names
         self._run.order.scopes.defer(self._saves.close)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 from torch.utils.data._utils import fetch
 
 from eventloop.errors import ConfigurationError, TrainingError, stopped
 from eventloop.log import get_logger
-from eventloop.training.loader_state import generator_states, has_workers, set_generators, start_persistent_workers
+from eventloop.training.loader_state import (
+    generator_states,
+    has_state,
+    has_workers,
+    passes_made,
+    set_generators,
+    set_passes_made,
+    start_persistent_workers,
+)
 from eventloop.training.rng import get_rng_state, set_rng_state
 from eventloop.training.skip import skip_batches
 
@@ -39,7 +45,7 @@ class Feed:
     def __init__(self, loader: Iterable[Any], device: torch.device | None, name: str = "train_data") -> None:
         if not isinstance(loader, Iterable):
             raise ConfigurationError(f"{name} must be an iterable of batches, not {type(loader).__name__}")
-        self.loader = loader
+        self.loader: Any = loader
         self.length = length_of(loader)
         self.used = 0
         self.passes = 0  # earlier ones of the same epoch, in iteration-based training
@@ -93,7 +99,7 @@ class Feed:
         if self.length is not None or self._iterator is None:
             return self.length is not None and self.used >= self.length
         if self._ahead is _MISSING:
-            self._place = self.loader.state_dict() if hasattr(self.loader, "state_dict") else _MISSING
+            self._place = self.loader.state_dict() if has_state(self.loader) else _MISSING
             self._ahead = self._pull()
         return self._ahead is _END
 
@@ -114,8 +120,9 @@ class Feed:
             "start": self._start,
             "generators": generator_states(self.loader, instead),
             "length": self.length,
+            "counted": passes_made(self.loader),
         }
-        if hasattr(self.loader, "state_dict"):
+        if has_state(self.loader):
             state["loader"] = self.loader.state_dict() if self._place is _MISSING else self._place
         return state
 
@@ -140,9 +147,10 @@ class Feed:
             )
         if self._start is not None:
             start_persistent_workers(self.loader)
-        if not self.used or not hasattr(self.loader, "load_state_dict"):
+        set_passes_made(self.loader, state.get("counted"))  # not in older checkpoints
+        if not self.used or not has_state(self.loader):
             set_generators(self.loader, state["generators"], but)
-        if "loader" in state and hasattr(self.loader, "load_state_dict"):
+        if "loader" in state and has_state(self.loader):
             self.loader.load_state_dict(state["loader"])
 
     def _take(self) -> Any:
@@ -179,7 +187,7 @@ class Feed:
             )
 
     def _begin_in_the_middle(self, used: int) -> None:
-        if hasattr(self.loader, "load_state_dict"):
+        if has_state(self.loader):
             self._iterator = iter(self.loader)
             return
         now, generators = get_rng_state(), generator_states(self.loader)
@@ -195,45 +203,6 @@ class Feed:
             set_generators(self.loader, self._start["generators"])
 
 
-class SeededDataset(Dataset[Any]):
-    """Makes a dataset's random augmentation a function of (seed, epoch, index), so that it survives a resume.
-
-    Around each ``dataset[index]`` the global random states of Python, numpy and torch (CPU) are seeded and put back. A run
-    tells the epoch to each that its training loader holds, also in other datasets around it (``Subset``, ``ConcatDataset``,
-    your own). It looks at attributes, so one that only a closure holds needs ``set_epoch`` from you.
-
-    Args:
-        dataset: a map-style dataset.
-        seed: of the run.
-    """
-
-    def __init__(self, dataset: Dataset[Any], seed: int = 0) -> None:
-        self.dataset = dataset
-        self.seed = seed
-        # In shared memory: workers that persist over epochs must hear of the next one.
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # torch: unannotated
-
-    def set_epoch(self, epoch: int) -> None:
-        """Use other random numbers in another epoch; a run calls it."""
-        self._epoch.fill_(epoch)
-
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]  # Dataset declares no length, map-style ones have one
-
-    def __getitem__(self, index: int) -> Any:
-        state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        seed = np.random.SeedSequence([self.seed, int(self._epoch), index]).generate_state(2)
-        random.seed(int(seed[0]))
-        np.random.seed(int(seed[1]))
-        torch.default_generator.manual_seed(int(seed[0]) << 32 | int(seed[1]))
-        try:
-            return self.dataset[index]
-        finally:
-            random.setstate(state[0])
-            np.random.set_state(state[1])
-            torch.set_rng_state(state[2])
-
-
 def _of_a_sample(end: StopIteration) -> bool:
     """True if a dataset or ``collate_fn`` raised it, which an iterator of DataLoader's passes on as if it were its own end."""
     trace = end.__traceback__
@@ -243,49 +212,6 @@ def _of_a_sample(end: StopIteration) -> bool:
             return True
         trace = trace.tb_next
     return False
-
-
-def set_epoch(loader: Iterable[Any], epoch: int) -> None:
-    """Tell each :class:`SeededDataset` of a loader which epoch it is, however it is wrapped; samplers are a hook's business."""
-    for dataset in _seeded(loader):
-        dataset.set_epoch(epoch)
-
-
-def _seeded(loader: Iterable[Any]) -> Iterator[SeededDataset]:
-    """Find them among the attributes of what can be iterated or indexed: a wrapper of data is no other."""
-    seen: set[int] = set()
-    waiting: list[Any] = [loader]
-    while waiting:
-        thing = waiting.pop()
-        if id(thing) in seen or not (hasattr(type(thing), "__getitem__") or hasattr(type(thing), "__iter__")):
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, SeededDataset):
-            yield thing
-        for value in _attributes(thing):
-            if isinstance(value, list | tuple):
-                waiting += value
-            elif isinstance(value, dict):
-                waiting += value.values()
-            else:
-                waiting.append(value)
-
-
-def _attributes(thing: object) -> list[Any]:
-    state: Any = object.__getstate__(thing)  # a dict of attributes, in a pair with one of slots where there are some
-    return [value for part in (state if isinstance(state, tuple) else (state,)) if part for value in part.values()]
-
-
-def set_sampler_epoch(loader: Iterable[Any] | None, epoch: int) -> None:
-    """Call ``set_epoch(epoch)`` on the sampler of a loader, if it has one that takes it.
-
-    The loader's ``sampler``, else its ``batch_sampler``'s, else the ``batch_sampler`` itself.
-    """
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler):
-        if callable(tell := getattr(sampler, "set_epoch", None)):
-            tell(epoch)
-            return
 
 
 def length_of(loader: Iterable[Any]) -> int | None:

@@ -12,7 +12,9 @@ from eventloop.training.loader_state import (
     generator_states,
     has_workers,
     own_generators,
+    passes_made,
     set_generators,
+    set_passes_made,
     start_persistent_workers,
 )
 
@@ -66,7 +68,12 @@ class Feeds:
         if self.train is not None:
             place = self.train.state_dict(instead)
         evaluated: list[Mapping[str, Any]] = [
-            {"generators": generator_states(loader, instead), "workers": has_workers(loader)} for loader in self._evaluated
+            {
+                "generators": generator_states(loader, instead),
+                "workers": has_workers(loader),
+                "counted": passes_made(loader),
+            }
+            for loader in self._evaluated
         ]
         if began is not None and self.evaluated is not None:
             now = next(index for index, loader in enumerate(self._evaluated) if loader is self.evaluated.loader)
@@ -91,6 +98,7 @@ class Feeds:
         if places:
             if places[0]["workers"]:
                 start_persistent_workers(loader)
+            set_passes_made(loader, places[0].get("counted"))  # not in older checkpoints
             set_generators(loader, places[0]["generators"], self._restored)
             self._note(loader)
 

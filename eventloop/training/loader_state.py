@@ -1,4 +1,7 @@
-"""What of a DataLoader's state is in no ``state_dict``: its generators, and the workers that outlive a pass."""
+"""What of a DataLoader's state is in no ``state_dict``: its generators, the workers that outlive a pass, a count of passes.
+
+Accelerate's loaders are no DataLoaders, but hold one as ``base_dataloader``, and pretend to be of its class.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,30 @@ def start_persistent_workers(loader: Iterable[Any]) -> None:
     """Have the workers that an uninterrupted run would have by now, so that later passes draw what they would have drawn."""
     if isinstance(loader, DataLoader) and loader.persistent_workers and not has_workers(loader):
         now, generators = get_rng_state(), generator_states(loader)
-        iter(loader)
+        iter(_held(loader))
         set_rng_state(now)
         set_generators(loader, generators)
+
+
+def has_state(loader: Iterable[Any]) -> bool:
+    """True if a loader tells its place and takes it back. Accelerate's claim to; what counts is the one that they hold."""
+    return all(callable(getattr(_held(loader), name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def passes_made(loader: Iterable[Any]) -> int | None:
+    """How many passes one of Accelerate's loaders has counted: the order of the next one depends on it. None for others."""
+    return getattr(loader, "iteration", None) if _held(loader) is not loader else None
+
+
+def set_passes_made(loader: Any, count: int | None) -> None:
+    """Put back what :func:`passes_made` returned."""
+    if count is not None and _held(loader) is not loader:
+        loader.iteration = count
+
+
+def _held(loader: Iterable[Any]) -> Iterable[Any]:
+    held: Iterable[Any] = getattr(loader, "base_dataloader", loader)
+    return held
 
 
 def own_generators(loader: Iterable[Any]) -> list[torch.Generator | None]:

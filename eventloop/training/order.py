@@ -14,12 +14,14 @@ import torch
 from eventloop import events as ev
 from eventloop.errors import RunCancelled, TrainingError
 from eventloop.events import Event, Progress, Stage
-from eventloop.training.data import Feed, set_epoch, set_sampler_epoch
+from eventloop.training.arguments import stepping
+from eventloop.training.data import Feed
 from eventloop.training.metrics import Metrics
 from eventloop.training.progress import Counters
 from eventloop.training.ranks import Agreement, Ranks
 from eventloop.training.rng import get_rng_state
 from eventloop.training.scopes import Scopes
+from eventloop.training.seeded import set_epoch, set_sampler_epoch
 
 _EVALUATION: dict[str, tuple[type[Event], ...]] = {
     "val": (ev.BeforeVal, ev.BeforeValEpoch, ev.BeforeValIter, ev.AfterValIter, ev.AfterValEpoch, ev.AfterVal),
@@ -242,15 +244,16 @@ class Order:
     def watch_steps(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         """Count and publish the steps of ``optimizer`` until the innermost scope ends, whoever makes them."""
         # GradScaler does not call step() for a step that it skips, so torch's own hooks see the real ones only.
-        before = optimizer.register_step_pre_hook(partial(self._before_step, name))
-        after = optimizer.register_step_post_hook(partial(self._after_step, name))
+        inner = stepping(optimizer)
+        before = inner.register_step_pre_hook(partial(self._before_step, name, optimizer))
+        after = inner.register_step_post_hook(partial(self._after_step, name, optimizer))
         self.scopes.defer(before.remove)
         self.scopes.defer(after.remove)
 
-    def _before_step(self, name: str, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, name: str, optimizer: torch.optim.Optimizer, *step: Any) -> None:
         self._publish(ev.BeforeOptimizerStep, name=name, optimizer=optimizer)
 
-    def _after_step(self, name: str, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, name: str, optimizer: torch.optim.Optimizer, *step: Any) -> None:
         self.stepped.add(id(optimizer))
         self._publish(ev.AfterOptimizerStep, name=name, optimizer=optimizer)
 

@@ -12,6 +12,7 @@ from eventloop.bus import Bus
 from eventloop.checkpoint import without_wrappers
 from eventloop.errors import CheckpointError
 from eventloop.log import get_logger
+from eventloop.training.arguments import stepping
 from eventloop.training.given import tell_changed
 from eventloop.training.order import Order
 from eventloop.training.progress import Counters
@@ -246,7 +247,8 @@ def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, state: Any, *, 
     try:
         optimizer.load_state_dict(state)
         # It takes over the options of another kind of optimizer as they are, and fails at its first step.
-        lacks = sorted({option for group in optimizer.param_groups for option in optimizer.defaults.keys() - group.keys()})
+        needed = stepping(optimizer).defaults.keys()
+        lacks = sorted({option for group in optimizer.param_groups for option in needed - group.keys()})
         problem = f"it has no {', '.join(lacks)}" if lacks else ""
     except (ValueError, KeyError) as error:
         problem = f"{type(error).__name__}: {error}"

@@ -25,7 +25,7 @@ from eventloop.checkpoint import Busy, Place, Staging
 from eventloop.errors import ConfigurationError
 from eventloop.events import Event, Progress, RunEvent
 from eventloop.shared import Shared
-from eventloop.training.arguments import Models, Optimizers, checked_stateful, checked_work_dir, device_of, named
+from eventloop.training.arguments import Models, Optimizers, checked_stateful, checked_work_dir, device_of, named, stepping
 from eventloop.training.checkpoints import RunCheckpoints
 from eventloop.training.feeds import Feeds
 from eventloop.training.given import by_place, options_given
@@ -88,6 +88,8 @@ class Run:
         self.bus = bus if bus is not None else Bus()
         self.models = named("model", model, torch.nn.Module)
         self.optimizers = named("optimizer", {} if optimizer is None else optimizer, torch.optim.Optimizer)
+        for one in self.optimizers.values():
+            stepping(one)  # says now which one's steps cannot be seen
         self.stateful = checked_stateful(stateful or {})
         self.work_dir = None if work_dir is None else checked_work_dir(work_dir).absolute()
         self.device = device_of(device, self.models)

@@ -20,6 +20,7 @@ from eventloop.events import (
     BeforeForward,
     BeforeRun,
     BeforeTestIter,
+    BeforeTrainIter,
     BeforeValIter,
 )
 from eventloop.hook import Hook, mount
@@ -146,13 +147,16 @@ class Update(Hook):
         """Leave autocast, before metrics are computed."""
         self._leave_autocast()
 
+    def before_train_iter(self, event: BeforeTrainIter) -> None:
+        """Zero the gradients where a window begins, before its first forward pass: torchft's wrapper begins a step by that."""
+        if not self._count:
+            for optimizer in self._optimizers.values():
+                _zero_grad(optimizer)
+
     def after_train_iter(self, event: AfterTrainIter) -> None:
         """Update the weights."""
         run: RunView = event.run
         loss = event.outputs["loss"]
-        if not self._count:
-            for optimizer in run.optimizers.values():
-                _zero_grad(optimizer)
         self._count += 1
         self._backward(run, loss if self.accumulate == 1 else loss / self.accumulate)
         if self._count >= self.accumulate or run.last_batch:

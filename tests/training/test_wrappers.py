@@ -1,0 +1,183 @@
+"""Optimizers and loaders inside the wrappers of other libraries: Accelerate's own, and torchft's optimizer in a stand-in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from eventloop import Bus, ConfigurationError, Run
+from hooks import CheckpointHook, EMAHook
+
+
+class Manager:
+    """Does of torchft's manager what its optimizer asks for, and notes the order."""
+
+    def __init__(self):
+        self.asked = []
+        self.commits = True
+
+    def start_quorum(self):
+        self.asked.append("quorum")
+
+    def should_commit(self):
+        self.asked.append("commit")
+        return self.commits
+
+
+class OptimizerWrapper(torch.optim.Optimizer):
+    """torchft 0.1's, which cannot be installed here: the same methods and attributes, and no more.
+
+    It never calls ``Optimizer.__init__``, and has no ``defaults``.
+    """
+
+    def __init__(self, manager, optim):
+        self.optim = optim
+        self.manager = manager
+
+    def add_param_group(self, group):
+        self.optim.add_param_group(group)
+
+    def load_state_dict(self, state):
+        self.optim.load_state_dict(state)
+
+    def state_dict(self):
+        return self.optim.state_dict()
+
+    def zero_grad(self, set_to_none=True):
+        self.manager.start_quorum()
+        self.optim.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        assert closure is None
+        if self.manager.should_commit():
+            self.optim.step()
+
+    @property
+    def param_groups(self):
+        return self.optim.param_groups
+
+    @property
+    def state(self):
+        return self.optim.state
+
+
+class Uninitialised(torch.optim.Optimizer):
+    def __init__(self):
+        pass
+
+
+def momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def in_torchft(model):
+    return OptimizerWrapper(Manager(), momentum(model))
+
+
+def in_accelerate(model):
+    return accelerate().prepare(momentum(model))
+
+
+def accelerate():
+    pytest.importorskip("accelerate")
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True)
+
+
+@pytest.mark.parametrize("wrapped", [in_torchft, in_accelerate])
+@pytest.mark.parametrize("staging", ["block", "overlap"])
+def test_a_train_loop_counts_saves_and_resumes_the_steps_of_a_wrapped_optimizer(parts, tmp_path, wrapped, staging):
+    def train(folder, make, **how):
+        bus = Bus()
+        bus.add(EMAHook(), CheckpointHook(1, staging=staging))
+        stepped = []
+        bus.on("after_optimizer_step", lambda e: stepped.append((e.optimizer, e.run.stepped(e.optimizer))))
+        model = parts.model()
+        optimizer = make(model)
+        loop = parts.loop(bus, model=model, optimizer=optimizer, work_dir=tmp_path / folder, **how)
+        loop.run(resume="auto")
+        assert stepped == [(optimizer, True)] * len(stepped)
+        return parts.weights(model), loop.counters.update, len(stepped)
+
+    plain, updates, _ = train("plain", momentum)
+    assert updates == 6
+    train("wrapped", wrapped, max_epochs=1)
+    resumed, updates, steps = train("wrapped", wrapped)
+    assert (updates, steps) == (6, 3)
+    parts.assert_same(resumed, plain)
+
+
+@pytest.mark.parametrize("wrapped", [in_torchft, in_accelerate])
+def test_a_loop_of_ones_own_counts_the_steps_of_a_wrapped_optimizer(parts, bus, wrapped):
+    model = parts.model()
+    optimizer = wrapped(model)
+    with Run(bus, model=model, optimizer=optimizer) as run:
+        for _ in run.epochs(1):
+            for batch in run.train(parts.batches(3)):
+                optimizer.zero_grad()
+                parts.step(model, batch).backward()
+                optimizer.step()
+    assert run.progress.update == 3
+
+
+def test_torchft_begins_its_step_before_forward_and_one_that_is_not_committed_is_no_update(parts, bus):
+    model = parts.model()
+    optimizer = in_torchft(model)
+    asked, optimizer.manager.commits = optimizer.manager.asked, False
+
+    def step(model, batch):
+        asked.append("forward")
+        return parts.step(model, batch)
+
+    loop = parts.loop(bus, model=model, optimizer=optimizer, step=step, val_data=None, max_epochs=1)
+    loop.run()
+    assert asked == ["quorum", "forward", "commit"] * 3
+    assert loop.counters.update == 0
+
+
+def test_an_optimizer_that_is_no_optimizer_inside_is_told_when_the_run_is_made(parts, bus):
+    with pytest.raises(ConfigurationError, match=r"Uninitialised has not called torch.optim.Optimizer.__init__"):
+        Run(bus, model=parts.model(), optimizer=Uninitialised())
+
+
+@pytest.mark.filterwarnings("ignore:resuming reads and throws away")
+@pytest.mark.parametrize("seedable", [False, True])
+@pytest.mark.parametrize("stop_at", [5, 8])
+def test_a_resume_goes_on_in_the_order_of_accelerates_loaders(parts, tmp_path, seedable, stop_at):
+    pytest.importorskip("accelerate")
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    def train(folder, stop=None):
+        torch.manual_seed(3)
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable))
+        data = DataLoader(TensorDataset(torch.randn(8, 4), torch.arange(8)), batch_size=2, shuffle=True)
+        val = DataLoader(TensorDataset(torch.randn(4, 4), torch.arange(4)), batch_size=2, shuffle=True)
+        model = parts.model()
+        model, optimizer, data, val = accelerator.prepare(model, momentum(model), data, val)
+        bus = Bus()
+        seen = []
+        bus.on("before_iter", lambda e: seen.append((e.progress.stage, *e.batch[1].tolist())))
+        if stop:
+            bus.on("after_train_iter", lambda e: (e.run.checkpoint_now(), e.run.stop()), once=stop)
+        step = lambda model, batch: parts.step(model, (batch[0], batch[1] % 3))  # noqa: E731
+        loop = parts.loop(
+            bus,
+            model=model,
+            optimizer=optimizer,
+            train_data=data,
+            val_data=val,
+            step=step,
+            max_epochs=3,
+            work_dir=tmp_path / folder,
+        )
+        loop.run(resume="auto")
+        return seen, parts.weights(model)
+
+    whole, weights = train("whole")
+    first, _ = train("cut", stop=stop_at)
+    rest, resumed = train("cut")
+    assert first + rest == whole
+    parts.assert_same(resumed, weights)
