@@ -25,8 +25,6 @@ from eventloop.training.update import window_open
 
 log = get_logger()
 
-_NOTHING_TRAINED = "only a training saves, and this run has not trained"
-
 
 class Saved(resume.Resumable, Protocol):
     """The run whose checkpoints these are."""
@@ -109,11 +107,11 @@ class RunCheckpoints:
     # -------------------------------------------------------------------------------------------------------- save
 
     def request(self, request: SaveRequest) -> None:
-        """Note a wish for the next save point; skip it where nothing was trained."""
-        if self._run.order.has_trained:
+        """Note a wish for the next save point of a training; skip it in a validation or test of its own."""
+        if self._run.order.has_trained or self._run.progress.stage == "train":
             self.points.request(request)
         else:
-            self.points.refuse(request, self._run.progress, _NOTHING_TRAINED)
+            self._refuse(request)
 
     def save_if_asked(self, *, force: bool = False) -> None:
         """Save if a hook or a thread has asked for it; in the middle of an accumulation window only by ``force``."""
@@ -121,8 +119,6 @@ class RunCheckpoints:
         if self._ranks is None and not self._run.order.save_now and not saves.requested:
             return  # as after nearly every iteration
         if not self._run.order.has_trained:
-            if force and self._take_save_now():
-                saves.refuse(self._asked_now(), self._run.progress, _NOTHING_TRAINED)
             return
         if not force and window_open(self._run.bus.hooks):
             return
@@ -136,6 +132,20 @@ class RunCheckpoints:
             progress = self._run.progress
             at_once = progress.stage != "train"
             saves.save(iteration, self._run.publish, progress, at_once=at_once, standing=self._standing)
+
+    def end(self) -> None:
+        """Save what was asked for last, and wait until all is written; what a run without training was asked for is skipped."""
+        self.save_if_asked(force=True)
+        points = self.points
+        if not self._run.order.has_trained:
+            asked = points.requests
+            points.adopt([])
+            for request in [*asked, self._asked_now()] if self._take_save_now() else asked:
+                self._refuse(request)
+        points.wait()  # on a bus that stays open, too: what comes next may want to resume from it
+
+    def _refuse(self, request: SaveRequest) -> None:
+        self.points.refuse(request, self._run.progress, "only a training saves, and this run has not trained")
 
     def _gather(self, ranks: Ranks, saves: SavePoints, *, force: bool) -> None:
         """Have all processes save the same, if anything, and rank 0 know the random states of all."""

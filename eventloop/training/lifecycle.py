@@ -124,8 +124,7 @@ class RunLifecycle:
         if reason := run.order.stop_reason or (run.order.agreement.reason if run.order.agreement is not None else ""):
             run.info["stop_reason"] = reason
         run.publish(ev.AfterRun)
-        self._checkpoints.save_if_asked(force=True)
-        self._checkpoints.points.wait()  # on a bus that stays open, too: what comes next may want to resume from it
+        self._checkpoints.end()
         if self._ranks is not None:  # no process leaves before all is written, and all hear if it is not
             run.bus.raise_failures()
             run.order.settle()

@@ -288,7 +288,7 @@ class Run:
 
         With several processes all of them ask, at the same mount point; rank 0 writes, and the random states of all are in it.
         Inside an accumulation window the save waits for the window's step. Requests of one moment are one write.
-        Only training saves: before it, and in a run that does not train (``loop.val()``), the request is logged and skipped.
+        Only a training saves: in a validation or test of its own (``loop.val()``) the request is logged and skipped.
 
         Args:
             name: file name.
