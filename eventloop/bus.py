@@ -199,6 +199,11 @@ class Bus(TypedOn, Lifecycle, Publisher):
         # Publishing may raise what an offloaded handler left behind, though nobody hears it.
         return route is not ignore or self._raises_here()
 
+    def may_change_state(self, event: type[Event] | str) -> bool:
+        """Return True if an inline handler of ``event`` may change the state of a run (see :class:`Hook`'s ``observes``)."""
+        heard = self._heard_by(resolve(event))
+        return any(one.mode == "inline" and not (one.hook is not None and one.hook.observes) for one in heard)
+
     # ------------------------------------------------------------------------------------------------ looking in
 
     def describe(self, *, stats: bool = False) -> Description:

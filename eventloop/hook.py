@@ -31,11 +31,15 @@ class Hook:
         priority: of all methods that do not name their own.
         name: key of ``state_dict`` in checkpoints and label in tables; the class name by default. Two hooks of a kind
             that both have state need two names.
+        observes: True for a hook that leaves the state of the run as it is: it changes its own state only, or puts back what it
+            changed. A checkpoint asked for after a validation may then be another name of the file written before it; any other
+            inline handler there makes it a file of its own.
         ranks: ``"all"``, or ``"rank0"`` for a hook that only the first of several processes calls, such as one that writes.
     """
 
     priority: PriorityLike = Priority.NORMAL
     name: str = ""
+    observes: bool = False
     ranks: Where = "all"
 
     def state_dict(self) -> dict[str, Any]:

@@ -59,8 +59,9 @@ class CheckpointHook(Hook):
     With n = epoch + 1 (or iteration + 1), it saves when n ≥ ``save_begin`` and (n − ``save_begin``) % ``interval`` == 0: with
     ``save_begin=5, interval=2`` at 5, 7, 9 … Files are ``epoch_{n}.safetensors`` or ``iter_{n}.safetensors``, and
     ``best_{metric}_{epoch|iter}_{n}.safetensors`` with ``/`` in the metric's name as ``_``. A save that is due within an
-    accumulation window waits for the window's step. Weights are written once per step: a best checkpoint is another name
-    (a hard link, where the file system has them) of the file that was written after the same iteration. All of them
+    accumulation window waits for the window's step. A state is written once: a best checkpoint is another name (a hard
+    link, where the file system has them) of the file that was written after the same iteration. If a handler of a mount point
+    in between may have changed the state, it is a file of its own (see ``observes`` of :class:`eventloop.Hook`). All of them
     resume.
 
     Nothing is deleted before its successor is durable, and nothing that another hook of the run keeps. ``last_checkpoint``,
@@ -104,6 +105,7 @@ class CheckpointHook(Hook):
     """
 
     priority = Priority.VERY_LOW
+    observes = True
 
     @check_options
     def __init__(
@@ -155,7 +157,7 @@ class CheckpointHook(Hook):
         self._checked = False
         self._finished = False
         self._first = True  # of several processes, the one that removes
-        self._saved_at: int | None = None  # iterations that the newest regular file has seen
+        self._began_at: int | None = None  # iterations at the beginning, if there is nothing to save of that state
 
     # -------------------------------------------------------------------------------------------- begin and end
 
@@ -163,8 +165,7 @@ class CheckpointHook(Hook):
         """Find the directory."""
         directory = event.run.work_dir if self._out_dir is None else self._out_dir.absolute()
         event.run.shared[KEPT] = everybody = event.run.shared.get(KEPT, [])
-        if self._kept.begin(directory, everybody):
-            self._saved_at = None
+        self._kept.begin(directory, everybody)
         self._loaded_here = False
         self._checked = self._finished = False
         self._first = event.run.rank == 0
@@ -186,18 +187,17 @@ class CheckpointHook(Hook):
             )
         if directory is not None and event.run.rank == 0:
             self._sharded = sweep(directory) or any(map(is_sharded, event.run.models.values()))
-        if self._loaded_here or not event.progress.iter:
-            self._saved_at = event.progress.iter
+        self._began_at = event.progress.iter if self._loaded_here or not event.progress.iter else None
 
     def after_train(self, event: AfterTrain) -> None:
         """Save what was trained since the newest file."""
         self._finished = True
-        if not self.save_last or (done := event.progress).iter == self._saved_at:
+        if not self.save_last or (done := event.progress).iter == self._began_at:
             return
         name = self._template.format(done.epoch if self.by_epoch else done.iter)
         if self.by_epoch and done.batch_idx:
             name = f"iter_{done.iter}{SUFFIX}"
-        self._request(event.run, name, done.iter, busy="wait")
+        self._request(event.run, name, busy="wait")  # of a state that is in this file already nothing is written
 
     def after_run(self, event: AfterRun) -> None:
         """Write the stripped copies."""
@@ -224,7 +224,7 @@ class CheckpointHook(Hook):
             return
         done = event.progress.iter + 1
         if self._due(done) or (self.save_last and done == run.total_iters):
-            self._request(run, self._template.format(done), done)
+            self._request(run, self._template.format(done))
 
     def after_train_epoch(self, event: AfterTrainEpoch) -> None:
         """Save by epochs."""
@@ -232,7 +232,7 @@ class CheckpointHook(Hook):
             return
         done = event.progress.epoch + 1
         if self._due(done) or (self.save_last and done == event.progress.max_epochs):
-            self._request(event.run, self._template.format(done), event.progress.iter + 1)
+            self._request(event.run, self._template.format(done))
 
     def after_val_epoch(self, event: AfterValEpoch) -> None:
         """Save what is the best so far by any of the metrics, in a training."""
@@ -261,14 +261,12 @@ class CheckpointHook(Hook):
                 sweep_shards(Path(str(directory)), still=0)  # nothing else is being written: this is the thread that writes
 
     def checkpoint_failed(self, event: CheckpointFailed) -> None:
-        """Forget what could not be written: what it was to replace stays, and the last save is still to be made."""
-        if self._kept.forget(event.names):
-            self._saved_at = None
+        """Forget what could not be written: what it was to replace stays."""
+        self._kept.forget(event.names)
 
     def checkpoint_skipped(self, event: CheckpointSkipped) -> None:
         """Forget what was left out; as with one that failed, what it was to replace stays."""
-        if self._kept.forget(event.names):
-            self._saved_at = None
+        self._kept.forget(event.names)
 
     # ---------------------------------------------------------------------------------------------------- state
 
@@ -289,9 +287,8 @@ class CheckpointHook(Hook):
     def _due(self, done: int) -> bool:
         return self.interval > 0 and done >= self.save_begin and (done - self.save_begin) % self.interval == 0
 
-    def _request(self, run: RunView, name: str, iteration: int, **options: Any) -> None:
+    def _request(self, run: RunView, name: str, **options: Any) -> None:
         self._kept.files.put(name)
-        self._saved_at = iteration
         run.request_save(name, directory=self._kept.directory, **(self._options | options))
 
     def _when(self, event: AfterValEpoch) -> str:

@@ -52,6 +52,7 @@ class EarlyStoppingHook(Hook):
     """  # noqa: D415 - the sentence goes on in the list
 
     priority = Priority.LOWEST
+    observes = True
 
     @check_options
     def __init__(

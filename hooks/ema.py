@@ -62,6 +62,7 @@ class EMAHook(Hook):
     """
 
     priority = Priority.NORMAL
+    observes = True
 
     @check_options
     def __init__(

@@ -26,6 +26,7 @@ class EmptyCacheHook(Hook):
     """
 
     priority = Priority.NORMAL
+    observes = True
 
     @check_options
     def __init__(self, before_epoch: bool = False, after_epoch: bool = True, after_iter: bool = False) -> None:

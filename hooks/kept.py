@@ -33,8 +33,8 @@ class Kept:
         self._new_best = new_best
         self._all: list[Kept] = [self]
 
-    def begin(self, directory: Place | None, everybody: list[Kept]) -> bool:
-        """Begin a run; True if it saves elsewhere than the one before: that one's files and scores are forgotten.
+    def begin(self, directory: Place | None, everybody: list[Kept]) -> None:
+        """Begin a run; if it saves elsewhere than the one before, that one's files and scores are forgotten.
 
         Args:
             directory: of the files.
@@ -42,11 +42,9 @@ class Kept:
         """
         self._all = everybody
         everybody.append(self)
-        if directory == self.directory:
-            return False
-        self.directory = directory
-        self.best, self.files = self._new_best(), Shelf(self._keep)
-        return True
+        if directory != self.directory:
+            self.directory = directory
+            self.best, self.files = self._new_best(), Shelf(self._keep)
 
     @property
     def shelves(self) -> list[Shelf]:
@@ -64,12 +62,11 @@ class Kept:
         everywhere = [shelf for kept in self._all if kept.directory == self.directory for shelf in kept.shelves]
         return [name for name in gone if not any(shelf.has(name) for shelf in everywhere)]
 
-    def forget(self, paths: Iterable[str]) -> bool:
-        """Forget files that were not written; True if the newest regular one is among them."""
+    def forget(self, paths: Iterable[str]) -> None:
+        """Forget files that were not written."""
         own = self.own(paths)
-        for shelf in self.best.shelves:
+        for shelf in self.shelves:
             shelf.forget(own)
-        return self.files.forget(own)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the names of the files that stay, and the best scores."""

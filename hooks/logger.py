@@ -94,6 +94,7 @@ class LoggerHook(Hook):
     """
 
     priority = Priority.BELOW_NORMAL
+    observes = True
     ranks = "rank0"
     timeout: float = 600.0
     """Seconds that writing a batch of events may take before that is an error."""

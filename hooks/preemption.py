@@ -56,6 +56,7 @@ class PreemptionHook(Hook):
     """
 
     priority = Priority.HIGHEST
+    observes = True
 
     def __init__(self, signals: Iterable[int | str] = (signal.SIGTERM,)) -> None:
         self.signals = _checked(signals)

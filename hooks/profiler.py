@@ -70,6 +70,7 @@ class ProfilerHook(Hook):
     """
 
     priority = Priority.VERY_LOW
+    observes = True
     ranks = "rank0"
 
     @check_options

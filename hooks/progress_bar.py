@@ -60,6 +60,7 @@ class ProgressBar(Hook):
     """
 
     priority = Priority.LOW
+    observes = True
     ranks = "rank0"
 
     @check_options

@@ -45,6 +45,8 @@ class Shelf:
     def put(self, name: str, score: float | None = None) -> None:
         """Note a file that has been requested; one of the same name is what it replaces."""
         with self._lock:
+            if score is None and self._entries and self._entries[-1].name == name:
+                return  # asked for again: nothing may have to be written, and whatever becomes of it, there is a file
             self._entries = [entry for entry in self._entries if entry.name != name]
             self._entries.append(Entry(name, score))
 
@@ -58,13 +60,10 @@ class Shelf:
             self._entries = [entry for entry in self._entries if entry not in gone]
             return [entry.name for entry in gone]
 
-    def forget(self, names: Collection[str]) -> bool:
-        """Forget files that were not written; True if the one that was requested last is among them."""
+    def forget(self, names: Collection[str]) -> None:
+        """Forget files that were not written."""
         with self._lock:
-            left = [entry for entry in self._entries if entry.durable or entry.name not in names]
-            newest = bool(self._entries) and self._entries[-1] not in left
-            self._entries = left
-            return newest
+            self._entries = [entry for entry in self._entries if entry.durable or entry.name not in names]
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return names and scores. The requested ones are among them: whoever reads this has the file that holds it."""

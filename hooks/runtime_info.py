@@ -47,6 +47,7 @@ class RuntimeInfoHook(Hook):
     """
 
     priority = Priority.VERY_HIGH
+    observes = True
 
     def __init__(self) -> None:
         self._optimizers: list[tuple[str, torch.optim.Optimizer]] = []

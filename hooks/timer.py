@@ -63,6 +63,7 @@ class IterTimerHook(Hook):
     """
 
     priority = Priority.NORMAL
+    observes = True
 
     @check_options
     def __init__(self, warmup_iter: NonNegativeInt = 0) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -122,7 +123,6 @@ class RunCheckpoints:
             return
         if not force and window_open(self._run.bus.hooks):
             return
-        iteration = self._run.counters.iter
         if self._take_save_now():
             saves.request(self._asked_now())
         if self._ranks is not None:
@@ -131,7 +131,7 @@ class RunCheckpoints:
             # In a validation hooks may have lent the model other weights (averages), which only a copy made now holds.
             progress = self._run.progress
             at_once = progress.stage != "train"
-            saves.save(iteration, self._run.publish, progress, at_once=at_once, standing=self._standing)
+            saves.save(self._version(), self._run.publish, progress, at_once=at_once, standing=self._standing)
 
     def end(self) -> None:
         """Save what was asked for last, and wait until all is written; what a run without training was asked for is skipped."""
@@ -157,7 +157,7 @@ class RunCheckpoints:
             self._run.order.agreement.confirm()
         if saves.requested:
             own = {"rng": self._run.order.validation_rng or get_rng_state(), "data": self._run.data_state()}
-            standing = saves.standing(self._run.counters.iter)
+            standing = saves.standing(self._version())
             self._rank_states, tokens, standings = zip(*ranks.gather((own, secrets.token_hex(4), standing)), strict=True)
             self._token = tokens[0]
             if self._sharded:  # all do the same, however far each is with the save before
@@ -176,6 +176,11 @@ class RunCheckpoints:
             return False
         order.agreement.save = order.save_now = False
         return True
+
+    def _version(self) -> object:
+        """What is equal while the state is the same: code between mount points moves the tensors' own versions only."""
+        tensors = (t for model in self._run.models.values() for t in chain(model.parameters(), model.buffers()))
+        return self._run.order.version, sum(tensor._version for tensor in tensors)
 
     def _asked_now(self) -> SaveRequest:
         return SaveRequest(self.place() / f"iter_{self._run.counters.iter}.safetensors")

@@ -123,7 +123,7 @@ class RunLifecycle:
         run.order.progress = run.counters.snapshot()
         if reason := run.order.stop_reason or (run.order.agreement.reason if run.order.agreement is not None else ""):
             run.info["stop_reason"] = reason
-        run.publish(ev.AfterRun)
+        run.order.tell(ev.AfterRun)
         self._checkpoints.end()
         if self._ranks is not None:  # no process leaves before all is written, and all hear if it is not
             run.bus.raise_failures()

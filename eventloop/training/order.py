@@ -44,6 +44,7 @@ class Order:
         publish: of the run.
         save: makes a requested save.
         window_open: True in the middle of an accumulation window.
+        may_change: True if a handler of an event may change the state of the run.
         models: of the run; they are in evaluation mode during validation and test.
     """
 
@@ -54,10 +55,13 @@ class Order:
         publish: Callable[..., None],
         save: Save,
         window_open: Callable[[], bool],
+        may_change: Callable[[type[Event]], bool],
         models: Iterable[torch.nn.Module],
     ) -> None:
         self.counters = counters
         self.progress: Progress = counters.snapshot()
+        self.version = 0
+        """Moves when the state of the run may have changed: with each iteration, and where a handler may have changed it."""
         self.scopes = Scopes()
         self.outputs: dict[str, Any] = {}
         self.stepped: set[int] = set()
@@ -80,6 +84,8 @@ class Order:
         self._publish = publish
         self._save = save
         self._window_open = window_open
+        self._may_change = may_change
+        self._evaluation_changes = False
         self._models = list(models)
         self._batch: Any = None
         self._training: object | None = None  # whose epoch is open
@@ -111,6 +117,11 @@ class Order:
         if self.agreement is not None:
             self.agreement.settle()
 
+    def tell(self, event: type[Event], **payload: Any) -> None:
+        """Publish an event between iterations, and move the version if a handler may have changed the state."""
+        self._publish(event, **payload)
+        self.version += self._may_change(event)
+
     # --------------------------------------------------------------------------------------------------- training
 
     def go_on(self) -> None:
@@ -135,7 +146,7 @@ class Order:
         """Publish ``after_train`` if training had begun."""
         if self.training:
             self.progress = self.counters.snapshot()
-            self._publish(ev.AfterTrain)
+            self.tell(ev.AfterTrain)
             self._save(force=True)
             self.scopes.leave("train")
 
@@ -196,7 +207,7 @@ class Order:
         if "epoch" not in self.scopes:
             return
         self._drop_iteration()
-        self._publish(ev.AfterTrainEpoch)
+        self.tell(ev.AfterTrainEpoch)
         self.counters.epoch += 1
         self.counters.batches = 0
         self.counters.phase = "val" if self.counters.max_iters is None else "train"
@@ -264,6 +275,7 @@ class Order:
             self.scopes.leave("iter")
 
     def _count_iteration(self) -> None:
+        self.version += 1
         self.counters.iter += 1
         self.counters.batches += 1
         self.counters.update += bool(self.stepped)
@@ -295,8 +307,10 @@ class Order:
         self._evaluating = batches
         self.progress = self.counters.snapshot(stage, 0)
         self._evaluation_mode()
-        self._publish(_EVALUATION[stage][0])
-        self._publish(_EVALUATION[stage][1])
+        before, before_epoch, before_iter, after_iter, *_ = _EVALUATION[stage]
+        self._evaluation_changes = self._may_change(before_iter) or self._may_change(after_iter)
+        self.tell(before)
+        self.tell(before_epoch)
 
     def begin_evaluation_iteration(self, stage: Stage, index: int, batch: Any) -> None:
         """Publish ``before_val_iter`` (or ``before_test_iter``)."""
@@ -309,6 +323,7 @@ class Order:
     def end_evaluation_iteration(self, stage: Stage, index: int, metrics: Metrics) -> None:
         """Publish ``after_val_iter`` (or ``after_test_iter``), and feed the metrics."""
         self._publish(_EVALUATION[stage][3], batch_idx=index, batch=self._batch, outputs=self.outputs)
+        self.version += self._evaluation_changes
         metrics.update(self.outputs)
         if self._in_step and self.agreement is not None:
             self.agreement.exchange()
@@ -319,7 +334,7 @@ class Order:
         """Publish ``after_val_epoch`` with the metrics, and ``after_val`` (or the same of a test)."""
         if stage == "val":
             self.go_on()
-        self._publish(_EVALUATION[stage][4], metrics=dict(metrics))
+        self.tell(_EVALUATION[stage][4], metrics=dict(metrics))
         self.counters.validations += stage == "val"
         self.counters.tests += stage == "test"
         self.settle()
@@ -327,7 +342,7 @@ class Order:
         self._save(force=True)
         self._evaluating = None
         self.scopes.leave(stage)
-        self._publish(_EVALUATION[stage][5])
+        self.tell(_EVALUATION[stage][5])
         self._save()
 
     def abandon_evaluation(self) -> None:

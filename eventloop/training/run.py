@@ -108,6 +108,7 @@ class Run:
             publish=self.publish,
             save=self._checkpoints.save_if_asked,
             window_open=lambda: window_open(self.bus.hooks),
+            may_change=self.bus.may_change_state,
             models=self.models.values(),
         )
         self._lifecycle = RunLifecycle(

@@ -55,7 +55,8 @@ class SavePoints:
         self._buffer = StageBuffer()
         self._overlap = Overlap(optimizers)
         self._turns: Turns[SaveJob] = Turns()
-        self._written: tuple[int, SaveRequest, SaveJob] | None = None
+        self._written: tuple[object, SaveRequest, SaveJob] | None = None
+        self._given: set[Place] = set()  # the names of the last write, links included
         self._broken: set[Place] = set()
         self._late: set[Subscription] = set()  # handlers of checkpoint_staged that took too long
         self.skipped = 0
@@ -79,9 +80,9 @@ class SavePoints:
         """The names of the files that are to be saved next."""
         return [request.path.name for request in self._requests]
 
-    def standing(self, iteration: int) -> tuple[bool, bool]:
+    def standing(self, version: object) -> tuple[bool, bool]:
         """Return whether what is to be saved is in the last file already, and whether another save is being written."""
-        return bool(self._requests) and self._holds(iteration, merged(self._requests)), self._turns.busy
+        return bool(self._requests) and self._holds(version, merged(self._requests)), self._turns.busy
 
     @property
     def requests(self) -> list[SaveRequest]:
@@ -113,7 +114,7 @@ class SavePoints:
 
     def save(
         self,
-        iteration: int,
+        version: object,
         publish: Callable[..., None],
         progress: Progress,
         *,
@@ -123,17 +124,21 @@ class SavePoints:
         """Capture and hand over what was requested. Waits at most for a save that is still being written.
 
         Args:
-            iteration: how many iterations the weights have seen; equal numbers are equal weights.
+            version: of the state; the last file holds it if that was written at an equal one.
             publish: of the run, for ``checkpoint_staged``.
             progress: of the moment, for the events.
             at_once: copy everything now, also what was to be copied beside the training.
             standing: what to go by instead of :meth:`standing` here, where processes save together.
         """
-        held, busy = standing or self.standing(iteration)
+        held, busy = standing or self.standing(version)
         requests, self._requests = self._requests, []
         wanted = merged(requests)
         paths = list(dict.fromkeys(request.path for request in requests))
         if held:
+            paths = [path for path in paths if path not in self._given or path in self._broken]
+            if not paths:
+                return
+            self._given.update(paths)
             job = SaveJob(paths, progress, wanted.on_error, source=self._written[2] if self._written else None)
             enter = self._turns.enter_for_good
         elif wanted.busy == "skip" and busy:
@@ -142,7 +147,8 @@ class SavePoints:
         else:
             job = self._stage(paths, progress, wanted, at_once=at_once)
             enter = self._turns.enter
-            self._written = (iteration, wanted, job)
+            self._written = (version, wanted, job)
+            self._given = set(paths)
         try:
             enter(job)
             publish(CheckpointStaged, path=str(paths[0]), job=job)
@@ -269,9 +275,9 @@ class SavePoints:
         log.warning("checkpoint not made", names=names, reason=job.given_up, skipped=self.skipped)
         self._bus.publish(CheckpointSkipped(progress=job.progress, path=names[0], names=names, reason=job.given_up))
 
-    def _holds(self, iteration: int, wanted: SaveRequest) -> bool:
-        """True if the last write has these weights and at least what is wanted beside them."""
-        if self._written is None or self._written[0] != iteration or self._written[1].path in self._broken:
+    def _holds(self, version: object, wanted: SaveRequest) -> bool:
+        """True if the last write has this state and at least what is wanted of it."""
+        if self._written is None or self._written[0] != version or self._written[1].path in self._broken:
             return False
         has = self._written[1]
         return has.save_optimizer >= wanted.save_optimizer and has.save_param_scheduler >= wanted.save_param_scheduler

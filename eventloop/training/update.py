@@ -59,6 +59,7 @@ class Update(Hook):
 
     name = "training.update"
     priority: PriorityLike = Priority.HIGH
+    observes = True  # but for its iterations, each of which is another state anyway
 
     @check_options
     def __init__(

@@ -13,15 +13,18 @@ from structlog.testing import capture_logs
 from torch import nn
 
 from eventloop import (
+    Bus,
     CheckpointError,
     CheckpointValueError,
     ConfigurationError,
     Hook,
+    Run,
     TrainingError,
     TrainLoop,
     mount,
 )
 from eventloop.checkpoint import TEMPORARY_PREFIX, load, save
+from hooks import EarlyStoppingHook, EMAHook, IterTimerHook, LoggerHook, RuntimeInfoHook
 from hooks.checkpoint import CheckpointHook
 from hooks.rules import find_rule
 
@@ -261,6 +264,94 @@ def test_one_write_per_step_under_several_names(job: SimpleNamespace, tmp_path: 
     loop.bus.add(committed)
     loop.run()
     assert committed.names == [["epoch_1"], ["best_acc_epoch_1"], ["epoch_2"], ["best_acc_epoch_2"]]
+    assert (tmp_path / "epoch_2.safetensors").samefile(tmp_path / "best_acc_epoch_2.safetensors")
+
+
+class Calibrates(Hook):
+    """Changes a buffer by one at a mount point; in a way that torch does not notice, too."""
+
+    def __init__(self, mount_point: str) -> None:
+        self.mount_point = mount_point
+
+    def unused(self) -> list[str]:
+        return [
+            name
+            for name in ("after_train_epoch", "before_val", "after_val_iter", "after_val_epoch", "after_train")
+            if name != self.mount_point
+        ]
+
+    def after_train_epoch(self, event: Any) -> None:
+        event.run.model[1].running_mean.data.add_(1)
+
+    before_val = after_val_iter = after_val_epoch = after_train = after_train_epoch
+
+
+@pytest.mark.parametrize("by_epoch", [True, False])
+@pytest.mark.parametrize("mount_point", ["after_train_epoch", "before_val", "after_val_iter", "after_val_epoch"])
+def test_the_best_is_what_was_validated_whatever_a_hook_changed_since_the_file_before_it(
+    job: SimpleNamespace, tmp_path: Path, mount_point: str, by_epoch: bool
+) -> None:
+    hook = CheckpointHook(interval=1, by_epoch=by_epoch, save_best="acc", save_last=False)
+    loop = best_loop(job, tmp_path, hook, 0.5)
+    loop.bus.add(Calibrates(mount_point))
+    loop.run()
+    (best,) = tmp_path.glob("best_*")
+    assert job.same(load(best)["state_dict"], job.weights(loop.model))
+    assert load(best)["progress"]["phase"] == ("val" if mount_point == "after_train_epoch" and by_epoch else "train")
+
+
+@pytest.mark.parametrize("by_epoch", [True, False])
+@pytest.mark.parametrize("mount_point", ["after_train_epoch", "after_val_epoch", "after_train"])
+def test_the_last_file_has_what_hooks_changed_after_the_last_iteration(
+    job: SimpleNamespace, tmp_path: Path, mount_point: str, by_epoch: bool
+) -> None:
+    loop = job.loop(
+        CheckpointHook(interval=1, by_epoch=by_epoch), Calibrates(mount_point), work_dir=tmp_path, val_data=job.batches(1)
+    )
+    loop.run()
+    assert job.same(load(tmp_path / (tmp_path / "last_checkpoint").read_text())["state_dict"], job.weights(loop.model))
+    assert files(tmp_path) == ({"epoch_1", "epoch_2"} if by_epoch else {f"iter_{n}" for n in range(1, 9)})
+
+
+def test_files_of_an_epoch_and_of_its_last_iteration_differ_if_a_hook_changed_state_in_between(
+    job: SimpleNamespace, tmp_path: Path
+) -> None:
+    hooks = (CheckpointHook(interval=1), CheckpointHook(interval=4, by_epoch=False, name="iterations", save_last=False))
+    loop = job.loop(*hooks, Calibrates("after_train_epoch"), work_dir=tmp_path, max_epochs=1)
+    loop.run()
+    assert load(tmp_path / "iter_4.safetensors")["progress"]["epoch"] == 0
+    assert job.same(load(tmp_path / "epoch_1.safetensors")["state_dict"], job.weights(loop.model))
+
+
+def test_what_the_body_of_a_loop_of_ones_own_changes_is_in_the_best_file(job: SimpleNamespace, tmp_path: Path) -> None:
+    model, bus = job.model(), Bus()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bus.add(CheckpointHook(interval=1, save_best="loss", save_last=False))
+    with Run(bus, model=model, optimizer=optimizer, work_dir=tmp_path) as run:
+        for _ in run.epochs(1):
+            for batch in run.train(job.batches(1)):
+                job.loss(model, batch).backward()
+                optimizer.step()
+            with torch.no_grad():
+                model[0].bias.add_(1)
+            for batch in run.validate(job.batches(1)):
+                run.report(loss=job.loss(model, batch))
+    assert job.same(load(tmp_path / "best_loss_epoch_1.safetensors")["state_dict"], job.weights(model))
+    assert not job.same(load(tmp_path / "epoch_1.safetensors")["state_dict"], job.weights(model))
+
+
+def test_hooks_that_observe_leave_the_best_another_name_of_the_file_before_it(job: SimpleNamespace, tmp_path: Path) -> None:
+    """Loggers, timers, averages that are lent for a validation: those that are in default_hooks, and a user's own."""
+
+    class Mine(Hook):
+        observes = True
+
+        def after_val_epoch(self, event: Any) -> None: ...
+
+    hooks = (EarlyStoppingHook("acc"), EMAHook(momentum=0.1), IterTimerHook(), LoggerHook(), Mine(), RuntimeInfoHook())
+    loop = best_loop(job, tmp_path, CheckpointHook(interval=1, save_best="acc"), 0.5, 0.6)
+    loop.bus.add(*hooks)
+    loop.run()
     assert (tmp_path / "epoch_2.safetensors").samefile(tmp_path / "best_acc_epoch_2.safetensors")
 
 

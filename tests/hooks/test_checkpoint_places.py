@@ -140,6 +140,8 @@ def test_one_that_goes_on_here_and_has_nothing_left_to_train_writes_nothing(job:
 class Remembers(Hook):
     """The scores of all validations."""
 
+    observes = True
+
     def __init__(self) -> None:
         self.scores: dict[int, float] = {}
 
@@ -148,12 +150,13 @@ class Remembers(Hook):
 
 
 @pytest.mark.parametrize("length", [{"max_epochs": 4}, {"max_iters": 16, "val_interval": 3}])
-@pytest.mark.parametrize("interval", [-1, 1])
+@pytest.mark.parametrize(("interval", "by_metric"), [(-1, True), (1, True), (1, False)])
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_from_the_best_file_its_validation_is_made_again_and_all_ends_the_same(
-    job: SimpleNamespace, tmp_path: Path, length: dict[str, int], interval: int, elsewhere: bool
+    job: SimpleNamespace, tmp_path: Path, length: dict[str, int], interval: int, by_metric: bool, elsewhere: bool
 ) -> None:
-    """Unless it was made: the best may be another name of a file that was written before. Nothing is counted twice."""
+    """The best is another name of a file written before, unless the validation changes state. Nothing is counted twice."""
+    linked = interval == 1 and not by_metric
 
     def run(directory: Path, resume: Path | None = None) -> tuple[Any, Remembers]:
         model = job.model()
@@ -162,7 +165,7 @@ def test_from_the_best_file_its_validation_is_made_again_and_all_ends_the_same(
         remembers = Remembers()
         hooks = (
             EMAHook(momentum=0.3),
-            ParamSchedulerHook(plateau, by="metric", monitor="loss"),
+            *([ParamSchedulerHook(plateau, by="metric", monitor="loss")] if by_metric else []),
             EarlyStoppingHook("loss", patience=50, min_delta=0.0),
             CheckpointHook(interval, by_epoch="max_epochs" in length, save_best="loss", rule="greater"),
             remembers,
@@ -187,8 +190,8 @@ def test_from_the_best_file_its_validation_is_made_again_and_all_ends_the_same(
     resumed, again = run(tmp_path / "again" if elsewhere else tmp_path, place)
     assert job.same(resumed[0], weights)
     assert (resumed[1], resumed[3]) == (states, counters)
-    if interval == 1 or not elsewhere:  # a score whose file is not there is forgotten
+    if linked or not elsewhere:  # a score whose file is not there is forgotten
         assert resumed[2] == best == [file.name]
     assert again.scores.items() <= through.scores.items()
     made_again = min(again.scores) == state["progress"]["iter"]
-    assert made_again == (state["progress"]["phase"] == "val") == (interval == 1)
+    assert made_again == (state["progress"]["phase"] == "val") == linked

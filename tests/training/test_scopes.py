@@ -511,6 +511,7 @@ def test_stop_and_checkpoint_now_hold_no_lock_that_a_signal_handler_would_wait_f
         return interrupted
 
     with parts.loop(bus, work_dir=tmp_path)._new_run() as run:
+        run.order.begin_train()
         before = sys.gettrace()
         sys.settrace(interrupted)
         try:
