@@ -1,7 +1,8 @@
 """The scalars of an event, taken on the training thread as they are now, without waiting for a device.
 
-Numbers are taken as they are. 0-dim tensors are copied into a row on their device (:mod:`eventloop.ring`), one row for each
-dtype and device; a consumer turns rows into numbers later, many at a time.
+Numbers are taken as they are. Tensors of one element are copied into a row on their device (:mod:`eventloop.ring`), one row
+for each dtype and device; a consumer turns rows into numbers later, many at a time. A name whose value had another number of
+elements once is no scalar with one element either, as long as it has dimensions: it is the last, smaller batch of an epoch.
 
 What is a scalar among the outputs of an iteration is nearly always what was one before, so it is noted down in a plan, and an
 iteration only checks that the plan still holds. A row has the dtype of its tensors: a conversion on the way costs little by
@@ -12,7 +13,7 @@ their place, up to 2**53), so that they need no checking.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, Literal, cast, get_args
 
@@ -30,6 +31,8 @@ _MOST_PLANS = 64  # for outputs whose names never repeat; planning anew costs so
 
 _ANY_FLOAT = (torch.float64, torch.device("cpu"))
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 _dtype = attrgetter("dtype")
 _device = attrgetter("device")
 _is_cpu = attrgetter("is_cpu")
@@ -40,6 +43,7 @@ class Scalars:
 
     def __init__(self) -> None:
         self._plans: dict[tuple[str, ...], Plan] = {}
+        self._sized: set[str] = set()  # names whose values had another number of elements than one
         self._rings: dict[tuple[torch.dtype, torch.device, int], Ring | CudaRing] = {}
 
     def take(self, outputs: Mapping[str, Any]) -> Taken:
@@ -54,7 +58,8 @@ class Scalars:
                 taken = None
             if taken is not None:
                 return taken
-        plan = Plan(names, values, self._ring, steady=plan is None)
+        self._sized.update(name for name, value in outputs.items() if _elements(value) != 1)
+        plan = Plan(names, values, self._ring, steady=plan is None, sized=self._sized)
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
         self._plans[names] = plan
@@ -77,8 +82,9 @@ class Plan:
         ring: Callable[[torch.dtype, torch.device, int], Ring | CudaRing],
         *,
         steady: bool,
+        sized: Container[str],
     ) -> None:
-        kinds = [_kind(value) for value in values]
+        kinds = [_kind(value, sized=name in sized) for name, value in zip(names, values, strict=True)]
         of_kind = {kind: [i for i, found in enumerate(kinds) if found == kind] for kind in get_args(Kind)}
         numbers = [*of_kind["number"], *of_kind["array"]]
         self._number = _getter(numbers)
@@ -91,6 +97,7 @@ class Plan:
         # What has dimensions could have none the next time.
         others = [i for i in of_kind["other"] if hasattr(values[i], "ndim")]
         self._others = _getter(others) if others else None
+        self._shaped = [i for i in of_kind["tensor"] if values[i].ndim]
         grouped = _grouped(of_kind["tensor"], values, steady=steady)
         self._groups = [_Group(key, positions, ring, len(values)) for key, positions in grouped.items()]
         self.waits = any(group.waits for group in self._groups)
@@ -115,9 +122,11 @@ class Plan:
                         return None
             numbers = self._number(values)
             if self._arrays:
-                if any(value.ndim for value in numbers if isinstance(value, np.ndarray)):
+                if any(value.size != 1 for value in numbers if isinstance(value, np.ndarray)):
                     return None
                 numbers = tuple([value.item() if isinstance(value, np.ndarray) else value for value in numbers])
+        if self._shaped:
+            values = self._reshaped(values)
         cells: tuple[Cell, ...] = ()
         for group in self._groups:
             tensors = group.pick(values) if group.pick is not None else values
@@ -125,6 +134,12 @@ class Plan:
                 return None
             cells += (group.write(tensors),)
         return self, numbers, cells
+
+    def _reshaped(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        reshaped = list(values)
+        for i in self._shaped:
+            reshaped[i] = values[i].detach().reshape(())
+        return tuple(reshaped)
 
     def numbers(self, numbers: Iterable[Any], cells: Iterable[Cell]) -> dict[str, Any]:
         """Put together what :meth:`take` has taken, in the order of the outputs; on the consumer's thread, which may wait."""
@@ -175,12 +190,20 @@ def _grouped(
     return groups
 
 
-def _kind(value: Any) -> Kind:
+def _kind(value: Any, *, sized: bool) -> Kind:
     if isinstance(value, torch.Tensor):
-        return "other" if value.ndim else "tensor"
+        # One element of a sparse or a distributed tensor cannot be had without work.
+        shaped = value.ndim and (sized or type(value) not in _PLAIN or value.layout is not torch.strided)
+        return "other" if shaped else "tensor"
     if isinstance(value, np.ndarray):
-        return "other" if value.ndim else "array"
+        return "other" if value.ndim and sized else "array"
     return "number" if isinstance(value, int | float | str | np.generic) else "other"
+
+
+def _elements(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    return value.size if isinstance(value, np.ndarray) else 1
 
 
 def _getter(positions: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

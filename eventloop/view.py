@@ -108,7 +108,7 @@ class RunView(Protocol):
         """Publish an event of this class, with this run and its progress filled in where it has fields for them."""
 
     def report(self, **entries: Any) -> None:
-        """Add entries to the current iteration's ``outputs``: numbers or 0-dim tensors, which stay on their device."""
+        """Add entries to the current iteration's ``outputs``: numbers or tensors of one element, which stay on their device."""
 
     def report_image(self, name: str, image: Any) -> None:
         """Publish an image of the current moment, for loggers (see ``Run.report_image``)."""

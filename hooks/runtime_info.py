@@ -102,7 +102,7 @@ class RuntimeInfoHook(Hook):
                 kind = _learn_kind(value)
             if kind is _NUMBER:
                 info[keys.get(name) or self._key(name)] = value
-            elif kind is _TENSOR and value.ndim == 0:
+            elif kind is _TENSOR and value.numel() == 1:
                 info[keys.get(name) or self._key(name)] = value.detach() if value.requires_grad else value
 
     def before_val(self, event: BeforeVal) -> None:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from eventloop.errors import ConfigurationError, TrainingError, stopped
@@ -34,8 +35,10 @@ class Metric(Protocol):
 class Metrics:
     """The metrics of one loader. Each is fed with the entries of the outputs that its ``update`` names.
 
-    Scalars among the outputs that are no metric's name are averaged over the batches, so a validation step that returns
-    ``{"loss": ...}`` yields ``loss`` without further ado.
+    Scalars among the outputs are averaged over the batches, so a validation step that returns ``{"loss": ...}`` yields
+    ``loss`` without further ado. Left out are those with a metric's name, and those that a metric's ``update`` names, which
+    only feed it (a ``weight``, say; but never ``loss``). A tensor or array of one element is a scalar, unless its name came
+    with another number of elements before: then it is the last, smaller batch.
 
     Where several processes validate, each its part of the data, the means are over the batches of all. A metric with a sync of
     its own (torchmetrics') is left to it. One with ``merge_state(others)``, which adds what metrics of its kind have seen to
@@ -56,6 +59,9 @@ class Metrics:
         self._sums: dict[str, torch.Tensor | float] = {}
         self._counts: dict[str, int] = {}
         self._told: set[str] = set()
+        # Entries that feed a metric. The loss is one, too, that is there to train on.
+        self._fed = {entry for wanted in self._wanted.values() for entry in wanted or ()} - {"loss"}
+        self._sized: set[str] = set()  # entries that had another number of elements than one
 
     def reset(self) -> None:
         """Start over; metrics that have ``.to()`` are moved to the device."""
@@ -74,8 +80,8 @@ class Metrics:
         for name, metric in self._metrics.items():
             _call(name, metric.update, **self._pick(name, outputs))
         for name, value in outputs.items():
-            scalar = _scalar(value)
-            if scalar is not None and name not in self._metrics:
+            scalar = None if name in self._metrics or name in self._fed else self._scalar(name, value)
+            if scalar is not None:
                 self._sums[name] = self._sums.get(name, 0.0) + scalar
                 self._counts[name] = self._counts.get(name, 0) + 1
 
@@ -120,6 +126,18 @@ class Metrics:
             _call(name, merged[name].merge_state, others)  # type: ignore[attr-defined]  # it has it: see able
         return merged
 
+    def _scalar(self, name: str, value: Any) -> torch.Tensor | float | None:
+        elements = value.numel() if isinstance(value, torch.Tensor) else value.size if isinstance(value, np.ndarray) else 1
+        if elements != 1:
+            self._sized.add(name)
+        if elements != 1 or (name in self._sized and getattr(value, "ndim", 0)):
+            return None
+        if isinstance(value, torch.Tensor):
+            return value.detach().double().reshape(())
+        if isinstance(value, np.ndarray | np.generic):
+            value = value.item()
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
     def _pick(self, name: str, outputs: Mapping[str, Any]) -> dict[str, Any]:
         wanted = self._wanted[name]
         if wanted is None:
@@ -154,12 +172,6 @@ def _call(name: str, method: Callable[..., Any], *arguments: Any, **entries: Any
         return method(*arguments, **entries)
     except StopIteration as error:
         raise stopped(error, f"{method.__name__}() of metric {name!r}") from error
-
-
-def _scalar(value: Any) -> torch.Tensor | float | None:
-    if isinstance(value, torch.Tensor):
-        return value.detach().double() if value.dim() == 0 else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _number(value: Any) -> Any:

@@ -6,6 +6,7 @@ import textwrap
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -147,6 +148,31 @@ def test_whatever_hooks_report_is_written_and_only_scalars(notes):
     bus.on("after_train_iter", lambda event: event.run.report(mine=3, text="no", tensor=torch.ones(2)), priority=50)
     make_loop(bus).run()
     assert [set(scalars) for scalars, _, _ in notes.scalars()] == [{"train/loss", "train/mine"}] * 2
+
+
+def test_a_tensor_or_array_of_one_element_is_a_scalar(notes):
+    def step(model, batch):
+        loss = model(batch[0]).mean()
+        one = {"tensor": torch.full((1, 1), 0.5), "param": model.bias, "array": np.array([0.25]), "number": np.float32(2)}
+        return {"loss": loss, **one, "none": torch.zeros(0), "many": np.zeros(2)}
+
+    make_loop(bus_with(notes, interval=7), step=step, val_data=DATA[:2], val_step=step).run()
+    assert {name for scalars, _, _ in notes.scalars() for name in scalars} == {
+        f"train/{name}" for name in ("loss", "tensor", "param", "array", "number")
+    }
+    for stage in ("train", "val"):
+        (scalars, _, _), _ = notes.scalars(stage)
+        assert [scalars[f"{stage}/{name}"] for name in ("tensor", "array", "number")] == [0.5, 0.25, 2.0]
+
+
+def test_the_targets_of_a_last_batch_of_one_are_no_scalar(notes):
+    def step(model, batch):
+        return {"loss": model(batch).mean(), "target": batch[:, 0], "array": batch[:, 0].numpy()}
+
+    data = [torch.ones(2, 3), torch.ones(1, 3)]
+    make_loop(bus_with(notes, interval=1), step=step, train_data=data, val_data=data, val_step=step).run()
+    assert {name for scalars, _, _ in notes.scalars() for name in scalars} == {"train/loss"}
+    assert {name for scalars, _, _ in notes.scalars("val") for name in scalars} == {"val/loss"}
 
 
 def test_metrics_are_written_with_the_epochs_done(notes):

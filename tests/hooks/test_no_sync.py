@@ -50,7 +50,13 @@ def asked(monkeypatch):
 def step(model, batch):
     inputs, target = batch
     loss = functional.mse_loss(model(inputs), target)
-    return {"loss": loss, "correct": (inputs > 0).sum(), "share": inputs.mean(dtype=torch.float64), "logits": inputs}
+    return {
+        "loss": loss,
+        "correct": (inputs > 0).sum(),
+        "share": inputs.mean(dtype=torch.float64),
+        "norms": loss.reshape(1),
+        "logits": inputs,
+    }
 
 
 def test_training_with_logging_at_every_iteration_asks_no_tensor_for_its_number(asked, tmp_path):

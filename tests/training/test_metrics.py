@@ -57,6 +57,14 @@ def test_a_metric_gets_the_entries_that_its_update_names(parts):
     assert isinstance(found["accuracy"], float)
 
 
+def test_scalars_that_only_feed_a_metric_are_no_metrics_of_their_own(parts):
+    def weighted_step(model, batch):
+        return {"loss": parts.step(model, batch), "weight": 3.0, "other": 0.5}
+
+    found = parts.loop(val_step=weighted_step, metrics={"sums": Sums()}).val()
+    assert found.keys() == {"sums/sum", "sums/count", "loss", "other"}
+
+
 def test_a_metric_that_returns_a_mapping_gives_several_values(parts):
     found = parts.loop(val_step=lambda m, b: {"loss": 3.0}, metrics={"sums": Sums()}).val()
     assert found == {"loss": 3.0, "sums/sum": 12.0, "sums/count": 2}
