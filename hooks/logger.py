@@ -33,6 +33,8 @@ from eventloop import (
     OnException,
     Priority,
     Progress,
+    RunView,
+    Slot,
     check_options,
     get_logger,
     mount,
@@ -46,7 +48,7 @@ from hooks.writers.console import ConsoleWriter
 from hooks.writers.fanout import Fanout
 from hooks.writers.json_lines import JSONLinesWriter
 from hooks.writers.outbox import check_out, checked_suffixes, send
-from hooks.writers.records import LogClosed, LogEpochBegan, LogEpochEnded, LogEvent, LogMetrics, LogOpened
+from hooks.writers.records import LogClosed, LogEpochBegan, LogEpochEnded, LogEvent, LogLine, LogMetrics, LogOpened
 
 log = get_logger()
 
@@ -142,6 +144,7 @@ class LoggerHook(Hook):
         run = event.run
         work_dir = None if run.work_dir is None else str(run.work_dir)
         config = _plain(run.config)
+        run.shared[LOGGER] = self
         run.publish(LogOpened, logger=self._token, name=run.name, work_dir=work_dir, seed=run.seed, config=config)
 
     def before_train_epoch(self, event: BeforeTrainEpoch) -> None:
@@ -167,6 +170,10 @@ class LoggerHook(Hook):
     def after_run(self, event: AfterRun) -> None:
         """Have everything written, closed and copied."""
         event.run.publish(LogClosed, logger=self._token)
+
+    def tell(self, run: RunView, line: str, **facts: Any) -> None:
+        """Log a line behind the scalars of all that was before it; for hooks that find this one in ``run.shared[LOGGER]``."""
+        run.publish(LogLine, logger=self._token, line=line, facts=facts)
 
     def _publish_metrics(self, event: AfterValEpoch | AfterTestEpoch) -> None:
         stage, info = event.progress.stage, event.run.info
@@ -223,6 +230,9 @@ class LoggerHook(Hook):
             case LogMetrics():
                 where = _where(event.progress)
                 self._fanout.evaluated(_numbers(event.outputs), self._step(where), where)
+            case LogLine():
+                self._fanout.flush()
+                log.info(event.line, **event.facts)
             case LogOpened():
                 self._open(event)
             case LogClosed():
@@ -245,6 +255,9 @@ class LoggerHook(Hook):
         if event.finished and self._out_dir is not None and facts.work_dir is not None:
             copies = send(facts.work_dir, self._out_dir, self._out_suffix, keep_local=self._keep_local)
             log.info("files copied", out_dir=str(self._out_dir), files=len(copies))
+
+
+LOGGER = Slot("logger", LoggerHook, weak=True)
 
 
 def _where(progress: Progress, batch: int = 0, epoch_length: int | None = None) -> Where:

@@ -17,6 +17,7 @@ from eventloop import (
     BeforeTrain,
     BeforeTrainEpoch,
     BeforeTrainIter,
+    BeforeVal,
     BeforeValEpoch,
     BeforeValIter,
     Hook,
@@ -27,6 +28,7 @@ from eventloop import (
     mount,
     register,
 )
+from hooks.logger import LOGGER
 from hooks.options import NonNegativeInt
 
 log = get_logger()
@@ -47,10 +49,11 @@ class IterTimerHook(Hook):
     In validation and test, what is reported becomes a metric, so there the running means are only left in ``run.info``
     (``val/time``, ``val/data_time`` and ``val/eta``, the seconds left of this validation); the logger adds them to its line.
 
-    When training has ended in order, a summary is logged: how long it took in all, the mean time of an iteration, and how much
-    of an iteration's time went into *data* (waiting for the batch, and staging of checkpoints) and how much into *hooks*
-    (whatever is called around the step: after ``before_train_iter`` and after the update); the rest is the step itself. The
-    same is in ``run.info``: ``train/mean_time`` in seconds, ``train/data_share`` and ``train/hooks_share`` between 0 and 1.
+    When training has ended in order, a summary is logged (below the last line of a ``LoggerHook``): how long it took in all,
+    how long the validations took, and the mean time of an iteration. Of the time outside of validations it tells the share of
+    *data* (waiting for the batch, and staging of checkpoints) and of *hooks*: what is called around the step (after
+    ``before_train_iter`` and after the update) and all that happens between epochs. The rest is the step itself. The same is
+    in ``run.info``: ``train/mean_time`` in seconds, ``train/data_share`` and ``train/hooks_share`` between 0 and 1.
 
     ``state_dict`` holds the iterations and seconds of training over all resumes; ``run.info["train/seconds"]`` tells them.
 
@@ -94,13 +97,13 @@ class IterTimerHook(Hook):
         """Forget the mean of an earlier session: a resumed run may be on another machine."""
         self._session_iters = 0
         self._session_seconds = 0.0
-        self._began = perf_counter()
         self._marks = _Marks()
+        self._began = self._last = perf_counter()
 
     def before_train_epoch(self, event: BeforeTrainEpoch) -> None:
         """Start the clock; what lies between epochs is no iteration's time."""
         self._total = event.run.total_iters
-        self._last = self._marks.hooks_done = perf_counter()
+        self._between()
 
     def before_train_iter(self, event: BeforeTrainIter) -> None:
         """Take the time that the batch took."""
@@ -147,21 +150,26 @@ class IterTimerHook(Hook):
 
     def after_train(self, event: AfterTrain) -> None:
         """Log the summary."""
+        self._between()
         marks, info = self._marks, event.run.info
-        total = timedelta(seconds=round(perf_counter() - self._began, 1))
-        if not marks.iters:
-            log.info("training took", total=str(total), iters=self._session_iters, warmup=self.warmup_iter)
-            return
-        mean, data, hooks = marks.summary()
-        info["train/mean_time"], info["train/data_share"], info["train/hooks_share"] = mean, data, hooks
-        log.info(
-            "training took",
-            total=str(total),
-            iters=self._session_iters,
-            seconds_per_iter=round(mean, 6),
-            data=f"{data:.1%}",
-            hooks=f"{hooks:.1%}",
-        )
+        facts: dict[str, Any] = {"total": _rounded(self._last - self._began), "iters": self._session_iters}
+        if marks.validations:
+            facts["validation"] = _rounded(marks.validations)
+        if marks.iters:
+            mean, data, hooks = marks.summary()
+            info["train/mean_time"], info["train/data_share"], info["train/hooks_share"] = mean, data, hooks
+            facts |= {"seconds_per_iter": round(mean, 6), "data": f"{data:.1%}", "hooks": f"{hooks:.1%}"}
+        else:
+            facts["warmup"] = self.warmup_iter
+        logger = event.run.shared.get(LOGGER)
+        if logger is not None:
+            logger.tell(event.run, "training took", **facts)
+        else:
+            log.info("training took", **facts)
+
+    def before_val(self, event: BeforeVal) -> None:
+        """Start the clock of the whole validation."""
+        self._between()
 
     def before_val_epoch(self, event: BeforeValEpoch) -> None:
         """Start a clock of its own."""
@@ -177,7 +185,9 @@ class IterTimerHook(Hook):
 
     def after_val(self, event: RunEvent) -> None:
         """Go on with training: a validation in the middle of an epoch is no iteration's time."""
-        self._last = self._marks.hooks_done = perf_counter()
+        began, self._last = self._last, perf_counter()
+        self._marks.validations += self._last - began
+        self._marks.hooks_done = self._last
 
     def before_test_epoch(self, event: BeforeTestEpoch) -> None:
         """Start a clock of its own."""
@@ -191,6 +201,13 @@ class IterTimerHook(Hook):
         """Take the time of the iteration."""
         self._pass.iteration_is_over(event)
 
+    def _between(self) -> None:
+        """Count what has happened since the last iteration or validation as the time of hooks."""
+        now = perf_counter()
+        if self._session_iters >= self.warmup_iter:
+            self._marks.between += now - self._last
+        self._last = self._marks.hooks_done = now
+
 
 class _Marks:
     """Moments of the iteration under way on the host's clock, and the sums over the iterations that count."""
@@ -201,6 +218,8 @@ class _Marks:
         self.step = 0.0
         self.updated = 0.0
         self.iters = 0
+        self.between = 0.0
+        self.validations = 0.0
         self._seconds = 0.0
         self._data = 0.0
         self._step = 0.0
@@ -212,9 +231,13 @@ class _Marks:
         self._step += self.updated - self.step
 
     def summary(self) -> tuple[float, float, float]:
-        """Return the mean seconds of an iteration, and the shares of data and hooks in them."""
-        data, hooks = self._data / self._seconds, (self._seconds - self._data - self._step) / self._seconds
-        return self._seconds / self.iters, data, hooks
+        """Return the mean seconds of an iteration, and the shares of data and hooks in the time outside of validations."""
+        total = self._seconds + self.between
+        return self._seconds / self.iters, self._data / total, (total - self._data - self._step) / total
+
+
+def _rounded(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds, 1)))
 
 
 class _Pass:

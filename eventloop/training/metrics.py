@@ -130,7 +130,7 @@ class Metrics:
         elements = value.numel() if isinstance(value, torch.Tensor) else value.size if isinstance(value, np.ndarray) else 1
         if elements != 1:
             self._sized.add(name)
-        if elements != 1 or (name in self._sized and getattr(value, "ndim", 0)):
+        if elements != 1 or (name in self._sized and getattr(value, "ndim", False)):
             return None
         if isinstance(value, torch.Tensor):
             return value.detach().double().reshape(())

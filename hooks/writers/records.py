@@ -39,6 +39,13 @@ class LogMetrics(LogEvent, kw_only=True):
     outputs: Scalars
 
 
+class LogLine(LogEvent, kw_only=True):
+    """A line for the log, in the order of the scalars."""
+
+    line: str = ""
+    facts: dict[str, Any]
+
+
 class LogClosed(LogEvent, kw_only=True):
     """A run is over; ``finished`` is False where an exception ended it."""
 

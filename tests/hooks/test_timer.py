@@ -5,7 +5,9 @@ import torch
 from structlog.testing import capture_logs
 
 from eventloop import Bus, ConfigurationError, Run, TrainLoop
+from hooks.logger import LoggerHook
 from hooks.timer import IterTimerHook
+from hooks.writers import Writer
 
 DATA = [torch.randn(4, 3) for _ in range(3)]
 
@@ -199,6 +201,7 @@ def test_the_summary_tells_what_the_time_went_into(passes):
         "log_level": "info",
         "total": "0:02:40",
         "iters": 6,
+        "validation": "0:01:40",
         "seconds_per_iter": 10.0,
         "data": "10.0%",
         "hooks": "50.0%",
@@ -213,7 +216,42 @@ def test_hooks_after_the_timer_count_as_hooks_too(passes):
     bus.on("after_run", lambda event: infos.append(dict(event.run.info)))
     with capture_logs():
         make_loop(bus, step=lambda model, batch: passes(1.0) or step(model, batch), max_iters=5).run()
-    assert infos[0]["train/hooks_share"] == pytest.approx(12 / 17)  # the last one's come after the timer has stopped
+    assert infos[0]["train/hooks_share"] == pytest.approx(15 / 20)
+
+
+def test_what_happens_between_epochs_is_the_time_of_hooks_and_validations_are_told_apart(passes):
+    bus = Bus()
+    bus.add(IterTimerHook())
+    bus.on("before_train", lambda event: passes(1.0), priority=60)
+    bus.on("after_train_epoch", lambda event: passes(10.0))
+    bus.on("after_val", lambda event: passes(4.0), priority=60)
+    bus.on("before_val_iter", lambda event: passes(7.0))
+    infos = []
+    bus.on("after_run", lambda event: infos.append(dict(event.run.info)))
+    with capture_logs() as logs:
+        make_loop(
+            bus, step=lambda model, batch: passes(1.0) or step(model, batch), val_data=DATA[:1], val_step=step, max_epochs=2
+        ).run()
+    (summary,) = [entry for entry in logs if entry["event"] == "training took"]
+    assert infos[0]["train/mean_time"] == 1.0
+    assert infos[0]["train/hooks_share"] == pytest.approx(29 / 35)
+    assert (summary["total"], summary["validation"], summary["hooks"]) == ("0:00:49", "0:00:14", "82.9%")
+
+
+def test_the_summary_comes_after_the_last_line_of_the_logger():
+    written = []
+
+    class Slow(Writer):
+        def write_scalars(self, scalars, step, where):
+            written.append((where.stage, step, list(logs)))
+
+    bus = Bus()
+    bus.add(LoggerHook(writers=[Slow(interval=1)]), IterTimerHook())
+    with capture_logs() as logs:
+        make_loop(bus, val_data=DATA[:1], val_step=step).run()
+    assert [(stage, step) for stage, step, _ in written][-1] == ("val", 2)
+    assert all(before == [] for _, _, before in written)
+    assert [entry["event"] for entry in logs] == ["training took"]
 
 
 def test_warmup_iterations_are_left_out_of_the_summary(passes):
