@@ -588,7 +588,8 @@ class TypedOn:
         """Subscribe by iterating: ``async for event in bus.stream("after_train_iter", every=10)``, in asyncio or trio.
 
         The events are those that an offloaded handler gets. Heard from this call on until the bus closes, which ends the
-        iteration, or the stream is left (:class:`eventloop.Stream`). The bus need not be open yet. An application that reads
+        iteration, or the stream is left (:class:`eventloop.Stream`). The bus need not be open yet; one that has closed,
+        and is not open again, has nothing more to say: the iteration ends at once. An application that reads
         slowly does not hold up the training: unlike a handler's lane, a full one drops its oldest events by default.
 
         Args:

@@ -57,7 +57,6 @@ class Bus(TypedOn, Lifecycle, Publisher):
         self._hooks: tuple[Hook, ...] = ()
         self._counts: dict[str, Count] = {}
         self._timing = timing
-        self._inert = False
         self._rank, self._world_size = 0, 1
         self._watches = Watches()
 
@@ -81,7 +80,10 @@ class Bus(TypedOn, Lifecycle, Publisher):
             made = Stream[Any](subscription, cast("Lane", subscription.lane), self._interrupt)
         except RuntimeError as error:
             raise BusStateError(f"bus.stream() is for async code, and there is no event loop here: {error}") from None
-        self._insert([subscription])
+        with self._lock:
+            self._insert([subscription])
+            if self._over:
+                self._end_streams()  # nothing is to come: it ends at once
         return made
 
     def off(self, what: Callable[..., Any] | Hook | Subscription) -> None:
@@ -362,8 +364,7 @@ class Bus(TypedOn, Lifecycle, Publisher):
         self.remove(*(one for one in self._subscriptions if one.mode == "stream"))
 
     def become_inert(self) -> None:
-        """Take the news that this is the copy of a bus in a forked child: it publishes nothing any more."""
-        self._inert = True
+        """Disable this copy of a bus in a forked child: it calls no handler any more."""
         super().become_inert()
         self._compiled = {}
         self._use_routes({})

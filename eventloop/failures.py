@@ -26,9 +26,9 @@ class Failures:
         left, self._left = list(self._left.values()), {}
         return left
 
-    def adopt(self, interrupt: Callable[[], object]) -> None:
+    def adopt(self, interrupt: Callable[[], object], forked: Callable[[Callable[[], object]], object]) -> None:
         """Make this thread one of those that errors are raised on."""
-        self._training = (*self._training, _Training(threading.get_ident(), interrupt))
+        self._training = (*self._training, _Training(threading.get_ident(), interrupt, forked))
 
     def release(self, interrupt: Callable[[], object]) -> None:
         """Undo :meth:`adopt` with the same ``interrupt``."""
@@ -47,12 +47,18 @@ class Failures:
             if one.ident == threading.get_ident():
                 one.interrupt()
 
+    def forked(self, refuse: Callable[[], object]) -> None:
+        """Tell the runs, in a forked child: ``refuse`` raises an error that says why they cannot go on."""
+        for one in self._training:
+            one.forked(refuse)
+
 
 class _Training(NamedTuple):
     """A thread with an open run."""
 
     ident: int
     interrupt: Callable[[], object]
+    forked: Callable[[Callable[[], object]], object]
 
 
 def raise_all(failures: list[BaseException]) -> None:

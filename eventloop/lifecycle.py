@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,8 @@ from eventloop.offload import DrainReport, Runtime
 from eventloop.offload.deadline import Deadline
 from eventloop.offload.in_thread import in_thread
 from eventloop.offload.loops import Backend, HostLoop
+
+_CLOSER_POLL = 0.01  # seconds between looks at whether another thread has closed the bus
 
 State = Literal["idle", "open", "draining"]
 
@@ -35,6 +38,9 @@ class Lifecycle:
         self._runtime: Runtime | None = None
         self._host: HostLoop | None = None
         self._state: State = "idle"
+        self._inert = False  # in a forked child
+        self._over = False  # closed, and not opened again
+        self._closer = 0  # the thread that closes it
         self.drain_timeout = drain_timeout
         self.abort_timeout = abort_timeout
         _buses.add(self)
@@ -156,14 +162,15 @@ class Lifecycle:
 
     # ------------------------------------------------------------------------- for subscriptions, lanes and runs
 
-    def adopt_thread(self, interrupt: Callable[[], object]) -> None:
+    def adopt_thread(self, interrupt: Callable[[], object], forked: Callable[[Callable[[], object]], object]) -> None:
         """Make this thread the one on which errors of offloaded handlers are raised: a run is open on it.
 
         Args:
             interrupt: called when the thread is about to wait for a place in a lane; may raise instead.
+            forked: called in a forked child, where the run must not go on, with what raises the error that says so.
         """
         with self._lock:
-            self._failures.adopt(interrupt)
+            self._failures.adopt(interrupt, forked)
 
     def release_thread(self, interrupt: Callable[[], object]) -> None:
         """Undo :meth:`adopt_thread` with the same ``interrupt``."""
@@ -181,8 +188,10 @@ class Lifecycle:
         return self._runtime is not None and self._runtime.in_host_loop
 
     def become_inert(self) -> None:
-        """In a forked child nobody consumes and the locks may be held for ever: start over, deaf."""
+        """In a forked child there are no consumers and the locks may be held for ever: start over, deaf."""
+        self._inert = self._over = True
         self._lock = threading.RLock()
+        self._failures.forked(self._refuse_in_fork)
         self._failures = Failures()
         self._runtime = None
         self._host = None
@@ -191,7 +200,16 @@ class Lifecycle:
 
     # -------------------------------------------------------------------------------------------------- internals
 
+    def _refuse_in_fork(self) -> None:
+        raise BusStateError(
+            "this bus was made before the process was forked, and its copy in the child calls no handler (nothing would be "
+            "updated, saved or logged). Make the bus, its hooks and the loop in the process that trains, or start that process "
+            'by multiprocessing.get_context("spawn")'
+        )
+
     def _check_idle(self) -> None:
+        if self._inert:
+            self._refuse_in_fork()
         if self._state != "idle":
             where = " in an event loop by `async with bus:`" if self._runtime is not None and self._runtime.hosted else ""
             raise BusStateError(f"this bus is {self._state}{where} already; whoever opened it closes it")
@@ -212,15 +230,21 @@ class Lifecycle:
                 raise
             self._runtime = runtime
             self._state = "open"
+            self._over = False
             self._attach()
         _open_buses.add(self)
 
     def _close(self, patience: _Patience) -> None:
         with self._lock:
             runtime = self._runtime
-            if self._state != "open" or runtime is None:
-                return
-            self._state = "draining"
+            closes = self._state == "open"
+            if closes:
+                self._state, self._closer = "draining", threading.get_ident()
+        if runtime is None:
+            return
+        if not closes:
+            self._wait_for_closer(runtime, patience)
+            return
         settled = False
         try:
             settled = runtime.settle(patience)
@@ -240,6 +264,11 @@ class Lifecycle:
                 )
             )
         raise_all(failures)
+
+    def _wait_for_closer(self, runtime: Runtime, deadline: Deadline) -> None:
+        """Wait until another thread has closed the bus; a signal handler that struck in that close does not wait for itself."""
+        while self._runtime is runtime and threading.get_ident() != self._closer and deadline.left:
+            time.sleep(min(_CLOSER_POLL, deadline.left))
 
     def _raises_here(self) -> bool:
         """True if offloaded handlers have left errors, and this is the thread to raise them on."""
@@ -264,6 +293,7 @@ class Lifecycle:
                 self._end_streams()
                 self._runtime = None
                 self._state = "idle"
+                self._over = True
                 self._attach()
             _open_buses.discard(self)
 

@@ -305,3 +305,48 @@ def test_after_a_fork_the_childs_copy_is_inert(script):
     assert done.stdout.count("inline") == 1
     assert done.stdout.count("offloaded") == 1
     assert "warn" not in done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_run_in_a_forked_process_says_that_its_bus_is_deaf(script):
+    done = script("""
+        import asyncio, os, sys, torch
+        from eventloop import Bus, BusStateError, Run, TrainLoop
+
+        def refused(call):
+            try:
+                call()
+            except BusStateError as error:
+                assert "made before the process was forked" in str(error), error
+                assert "spawn" in str(error), error
+            else:
+                raise AssertionError(call)
+
+        def in_a_child(*calls):
+            if (pid := os.fork()) == 0:
+                status = 1
+                try:
+                    for call in calls:
+                        refused(call)
+                    status = 0
+                finally:
+                    sys.stderr.flush()
+                    os._exit(status)
+            assert os.waitpid(pid, 0)[1] == 0
+
+        model = torch.nn.Linear(1, 1)
+        loop = TrainLoop(
+            model, torch.optim.SGD(model.parameters()), step=lambda model, batch: model(batch).sum(),
+            train_data=[torch.ones(1)] * 3, val_data=[torch.ones(1)], max_epochs=1,
+        )
+        bus = loop.bus
+        in_a_child(bus.open, loop.run, loop.val, lambda: asyncio.run(loop.arun()), Run(bus, model=model).__enter__)
+        assert loop.counters.iter == 0
+
+        with Run(Bus(), model=model) as run:
+            batches, epochs = iter(run.train([1, 2, 3])), run.epochs(2)
+            next(epochs), next(batches)
+            in_a_child(lambda: next(batches), lambda: next(epochs), lambda: list(run.validate([1])))
+            assert next(batches) == 2
+    """)
+    assert done.returncode == 0, done.stderr

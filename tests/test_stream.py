@@ -24,6 +24,42 @@ async def test_it_yields_what_the_filter_lets_through_and_ends_when_the_bus_clos
     assert bus.subscriptions == ()
 
 
+async def test_it_ends_at_once_where_the_bus_has_closed_and_hears_the_next_session_where_it_is_open_again():
+    bus = Bus()
+    early = bus.stream("after_train_iter")
+    async with bus:
+        bus.publish(iteration(0))
+    assert [event.batch_idx async for event in early] == [0]
+    late = bus.stream("after_train_iter")
+    with anyio.fail_after(5):
+        assert [event async for event in late] == []
+    assert bus.subscriptions == ()
+    async with bus:
+        again = bus.stream("after_train_iter")
+        bus.publish(iteration(1))
+    assert [event.batch_idx async for event in again] == [1]
+
+
+async def test_it_ends_where_the_bus_closes_just_then():
+    bus = Bus()
+    closing = threading.Event()
+
+    @bus.on("after_train_iter", offload="thread")
+    def slow(event):
+        closing.wait()
+
+    await anyio.to_thread.run_sync(bus.open)
+    bus.publish(iteration(0))
+    async with anyio.create_task_group() as group:
+        group.start_soon(bus.aclose)
+        while bus.state != "draining":
+            await anyio.sleep(0.001)
+        stream = bus.stream("after_train_iter")
+        closing.set()
+        with anyio.fail_after(5):
+            assert [event async for event in stream] == []
+
+
 async def test_a_reader_in_another_task_gets_events_of_another_thread():
     bus = Bus()
     heard = []

@@ -74,7 +74,7 @@ class RunLifecycle:
         if bus.state == "idle":
             bus.open()
             self._opened = True
-        bus.adopt_thread(self._interrupt)
+        bus.adopt_thread(self._interrupt, self._run.order.refuse)
         try:
             self._begin()
         except BaseException as error:

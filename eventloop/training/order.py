@@ -76,6 +76,7 @@ class Order:
         # No threading.Event: its lock is not re-entrant, and a signal handler may set these.
         self.cancelled = self.stop = self.save_now = False
         self.stop_reason = ""
+        self._why: Callable[[], object] = _never
         self.has_trained = False
         """True once ``before_train`` was published: from then on there is something to save."""
         self.agreement: Agreement | None = None
@@ -102,9 +103,14 @@ class Order:
         stop = self.stop if self.agreement is None else self.agreement.stop
         return stop and not self._window_open()
 
+    def refuse(self, why: Callable[[], object]) -> None:
+        """Have the run go on no further: the next safe mount point calls ``why``, which raises an error."""
+        self.agreement, self.cancelled, self._why = None, True, why
+
     def check_cancelled(self) -> None:
         """Raise RunCancelled if the run was cancelled."""
         if self.cancelled if self.agreement is None else self.agreement.cancelled:
+            self._why()
             raise RunCancelled("the run was cancelled")
 
     @property

@@ -444,6 +444,38 @@ def test_opening_an_open_bus_is_an_error(bus):
         assert bus.state == "open"
 
 
+def test_two_threads_that_close_a_bus_both_find_all_delivered(bus, kind):
+    _, heard, started, release = held(bus, kind)
+    with bus:
+        for i in range(3):
+            bus.publish(iteration(i))
+        started.wait()
+        other = threading.Thread(target=bus.close)
+        other.start()
+        while bus.state != "draining":
+            threading.Event().wait(0.001)
+        threading.Timer(0.05, release.set).start()
+    assert heard == [0, 1, 2]
+    assert bus.state == "idle"
+    other.join()
+
+
+def test_who_closes_a_bus_while_another_thread_does_waits_no_longer_than_its_own_deadline(bus, kind):
+    _, _, started, release = held(bus, kind)
+    bus.open()
+    bus.publish(EVENT)
+    started.wait()
+    other = threading.Thread(target=bus.close)
+    other.start()
+    while bus.state != "draining":
+        threading.Event().wait(0.001)
+    bus.abort_timeout = 0.02
+    bus.close(abort=True)
+    assert bus.state == "draining"
+    release.set()
+    other.join()
+
+
 def test_close_may_be_called_again(bus, kind):
     offload(bus, lambda event: None, kind)
     bus.close()
