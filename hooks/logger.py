@@ -14,7 +14,7 @@ from itertools import count
 from operator import attrgetter
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -39,6 +39,7 @@ from eventloop import (
     get_logger,
     mount,
     register,
+    registered,
 )
 from hooks.evaluate import Evaluated
 from hooks.options import PositiveInt
@@ -53,6 +54,10 @@ from hooks.writers.records import LogClosed, LogEpochBegan, LogEpochEnded, LogEv
 log = get_logger()
 
 _Heard = AfterTrainIter | LogEvent | ImageReported | Evaluated | CheckpointStaged
+
+_Writers = Annotated[
+    Sequence[Writer], msgspec.Meta(description="writer objects in a list, such as [ConsoleWriter(), TensorBoardWriter()]")
+]
 
 _tokens = count(1)
 _NUMBERS = frozenset((int, float))
@@ -115,7 +120,7 @@ class LoggerHook(Hook):
         window_size: PositiveInt = 10,
         mean_pattern: str = r"loss|time|data_time|grad_norm",
         custom_cfg: Sequence[Mapping[str, Any]] = (),
-        writers: Sequence[Writer] | None = None,
+        writers: _Writers | None = None,
     ) -> None:
         check_out(out_dir, keep_local=keep_local)
         self._out_dir = None if out_dir is None else Path(out_dir)
@@ -294,5 +299,14 @@ def _checked_writers(writers: Sequence[Writer] | None) -> list[Writer]:
     found = [ConsoleWriter(), JSONLinesWriter()] if writers is None else list(writers)
     for writer in found:
         if not isinstance(writer, Writer):
-            raise ConfigurationError(f"writers: {writer!r} is no Writer object; derive its class from hooks.writers.Writer")
+            raise ConfigurationError(f"writers: {writer!r} is not a writer object; {_meant(writer)}")
     return found
+
+
+def _meant(writer: object) -> str:
+    """Return what to write instead of a class, or of a name such as ``"tensorboard"``."""
+    text = writer.__name__ if isinstance(writer, type) else writer if isinstance(writer, str) else ""
+    names = [one.name for one in registered("writer") if text and one.name.lower().startswith(text.lower())]
+    if not names:
+        return "derive its class from hooks.writers.Writer"
+    return f"give {' or '.join(f'{name}()' for name in names)}"

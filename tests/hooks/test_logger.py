@@ -642,7 +642,11 @@ def test_a_pipe_that_nobody_reads_any_more_does_not_end_the_run(script, tmp_path
         ({"window_size": 0}, "window_size=0"),
         ({"mean_pattern": "("}, "mean_pattern="),
         ({"custom_cfg": [{}]}, "custom_cfg"),
-        ({"writers": ["console"]}, "'console' is no Writer"),
+        ({"writers": ["console"]}, r"'console' is not a writer object; give ConsoleWriter\(\)$"),
+        ({"writers": [JSONLinesWriter]}, r"JSONLinesWriter.* is not a writer object; give JSONLinesWriter\(\)$"),
+        ({"writers": [print]}, r"<built-in function print> is not a writer object; derive its class from hooks.writers.Writer"),
+        ({"writers": ConsoleWriter()}, r"ConsoleWriter.*: give writer objects in a list, such as \[ConsoleWriter\(\), "),
+        ({"writers": "tensorboard"}, r"writers='tensorboard': give writer objects in a list, .* TensorBoardWriter\(\)\]"),
     ],
 )
 def test_options_that_cannot_work_are_named(options, message):
