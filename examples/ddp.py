@@ -13,8 +13,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from eventloop import Bus, TrainLoop
-from hooks import CheckpointHook, DistSamplerSeedHook, LoggerHook, PreemptionHook
+from trainbus import Bus, CheckpointHook, DistSamplerSeedHook, LoggerHook, PreemptionHook, TrainLoop
 
 BATCH = 64  # of all processes together: so many rows make one step, however many share them
 

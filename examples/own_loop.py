@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from eventloop import Bus, Run
-from hooks import CheckpointHook, ConsoleWriter, EMAHook, IterTimerHook, JSONLinesWriter, LoggerHook
+from trainbus import Bus, CheckpointHook, ConsoleWriter, EMAHook, IterTimerHook, JSONLinesWriter, LoggerHook, Run
 
 
 def train(work_dir: Path, epochs: int = 20, resume: str | None = None) -> float:

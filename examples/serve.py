@@ -6,6 +6,10 @@ The server and the bus share one event loop; training has a thread of its own, s
 page shows comes from ``bus.stream(...)`` and goes out as server-sent events. What its buttons ask for takes effect at the next
 safe mount point: ``loop.stop()`` and ``loop.checkpoint_now()`` see to that by themselves, ``Control`` is a hook that does the
 same for two wishes of our own.
+
+Other pages that are open in the visitor's browser can neither read the run nor reach into it: requests have to name a host that
+is known to be this one (no name that is rebound to it), and those of pages to come from ours. What a request brings is bounded.
+There is no password: who can reach the address can stop the run, so the server listens on this machine only.
 """
 
 from __future__ import annotations
@@ -16,23 +20,42 @@ import math
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import anyio
+import msgspec
 import torch
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 from torch.utils.data import DataLoader
 
-from eventloop import BeforeRun, BeforeTrainIter, Bus, Hook, Priority, RunEvent, TrainLoop, get_logger
-from hooks import CheckInvalidLossHook, CheckpointHook, EMAHook, OptimizerHook, RuntimeInfoHook
 from hooks.demo import Accuracy, digits, network, step
+from trainbus import (
+    BeforeRun,
+    BeforeTrainIter,
+    Bus,
+    CheckInvalidLossHook,
+    CheckpointHook,
+    EMAHook,
+    Hook,
+    OptimizerHook,
+    Priority,
+    RunEvent,
+    RuntimeInfoHook,
+    TrainLoop,
+    get_logger,
+)
 
 PAGE = Path(__file__).with_name("serve.html")
 
@@ -231,8 +254,52 @@ async def _post_all(events: AsyncIterator[Any], post: Callable[[Any], None]) -> 
 # ---------------------------------------------------------------------------------------------------------- the server
 
 
-def make_app(trainer: Trainer) -> Starlette:
-    """Return the application; it trains from its start on, and ends the run in order when it is shut down."""
+class Rate(msgspec.Struct):
+    """What a visitor sends to set the learning rate."""
+
+    lr: Annotated[float, msgspec.Meta(gt=0, lt=1)]
+
+
+class OwnPagesOnly:
+    """Refuses commands that a page of another site sends through the visitor's browser, which says so by ``Origin``."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what asks for nothing to be changed, what comes from our page, and what comes from no page (curl)."""
+        headers = Headers(scope=scope) if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD") else Headers()
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != headers.get("host"):
+            response = JSONResponse({"error": "commands are taken from the page of this server only"}, status_code=403)
+            await response(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
+async def _short_body(request: Request, most: int = 256) -> bytes:
+    """Return the body of a request if it is short, and does not take its time."""
+    body = b""
+    try:
+        with anyio.fail_after(5):
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    raise HTTPException(413, f"a command has at most {most} bytes")
+    except TimeoutError:
+        raise HTTPException(408, "the request did not come within 5 seconds") from None
+    except ClientDisconnect:
+        raise HTTPException(400, "the request was cut off") from None
+    return body
+
+
+def make_app(trainer: Trainer, hosts: Sequence[str] = ()) -> Starlette:
+    """Return the application; it trains from its start on, and ends the run in order when it is shut down.
+
+    Args:
+        trainer: what it trains.
+        hosts: further names of this machine, beside those of the local one.
+    """
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -244,11 +311,12 @@ def make_app(trainer: Trainer) -> Starlette:
                 trainer.stop()
 
     async def page(request: Request) -> Response:
-        return HTMLResponse(await anyio.Path(PAGE).read_text())
+        headers = {"X-Frame-Options": "DENY"}  # nor may another page show it and have its buttons pressed
+        return HTMLResponse(await anyio.Path(PAGE).read_text(), headers=headers)
 
     async def events(request: Request) -> Response:
         seen = request.headers.get("last-event-id", "")  # a browser that lost the connection says what it had
-        start = int(seen) + 1 if seen.isdecimal() else 0
+        start = int(seen) + 1 if seen.isdecimal() and len(seen) < 10 else 0
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(trainer.bulletin.read(start), media_type="text/event-stream", headers=headers)
 
@@ -270,16 +338,17 @@ def make_app(trainer: Trainer) -> Starlette:
 
     async def learning_rate(request: Request) -> Response:
         try:
-            lr = float((await request.json())["lr"])
-        except (ValueError, TypeError, KeyError):
-            lr = math.nan
-        if not 0 < lr < 1:
-            return JSONResponse({"error": "a learning rate is a number between 0 and 1"}, status_code=422)
-        trainer.control.set_lr(lr)
+            rate = msgspec.json.decode(await _short_body(request), type=Rate)
+        except msgspec.DecodeError as error:
+            message = f'a learning rate is a number between 0 and 1, such as {{"lr": 0.001}}: {error}'
+            return JSONResponse({"error": message}, status_code=422)
+        trainer.control.set_lr(rate.lr)
         return Response(status_code=202)
 
+    known = ["127.0.0.1", "localhost", "[::1]", "::1", *hosts]
     return Starlette(
         lifespan=lifespan,
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=known, www_redirect=False), Middleware(OwnPagesOnly)],
         routes=[
             Route("/", page),
             Route("/events", events),
@@ -290,10 +359,22 @@ def make_app(trainer: Trainer) -> Starlette:
 
 
 class Server(uvicorn.Server):
-    """Ends the run when it is told to end itself: pages that listen to the run would keep it waiting otherwise."""
+    """Ends the run when it is told to end itself: pages that listen to the run would keep it waiting otherwise.
 
-    def __init__(self, trainer: Trainer, host: str = "127.0.0.1", port: int = 8000) -> None:
-        super().__init__(uvicorn.Config(make_app(trainer), host=host, port=port, log_level="warning", ws="none"))
+    A visitor who does not read what is sent is left behind after ``patience`` seconds then.
+    """
+
+    def __init__(self, trainer: Trainer, host: str = "127.0.0.1", port: int = 8000, *, patience: int = 5) -> None:
+        config = uvicorn.Config(
+            make_app(trainer, [host, socket.gethostname()]),
+            host=host,
+            port=port,
+            log_level="warning",
+            ws="none",
+            limit_concurrency=100,
+            timeout_graceful_shutdown=patience,
+        )
+        super().__init__(config)
         self.trainer = trainer
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -306,12 +387,14 @@ class Server(uvicorn.Server):
         """On Ctrl-C or SIGTERM; in the event loop, not in the signal handler, where an Event's lock must not be taken."""
         self.trainer.stop()
         await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # of a visitor who does not read: closing would wait until all is sent
 
 
 def main() -> None:
     """Parse the command line and serve."""
     parser = argparse.ArgumentParser(description="Trains on handwritten digits behind a live page.")
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--host", default="127.0.0.1", help="to listen on; others can reach into the run then, if not local")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--pace", type=float, default=0.02, help="seconds to wait before each iteration (to be watched)")

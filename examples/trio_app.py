@@ -13,7 +13,7 @@ import trio
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from eventloop import Bus, TrainLoop
+from trainbus import Bus, TrainLoop
 
 
 def make_loop(bus: Bus) -> TrainLoop:

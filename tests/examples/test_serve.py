@@ -31,16 +31,16 @@ def bound_socket():
 
 
 @contextmanager
-def served(serve, work_dir, **options):
+def served(serve, work_dir, *, patience=5, **options):
     """The application on a real server in a thread; yields a client of it."""
     trainer = serve.Trainer(work_dir, **options)
-    server = serve.Server(trainer)
+    server = serve.Server(trainer, patience=patience)
     with bound_socket() as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="server")
         thread.start()
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=30, trust_env=False) as client:
-                client.trainer, client.server = trainer, server
+                client.trainer, client.server, client.thread = trainer, server, thread
                 yield client
         finally:
             server.should_exit = True
@@ -147,12 +147,83 @@ def test_a_new_learning_rate_arrives_with_an_iteration_and_stays(serve, tmp_path
         assert set(rates) == {0.004}
 
 
-@pytest.mark.parametrize("body", ["", "{}", '{"lr": "fast"}', '{"lr": null}', '{"lr": -1}', '{"lr": 7}', "[1]", '{"lr": NaN}'])
-def test_a_learning_rate_that_is_none_is_refused(serve, tmp_path, body):
+NUMBERS = ['"fast"', '"0.1"', "null", "true", "-1", "0", "7", "NaN", "Infinity", "1e999", "9" * 200, "[0.1]"]
+REFUSED = {
+    422: ["", "{}", "[1]", "[" * 256, '{"a":' * 50, b"\xff\xfe", *(f'{{"lr": {number}}}' for number in NUMBERS)],
+    413: [f'{{"lr": {"9" * 5000}}}', "[" * 100_000, '{"a":' * 100_000, b"x" * 10_000_000],
+}
+
+
+def test_a_learning_rate_that_is_none_is_refused(serve, tmp_path):
     with served(serve, tmp_path, epochs=1000) as client:
-        response = client.post("/lr", content=body)
-        assert response.status_code == 422
-        assert "between 0 and 1" in response.json()["error"]
+        for status, bodies in REFUSED.items():
+            for body in bodies:
+                assert client.post("/lr", content=body).status_code == status, body[:50]
+        assert "between 0 and 1" in client.post("/lr", content="7").json()["error"]
+
+
+def test_what_a_browser_says_it_has_seen_is_bounded(serve, tmp_path):
+    with served(serve, tmp_path, epochs=1) as client:
+        for seen in ("9" * 5000, "-1", "x", "\u00b2", ""):
+            with told(client, **{"Last-Event-ID": seen.encode("latin-1")}) as messages:
+                assert next(messages)[0] == "hello"
+
+
+def test_a_host_that_is_not_this_one_is_refused_also_for_reading(serve, tmp_path):
+    with served(serve, tmp_path, epochs=1000) as client:
+        for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "a:b:c", "localhost.evil"):
+            for method, path in [("GET", "/"), ("GET", "/events"), ("POST", "/stop")]:
+                assert client.request(method, path, headers={"Host": host}).status_code == 400, (host, path)
+
+
+def test_commands_of_pages_of_other_sites_are_refused_and_those_of_our_own_are_taken(serve, tmp_path):
+    with served(serve, tmp_path, epochs=1000) as client:
+        ours = str(client.base_url).rstrip("/")
+        port = ours.rpartition(":")[2]
+        for origin in (
+            "http://evil.example",
+            "null",
+            "",
+            f"http://evil.example:{port}",
+            "http://127.0.0.1:1",
+            f"x{ours}.evil",
+            "http://[",
+        ):
+            for path in ("/stop", "/pause", "/lr"):
+                response = client.post(path, headers={"Origin": origin}, json={"lr": 0.5})
+                assert response.status_code == 403, (origin, path)
+        assert not client.trainer.over
+        post(client, "/pause", headers={"Origin": ours})
+        post(client, "/resume")
+        host = f"localhost:{port}"
+        post(client, "/pause", headers={"Host": host, "Origin": f"http://{host}"})
+
+
+def test_no_page_of_another_site_can_show_ours(serve, tmp_path):
+    with served(serve, tmp_path, epochs=1000) as client:
+        assert client.get("/").headers["x-frame-options"] == "DENY"
+
+
+def test_a_request_that_is_cut_off_is_no_error_of_the_servers(serve, tmp_path, capfd):
+    with served(serve, tmp_path, epochs=1000) as client:
+        head = b"POST /lr HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{"
+        with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
+            connection.sendall(head)
+        assert client.get("/").status_code == 200
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_visitor_who_does_not_read_holds_nothing_up(serve, tmp_path):
+    with served(serve, tmp_path, patience=1, epochs=1000) as client:
+        for _ in range(100):
+            client.trainer.bulletin._messages.append(b"data: " + b"x" * 100_000 + b"\n\n")
+        with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
+            connection.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert connection.recv(10).startswith(b"HTTP/1.1 2")
+            assert client.get("/").status_code == 200
+            client.server.should_exit = True
+            client.thread.join(20)
+            assert not client.thread.is_alive()
 
 
 def test_checkpoint_now_leaves_a_file_that_loads(serve, tmp_path):
