@@ -22,17 +22,21 @@ def free(wanted: Path) -> Path:
 def to_resume(folder: Path | None, default: Path) -> Path:
     """Return ``folder``, or the newest run among ``default`` and its numbered siblings.
 
+    That is the one of the highest number. Times of files are those of their copies, and an older run may have come further.
+
     Raises:
         ConfigurationError: no checkpoint was committed there.
     """
-    own = re.compile(rf"{re.escape(default.name)}(-\d+)?")  # and not those of a configuration whose name begins alike
-    runs = [folder] if folder is not None else [run for run in default.parent.glob("*") if own.fullmatch(run.name)]
+    own = re.compile(rf"{re.escape(default.name)}(?:-(\d+))?")  # and not those of a configuration whose name begins alike
+    siblings = ((own.fullmatch(run.name), run) for run in default.parent.glob("*"))
+    numbered = sorted((int(match[1] or 1), run) for match, run in siblings if match is not None)
+    runs = [folder] if folder is not None else [run for _, run in numbered]
     found = [run for run in runs if (run / "last_checkpoint").is_file()]
     if not found:
         raise ConfigurationError(
             f"there is nothing to resume in {folder or default.parent}: no last_checkpoint; leave --resume out"
         )
-    return max(found, key=lambda run: (run / "last_checkpoint").stat().st_mtime_ns)
+    return found[-1]
 
 
 @contextmanager

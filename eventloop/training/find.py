@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
-from eventloop.checkpoint import Place, check_regular, load, store_of
+from eventloop.checkpoint import Place, check_regular, load, outline, store_of
 from eventloop.checkpoint.shards import verify_shards
 from eventloop.errors import CheckpointDamagedError
 from eventloop.log import get_logger
 from eventloop.training.pointer import file_named, read_pointer
+from eventloop.training.progress import how_far
 from eventloop.training.resume import is_resumable
 from eventloop.training.save_files import LAST
 
@@ -23,9 +24,9 @@ def find_checkpoint(*directories: Place, known: Iterable[Place] = ()) -> tuple[P
         directories: where to look.
         known: other directories of which ``last_checkpoint`` may name a file, as in any of ``directories``.
 
-    The directory whose ``last_checkpoint`` was changed last comes first. A file that is damaged or cannot be read is
-    reported, and the one before it is tried; likewise a link, a FIFO or a device, and whatever has become of
-    ``last_checkpoint``.
+    What ``last_checkpoint`` names comes first, then the other files; of several, the one whose run had come furthest, as the
+    files themselves say (times of files are those of their copies). A file that is damaged or cannot be read is reported, and
+    the one before it is tried; likewise a link, a FIFO or a device, and whatever has become of ``last_checkpoint``.
 
     Raises:
         CheckpointDamagedError: there are checkpoints, and none of them can be read.
@@ -54,20 +55,39 @@ def find_checkpoint(*directories: Place, known: Iterable[Place] = ()) -> tuple[P
     return None
 
 
-def _newest_first(directories: Iterable[Place], known: Iterable[Place], damage: list[str]) -> list[Place]:
-    files = {place: _files(place) for place in directories}
-    places = sorted(files, key=lambda place: files[place].get(place / LAST, 0.0), reverse=True)
-    return list(dict.fromkeys(path for place in places for path in _in_order(place, files[place], [*files, *known], damage)))
+def _newest_first(directories: Iterable[Place], known: Iterable[Place], damage: list[str]) -> Iterator[Place]:
+    files = {place: [path for path, _ in store_of(place).files(place)] for place in directories}
+    pointers = [place for place in files if place / LAST in files[place]]
+    named = [_pointed_to(place, [*files, *known], damage) for place in pointers]
+    first = list(dict.fromkeys(path for path in named if path is not None))
+    if len(first) > 1:
+        first.sort(key=_rank, reverse=True)
+    yield from first
+    others = [path for paths in files.values() for path in paths if path.suffix == ".safetensors" and path.name[0] != "."]
+    ranks = {path: _rank(path) for path in others}
+    # What is beyond the newest is of another training, in the same directory, that had come further.
+    limit = next((rank for rank in map(ranks.get, first) if rank is not None and rank.progress), None)
+    for path in sorted(others, key=lambda path: (limit is None or ranks[path] <= limit, ranks[path]), reverse=True):
+        if path not in first:
+            yield path
 
 
-def _in_order(directory: Place, files: dict[Place, float], known: list[Place], damage: list[str]) -> list[Place]:
-    newest = _pointed_to(directory, known, damage) if directory / LAST in files else None
-    names = [path for path in files if path.suffix == ".safetensors" and not path.name.startswith(".")]
-    return [*([newest] if newest is not None else []), *sorted(names, key=files.__getitem__, reverse=True)]
+class _Rank(NamedTuple):
+    """How new a file is. One that cannot be read comes before all others: it is reported, and may be the newest."""
+
+    unreadable: bool
+    progress: tuple[int, ...]
+    regular: bool
+    name: str
 
 
-def _files(directory: Place) -> dict[Place, float]:
-    return {path: changed or 0.0 for path, changed in store_of(directory).files(directory)}
+def _rank(path: Place) -> _Rank:
+    regular = not path.name.startswith("best_")
+    try:
+        check_regular(path)
+        return _Rank(False, how_far(outline(path)), regular, path.name)
+    except (CheckpointDamagedError, OSError):
+        return _Rank(True, (), regular, path.name)
 
 
 def _pointed_to(directory: Place, known: Iterable[Place], damage: list[str]) -> Place | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 
 from eventloop.events import Progress, Stage
+
+_IN_ORDER = ("iter", "epoch", "validations", "tests")
+"""What orders the states of a run. Iterations first: the other counts move between two of them."""
 
 Phase = Literal["train", "val"]
 
@@ -50,3 +54,12 @@ class Counters(msgspec.Struct):
         """Take back what :meth:`state_dict` returned."""
         for name, value in state.items():
             setattr(self, name, value)
+
+
+def how_far(state: Any) -> tuple[int, ...]:
+    """Return how far the run of a checkpoint had come, for comparison; () if this is no checkpoint of a run."""
+    progress = state.get("progress") if isinstance(state, Mapping) else None
+    if not isinstance(progress, Mapping):
+        return ()
+    counts = [progress.get(name, 0) for name in _IN_ORDER]
+    return tuple(counts) if all(type(count) is int for count in counts) else ()

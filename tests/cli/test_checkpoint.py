@@ -85,6 +85,14 @@ def test_ls_shows_how_far_each_file_has_come_oldest_first(trainbus):
     assert [row[3:5] for row in rows[1:]] == [["2.1", "kB"], ["2.1", "kB"]]
 
 
+def test_ls_goes_by_the_progress_in_the_files_and_not_by_their_times(trainbus):
+    make("epoch_2.safetensors", 2, age=60)
+    make("epoch_10.safetensors", 10, age=90)
+    make("epoch_9.safetensors", 9)
+    rows = trainbus("ls", ".").out.splitlines()[1:]
+    assert [row.split()[0] for row in rows] == ["epoch_2.safetensors", "epoch_9.safetensors", "epoch_10.safetensors"]
+
+
 def test_ls_marks_the_newest_and_shows_all_names_of_one_file(trainbus):
     make("epoch_1.safetensors", 1, age=60)
     link(make("epoch_2.safetensors", 2), "best_accuracy_epoch_2.safetensors")

@@ -1,6 +1,7 @@
 """``trainbus run``, ``trainbus hooks`` and ``trainbus events``, as a new user would type them."""
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -352,6 +353,13 @@ def test_the_newest_run_is_one_of_this_configuration(here, trained, capsys):
     main(["run", "configs/mine_too.toml", "loop.max_epochs=2"])
     assert main(["run", trained, "--resume", "loop.max_epochs=2"]) == 0
     assert (here / "runs/mine-2/last_checkpoint").read_text() == "epoch_2.safetensors"
+
+
+def test_the_newest_run_is_the_one_that_was_begun_last_also_in_a_copy(here, trained, capsys):
+    os.utime(here / "runs/mine/last_checkpoint", (2e9, 2e9))
+    assert main(["run", trained, "--resume", "loop.max_epochs=2"]) == 0
+    assert (here / "runs/mine-2/last_checkpoint").read_text() == "epoch_2.safetensors"
+    assert (here / "runs/mine/last_checkpoint").read_text() == "epoch_1.safetensors"
 
 
 def test_ctrl_c_says_how_to_go_on(here, trained, capsys):

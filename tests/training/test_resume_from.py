@@ -43,6 +43,50 @@ def test_from_a_directory_the_newest_good_checkpoint_in_it_is_taken(parts, tmp_p
     assert began(parts, str(tmp_path)) == (6, tmp_path / "epoch_2.safetensors")
 
 
+def copied_backwards(directory):
+    """Have the older files the newer times, as copies may."""
+    for age, name in enumerate(sorted(path.name for path in directory.iterdir())):
+        os.utime(directory / name, (2e9 - age, 2e9 - age))
+
+
+def test_in_a_copy_the_newest_is_the_one_whose_run_had_come_furthest(parts, tmp_path):
+    saving(parts, tmp_path)
+    copied_backwards(tmp_path)
+    damage(tmp_path / "epoch_3.safetensors")
+    assert began(parts, tmp_path) == (6, tmp_path / "epoch_2.safetensors")
+    (tmp_path / "epoch_3.safetensors").unlink()
+    (tmp_path / "last_checkpoint").unlink()
+    assert began(parts, "auto", work_dir=tmp_path) == (6, tmp_path / "epoch_2.safetensors")
+
+
+def test_of_two_directories_in_a_copy_the_one_that_has_come_further_is_gone_on_from(parts, tmp_path):
+    saving(parts, tmp_path / "run", max_epochs=1)
+    saving(parts, tmp_path / "out")
+    os.utime(tmp_path / "run" / "last_checkpoint", (2e9, 2e9))
+    assert began(parts, "auto", out_dir=tmp_path / "out", work_dir=tmp_path / "run") == (
+        9,
+        tmp_path / "out/epoch_3.safetensors",
+    )
+
+
+def test_a_damaged_newest_file_gives_way_to_none_of_a_longer_training_before_in_the_same_directory(parts, tmp_path):
+    saving(parts, tmp_path)
+    saving(parts, tmp_path, max_epochs=2)
+    file = tmp_path / "epoch_2.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1  # the digest: how far it has come can be read
+    file.write_bytes(data)
+    with capture_logs():
+        assert began(parts, "auto", work_dir=tmp_path) == (3, tmp_path / "epoch_1.safetensors")
+
+
+def test_of_files_of_one_state_the_best_is_the_last_choice(parts, tmp_path):
+    saving(parts, tmp_path, max_epochs=1)
+    os.link(tmp_path / "epoch_1.safetensors", tmp_path / "best_acc_epoch_1.safetensors")
+    (tmp_path / "last_checkpoint").unlink()
+    assert began(parts, tmp_path) == (3, tmp_path / "epoch_1.safetensors")
+
+
 def test_from_a_directory_named_from_here(parts, tmp_path, monkeypatch):
     saving(parts, tmp_path / "run")
     monkeypatch.chdir(tmp_path)
@@ -130,6 +174,8 @@ def test_from_the_url_of_a_directory(parts, tmp_path):
         iterations, place = began(parts, "memory://resume-from/run/")
         assert (iterations, str(place)) == (9, "memory://resume-from/run/epoch_3.safetensors")
         files.rm_file("/resume-from/run/last_checkpoint")
+        files.pipe_file("/resume-from/run/epoch_1.safetensors", (tmp_path / "epoch_1.safetensors").read_bytes())  # the latest
+        assert began(parts, "memory://resume-from/run")[0] == 9
         files.pipe_file("/resume-from/run/epoch_3.safetensors", b"cut off")
         assert began(parts, "memory://resume-from/run")[0] == 6
         with pytest.raises(CheckpointError, match="no checkpoint of a run in memory://resume-from/empty"):

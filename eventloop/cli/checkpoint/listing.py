@@ -17,6 +17,7 @@ from eventloop.checkpoint.shards import verify_shards
 from eventloop.cli.checkpoint.output import Status, check_file, check_kind, printable, say, status_of, to_terminal
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 from eventloop.training.pointer import file_named, read_pointer
+from eventloop.training.progress import how_far
 from eventloop.training.save_files import LAST
 
 State = Literal["complete", "verified", "damaged", "unreadable", "weights"]
@@ -46,7 +47,7 @@ class Found(msgspec.Struct):
 def ls(options: argparse.Namespace) -> int:
     """List a directory; 1 if a file is damaged."""
     directory: Place = options.directory
-    files = [_examined(found, every_byte=options.verify) for found in _find(directory)]
+    files = sorted((_examined(found, every_byte=options.verify) for found in _find(directory)), key=_age)
     console = to_terminal()
     text = read_pointer(directory) or None
     newest = None if text is None else file_named(directory, text, [])
@@ -103,7 +104,7 @@ def _named(paths: list[Place]) -> Iterator[Found]:
 
 
 def _find(directory: Place) -> list[Found]:
-    """The checkpoint files of a directory, oldest first, one for all names that a file has."""
+    """The checkpoint files of a directory by name, one for all names that a file has."""
     if not directory.exists():
         raise CheckpointError(f"{directory}: no such directory")
     if not directory.is_dir():
@@ -117,7 +118,13 @@ def _find(directory: Place) -> list[Found]:
         except OSError:  # removed this very moment, or a link that leads nowhere
             continue
         found.setdefault(status.identity, Found([], status)).names.append(path)
-    return sorted(found.values(), key=lambda one: one.status.modified or 0.0)
+    return list(found.values())
+
+
+def _age(found: Found) -> tuple[bool, tuple[int, ...], float]:
+    """Oldest first: how far the run had come counts, and not when a file was copied here. Files that do not say come last."""
+    progress = how_far({"progress": found.progress}) if found.progress else ()
+    return not progress, progress, found.status.modified or 0.0
 
 
 def _natural(path: Place) -> tuple[bool, int, str]:
