@@ -550,7 +550,7 @@ def test_a_file_of_a_newer_version_is_listed_as_that(trainbus):
     make("b.safetensors")
     result = trainbus("ls", ".")
     assert result.status == 1
-    assert [line.split()[-1] for line in result.out.splitlines()[1:3]] == ["unreadable", "complete"]
+    assert [line.split()[-1] for line in result.out.splitlines()[1:3]] == ["complete", "unreadable"]
     assert "a.safetensors cannot be read here: it has format version 2, this trainbus reads up to 1; upgrade" in result.out
     assert trainbus("show", "a.safetensors").status == 2
 
