@@ -40,6 +40,9 @@ class Bus(TypedOn, Lifecycle, Publisher):
         timing: measure every call (``stats.seconds``); costs two clock reads per handler, nothing when off.
         drain_timeout: seconds that a clean exit waits for offloaded handlers before it raises OffloadError.
         abort_timeout: the same for an exit by exception, which then reports what is left instead of raising.
+
+    After that, async handlers are cancelled. One that goes on all the same is left behind, as a thread would be, with a warning
+    that names it.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextvars import copy_context
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ import anyio
 from eventloop.errors import BusStateError
 
 Backend = Literal["asyncio", "trio"]
+CANCEL_GRACE = 0.5  # seconds that cancelled tasks have to end, at least
 CallSoon = Callable[[Callable[[], object]], object]
 
 
@@ -137,10 +139,11 @@ class LoopThread(Loop):
 
 
 class HostLoop(Loop):
-    """The loop of the program, asyncio's or trio's: tasks are children of the task that opens and closes it.
+    """The loop of the program, asyncio's or trio's.
 
-    They are shielded: when the host's scope is cancelled, what was published is still delivered (for as long as the bus's
-    ``abort_timeout`` allows), and only then are they cancelled by :meth:`stop`.
+    Tasks are no children of the task that opens and closes it. When the host's scope is cancelled, what was published is still
+    delivered (for as long as the bus's ``abort_timeout`` allows), and only then are they cancelled by :meth:`stop`. One that
+    goes on after its cancellation is left behind: a child could not be.
     """
 
     name = "tasks in the host's event loop"
@@ -148,14 +151,15 @@ class HostLoop(Loop):
     def __init__(self) -> None:
         super().__init__()
         self._ident = threading.get_ident()
-        self._group = anyio.create_task_group()
         self._over = threading.Event()
+        self._ended: anyio.Event
+        self._task: object = None
 
     async def open(self) -> None:
         """Begin to take tasks."""
         self._prepare()
-        await self._group.__aenter__()
-        self._group.start_soon(self._shielded)
+        self._ended = anyio.Event()
+        self._task = start_task(self._run)  # held, as asyncio itself does not
 
     def end(self) -> None:
         """Cancel the tasks, without waiting for them; inside the loop."""
@@ -163,9 +167,9 @@ class HostLoop(Loop):
         self._ring()
 
     async def close(self) -> None:
-        """Wait until the tasks that were cancelled have ended; in the task that opened it."""
-        # What ended the caller's block is no business of the group, which would wrap it in an ExceptionGroup.
-        await self._group.__aexit__(None, None, None)
+        """Wait until the tasks that were cancelled have ended, for as long as any can be expected to; inside the loop."""
+        with anyio.move_on_after(CANCEL_GRACE, shield=True):
+            await self._ended.wait()
 
     def stop(self, grace: float) -> bool:
         """Cancel the tasks."""
@@ -182,12 +186,21 @@ class HostLoop(Loop):
     def _alive(self) -> bool:
         return not self._over.is_set()
 
-    async def _shielded(self) -> None:
+    async def _run(self) -> None:
         try:
-            with anyio.CancelScope(shield=True):
-                await self._serve()
+            await self._serve()
         finally:
             self._over.set()
+            self._ended.set()
+
+
+def start_task(function: Callable[[], Coroutine[Any, Any, None]]) -> object:
+    """Start a task of the running loop that is a child of none, and return it."""
+    if in_trio():
+        import trio
+
+        return trio.lowlevel.spawn_system_task(function, context=copy_context())
+    return asyncio.get_running_loop().create_task(function())
 
 
 def threadsafe_call() -> CallSoon:

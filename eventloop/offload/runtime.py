@@ -9,13 +9,11 @@ from eventloop.log import get_logger
 from eventloop.offload.consumer import Consumer, Delivery
 from eventloop.offload.contexts import handling
 from eventloop.offload.deadline import Deadline
-from eventloop.offload.loops import Backend, HostLoop, LoopThread, ended
+from eventloop.offload.loops import CANCEL_GRACE, Backend, HostLoop, LoopThread, ended
 from eventloop.offload.reports import DrainReport, since, total
 from eventloop.offload.task_consumer import TaskConsumer
 from eventloop.offload.thread_consumer import ThreadConsumer
 from eventloop.offload.worker import MakeThread, Worker
-
-_LOOP_GRACE = 0.5  # seconds that tasks have to end at least: threads that hang leave them none
 
 log = get_logger()
 
@@ -127,16 +125,17 @@ class Runtime:
             log.warning("events were not delivered before the bus closed", events=quiet)
         for consumer in consumers:
             consumer.abandon(now=abandon)
-        threads = [consumer.thread for consumer in consumers if isinstance(consumer, ThreadConsumer)]
-        behind = [thread.name for thread in threads if thread is not None and not ended(thread, deadline.left)]
-        if not self._loop.stop(max(_LOOP_GRACE, deadline.left)):
-            behind.append(self._loop.name)
+        threads = [(one.lane.label, one.thread) for one in consumers if isinstance(one, ThreadConsumer)]
+        behind = [label for label, thread in threads if thread is not None and not ended(thread, deadline.left)]
+        if not self._loop.stop(max(CANCEL_GRACE, deadline.left)):  # threads that hang may have left no time
+            tasks = [one.lane.label for one in consumers if isinstance(one, TaskConsumer) and one.alive]
+            behind += [f"{label}, which goes on after it was cancelled" for label in tasks] or [self._loop.name]
         self._over = True
         # Those that a late publisher has woken, too: it sees that it is over, or is seen here.
         for consumer in {*consumers, *self._serving()}:
             consumer.lane.detach()
         if behind:
-            log.warning("offloaded handlers did not end and were left behind", threads=behind)
+            log.warning("offloaded handlers did not end and were left behind", handlers=behind)
         return left
 
     def _must_not_wait(self) -> bool:

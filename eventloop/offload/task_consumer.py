@@ -33,6 +33,8 @@ class TaskConsumer(Consumer):
         self._library = ""
         self._spawn = spawn
         self._running = False
+        self.alive = False
+        """Whether its task is there, if only because a handler goes on after its cancellation."""
         self._abandoned = False
         self._bell: anyio.Event | None = None
 
@@ -52,6 +54,7 @@ class TaskConsumer(Consumer):
     async def run(self) -> None:
         """Serve the lane until it is closed or retired and empty."""
         self._library = "trio" if in_trio() else "asyncio"
+        self.alive = True
         try:
             await self._serve()
         except anyio.get_cancelled_exc_class():
@@ -62,6 +65,8 @@ class TaskConsumer(Consumer):
         else:
             self._running = False  # who rings from now on starts another; no await since the lane was seen to be finished
             self._ended(self)
+        finally:
+            self.alive = False
 
     async def _serve(self) -> None:
         lingered = False

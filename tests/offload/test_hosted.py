@@ -254,6 +254,35 @@ async def test_waiting_for_the_bus_in_one_of_its_handlers_is_an_error(kind, call
     assert "was called from an offloaded handler of the same bus" in errors[0]
 
 
+async def test_a_handler_that_swallows_its_cancellation_is_left_behind_and_named():
+    bus = Bus(drain_timeout=0.01)
+    started, over = anyio.Event(), anyio.Event()
+    release = threading.Event()
+
+    @bus.on("after_train_iter")
+    async def stubborn(event):
+        started.set()
+        while not release.is_set():
+            try:
+                await anyio.sleep(0.001)
+            except anyio.get_cancelled_exc_class():
+                with anyio.CancelScope(shield=True):
+                    await anyio.sleep(0.001)
+        over.set()
+
+    with capture_logs() as logs, anyio.fail_after(20):
+        with pytest.raises(OffloadError, match="1 for stubborn"):
+            async with bus:
+                bus.publish(iteration(0))
+                await started.wait()
+        assert not over.is_set()
+        release.set()
+        await over.wait()
+    (line,) = [line for line in logs if "left behind" in line["event"]]
+    assert line["handlers"] == ["stubborn (after_train_iter), which goes on after it was cancelled"]
+    assert bus.state == "idle"
+
+
 async def test_opening_an_open_bus_is_an_error_in_every_combination():
     bus = Bus()
     async with bus:
