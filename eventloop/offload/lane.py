@@ -12,17 +12,24 @@ afterwards, so at least one of the two sees the other.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
 from typing import Any, Final, Literal, get_args
 
 from eventloop.errors import LaneClosedError, LaneFullError
+from eventloop.log import get_logger
 from eventloop.offload.deadline import Deadline
 from eventloop.offload.places import POLL, SHUT, Places
 
 Full = Literal["block", "drop_old", "drop_new", "latest", "raise"]
 FULL: tuple[str, ...] = get_args(Full)
+
+PATIENCE = 10.0
+"""Seconds after which a publisher that waits for a place, while nothing moves, says for which handler."""
+
+log = get_logger()
 
 _DROPPED: Final = threading.Lock()  # instead of a bell: there is nothing to wait for
 
@@ -62,6 +69,8 @@ class Lane(Places):
         self._armed = True  # until a consumer attaches and disarms it, nobody needs waking
         self._wake: Callable[[], object] | None = None
         self._owns: Callable[[], bool] = _nobody
+        self._stuck_since: float | None = None
+        self._told = False
         self._retired = False
         self.given_up = False
         """True once nothing of what is queued will be delivered any more."""
@@ -98,8 +107,7 @@ class Lane(Places):
                     return
                 if bell is not None:
                     waited = True
-                    self.wake()  # it may be lingering, and there is nothing to save by that now
-                    bell.acquire(timeout=POLL)
+                    self._wait(bell)
             item = self._prepare(event)
             if self.contextual:
                 item = (copy_context(), item)
@@ -185,6 +193,22 @@ class Lane(Places):
             )
         return self._bell()
 
+    def _wait(self, bell: threading.Lock) -> None:
+        """Wait until something changes, or for a moment; say once which handler it is that its publishers wait for so long."""
+        self.wake()  # it may be lingering, and there is nothing to save by that now
+        if bell.acquire(timeout=POLL):
+            self._stuck_since = None
+            return
+        now = time.monotonic()
+        self._stuck_since = self._stuck_since or now
+        if now - self._stuck_since >= PATIENCE and not self._told:
+            self._told = True
+            log.warning(
+                f"publishing waits for a handler: its lane is full, and nothing has left it for {PATIENCE:g} s. Find what it "
+                "hangs in; a timeout= ends such calls, another full= does not wait for it",
+                handler=self.label,
+            )
+
     def _closed_error(self) -> LaneClosedError:
         reason = (
             self._reason or "the bus is not open: wrap the publishing code in `with bus:` (a Run or TrainLoop does it for you)"
@@ -204,6 +228,7 @@ class Lane(Places):
             self._wake = wake
             self._owns = owns
             self._armed = False
+            self._stuck_since, self._told = None, False
             self._closed = False
             self._reason = ""
             self._set_gate()

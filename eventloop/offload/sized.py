@@ -12,7 +12,6 @@ import torch
 
 from eventloop.errors import LaneFullError
 from eventloop.offload.lane import Lane
-from eventloop.offload.places import POLL
 from eventloop.staged import Owned, Staged, stage
 
 
@@ -70,8 +69,7 @@ class SizedLane(Lane):
                         reserved = True
                 if bell is not None:
                     waited = True
-                    self.wake()
-                    bell.acquire(timeout=POLL)
+                    self._wait(bell)
             staged = stage(picked)
             staged.nbytes = size
             staged.source = type(event), getattr(event, "progress", None)

@@ -368,6 +368,35 @@ def test_a_full_lane_drops_counts_and_goes_on(bus, kind, full, kept):
     assert stats.delivered == len(kept)
 
 
+@pytest.mark.parametrize(
+    "options", [{"queue": 1}, {"capture": lambda event: torch.zeros(2), "max_bytes": 8}], ids=["places", "bytes"]
+)
+def test_a_handler_that_hangs_and_holds_up_its_publisher_is_named_once(monkeypatch, options):
+    monkeypatch.setattr("eventloop.offload.lane.PATIENCE", 0.002)
+    monkeypatch.setattr("eventloop.offload.lane.POLL", 0.001)
+    bus, release = Bus(), threading.Event()
+
+    @bus.on("after_train_iter", offload="thread", **options)
+    def hangs(what):
+        release.wait()
+
+    def publish() -> None:
+        for i in range(4):
+            bus.publish(iteration(i))
+
+    publisher = threading.Thread(target=publish)
+    with capture_logs() as logs, bus:
+        publisher.start()
+        while not logs:
+            threading.Event().wait(0.001)
+        threading.Event().wait(0.02)
+        release.set()
+        publisher.join()
+    (line,) = logs
+    assert line["handler"] == "hangs (after_train_iter)"
+    assert "publishing waits for a handler" in line["event"]
+
+
 def test_a_full_lane_may_raise(bus, kind):
     _, heard, started, release = held(bus, kind, queue=1, full="raise")
     with bus:
