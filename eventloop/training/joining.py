@@ -11,7 +11,7 @@ from eventloop.bus import Bus
 from eventloop.checkpoint.shards import is_sharded
 from eventloop.log import get_logger
 from eventloop.training.order import Order
-from eventloop.training.ranks import Agreement, Ranks, check_initialized, control_group, this_rank, world_size
+from eventloop.training.ranks import Agreement, Ranks, check_initialized, join, this_rank, world_size
 
 log = get_logger()
 
@@ -34,7 +34,7 @@ def join_ranks(bus: Bus, order: Order, models: Mapping[str, torch.nn.Module], *,
     bus.place(this_rank(), world_size())
     if world_size() == 1:
         return None
-    ranks = Ranks(control_group())
+    ranks = join()
     order.agreement = Agreement(ranks, lambda: (order.stop, order.save_now, order.cancelled), lambda: order.stop_reason)
     if trains:
         warn_if_apart(models)

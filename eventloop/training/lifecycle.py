@@ -18,7 +18,7 @@ from eventloop.training.feeds import Feeds
 from eventloop.training.joining import join_ranks
 from eventloop.training.order import Order
 from eventloop.training.progress import Counters
-from eventloop.training.ranks import Ranks, tell_failure
+from eventloop.training.ranks import Ranks, tell_failure, world_size
 from eventloop.training.rng import seed_everything
 from eventloop.training.update import check_updates
 
@@ -133,7 +133,7 @@ class RunLifecycle:
     def _abort(self, error: BaseException) -> None:
         """The exception is what the user must see: whatever fails in here is logged and added to it as a note."""
         run = self._run
-        if self._ranks is not None:
+        if world_size() > 1:
             tell_failure(error)
         self._patience = Deadline(run.bus.abort_timeout)
         # Finally: a second Ctrl-C strikes in a handler of on_exception, say, and must not leave anything open.

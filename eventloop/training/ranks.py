@@ -6,10 +6,12 @@ meets the collectives of the training.
 
 from __future__ import annotations
 
+import re
 import time
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final
 
@@ -27,7 +29,9 @@ PATIENCE = 10.0
 
 _MOST_BETWEEN: Final = 1000
 _FAILURE: Final = "trainbus/failure"
-_STORE_TIMEOUT: Final = 5.0
+_STORE_TIMEOUT: Final = timedelta(seconds=5)
+_ANSWER: Final = 2.0  # seconds between the errors of ranks that waited for the same one
+_TIMED_OUT: Final = re.compile(r"time(d |-)?out", re.IGNORECASE)
 _NOTHING: Final = (False, False, False)
 _TOGETHER: Final = (
     "run.request_save() is for all ranks, at the same mount point, or for none: no condition on run.rank, and no handler with "
@@ -215,6 +219,13 @@ class Agreement:
         work.wait()
 
 
+def join() -> Ranks:
+    """Return all processes of a run that begins. A collective."""
+    global _runs
+    _runs += 1
+    return Ranks(control_group())
+
+
 def control_group() -> distributed.ProcessGroup:
     """Return the group of the default group's ranks for agreements; made once. A collective the first time."""
     return _group_for("control")
@@ -228,34 +239,71 @@ def saves_group() -> distributed.ProcessGroup:
 def _group_for(purpose: str) -> distributed.ProcessGroup:
     found = _groups.get((purpose, distributed.group.WORLD))
     if found is None:
-        found = _groups[purpose, distributed.group.WORLD] = distributed.new_group(backend="gloo")
+        found = distributed.new_group(backend="gloo", timeout=_timeout())
+        _groups[purpose, distributed.group.WORLD] = found
     return found
+
+
+def _timeout() -> timedelta | None:
+    """Return the timeout that the user gave ``init_process_group``; None where its backend does not tell."""
+    # Torch has no public way to it. A group of ours with a longer one would also keep the process from ending: until a
+    # collective under way has failed, torch does not let the interpreter go.
+    world: Any = distributed.group.WORLD
+    backend = world._get_backend(world._device_types[0])
+    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 # Torch keeps them until destroy_process_group(), which has to end their threads: one that is still busy when the interpreter
 # exits, and needs the GIL, would abort the process ("terminate called without an active exception").
 _groups: weakref.WeakValueDictionary[tuple[str, Any], distributed.ProcessGroup] = weakref.WeakValueDictionary()
+_runs = 0  # that this process has joined; the same on all ranks
 
 
 def tell_failure(error: BaseException) -> None:
     """Have the other ranks know of the first error of all; if it was another's, add it to ``error``.
 
     They end because this process does: its connections close, and whoever waits for it fails. (Where a host catches the error
-    and lives on, they wait until torch's own timeout, that of ``init_process_group(timeout=)``.)
+    and lives on, they wait until torch's own timeout, that of ``init_process_group(timeout=)``.) An error that is such a
+    timeout gets the ranks that did not answer as a note.
     """
     mine = f"rank {this_rank()}: {type(error).__name__}: {error}"
+    first, silent = mine, ""
     try:
-        first = _first_failure(mine)
+        with _store() as store:
+            first = bytes(store.compare_set(f"{_FAILURE}/{_runs}", "", mine)).decode()
+            if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
+                silent = _silent(store)
     except (RuntimeError, OSError):  # the process that holds the store is gone, or never had time to say why
-        first = mine
+        silent = "the process with the store of the process group (rank 0's, or torchrun)"
     if first != mine:
         error.add_note(f"another process failed first, {first}")
+    if silent:
+        error.add_note(
+            f"{silent} did not answer: it died, was stopped, or is busy with something else; its own log tells. If it only "
+            "needs longer, give init_process_group() a longer timeout="
+        )
     log.error("a process failed, and ends the others", first=first)
 
 
-def _first_failure(mine: str) -> str:
+@contextmanager
+def _store() -> Iterator[Any]:
+    """The default group's store, with a short timeout for the time being."""
     from torch.distributed.distributed_c10d import _get_default_store  # torch has no public way to the store it made
 
     store = _get_default_store()
-    store.set_timeout(timedelta(seconds=_STORE_TIMEOUT))
-    return bytes(store.compare_set(_FAILURE, "", mine)).decode()
+    before = store.timeout
+    store.set_timeout(_STORE_TIMEOUT)
+    try:
+        yield store
+    finally:
+        store.set_timeout(before)
+
+
+def _silent(store: Any) -> str:
+    """Return the ranks that have not come to their own error, in words; those who live do so at about the same time."""
+    keys = {rank: f"{_FAILURE}/{_runs}/{rank}" for rank in range(world_size())}
+    store.set(keys[this_rank()], "")
+    deadline = time.monotonic() + _ANSWER
+    while not store.check(list(keys.values())) and time.monotonic() < deadline:
+        time.sleep(_ANSWER / 20)
+    return ", ".join(f"rank {rank}" for rank, key in keys.items() if not store.check([key]))

@@ -46,7 +46,8 @@ class Run:
     Where ``torch.distributed`` is initialised with several processes, each has a run of its own, and they go in step: the model
     is one that its wrapper keeps the same on all ranks (``DistributedDataParallel``), validation metrics are those of all
     ranks, a stop or a checkpoint that one of them asks for is made by all after the same iteration, rank 0 writes the
-    files, and an exception on one ends them all.
+    files, and an exception on one ends them all. None waits for another longer than ``init_process_group(timeout=)`` says,
+    so it has to be longer than what one rank does while the others wait, such as writing the last checkpoint.
 
     Args:
         bus: with the hooks on it; a new one without any if None.

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,15 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
 
 
-def on_ranks(function: Callable[..., Any], *args: Any, folder: Path, size: int = 2, timeout: float = 40) -> list[Outcome]:
+def on_ranks(
+    function: Callable[..., Any], *args: Any, folder: Path, size: int = 2, timeout: float = 40, group_timeout: float = 1800
+) -> list[Outcome]:
     """Call ``function(*args)`` in ``size`` processes of one gloo group (in one without a group, if it is one)."""
     context = multiprocessing.get_context("forkserver")
     folder = folder / f"{function.__name__}_{time.monotonic_ns()}"
     folder.mkdir()
-    processes = [context.Process(target=_child, args=(rank, size, str(folder), function, args)) for rank in range(size)]
+    place = (size, str(folder), timedelta(seconds=group_timeout))
+    processes = [context.Process(target=_child, args=(rank, *place, function, args)) for rank in range(size)]
     for process in processes:
         process.start()
     end = time.monotonic() + timeout
@@ -47,14 +51,15 @@ def on_ranks(function: Callable[..., Any], *args: Any, folder: Path, size: int =
     return [_outcome(folder, rank, process.exitcode) for rank, process in enumerate(processes)]
 
 
-def _child(rank: int, size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _child(rank: int, size: int, folder: str, timeout: timedelta, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     output = os.open(f"{folder}/{rank}.out", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
     outcome, code = Outcome(0), 0
     if size > 1:
-        distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+        where = f"file://{folder}/rendezvous"
+        distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=timeout)
     try:
         outcome.value = function(*args)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the test looks at it

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +78,62 @@ def test_a_process_killed_in_a_save_ends_the_other_and_the_checkpoint_before_res
     resumed = ranks(finishes, str(place))[1]
     for name, value in straight.items():
         assert torch.equal(resumed[name], value)
+
+
+def dies_before_it_joins() -> None:
+    loop = jobs.make_loop(None)
+    if jobs.rank_and_size()[0] == 1:
+        os._exit(3)
+    loop.run()
+
+
+def stands_still(work_dir: str) -> None:
+    loop = jobs.make_loop(work_dir, CheckpointHook(interval=1), shard=True)
+    processes: list[Any] = [None, None]
+    distributed.all_gather_object(processes, os.getpid())
+
+    def stop(event: Any) -> None:
+        if not os.fork():  # ends the one that stands still when the other has ended
+            while Path(f"/proc/{processes[0]}").exists():
+                time.sleep(0.05)
+            os.kill(processes[1], signal.SIGKILL)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if jobs.rank_and_size()[0] == 1:
+        loop.bus.on("after_train_iter", stop, once=2)
+    loop.run()
+
+
+@pytest.mark.parametrize("how", [dies_before_it_joins, stands_still])
+def test_no_rank_waits_longer_than_the_users_timeout_and_the_error_names_who_did_not_answer(outcomes, tmp_path, how):
+    arguments = [str(tmp_path / "run")] if how is stands_still else []
+    first, second = outcomes(how, *arguments, group_timeout=3)
+    assert second.exitcode == (3 if how is dies_before_it_joins else -signal.SIGKILL)
+    assert first.exitcode == 1
+    assert any(note.startswith("rank 1 did not answer") and "timeout=" in note for note in first.notes), first.output
+
+
+def fails_twice() -> list[str]:
+    told = []
+    for what in ("first", "second"):
+        loop = jobs.make_loop(None)
+
+        def fail(event: Any, what: str = what) -> None:
+            raise ValueError(what)
+
+        loop.bus.on("after_train", fail)
+        try:
+            loop.run()
+        except ValueError as error:
+            told.append(f"{error} {getattr(error, '__notes__', [])}")
+    return told
+
+
+def test_a_later_run_is_not_told_the_failure_of_an_earlier_one(ranks):
+    for first, second in ranks(fails_twice):
+        assert "first" in first
+        assert "first" not in second.replace("failed first", "")
 
 
 def reduces_offloaded(kind: str) -> None:

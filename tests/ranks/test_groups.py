@@ -2,16 +2,19 @@
 
 import gc
 import weakref
+from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from eventloop.training.ranks import Ranks, control_group
+from eventloop.training.ranks import Ranks, control_group, saves_group
 
 
 @pytest.fixture
 def alone(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    where = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=where, rank=0, world_size=1, timeout=timedelta(seconds=7))
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -29,3 +32,8 @@ def test_a_group_is_made_once_and_gone_when_torch_destroys_it_whoever_has_used_i
         gc.enable()
     with pytest.raises(RuntimeError, match=r"destroy_process_group\(\) was called while a run goes on"):
         ranks.gather(1)
+
+
+def test_our_groups_have_the_timeout_of_the_users(alone):
+    for group in (control_group(), saves_group()):
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
