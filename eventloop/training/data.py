@@ -78,8 +78,11 @@ class Feed:
         self._ahead = self._place = _MISSING
         self.used = 0
 
-    def next(self) -> tuple[Any] | None:
+    def next(self, *, may_be_empty: bool = False) -> tuple[Any] | None:
         """Return the next batch on its device in a tuple (None may be a batch), or None when the pass is over.
+
+        Args:
+            may_be_empty: allow a pass without a batch, where another rank may have some.
 
         Raises:
             TrainingError: there was not one batch in it.
@@ -88,7 +91,7 @@ class Feed:
             self.begin()
         batch = self._take()
         if batch is _END:
-            self._check_end()
+            self._check_end(may_be_empty=may_be_empty)
             return None
         self.used += 1
         return (batch if self._device is None else to_device(batch, self._device),)
@@ -171,12 +174,17 @@ class Feed:
                 raise stopped(end, f"the dataset (or collate_fn) of {self._name}") from end
             return _END
 
-    def _check_end(self) -> None:
-        """Say what is wrong with a pass that is over too early."""
+    def check_not_empty(self) -> None:
+        """Raise TrainingError if the pass had no batch."""
         if self.used == 0 and isinstance(self.loader, Iterator):
             raise TrainingError(f"{self._name} is an iterator and used up (or empty); give a loader that can be iterated again")
         if self.used == 0:
             raise TrainingError(f"{self._name} yielded no batch; is the dataset smaller than a batch with drop_last?")
+
+    def _check_end(self, *, may_be_empty: bool) -> None:
+        """Say what is wrong with a pass that is over too early."""
+        if not may_be_empty:
+            self.check_not_empty()
         if self.length is not None and self.used < self.length and not self._told:
             self._told = True
             log.warning(

@@ -17,6 +17,7 @@ from eventloop.training.loader_state import (
     set_passes_made,
     start_persistent_workers,
 )
+from eventloop.training.processes import warn_if_all
 
 
 class Feeds:
@@ -40,6 +41,7 @@ class Feeds:
         """Return the feed of ``loader``: the one it had, or one that goes on where a resumed run has to."""
         if self.train is None or self.train.loader is not loader:
             self.train = Feed(loader, self._device)
+            warn_if_all(loader, "train_data")
             if self._place is not None:
                 self.train.load_state_dict(self._place, self._restored)
                 self._note(loader)
@@ -51,6 +53,7 @@ class Feeds:
         self.evaluated = Feed(loader, self._device, name)
         if not any(known is loader for known in self._evaluated):
             self._evaluated.append(loader)
+            warn_if_all(loader, name)
             self._restore(loader, self._places[len(self._evaluated) - 1 :])
         return self.evaluated
 

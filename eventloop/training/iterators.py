@@ -17,6 +17,7 @@ from eventloop.log import get_logger
 from eventloop.training.data import Feed
 from eventloop.training.metrics import Metrics
 from eventloop.training.order import Order
+from eventloop.training.shares import Share
 
 log = get_logger()
 
@@ -205,6 +206,7 @@ class EvaluationBatches(Batches):
         self._stage: Stage = stage
         self._method = "run.validate()" if stage == "val" else "run.test()"
         self._accumulated = metrics
+        self._share: Share
         self._index = -1
         self._over = False
         self.metrics: Mapping[str, Any] = {}
@@ -219,17 +221,22 @@ class EvaluationBatches(Batches):
             if order.should_stop():
                 self._over = True
                 return None
+            self._share = Share(self._feed.loader)
             order.begin_evaluation(stage, self, self._feed.length)
+            order.scopes.defer(self._share.leave_out())
             self._accumulated.reset()
         else:
-            order.end_evaluation_iteration(stage, self._index, self._accumulated)
+            samples = self._share.counts(self._index)
+            order.end_evaluation_iteration(stage, self._index, self._accumulated, samples)
         if order.should_stop():
             self._over = True
             order.abandon_evaluation()
             return None
-        batch = self._feed.next()
+        batch = self._feed.next(may_be_empty=order.ranks is not None)
         if batch is None:
             self._over = True
+            if order.ranks is not None and not any(order.ranks.gather(self._feed.used)):
+                self._feed.check_not_empty()
             self._feed.end()
             self.metrics = self._accumulated.compute(order.ranks)
             order.end_evaluation(stage, self.metrics)

@@ -35,14 +35,16 @@ class Metric(Protocol):
 class Metrics:
     """The metrics of one loader. Each is fed with the entries of the outputs that its ``update`` names.
 
-    Scalars among the outputs are averaged over the batches, so a validation step that returns ``{"loss": ...}`` yields
-    ``loss`` without further ado. Left out are those with a metric's name, and those that a metric's ``update`` names, which
-    only feed it (a ``weight``, say; but never ``loss``). A tensor or array of one element is a scalar, unless its name came
-    with another number of elements before: then it is the last, smaller batch.
+    Scalars among the outputs are averaged over the samples (over the batches, where a loader does not say how large each is),
+    so a validation step that returns ``{"loss": ...}`` yields ``loss`` without further ado. Left out are those with a metric's
+    name, and those that a metric's ``update`` names, which only feed it (a ``weight``, say; but never ``loss``). A tensor or
+    array of one element is a scalar, unless its name came with another number of elements before: then it is the last, smaller
+    batch.
 
-    Where several processes validate, each its part of the data, the means are over the batches of all. A metric with a sync of
-    its own (torchmetrics') is left to it. One with ``merge_state(others)``, which adds what metrics of its kind have seen to
-    itself (torcheval's protocol), is merged, from pickled copies. Any other tells what rank 0 has seen, and a warning says so.
+    Where several processes validate, each its part of the data, the means are over the samples of all, each once. A metric with
+    a sync of its own (torchmetrics') is left to it. One with ``merge_state(others)``, which adds what metrics of its kind have
+    seen to itself (torcheval's protocol), is merged, from pickled copies. Any other tells what rank 0 has seen, and a warning
+    says so.
 
     Args:
         metrics: name → metric.
@@ -58,6 +60,7 @@ class Metrics:
         self._wanted = {name: _parameters(name, metric) for name, metric in self._metrics.items()}
         self._sums: dict[str, torch.Tensor | float] = {}
         self._counts: dict[str, int] = {}
+        self._empty = True
         self._told: set[str] = set()
         # Entries that feed a metric. The loss is one, too, that is there to train on.
         self._fed = {entry for wanted in self._wanted.values() for entry in wanted or ()} - {"loss"}
@@ -65,25 +68,28 @@ class Metrics:
 
     def reset(self) -> None:
         """Start over; metrics that have ``.to()`` are moved to the device."""
-        self._sums, self._counts = {}, {}
+        self._sums, self._counts, self._empty = {}, {}, True
         for name, metric in self._metrics.items():
             _call(name, metric.reset)
             if self._device is not None and callable(move := getattr(metric, "to", None)):
                 move(self._device)
 
-    def update(self, outputs: Mapping[str, Any]) -> None:
-        """Take the outputs of one batch.
+    def update(self, outputs: Mapping[str, Any], samples: int = 1) -> None:
+        """Take the outputs of one batch, which count so many samples; with 0, leave them out.
 
         Raises:
             TrainingError: a metric names an entry that is not there.
         """
+        if not samples:
+            return
+        self._empty = False
         for name, metric in self._metrics.items():
             _call(name, metric.update, **self._pick(name, outputs))
         for name, value in outputs.items():
             scalar = None if name in self._metrics or name in self._fed else self._scalar(name, value)
             if scalar is not None:
-                self._sums[name] = self._sums.get(name, 0.0) + scalar
-                self._counts[name] = self._counts.get(name, 0) + 1
+                self._sums[name] = self._sums.get(name, 0.0) + scalar * samples
+                self._counts[name] = self._counts.get(name, 0) + samples
 
     def compute(self, ranks: Ranks | None = None) -> dict[str, Any]:
         """Return all values by name, those of the metrics first; a metric that returns a mapping gives ``name/key``.
@@ -94,11 +100,16 @@ class Metrics:
         """
         sums, counts, metrics = self._sums, self._counts, self._metrics
         if ranks is not None:
-            sums, counts = _added(ranks.gather((_plain(sums), counts)))
+            sums, counts = _added(ranks.gather((_plain(sums), counts, self._sized)))
             metrics = self._merged(ranks)
         values: dict[str, Any] = {}
         for name, metric in metrics.items():
-            value = _call(name, metric.compute)
+            try:
+                value = _call(name, metric.compute)
+            except Exception:  # what it makes of no batch at all is not asked for: rank 0's value counts
+                if not self._empty or ranks is None or not ranks.rank or metric is not self._metrics[name]:
+                    raise
+                continue
             if isinstance(value, Mapping):
                 values |= {f"{name}/{key}": _number(entry) for key, entry in value.items()}
             else:
@@ -190,12 +201,13 @@ def _plain(sums: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
     return {name: float(value) for name, value in sums.items()}
 
 
-def _added(parts: list[tuple[dict[str, float], dict[str, int]]]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the sums and the counts of all ranks."""
+def _added(parts: list[tuple[dict[str, float], dict[str, int], set[str]]]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the sums and the counts of all ranks, without those of names that are no scalars on one of them."""
     sums: dict[str, Any] = {}
     counts: dict[str, int] = {}
-    for some, many in parts:
-        for name, value in some.items():
-            sums[name] = sums.get(name, 0.0) + value
+    sized = set().union(*(names for _, _, names in parts))
+    for some, many, _ in parts:
+        for name in [name for name in some if name not in sized]:
+            sums[name] = sums.get(name, 0.0) + some[name]
             counts[name] = counts.get(name, 0) + many[name]
     return sums, counts

@@ -22,6 +22,7 @@ from eventloop.training.ranks import Agreement, Ranks
 from eventloop.training.rng import get_rng_state
 from eventloop.training.scopes import Scopes
 from eventloop.training.seeded import set_epoch, set_sampler_epoch
+from eventloop.training.shares import forward_alone
 
 _EVALUATION: dict[str, tuple[type[Event], ...]] = {
     "val": (ev.BeforeVal, ev.BeforeValEpoch, ev.BeforeValIter, ev.AfterValIter, ev.AfterValEpoch, ev.AfterVal),
@@ -304,13 +305,16 @@ class Order:
             batches: the iterable of this evaluation.
             length: batches, if that is known. Ranks with as many each can stop in its middle, others only at its end.
         """
-        self._in_step = self.agreement is not None and self.agreement.ranks.same(length) and length is not None
+        lengths = [length] if self.agreement is None else self.agreement.ranks.gather(length)
+        self._in_step = len(lengths) > 1 and length is not None and set(lengths) == {length}
         # A validation outside of training (TrainLoop.val) is no phase of it: a later run does not begin with it.
         if stage == "val" and self.training:
             self.counters.phase = "val"
             self.validation_rng = get_rng_state()
         self.scopes.enter(stage)
         self._evaluating = batches
+        if len(lengths) > 1 and not self._in_step:
+            self.scopes.defer(forward_alone(self._models, lengths))
         self.progress = self.counters.snapshot(stage, 0)
         self._evaluation_mode()
         before, before_epoch, before_iter, after_iter, *_ = _EVALUATION[stage]
@@ -326,11 +330,11 @@ class Order:
         self.scopes.enter("evaluation iter")
         self._publish(_EVALUATION[stage][2], batch_idx=index, batch=batch)
 
-    def end_evaluation_iteration(self, stage: Stage, index: int, metrics: Metrics) -> None:
-        """Publish ``after_val_iter`` (or ``after_test_iter``), and feed the metrics."""
+    def end_evaluation_iteration(self, stage: Stage, index: int, metrics: Metrics, samples: int = 1) -> None:
+        """Publish ``after_val_iter`` (or ``after_test_iter``), and feed the metrics with outputs that count ``samples``."""
         self._publish(_EVALUATION[stage][3], batch_idx=index, batch=self._batch, outputs=self.outputs)
         self.version += self._evaluation_changes
-        metrics.update(self.outputs)
+        metrics.update(self.outputs, samples)
         if self._in_step and self.agreement is not None:
             self.agreement.exchange()
         self._save()

@@ -102,6 +102,21 @@ def shared(loader: Iterable[Any], name: str, seed: int) -> Iterable[Any]:
     return DataLoader(loader.dataset, batch_size=loader.batch_size, sampler=sampler, **parts)
 
 
+def warn_if_all(loader: Iterable[Any], name: str) -> None:
+    """Warn of a ``DataLoader`` that gives every process all of the data.
+
+    Args:
+        loader: of a run.
+        name: of it in the warning.
+    """
+    if world_size() > 1 and not this_rank() and _is_plain(loader):
+        log.warning(
+            "every process goes through all of this data, as its DataLoader has no DistributedSampler; give it one, unless the "
+            "dataset is another one in each process",
+            data=name,
+        )
+
+
 def _is_plain(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
     """True for a DataLoader that goes through its dataset once in each pass, in order or shuffled."""
     if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:

@@ -100,10 +100,6 @@ class Ranks:
         distributed.broadcast_object_list(values, src=0, group=self.group)
         return values[0]
 
-    def same(self, value: object) -> bool:
-        """Return True if the value is the same on all ranks."""
-        return all(other == value for other in self.gather(value))
-
     def check_first_has_all(self, names: list[list[str]]) -> None:
         """Raise TrainingError if a rank wants to save what rank 0 does not.
 
@@ -290,7 +286,7 @@ def _store() -> Iterator[Any]:
     """The default group's store, with a short timeout for the time being."""
     from torch.distributed.distributed_c10d import _get_default_store  # torch has no public way to the store it made
 
-    store = _get_default_store()
+    store: Any = _get_default_store()  # its type stub lacks its timeout
     before = store.timeout
     store.set_timeout(_STORE_TIMEOUT)
     try:
