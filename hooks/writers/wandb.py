@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import time
 from collections.abc import Mapping
@@ -87,6 +88,11 @@ class WandbWriter(Writer):
         """Set the configuration of the run."""
         if self._run is not None and config:
             self._run.config.update(dict(config), allow_val_change=True)
+
+    def flush(self) -> None:
+        """Check that W&B's folder is still there: its own process writes what it gets, and would not tell."""
+        if self._run is not None and not Path(self._run.dir).is_dir():
+            raise FileNotFoundError(errno.ENOENT, "the folder was removed while the run wrote to it", self._run.dir)
 
     def aborted(self) -> None:
         """Note that the run has failed."""

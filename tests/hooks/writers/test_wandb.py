@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 import struct
 import sys
 import time
@@ -7,6 +8,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+import structlog
 import torch
 
 from eventloop import ConfigurationError
@@ -134,6 +136,20 @@ def test_a_resumed_run_has_the_same_id_and_goes_on_with_its_steps(wandb, tmp_pat
     assert first.name == second.name == f"run-{(tmp_path / 'wandb' / 'run_id').read_text().strip()}.wandb"
     assert column(rows(first), "train/loss") == [(1, 0.5)]
     assert column(rows(second), "train/loss") == [(2, 0.5)]
+
+
+def test_a_folder_that_is_removed_is_made_again_for_what_comes_then(wandb, logged, tmp_path):
+    def remove(event):
+        if event.progress.iter == 3:
+            loop.bus.drain()
+            shutil.rmtree(tmp_path / "wandb")
+
+    loop = logged.loop(WandbWriter(), work_dir=tmp_path, every=remove)
+    with structlog.testing.capture_logs() as lines:
+        loop.run()
+    assert "a writer works again" in [line["event"] for line in lines]
+    (path,) = files(tmp_path)
+    assert column(rows(path), "train/loss")[-3:] == [(step, float(step)) for step in (4, 5, 6)]
 
 
 def test_two_runs_of_one_second_have_a_folder_each(wandb, logged, tmp_path):
