@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from operator import attrgetter
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 import msgspec
 import torch
 
 from eventloop.errors import EventDefinitionError, LiveFieldError
-from eventloop.events import ABSENT, Event, Progress, name_of, registry, suggest, unspell
+from eventloop.events import ABSENT, Event, Progress, hints_of, mixed_fields, name_of, registry, suggest, unspell
 from eventloop.ring import Cell
 from eventloop.scalars import Scalars, Taken
 from eventloop.staged import IMMUTABLE, Copies, Owned, Staged, fences, stage
@@ -61,11 +61,8 @@ def from_json(data: bytes | str) -> Event:
     event_type = _tagged(msgspec.json.decode(data, type=_Tag).event)
     # Not strict, so that floats may be spelled as strings: NaN and the infinities are.
     event = msgspec.convert(msgspec.json.decode(data), event_type, strict=False)
-    changes = {
-        name: unspell(value)
-        for name, hint in _hints(event_type).items()
-        if _plan(hint) != "live" and _untyped(hint) and isinstance(value := getattr(event, name), dict | list)
-    }
+    plans = _plans(event_type)
+    changes = {name: unspell(getattr(event, name)) for name in mixed_fields(event_type) if plans[name] != "live"}
     decoded: Event = msgspec.structs.replace(event, **changes) if changes else event
     return decoded
 
@@ -106,21 +103,9 @@ def _tagged(name: str) -> type[Event]:
     return detached_type(registry[name])
 
 
-@cache
-def _hints(event_type: type[Event]) -> dict[str, Any]:
-    try:
-        hints = get_type_hints(event_type, include_extras=True)
-    except NameError as error:
-        raise EventDefinitionError(
-            f"the annotations of {event_type.__module__}.{event_type.__qualname__} cannot be resolved ({error}), so its live "
-            "fields are not known; define the event and the types it names at the top level of a module"
-        ) from error
-    return {name: hints[name] for name in event_type.__struct_fields__}
-
-
 def _plans(event_type: type[Event]) -> dict[str, str]:
     """Map each field to what detaching does with it: "live", "scalars", "keep" (immutable) or "copy"."""
-    return {name: _plan(hint) for name, hint in _hints(event_type).items()}
+    return {name: _plan(hint) for name, hint in hints_of(event_type).items()}
 
 
 def _plan(hint: Any) -> str:
@@ -130,12 +115,6 @@ def _plan(hint: Any) -> str:
     parts = get_args(hint) or (hint,)
     immutable = all(part in IMMUTABLE or part is Progress or isinstance(part, str | int) for part in parts)
     return "keep" if immutable and get_origin(hint) not in (list, dict, set, tuple) else "copy"
-
-
-def _untyped(hint: Any) -> bool:
-    """True if decoding leaves values in it as they came."""
-    parts = get_args(hint)
-    return any(_untyped(part) for part in parts) if parts else hint in (Any, object, dict, list)
 
 
 class _Known(dict[type[Event], Detach]):

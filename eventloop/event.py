@@ -22,7 +22,20 @@ import math
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
+from functools import cache
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 import torch
@@ -111,12 +124,15 @@ class Event(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="even
     def to_json(self) -> bytes:
         """Encode a detached event (what an offloaded handler gets) as one JSON object tagged with its mount point.
 
-        Non-finite floats become the strings "NaN", "Infinity" and "-Infinity", which :func:`from_json` undoes.
+        Non-finite floats become the strings "NaN", "Infinity" and "-Infinity". Texts that read like these get a backslash in
+        front in fields that may hold both (``Any``, ``dict[str, Any]``, ``float | str``). :func:`from_json` undoes either.
 
         Raises:
             TypeError: the event holds live state, which has no encoding.
         """
-        return msgspec.json.encode(_spell_floats(msgspec.to_builtins(self, enc_hook=_refuse_live)))
+        mixed = mixed_fields(type(self))
+        fields = msgspec.to_builtins(self, enc_hook=_refuse_live)
+        return msgspec.json.encode({name: _spell(value, texts=name in mixed) for name, value in fields.items()})
 
     def to_msgpack(self) -> bytes:
         """Encode a detached event as a tagged msgpack map; raises TypeError for live state."""
@@ -201,24 +217,59 @@ def mount_points() -> list[str]:
 _SPELLED = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 
 
-def _spell_floats(value: Any) -> Any:
-    """JSON knows no NaN, and a loss that became NaN must not arrive as null."""
+def _spell(value: Any, *, texts: bool) -> Any:
+    """JSON knows no NaN, and a loss that became NaN must not arrive as null. Nor must a text "NaN" arrive as a number."""
     if isinstance(value, dict):
-        return {key: _spell_floats(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_spell_floats(entry) for entry in value]
+        return {key: _spell(entry, texts=texts) for key, entry in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_spell(entry, texts=texts) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
-    return value
+    return f"\\{value}" if texts and isinstance(value, str) and value.lstrip("\\") in _SPELLED else value
 
 
 def unspell(value: Any) -> Any:
-    """Undo the spelling of non-finite floats that :meth:`Event.to_json` does."""
+    """Undo what :meth:`Event.to_json` does to non-finite floats and to texts that read like one."""
     if isinstance(value, dict):
         return {key: unspell(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [unspell(entry) for entry in value]
-    return _SPELLED.get(value, value) if isinstance(value, str) else value
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(map(unspell, value))
+    if not isinstance(value, str) or value.lstrip("\\") not in _SPELLED:
+        return value
+    return value[1:] if value.startswith("\\") else _SPELLED[value]
+
+
+@cache
+def hints_of(event: type[Event]) -> dict[str, Any]:
+    """Return the annotation of every field.
+
+    Raises:
+        EventDefinitionError: they name something that is not there at the top level of the event's module.
+    """
+    try:
+        hints = get_type_hints(event, include_extras=True)
+    except NameError as error:
+        raise EventDefinitionError(
+            f"the annotations of {event.__module__}.{event.__qualname__} cannot be resolved ({error}), so its live "
+            "fields are not known; define the event and the types it names at the top level of a module"
+        ) from error
+    return {name: hints[name] for name in event.__struct_fields__}
+
+
+@cache
+def mixed_fields(event: type[Event]) -> frozenset[str]:
+    """Return the fields in which both floats and texts may stand, so that decoding cannot tell them apart by the type."""
+    try:
+        return frozenset(name for name, hint in hints_of(event).items() if _mixed(hint))
+    except EventDefinitionError:
+        return frozenset()  # it can be encoded, but never decoded
+
+
+def _mixed(hint: Any) -> bool:
+    parts = get_args(hint)
+    if get_origin(hint) in (Union, UnionType) and {float, str} <= set(parts):
+        return True
+    return any(map(_mixed, parts)) if parts else hint in (Any, object, dict, list, tuple, set, frozenset)
 
 
 def _refuse_live(value: Any) -> Any:

@@ -14,7 +14,9 @@ from eventloop.event import Live as Live
 from eventloop.event import Progress as Progress
 from eventloop.event import Scalars as Scalars
 from eventloop.event import Stage as Stage
+from eventloop.event import hints_of as hints_of
 from eventloop.event import lineage as lineage
+from eventloop.event import mixed_fields as mixed_fields
 from eventloop.event import moment as moment
 from eventloop.event import mount_name as mount_name
 from eventloop.event import mount_points as mount_points

@@ -42,6 +42,9 @@ class Measured(Event):
     model: Live[Any] = msgspec.UNSET
     outputs: Scalars = msgspec.UNSET
     losses: Scalars = msgspec.UNSET
+    anything: Any = None
+    either: list[float | str] = []  # noqa: RUF012 - msgspec copies it
+    pair: tuple[Any, ...] = ()
 
 
 def arrived(event: Event) -> Any:
@@ -168,6 +171,9 @@ def test_an_event_without_outputs_detaches():
         CheckpointCommitted(progress=P, path="NaN", names=["Infinity"], seconds=math.inf),
         Measured(value=math.nan, values=[1.0, -math.inf], best=math.nan, name="NaN", by_name={"a": math.inf}, model=object()),
         Measured(outputs={"a": torch.tensor(1.0)}, losses={"b": torch.tensor(2), "c": math.nan}, notes={"x": [None, "y"]}),
+        Measured(notes={"a": "NaN", "b": [math.nan, "-Infinity", "\\\\NaN", "\\\\"], "Infinity": math.inf}),
+        Measured(anything="NaN", either=["Infinity", math.inf, "\\NaN"], pair=("NaN", math.nan)),
+        Measured(anything=math.nan),
         AfterRun(progress=P),
     ],
 )
