@@ -70,6 +70,10 @@ class RunView(Protocol):
         """True from ``before_train`` to the end of training: a validation that is part of it, and not ``loop.val()``."""
 
     @property
+    def validates(self) -> bool | None:
+        """Whether validations belong to the training; None in a loop of the user's own that has made none yet."""
+
+    @property
     def updated(self) -> bool:
         """True if an optimizer has stepped in the current iteration."""
 

@@ -6,9 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from msgspec import Meta
+from typing import Any, Literal
 
 from eventloop import (
     AfterLoadCheckpoint,
@@ -41,15 +39,14 @@ from eventloop.checkpoint import (
     sweep_shards,
 )
 from hooks.best import Best, names
-from hooks.checkpoint_options import SUFFIX, check_count, checked_template
+from hooks.checkpoint_options import SUFFIX, MetricNames, check_count, checked_template, warn_of_late_begin
 from hooks.kept import KEPT, Kept
 from hooks.options import NonNegativeInt
 from hooks.publishing import publish_checkpoint, sweep
 from hooks.rules import Rule
+from hooks.validated import check_validated, warn_unvalidated
 
 log = get_logger()
-
-MetricNames = Annotated[Sequence[str], Meta(description='a list of names, whose rules go into rule=["greater", "less"]')]
 
 
 @register(aliases=("CheckPointHook",))
@@ -185,6 +182,8 @@ class CheckpointHook(Hook):
             raise ConfigurationError(
                 f"{self.label} has no place for its files: give the run a work_dir, or the hook an out_dir"
             )
+        if self._kept.best.wanted:
+            check_validated(event, f"{self.label}(save_best=...)")
         if directory is not None and event.run.rank == 0:
             self._sharded = sweep(directory) or any(map(is_sharded, event.run.models.values()))
         self._began_at = event.progress.iter if self._loaded_here or not event.progress.iter else None
@@ -192,6 +191,8 @@ class CheckpointHook(Hook):
     def after_train(self, event: AfterTrain) -> None:
         """Save what was trained since the newest file."""
         self._finished = True
+        if self._kept.best.wanted:
+            warn_unvalidated(event, f"{self.label}(save_best=...)")
         if not self.save_last or (done := event.progress).iter == self._began_at:
             return
         name = self._template.format(done.epoch if self.by_epoch else done.iter)
@@ -220,6 +221,9 @@ class CheckpointHook(Hook):
             if self._saves:
                 options = {key: self._options[key] for key in ("staging", "busy")}
                 run.check_savable(directory=self._kept.directory, **options)
+            if self.interval > 0:
+                last = (event.progress.max_epochs or 1) if self.by_epoch else run.total_iters
+                warn_of_late_begin(self.label, self.save_begin, last, "epoch" if self.by_epoch else "iteration")
         if self.by_epoch:
             return
         done = event.progress.iter + 1

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from eventloop import ConfigurationError
+from msgspec import Meta
+
+from eventloop import ConfigurationError, get_logger
+
+log = get_logger()
+
+MetricNames = Annotated[Sequence[str], Meta(description='a list of names, whose rules go into rule=["greater", "less"]')]
 
 SUFFIX = ".safetensors"
 
@@ -13,6 +21,12 @@ def check_count(option: str, value: int, what: str) -> None:
     """Raise ConfigurationError unless ``value`` is a count of 1 or more, or -1."""
     if value < 1 and value != -1:
         raise ConfigurationError(f"{option}={value!r}: give {what}")
+
+
+def warn_of_late_begin(label: str, save_begin: int, last: int | None, unit: str) -> None:
+    """Warn of a first regular save to which a training does not come that ends with the epoch or iteration ``last``."""
+    if last is not None and save_begin > last:
+        log.warning(f"{label}(save_begin={save_begin}): this training ends with {unit} {last}, before its first regular save")
 
 
 def checked_template(template: str) -> str:

@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Any
 
 from eventloop import (
+    AfterRun,
     AfterValEpoch,
     BeforeTrain,
     Hook,
@@ -19,6 +20,7 @@ from eventloop import (
 )
 from hooks.options import Distance, Finite, Name, PositiveInt
 from hooks.rules import Rule, find_rule, is_better
+from hooks.validated import check_validated, warn_unvalidated
 
 log = get_logger()
 
@@ -47,7 +49,7 @@ class EarlyStoppingHook(Hook):
         name: of this hook in checkpoints, where there are several of its kind.
 
     Raises:
-        ConfigurationError: an option that cannot work.
+        ConfigurationError: an option that cannot work, or a training without validations.
         TrainingError: later: with ``strict``, there is no such metric; or its value is no number.
     """  # noqa: D415 - the sentence goes on in the list
 
@@ -93,6 +95,7 @@ class EarlyStoppingHook(Hook):
 
     def before_train(self, event: BeforeTrain) -> None:
         """Begin afresh with a new training; end one that had been ended when its checkpoint was made."""
+        check_validated(event, self.label)
         if event.progress.iter == 0:
             self.best_score, self._last_score, self.wait_count = None, None, 0
         self._stop_if_due(event.run)
@@ -105,6 +108,10 @@ class EarlyStoppingHook(Hook):
         if score is not None:
             self._take(score)
             self._stop_if_due(event.run)
+
+    def after_run(self, event: AfterRun) -> None:
+        """Warn if there was nothing to go by."""
+        warn_unvalidated(event, self.label)
 
     def _score(self, metrics: Mapping[str, Any]) -> float | None:
         value = metrics.get(self.monitor)

@@ -14,6 +14,7 @@ from eventloop import (
     BeforeRun,
     BeforeSaveCheckpoint,
     BeforeTestEpoch,
+    BeforeTrainEpoch,
     BeforeValEpoch,
     ConfigurationError,
     Hook,
@@ -58,7 +59,8 @@ class EMAHook(Hook):
         **options: for ``ema_type``: ``momentum``, ``interval``, ``update_buffers``, ``gamma``, or a user's own.
 
     Raises:
-        ConfigurationError: an option that cannot work.
+        ConfigurationError: an option that cannot work; or later, a training that ends before ``begin_iter`` or
+            ``begin_epoch``.
     """
 
     priority = Priority.NORMAL
@@ -101,6 +103,19 @@ class EMAHook(Hook):
         model = event.run.models[self._name_in(event.run)]
         if model is not self._model:
             self._model, self._average = model, None
+
+    def before_train_epoch(self, event: BeforeTrainEpoch) -> None:
+        """Check that the training comes to what is to be averaged; how many iterations it has is known from here on."""
+        for option, begin, last in (
+            ("begin_epoch", self.begin_epoch, event.progress.max_epochs or 1),
+            ("begin_iter", self.begin_iter, event.run.total_iters),
+        ):
+            if last is not None and begin > last:
+                hint = "; iteration-based training is one epoch: give begin_iter=" if event.progress.max_epochs is None else ""
+                raise ConfigurationError(
+                    f"{self.label}({option}={begin}): nothing would be averaged, as this training ends with "
+                    f"{option.removeprefix('begin_')} {last}; give {last} at most{hint}"
+                )
 
     def after_train_iter(self, event: AfterTrainIter) -> None:
         """Take the new weights into the average, if there are new ones."""

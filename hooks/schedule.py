@@ -11,20 +11,24 @@ from msgspec import Meta
 
 from eventloop import (
     AfterLoadCheckpoint,
+    AfterRun,
     AfterTrainEpoch,
     AfterTrainIter,
     AfterValEpoch,
     BeforeRun,
     BeforeSaveCheckpoint,
+    BeforeTrain,
     ConfigurationError,
     Hook,
     Priority,
     RunView,
+    Slot,
     TrainingError,
     check_options,
     get_logger,
     register,
 )
+from hooks.validated import check_validated, warn_unvalidated
 
 By = Literal["iter", "epoch", "metric"]
 
@@ -49,6 +53,9 @@ log = get_logger()
 
 _METHODS: dict[By, str] = {"iter": "after_train_iter", "epoch": "after_train_epoch", "metric": "after_val_epoch"}
 
+STEPPED = Slot("schedulers that hooks step", dict)
+"""The hook of each, by the scheduler's id."""
+
 KEY = "param_schedulers"
 """Where checkpoints hold the states of schedulers, by name."""
 
@@ -68,7 +75,8 @@ class ParamSchedulerHook(Hook):
         monitor: name of the metric, for ``by="metric"``.
 
     Raises:
-        ConfigurationError: an option that cannot work.
+        ConfigurationError: an option that cannot work; or when training begins: a scheduler of an optimizer that is not the
+            run's, one that another hook steps, or ``by="metric"`` without validations.
     """
 
     priority = Priority.LOW
@@ -98,12 +106,37 @@ class ParamSchedulerHook(Hook):
         self._given = {name: _options(one) for name, one in self.schedulers.items()}
         self.by = by
         self.monitor = monitor
+        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        """Of the run, by the name of the scheduler that follows it."""
 
     def unused(self) -> Collection[str]:
         """The moments of the other values of ``by``; without schedulers, all."""
         if not self.schedulers:
-            return ["before_run", *_METHODS.values(), "before_save_checkpoint", "after_load_checkpoint"]
-        return [method for by, method in _METHODS.items() if by != self.by]
+            return [
+                "before_run",
+                "before_train",
+                *_METHODS.values(),
+                "after_run",
+                "before_save_checkpoint",
+                "after_load_checkpoint",
+            ]
+        others = [method for by, method in _METHODS.items() if by != self.by]
+        return others if self.by == "metric" else [*others, "after_run"]
+
+    def before_train(self, event: BeforeTrain) -> None:
+        """Check that each scheduler has something to follow, and that no other hook steps it."""
+        run = event.run
+        if self.by == "metric":
+            check_validated(event, f'{self.label}(by="metric")')
+        run.shared[STEPPED] = hooks = run.shared.get(STEPPED, {})
+        for name, scheduler in self.schedulers.items():
+            if hooks.setdefault(id(scheduler), self) is not self:
+                raise ConfigurationError(f"scheduler {name!r} is in two hooks, and both would step it; leave it in one of them")
+        self._optimizers = {
+            name: _optimizer_of(name, scheduler, run.optimizers)
+            for name, scheduler in self.schedulers.items()
+            if run.optimizers and isinstance(getattr(scheduler, "optimizer", None), torch.optim.Optimizer)
+        }
 
     def before_run(self, event: BeforeRun) -> None:
         """Have a resume tell which options of the schedules have changed: those in its checkpoint override them."""
@@ -111,8 +144,8 @@ class ParamSchedulerHook(Hook):
 
     def after_train_iter(self, event: AfterTrainIter) -> None:
         """Step the schedulers that count iterations."""
-        for scheduler in self.schedulers.values():
-            if self._due(scheduler, event.run):
+        for name, scheduler in self.schedulers.items():
+            if self._due(name, event.run):
                 scheduler.step()
 
     def after_train_epoch(self, event: AfterTrainEpoch) -> None:
@@ -154,12 +187,26 @@ class ParamSchedulerHook(Hook):
             else:
                 log.warning("the checkpoint has no state for this scheduler; it starts afresh", scheduler=name)
 
-    def _due(self, scheduler: Any, run: RunView) -> bool:
-        """True if the scheduler's own optimizer has stepped, or nobody can know."""
-        optimizer = getattr(scheduler, "optimizer", None)
-        if optimizer is None:
-            return run.updated or not run.optimizers
-        return run.stepped(optimizer) or all(optimizer is not known for known in run.optimizers.values())
+    def after_run(self, event: AfterRun) -> None:
+        """Warn if there was no metric to step by."""
+        warn_unvalidated(event, f'{self.label}(by="metric")')
+
+    def _due(self, name: str, run: RunView) -> bool:
+        """True if the scheduler's own optimizer has stepped; any of them, where the scheduler does not tell."""
+        optimizer = self._optimizers.get(name)
+        return run.updated or not run.optimizers if optimizer is None else run.stepped(optimizer)
+
+
+def _optimizer_of(name: str, scheduler: Any, optimizers: Mapping[str, torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """Return the run's optimizer that a scheduler changes; what wraps an optimizer has the same parameter groups."""
+    groups = scheduler.optimizer.param_groups
+    for optimizer in optimizers.values():
+        if optimizer.param_groups is groups:
+            return optimizer
+    raise ConfigurationError(
+        f"scheduler {name!r} ({type(scheduler).__name__}) changes an optimizer ({type(scheduler.optimizer).__name__}) that is "
+        f"none of the run's ({', '.join(map(repr, optimizers))}); make it with one of them, or give the run that optimizer, too"
+    )
 
 
 def _named(scheduler: Any) -> dict[str, Any]:
@@ -173,6 +220,8 @@ def _named(scheduler: Any) -> dict[str, Any]:
                 f"several schedulers are a {' or a '.join(sorted(named))}, and checkpoints keep them by name; give a mapping, "
                 'such as {"warmup": one, "decay": other}'
             )
+    if len({id(one) for one in named.values()}) < len(named):
+        raise ConfigurationError(f"scheduler={scheduler!r}: a scheduler is there twice, and would be stepped twice")
     if not named:
         raise ConfigurationError(f"scheduler={scheduler!r}: give at least one scheduler")
     return named

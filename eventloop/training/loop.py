@@ -233,6 +233,7 @@ class TrainLoop:
         if self.bus.hosted_here:
             raise BusStateError("this would block the event loop that the bus runs in: use `await loop.arun()`")
         run = self._running = self._new_run(**options)
+        run.validates = self._data["val"] is not None
         run.order.validation_follows = self._iteration_is_validated
         if self._cancelled:
             run.cancel()

@@ -100,6 +100,8 @@ class Run:
         self.counters = counters or Counters()
         self.info: dict[str, Any] = {}
         self.shared = Shared()
+        self.validates: bool | None = None
+        """Whether validations belong to the training; None in a loop of the user's own that has made none yet."""
         self.resumed_from: Place | None = None
         self.options = options_given(self.optimizers, seed)
         self._feeds = Feeds(self.device)
@@ -197,6 +199,7 @@ class Run:
         ``break`` ends the validation without its ``after_val``, and gives modes, gradients and weights back. Where batches are
         drawn in another way (``enumerate`` in a variable, ``next``), ``with run.validate(loader) as batches:`` does it.
         """
+        self.validates = True
         feed = self._feeds.for_evaluation(loader, "val_data")
         return EvaluationBatches(self.order, feed, Metrics(metrics, self.device), "val")
 

@@ -172,6 +172,18 @@ def test_a_value_that_cannot_be_saved_is_an_error_at_the_first_iteration(job: Si
     assert loop.counters.iter == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "last"), [({"save_begin": 3}, "epoch 2"), ({"by_epoch": False, "save_begin": 9}, "iteration 8"), ({}, None)]
+)
+def test_a_first_save_that_the_training_does_not_come_to_is_a_warning(
+    job: SimpleNamespace, tmp_path: Path, options: dict[str, Any], last: str | None
+) -> None:
+    with capture_logs() as logs:
+        job.loop(CheckpointHook(1, **options), work_dir=tmp_path).run()
+    told = [entry["event"] for entry in logs if "save_begin" in entry["event"]]
+    assert [f"ends with {last}," in one for one in told] == ([True] if last else [])
+
+
 # ------------------------------------------------------------------------------------------------- the best
 
 

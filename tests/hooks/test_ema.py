@@ -266,12 +266,31 @@ def test_validation_and_test_see_the_average_and_training_the_raw_weights(job: S
 @pytest.mark.parametrize(("options", "first"), [({"begin_iter": 6}, 6), ({"begin_epoch": 2}, 5)])
 def test_until_it_begins_the_average_is_the_weights(job: SimpleNamespace, options: dict[str, int], first: int) -> None:
     reference, watch = Reference(0.3, begin=first), Watch()
-    loop = job.loop(EMAHook(momentum=0.3, **options), reference, watch, val_data=job.batches(1), max_epochs=1)
+    loop = job.loop(EMAHook(momentum=0.3, **options), reference, watch, val_data=job.batches(1))
+    loop.bus.on("after_val_epoch", lambda event: event.run.stop(), once=1, priority=100)
     loop.run()
     assert equal(watch.seen["val"], watch.seen["train"])
     loop = job.loop(EMAHook(momentum=0.3, **options), reference, watch, val_data=job.batches(1))
     loop.run()
     assert equal(watch.seen["val"], reference.average)
+
+
+@pytest.mark.parametrize(
+    ("options", "length", "last"),
+    [
+        ({"begin_epoch": 3}, {"max_epochs": 2}, "epoch 2"),
+        ({"begin_iter": 9}, {"max_epochs": 2}, "iter 8"),
+        ({"begin_iter": 4}, {"max_iters": 3}, "iter 3"),
+        ({"begin_epoch": 2}, {"max_iters": 8}, "epoch 1.*begin_iter="),
+    ],
+)
+def test_a_begin_that_the_training_does_not_come_to_is_an_error(job: Any, options: Any, length: Any, last: str) -> None:
+    ((option, begin),) = options.items()
+    loop = job.loop(EMAHook(**options), **length)
+    with pytest.raises(ConfigurationError, match=rf"EMAHook\({option}={begin}\).*{last}"), capture_logs():
+        loop.run()
+    assert loop.counters.iter == 0
+    job.loop(EMAHook(**{option: begin if "begin_epoch=" in last else 1}), **length).run()
 
 
 def test_an_accumulation_window_is_one_update(job: SimpleNamespace) -> None:

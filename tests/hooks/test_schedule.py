@@ -9,7 +9,7 @@ import torch
 from structlog.testing import capture_logs
 from torch.optim import lr_scheduler
 
-from eventloop import ConfigurationError, Hook, TrainingError, TrainLoop
+from eventloop import Bus, ConfigurationError, Hook, Run, TrainingError, TrainLoop
 from eventloop.checkpoint import load
 from hooks.checkpoint import CheckpointHook
 from hooks.optimizer import OptimizerHook
@@ -159,3 +159,67 @@ def test_what_is_no_scheduler_is_an_error(job: SimpleNamespace) -> None:
         ParamSchedulerHook([halving(optimizer), halving(optimizer)], by="iter")
     with pytest.raises(ConfigurationError, match="at least one"):
         ParamSchedulerHook([], by="iter")
+
+
+def test_a_scheduler_of_another_optimizer_is_an_error_when_training_begins(job: SimpleNamespace) -> None:
+    other = torch.optim.Adam(job.model().parameters(), lr=1.0)
+    loop = job.loop(ParamSchedulerHook(halving(other), by="epoch"))
+    with pytest.raises(ConfigurationError, match=r"'ExponentialLR'.*.*Adam.*'optimizer'"), capture_logs():
+        loop.run()
+    assert loop.counters.iter == 0
+
+
+class Wrapped(torch.optim.Optimizer):
+    """An optimizer around another one, as Accelerate and torchft have them: only ``step`` is its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner = inner
+        self.param_groups = inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_a_scheduler_of_what_the_runs_optimizer_wraps_steps_when_that_steps(job: SimpleNamespace) -> None:
+    model = job.model()
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    rates = Rates()
+    hooks = (OptimizerHook(accumulate=2), ParamSchedulerHook(halving(inner), by="iter"), rates)
+    with capture_logs():
+        job.loop(*hooks, model=model, optimizer=Wrapped(inner), max_epochs=1).run()
+    assert rates.seen == [1, 1, 0.5, 0.5]
+
+
+def test_a_run_that_knows_no_optimizer_steps_any_scheduler(job: SimpleNamespace) -> None:
+    model = job.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    bus = Bus()
+    bus.add(ParamSchedulerHook(halving(optimizer), by="iter"))
+    with Run(bus, model=model) as run:
+        for _ in run.epochs(1):
+            for batch in run.train(job.batches(2)):
+                job.loss(model, batch).backward()
+                optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_one_scheduler_in_two_hooks_is_an_error_when_training_begins(job: SimpleNamespace) -> None:
+    model = job.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = halving(optimizer)
+    hooks = ParamSchedulerHook({"a": scheduler}, by="epoch"), ParamSchedulerHook({"b": scheduler}, by="iter")
+    loop = job.loop(*hooks, model=model, optimizer=optimizer)
+    with pytest.raises(ConfigurationError, match=r"'b' is in two hooks"), capture_logs():
+        loop.run()
+    assert loop.counters.iter == 0
+    with pytest.raises(ConfigurationError, match="there twice"):
+        ParamSchedulerHook({"a": scheduler, "b": scheduler}, by="epoch")
+
+
+def test_the_same_hook_goes_on_in_a_second_training(job: SimpleNamespace) -> None:
+    loop, rates = scheduled(job, "epoch", max_epochs=1)
+    loop.run()
+    loop.max_epochs = 2
+    loop.run()
+    assert rates.seen == [1] * 4 + [0.5] * 4

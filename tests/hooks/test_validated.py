@@ -1,0 +1,75 @@
+"""Hooks that go by metrics of validations, in a training without any."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from eventloop import Bus, ConfigurationError, Hook, Run
+from hooks.checkpoint import CheckpointHook
+from hooks.early_stopping import EarlyStoppingHook
+from hooks.schedule import ParamSchedulerHook
+
+HOOKS = {
+    "EarlyStoppingHook": lambda optimizer: EarlyStoppingHook("loss"),
+    "CheckpointHook(save_best=...)": lambda optimizer: CheckpointHook(save_best="loss", save_last=False),
+    'ParamSchedulerHook(by="metric")': lambda optimizer: ParamSchedulerHook(
+        ReduceLROnPlateau(optimizer), by="metric", monitor="loss"
+    ),
+}
+
+
+@pytest.fixture(params=list(HOOKS))
+def label(request: Any) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def parts(job: SimpleNamespace, label: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, Hook]:
+    model = job.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return model, optimizer, HOOKS[label](optimizer)
+
+
+def test_a_loop_without_validation_data_is_an_error_before_its_first_iteration(job: Any, parts: Any, label: str, tmp_path: Any):
+    model, optimizer, hook = parts
+    loop = job.loop(hook, model=model, optimizer=optimizer, work_dir=tmp_path)
+    with pytest.raises(ConfigurationError) as caught, capture_logs():
+        loop.run()
+    assert str(caught.value).startswith(f"{label} goes by a metric of validations")
+    assert "val_data" in str(caught.value)
+    assert loop.counters.iter == 0
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_a_loop_of_the_users_own_that_never_validates_is_warned_at_its_end(
+    job: Any, parts: Any, label: str, tmp_path: Any, validates: bool
+) -> None:
+    model, optimizer, hook = parts
+    bus = Bus()
+    bus.add(hook)
+    with capture_logs() as logs, Run(bus, model=model, optimizer=optimizer, work_dir=tmp_path) as run:
+        for _ in run.epochs(1):
+            for batch in run.train(job.batches(1)):
+                job.loss(model, batch).backward()
+                optimizer.step()
+            if validates:
+                for batch in run.validate(job.batches(1)):
+                    run.report(loss=job.loss(model, batch))
+    told = [entry["event"] for entry in logs if "had none" in entry["event"]]
+    assert [one.startswith(label) for one in told] == ([] if validates else [True])
+
+
+def test_one_that_is_stopped_before_its_first_validation_is_not(job: Any, parts: Any, tmp_path: Any) -> None:
+    model, optimizer, hook = parts
+    bus = Bus()
+    bus.add(hook, job.StopAfter(1))
+    with capture_logs() as logs, Run(bus, model=model, optimizer=optimizer, work_dir=tmp_path) as run:
+        for _ in run.epochs(1):
+            for batch in run.train(job.batches(2)):
+                job.loss(model, batch).backward()
+                optimizer.step()
+    assert not [entry for entry in logs if "had none" in entry["event"]]
