@@ -51,6 +51,7 @@ Like = Annotated[Scheduler, Meta(description="an object like torch's schedulers,
 
 log = get_logger()
 
+_ALWAYS = ("before_run", "before_train", "before_save_checkpoint", "after_load_checkpoint")
 _METHODS: dict[By, str] = {"iter": "after_train_iter", "epoch": "after_train_epoch", "metric": "after_val_epoch"}
 
 STEPPED = Slot("schedulers that hooks step", dict)
@@ -112,14 +113,7 @@ class ParamSchedulerHook(Hook):
     def unused(self) -> Collection[str]:
         """The moments of the other values of ``by``; without schedulers, all."""
         if not self.schedulers:
-            return [
-                "before_run",
-                "before_train",
-                *_METHODS.values(),
-                "after_run",
-                "before_save_checkpoint",
-                "after_load_checkpoint",
-            ]
+            return [*_ALWAYS, *_METHODS.values(), "after_run"]
         others = [method for by, method in _METHODS.items() if by != self.by]
         return others if self.by == "metric" else [*others, "after_run"]
 
