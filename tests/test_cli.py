@@ -1,4 +1,5 @@
 import argparse
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,6 +139,42 @@ def test_a_mistake_in_the_call_ends_with_status_2_and_a_hint(arguments, capsys):
         main(arguments)
     assert exit_.value.code == 2
     assert "usage: trainbus" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--epochs", "1.5"], "argument --epochs: expected a whole number from 1 on, got '1.5'"),
+        (["--epochs", "0"], "argument --epochs: expected a whole number from 1 on, got '0'"),
+        (["--seed", "-1"], f"argument --seed: expected a whole number from 0 to {2**63 - 1}, got '-1'"),
+        (["--seed", "9" * 5000], f"argument --seed: expected a whole number from 0 to {2**63 - 1}, got '{'9' * 80}…'"),
+    ],
+)
+def test_a_number_that_is_none_is_told_with_what_was_expected(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["demo", *arguments])
+    assert capsys.readouterr().err.strip().endswith(f"error: {message}")
+
+
+@pytest.mark.parametrize("out", [".", "", "..", "/"])
+def test_a_folder_that_holds_other_things_and_has_no_name_to_number_is_refused(here, capsys, out):
+    (here / "notes.txt").touch()
+    assert main(["demo", "--out", out]) == 2
+    place = Path(out)
+    told = f"trainbus demo: {place} is not empty, and a run needs a folder of its own, such as {place / 'run'}"
+    assert capsys.readouterr().err.strip() == told if out else "runs" in str(here / "runs")
+
+
+def test_a_name_of_a_folder_that_is_too_long_is_told(here, capsys):
+    assert main(["demo", "--out", "x" * 300]) == 2
+    assert f"{'x' * 80}…: cannot be used: File name too long" in capsys.readouterr().err
+
+
+def test_a_terminal_of_another_encoding_gets_what_it_can_show(here, monkeypatch):
+    screen = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(screen, encoding="ascii", write_through=True))
+    assert main(["events"]) == 0
+    assert b"after_train_iter" in screen.getvalue()
 
 
 @pytest.mark.parametrize(("struck_at", "hint"), [(1, "before the first checkpoint"), (2, "--resume --out mine")])

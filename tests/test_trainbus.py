@@ -53,6 +53,19 @@ def test_its_version_and_that_of_the_command_is_the_distributions(capsys):
     assert capsys.readouterr().out == f"trainbus {trainbus.__version__}\n"
 
 
+def test_ctrl_c_while_the_command_is_being_imported_is_no_traceback(monkeypatch):
+    class Struck:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == "eventloop.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "eventloop.cli")
+    monkeypatch.setattr(sys, "meta_path", [Struck, *sys.meta_path])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert trainbus.main() == 130
+
+
 @pytest.mark.parametrize("name", ["EMAHook", "hooks"])
 def test_a_file_hooks_py_beside_a_program_is_named_as_what_hides_the_hooks(tmp_path, monkeypatch, name):
     file = tmp_path / "hooks.py"

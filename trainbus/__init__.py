@@ -34,8 +34,10 @@ def main() -> int:
         sys.path.insert(0, str(_HOME))
     elif str(_HOME) not in sys.path:  # an editable install: before the user's folders, which are appended
         sys.path.append(str(_HOME))
-    from eventloop.cli import main as command
-
+    try:
+        from eventloop.cli import main as command
+    except KeyboardInterrupt:  # while torch was being imported
+        return 130
     return command()
 
 

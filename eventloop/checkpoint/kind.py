@@ -21,18 +21,21 @@ _FOREIGN_FORMATS: Final = frozenset({None, "pt", "np", "numpy", "tf", "flax", "m
 def file_kind(path: str | os.PathLike[str] | Place) -> Kind:
     """What a file is, by its beginning: a checkpoint, weights of another program, or a file of ``torch.save``.
 
-    A damaged checkpoint is one, or unknown.
+    A damaged checkpoint is one, or unknown; so is what is not a regular file.
 
     Raises:
         OSError: the file cannot be read.
         CheckpointError: its store does not answer.
     """
     place = place_of(path)
-    with store_of(place).opened(place) as (file, size):
-        start = file.read(LENGTH_BYTES)
-        if start.startswith((ZIP, LEGACY)):
-            return "torch.save"
-        return _by_header(file, start, size)
+    try:
+        with store_of(place).opened(place) as (file, size):
+            start = file.read(LENGTH_BYTES)
+            if start.startswith((ZIP, LEGACY)):
+                return "torch.save"
+            return _by_header(file, start, size)
+    except CheckpointDamagedError:
+        return "unknown"
 
 
 def _by_header(file: BinaryIO, start: bytes, size: int) -> Kind:

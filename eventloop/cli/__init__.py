@@ -8,7 +8,9 @@ options and returns the exit status.
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -23,6 +25,8 @@ GROUPS = (demo, run, catalogue, checkpoint)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status: 0, 2 for a mistake in the call, 130 after Ctrl-C."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an arrow or a rule that the terminal's encoding lacks
     options = _parsed(arguments)
     try:
         return int(options.call(options))

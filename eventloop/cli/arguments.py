@@ -6,6 +6,7 @@ import argparse
 from typing import TypeAlias
 
 from eventloop.checkpoint import Place, place_of
+from eventloop.config import shortened
 from eventloop.errors import ConfigurationError
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -20,16 +21,20 @@ def place(text: str) -> Place:
 
 
 def positive(text: str) -> int:
-    """Return ``text`` as a number of 1 or more; argparse makes a usage error of anything else."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
+    """Return ``text`` as a number of 1 or more; anything else is a usage error."""
+    return _whole(text, 1, "a whole number from 1 on")
 
 
 def seed(text: str) -> int:
     """Return ``text`` as a seed that Python's, numpy's and torch's generators take; anything else is a usage error."""
-    value = int(text)
-    if not 0 <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"{value} is no seed: give a number from 0 to {2**63 - 1}")
+    return _whole(text, 0, f"a whole number from 0 to {2**63 - 1}")
+
+
+def _whole(text: str, least: int, expected: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {shortened(text)!r}")
     return value

@@ -7,15 +7,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from eventloop.config import shortened
 from eventloop.errors import ConfigurationError
 
 
 def free(wanted: Path) -> Path:
-    """Return ``wanted``, or the first of ``wanted-2``, ``wanted-3`` … that holds nothing yet."""
+    """Return ``wanted``, or the first of ``wanted-2``, ``wanted-3`` … that holds nothing yet.
+
+    Raises:
+        ConfigurationError: it is not empty and has no name that could be numbered, or cannot be looked into.
+    """
     candidate, number = wanted, 1
-    while candidate.exists() and (not candidate.is_dir() or any(candidate.iterdir())):
-        number += 1
-        candidate = wanted.with_name(f"{wanted.name}-{number}")
+    try:
+        while candidate.exists() and (not candidate.is_dir() or any(candidate.iterdir())):
+            if wanted.name in ("", ".."):
+                raise ConfigurationError(
+                    f"{wanted} is not empty, and a run needs a folder of its own, such as {wanted / 'run'}"
+                )
+            number += 1
+            candidate = wanted.with_name(f"{wanted.name}-{number}")
+    except OSError as error:
+        raise ConfigurationError(f"{shortened(str(candidate))}: cannot be used: {error.strerror}") from None
     return candidate
 
 

@@ -11,7 +11,7 @@ from eventloop.config.hook_list import Chosen, hook_from, hooks_in, merged
 from eventloop.config.make import Maker
 from eventloop.config.options import Option, Options, OptionsOf
 from eventloop.config.overrides import override
-from eventloop.config.places import check_keys, inside, wrong
+from eventloop.config.places import check_keys, inside, shortened, wrong
 from eventloop.config.read import SUFFIXES, read
 from eventloop.config.references import Imports, find_files_in
 from eventloop.config.values import FromText, kind_of, settle
@@ -39,5 +39,6 @@ __all__ = [
     "read",
     "register_migrations",
     "settle",
+    "shortened",
     "wrong",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,6 +54,12 @@ def alone(target: Any, options: Mapping[str, Any], place: str) -> Any:
     if options:
         raise wrong(place, f"{target!r} is an object, which takes no options ({', '.join(options)})")
     return target
+
+
+def raised_within(error: Exception, package: str) -> bool:
+    """True if all that was called by the caller of this, up to where ``error`` was raised, is in a package."""
+    called = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
+    return bool(called) and all(f"{name}.".startswith(f"{package}.") for name in called)
 
 
 def an(cls: type) -> str:

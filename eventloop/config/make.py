@@ -10,7 +10,17 @@ from typing import Any
 import msgspec
 
 from eventloop.config import annotations as of
-from eventloop.config.described import MISSING, alone, an, as_it_is, is_callable, is_meant_as_text, missing_type, parsed
+from eventloop.config.described import (
+    MISSING,
+    alone,
+    an,
+    as_it_is,
+    is_callable,
+    is_meant_as_text,
+    missing_type,
+    parsed,
+    raised_within,
+)
 from eventloop.config.elsewhere import translated, why_not_here
 from eventloop.config.options import Option, Options
 from eventloop.config.places import check_keys, inside, wrong
@@ -134,6 +144,8 @@ class Maker:
         except TrainbusError as error:
             raise type(error)(f"{place} ({described.label}): {error}") from error
         except Exception as error:
+            if isinstance(error, TypeError | ValueError) and raised_within(error, "torch"):  # of what its constructor was given
+                raise wrong(place, f"{described.label} does not take these options: {error}") from error
             error.add_note(f"while making {described.label} for {place}")
             raise
 

@@ -50,7 +50,7 @@ def read(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise wrong(str(path), f"is not UTF-8 text: {error.reason} at byte {error.start}") from None
     try:
-        found = reader(text, path)
+        found = reader(text, path) if text.strip() else None
         check_bounds(found, str(path))
     except RecursionError:
         raise wrong(str(path), f"is nested too deeply; a configuration has at most {DEEPEST} levels") from None

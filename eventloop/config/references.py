@@ -76,8 +76,17 @@ class Imports:
         if name.endswith(".py") or "/" in name:
             meant = name.removesuffix(".py").strip("./").replace("/", ".")
             raise wrong(place, f"{name!r} is a file: give the module's name, {meant!r}")
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise wrong(place, f"{name!r} is not the name of a module, such as my_module or my_package.my_module")
         try:
             return importlib.import_module(name)
+        except SyntaxError as error:
+            raise wrong(place, f"{name!r} cannot be imported: {error.msg} ({error.filename}, line {error.lineno})") from None
+        except SystemExit as end:
+            raise wrong(
+                place,
+                f"{name!r} ended the program by sys.exit({end.code!r}) while it was imported: it is a script, not a module",
+            ) from None
         except ModuleNotFoundError as error:
             if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
                 error.add_note(f"while importing {name!r} for {place}")

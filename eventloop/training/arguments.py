@@ -15,6 +15,13 @@ Models = torch.nn.Module | Mapping[str, torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 
 
+def checked_seed(seed: int | None) -> int | None:
+    """Return the seed; raises ConfigurationError for one that torch does not take."""
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64):
+        raise ConfigurationError(f"seed={seed!r}: give an integer of 64 bits")
+    return seed
+
+
 def checked_work_dir(work_dir: str | Path) -> Path:
     """Return the directory; raise ConfigurationError if it is a URL."""
     place = place_of(work_dir)

@@ -82,8 +82,6 @@ class TrainLoop:
         _check_limits(train_data, max_epochs, max_iters)
         _check_positive("val_interval", val_interval)
         _check_positive("val_begin", val_begin)
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise ConfigurationError(f"seed={seed!r}: give an integer")
         for label, function in (("step", step), ("val_step", val_step), ("test_step", test_step)):
             if not callable(function) and (label == "step" or function is not None):
                 raise ConfigurationError(f"{label}={function!r}: give a function of (model, batch)")

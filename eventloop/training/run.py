@@ -25,7 +25,16 @@ from eventloop.checkpoint import Busy, Place, Staging
 from eventloop.errors import ConfigurationError
 from eventloop.events import Event, Progress, RunEvent
 from eventloop.shared import Shared
-from eventloop.training.arguments import Models, Optimizers, checked_stateful, checked_work_dir, device_of, named, stepping
+from eventloop.training.arguments import (
+    Models,
+    Optimizers,
+    checked_seed,
+    checked_stateful,
+    checked_work_dir,
+    device_of,
+    named,
+    stepping,
+)
 from eventloop.training.checkpoints import RunCheckpoints
 from eventloop.training.feeds import Feeds
 from eventloop.training.given import by_place, options_given
@@ -94,7 +103,7 @@ class Run:
         self.stateful = checked_stateful(stateful or {})
         self.work_dir = None if work_dir is None else checked_work_dir(work_dir).absolute()
         self.device = device_of(device, self.models)
-        self.seed = seed
+        self.seed = checked_seed(seed)
         self.name = name or (self.work_dir.name if self.work_dir else "run")
         self.config = config or {}
         self.counters = counters or Counters()

@@ -26,7 +26,7 @@ from eventloop.config import (
 )
 from eventloop.errors import ConfigurationError, SubscribeError
 from eventloop.registry import did_you_mean
-from eventloop.training.arguments import device_of
+from eventloop.training.arguments import checked_seed, device_of
 from eventloop.training.loop import TrainLoop
 from eventloop.training.metrics import Metrics
 from eventloop.training.processes import is_parallel, own_device, shared
@@ -119,7 +119,7 @@ class Setup:
             ConfigurationError: with the place in the configuration, what was expected, and the nearest name.
             Exception: what a constructor raised, with a note that says for what.
         """
-        if isinstance(seed := self.loop.get("seed"), int):
+        if (seed := checked_seed(self.loop.get("seed"))) is not None:
             seed_everything(seed)  # the weights are drawn now, and not when the run begins
         if "device" in self.loop:
             self.loop["device"] = own_device(self.loop["device"])

@@ -159,6 +159,15 @@ def test_ls_fits_into_80_columns_with_long_names(trainbus, monkeypatch):
     assert all(len(line) <= 80 for line in lines)
 
 
+def test_ls_lists_the_others_where_a_pipe_has_the_name_of_a_checkpoint(trainbus):
+    make("epoch_1.safetensors")
+    os.mkfifo("pipe.safetensors")
+    result = trainbus("ls", ".")
+    assert result.status == 1
+    assert any(line.split()[0] == "epoch_1.safetensors" for line in result.out.splitlines()[1:])
+    assert "pipe.safetensors is a FIFO and no regular file" in result.out
+
+
 @pytest.mark.parametrize(("name", "says"), [("nowhere", "no such directory"), ("file", "is a file")])
 def test_ls_of_no_directory_is_a_mistake(trainbus, name, says):
     Path("file").touch()
@@ -577,9 +586,9 @@ def test_a_missing_file_is_a_mistake(trainbus, command):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("a.pth", "no checkpoint but a file of torch.save; the way out: trainbus checkpoint import a.pth"),
-        ("plain.safetensors", "no checkpoint but plain safetensors"),
-        ("notes.txt", "is no checkpoint; their names end in .safetensors"),
+        ("a.pth", "not a checkpoint but a file of torch.save; the way out: trainbus checkpoint import a.pth"),
+        ("plain.safetensors", "not a checkpoint but plain safetensors"),
+        ("notes.txt", "is not a checkpoint; their names end in .safetensors"),
     ],
 )
 def test_a_file_that_is_something_else_is_a_mistake_and_not_damage(trainbus, command, name, says):

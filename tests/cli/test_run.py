@@ -186,6 +186,11 @@ def test_changes_may_stand_before_and_behind_options(here, project, capsys):
         ),
         ("imports=[]", "model: 'user_parts_for_tests:net' is in a module that is not listed under imports; add it there"),
         ("loop", "'loop': changes are written as place=value, such as loop.max_epochs=3"),
+        ("optimizer.lr=-1", "optimizer: SGD does not take these options: Invalid learning rate: -1.0"),
+        ("loop.seed=99999999999999999999", "seed=99999999999999999999: give an integer of 64 bits"),
+        ("imports=['']", "imports[0]: '' is not the name of a module, such as my_module or my_package.my_module"),
+        ("imports=['.x']", "imports[0]: '.x' is not the name of a module, such as my_module or my_package.my_module"),
+        ("loop.work_dir=.", ". is not empty, and a run needs a folder of its own, such as run"),
     ],
 )
 def test_a_mistake_ends_with_status_2_and_says_where_what_and_the_nearest(project, capsys, change, message):
@@ -201,6 +206,30 @@ def test_a_file_hooks_py_of_the_users_is_never_taken_for_the_package_and_asked_t
     err = said(capsys, "run", project, "imports=['hooks']")
     assert err.startswith(f"trainbus run: imports[0]: 'hooks' is {Path(eventloop.__file__).parent.parent}/hooks/__init__.py")
     assert err.endswith(f"which hides {here}/configs/hooks.py; rename your file")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = (", "imports[0]: 'broken' cannot be imported: '(' was never closed ({}/configs/broken.py, line 1)"),
+        (
+            "raise SystemExit(3)",
+            "imports[0]: 'broken' ended the program by sys.exit(3) while it was imported: it is a script, not a module",
+        ),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_told_without_a_traceback(here, project, capsys, text, message):
+    (here / "configs/broken.py").write_text(text)
+    assert said(capsys, "run", project, "imports=['broken']") == f"trainbus run: {message.format(here)}"
+
+
+def test_an_error_of_the_users_own_code_keeps_its_traceback_also_within_torch(here, project, capsys):
+    source = "from torch.utils.data import Dataset\nclass Sized(Dataset):\n    def __len__(self):\n        raise ValueError('mine')\n"
+    (here / "configs/sized.py").write_text(source)
+    data = "{type = 'torch.utils.data:DataLoader', shuffle = true, dataset = {type = 'sized:Sized'}}"
+    with pytest.raises(ValueError, match="mine"):
+        main(["run", project, "imports=['user_parts_for_tests', 'torch.optim', 'torch.utils', 'sized']", f"data.train={data}"])
+    sys.modules.pop("sized")
 
 
 def test_a_missing_configuration_names_those_that_are_there(project, capsys):
@@ -340,7 +369,9 @@ def test_resume_from_a_checkpoint_in_a_store(here, trained, capsys):
             "--resume runs/mime: no such file or folder; without a name, --resume goes on in the newest run in runs/",
         ),
         ("configs", "there is nothing to resume in configs: no last_checkpoint; leave --resume out"),
-        ("configs/user_parts_for_tests.py", "configs/user_parts_for_tests.py is no checkpoint"),
+        ("memory://nowhere/epoch_1.safetensors", "--resume memory://nowhere/epoch_1.safetensors: no such file or folder"),
+        ("://", "--resume :: no such file or folder"),
+        ("configs/user_parts_for_tests.py", "configs/user_parts_for_tests.py is not a checkpoint"),
     ],
 )
 def test_a_mistake_in_what_to_resume_is_told_before_there_is_a_folder(here, trained, capsys, resume, message):

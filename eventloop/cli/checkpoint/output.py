@@ -88,10 +88,11 @@ def check_kind(path: Place) -> None:
     """
     kind = file_kind(path)
     if kind == "plain safetensors":
-        raise CheckpointError(f"{path} is no checkpoint but plain safetensors: weights without a tree and a digest")
+        raise CheckpointError(f"{path} is not a checkpoint but plain safetensors: weights without a tree and a digest")
     if kind == "torch.save":
         raise CheckpointError(
-            f"{path} is no checkpoint but a file of torch.save; the way out: trainbus checkpoint import {path} OUT.safetensors"
+            f"{path} is not a checkpoint but a file of torch.save; "
+            f"the way out: trainbus checkpoint import {path} OUT.safetensors"
         )
     if kind == "unknown" and path.suffix != ".safetensors":
-        raise CheckpointError(f"{path} is no checkpoint; their names end in .safetensors")
+        raise CheckpointError(f"{path} is not a checkpoint; their names end in .safetensors")
