@@ -224,7 +224,7 @@ def test_a_module_that_cannot_be_imported_is_told_without_a_traceback(here, proj
 
 
 def test_an_error_of_the_users_own_code_keeps_its_traceback_also_within_torch(here, project, capsys):
-    source = "from torch.utils.data import Dataset\nclass Sized(Dataset):\n    def __len__(self):\n        raise ValueError('mine')\n"
+    source = "from torch.utils.data import Dataset\nclass Sized(Dataset):\n    def __len__(self): raise ValueError('mine')\n"
     (here / "configs/sized.py").write_text(source)
     data = "{type = 'torch.utils.data:DataLoader', shuffle = true, dataset = {type = 'sized:Sized'}}"
     with pytest.raises(ValueError, match="mine"):
