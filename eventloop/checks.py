@@ -7,13 +7,14 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, ParamSpec, Union
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union
 
 import msgspec
 
 from eventloop.errors import ConfigurationError
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 _SCALARS = (bool, int, float, str, type(None))
 _WORDS: dict[Any, str] = {
@@ -30,8 +31,8 @@ _WORDS: dict[Any, str] = {
 }
 
 
-def check_options(init: Callable[P, None]) -> Callable[P, None]:
-    """Decorate a constructor: an argument that its annotation does not allow raises ConfigurationError.
+def check_options(init: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a constructor or method: an argument that its annotation does not allow raises ConfigurationError.
 
         @check_options
         def __init__(self, interval: Annotated[int, msgspec.Meta(ge=1)] = 10, by_epoch: bool = True) -> None: ...
@@ -39,22 +40,24 @@ def check_options(init: Callable[P, None]) -> Callable[P, None]:
     Nothing is converted: ``"3"`` and ``True`` are no integers. msgspec checks scalars, literals and bounds; of a list, mapping,
     function or object the kind is checked, and what is in it is up to the constructor.
     """
-    signature = inspect.signature(init)
-    named = [one.name for one in signature.parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    named = [one.name for one in inspect.signature(init).parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
     annotations = functools.cache(lambda: typing.get_type_hints(init, include_extras=True))  # not yet: names may come later
 
     @functools.wraps(init)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            given = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # a missing or unknown argument, which Python tells better
-            given = {}
-        for option in named[1:]:
-            if option in given and not _allows(annotations().get(option, Any), given[option]):
-                raise ConfigurationError(f"{option}={given[option]!r}: give {_described(annotations()[option])}")
-        init(*args, **kwargs)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        # A missing or unknown argument, and one too many, are Python's to tell.
+        for option, value in (*zip(named[1:], args[1:], strict=False), *kwargs.items()):
+            if option in annotations() and not _allows(annotations()[option], value):
+                raise ConfigurationError(f"{option}={_shown(value)}: give {_described(annotations()[option])}")
+        return init(*args, **kwargs)
 
     return checked
+
+
+def _shown(value: object) -> str:
+    """Return the value as it is written, or its type where that takes many words (a module, a tensor)."""
+    text = repr(value)
+    return text if len(text) <= 80 and "\n" not in text else f"<{type(value).__name__}>"
 
 
 def _members(annotation: Any) -> Iterator[Any]:

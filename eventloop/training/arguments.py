@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 
+from eventloop.bus import Bus
 from eventloop.checkpoint import RemotePath, place_of
 from eventloop.errors import ConfigurationError
+from eventloop.log import get_logger
 
-Models = torch.nn.Module | Mapping[str, torch.nn.Module]
-Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
+log = get_logger()
+
+Models = torch.nn.Module | Annotated[Mapping[str, torch.nn.Module], msgspec.Meta(description="a mapping of names to them")]
+Optimizers = (
+    torch.optim.Optimizer
+    | Annotated[Mapping[str, torch.optim.Optimizer], msgspec.Meta(description="a mapping of names to them")]
+)
+OnBus = Annotated[
+    Bus, msgspec.Meta(description="a Bus, to which bus.add(...) adds hooks (the model is model=, the optimizer optimizer=)")
+]
+Stateful = Annotated[
+    Mapping[str, Any], msgspec.Meta(description='a mapping of names to objects, such as {"discriminator": discriminator}')
+]
+Config = Annotated[Mapping[str, Any], msgspec.Meta(description="a mapping, such as that of a file which you have read")]
+Data = Annotated[Iterable[Any], msgspec.Meta(description="an iterable of batches, such as a DataLoader")]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Resume = Annotated[str, msgspec.Meta(description='"auto" for the newest checkpoint, the path or URL of one')] | Path
+Step = Annotated[Callable[[Any, Any], Any], msgspec.Meta(description="a function of (model, batch)")]
 
 
 def checked_seed(seed: int | None) -> int | None:
@@ -33,13 +53,26 @@ def checked_work_dir(work_dir: str | Path) -> Path:
     return place
 
 
+def check_step(name: str, step: Callable[..., Any]) -> None:
+    """Raise ConfigurationError if ``step`` cannot be called with (model, batch)."""
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):
+        return  # a builtin does not say
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ConfigurationError(f"{name}{signature} is called as {name}(model, batch), and cannot be: {error}") from None
+
+
 def named(kind: str, things: Any, wanted: type) -> dict[str, Any]:
     """Return one thing or several as a mapping of names; raise ConfigurationError if one is not of the type ``wanted``."""
     found = dict(things) if isinstance(things, Mapping) else {kind: things}
     for name, thing in found.items():
         if not isinstance(thing, wanted):
             raise ConfigurationError(
-                f"{kind} {name!r} is a {type(thing).__name__}, not a {wanted.__module__}.{wanted.__name__}"
+                f"{kind} {name!r} is {thing if isinstance(thing, type) else 'of type ' + type(thing).__name__}, not a "
+                f"{wanted.__module__}.{wanted.__name__}"
             )
     if kind == "model" and not found:
         raise ConfigurationError("give a run at least one model")
@@ -63,6 +96,19 @@ def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             "steps cannot be counted; give the optimizer that it wraps"
         )
     return inner
+
+
+def tell_useless(optimizers: Mapping[str, torch.optim.Optimizer], models: Mapping[str, torch.nn.Module]) -> None:
+    """Warn of an optimizer that has not one parameter of a model, so that its steps train none."""
+    trained = {id(parameter) for model in models.values() for parameter in model.parameters()}
+    for name, optimizer in optimizers.items():
+        if trained.isdisjoint(id(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+            log.warning(
+                "this optimizer has not one parameter of the models, so its steps train none of them: was it made for another "
+                "model, or before the parameters were replaced? Make it from the parameters of the model that is given",
+                optimizer=name,
+                models=", ".join(models),
+            )
 
 
 def checked_stateful(things: Mapping[str, Any]) -> dict[str, Any]:

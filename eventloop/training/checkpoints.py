@@ -26,6 +26,8 @@ from eventloop.training.update import window_open
 
 log = get_logger()
 
+_OF_TORCH = (".pth", ".pt", ".ckpt", ".bin")
+
 
 class Saved(resume.Resumable, Protocol):
     """The run whose checkpoints these are."""
@@ -58,6 +60,11 @@ class RunCheckpoints:
         self._source = source if source is None or source == "auto" else place_of(source).absolute()
         if source == "auto" and run.work_dir is None:
             raise ConfigurationError('resume="auto" looks for checkpoints in the work_dir; give one, or a path as resume=')
+        if isinstance(self._source, Path) and self._source.suffix in _OF_TORCH and not self._source.is_dir():
+            raise ConfigurationError(
+                f"resume={str(source)!r}: files of torch.save are imported first, without running what is in them: "
+                f"`trainbus checkpoint import {source} {self._source.stem}.safetensors`, and resume from that"
+            )
         self._strict = strict
         self._kept: list[Place] = []
         self._saves: SavePoints | None = None

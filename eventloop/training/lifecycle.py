@@ -13,6 +13,7 @@ from eventloop.events import Event
 from eventloop.log import get_logger
 from eventloop.offload.deadline import Deadline
 from eventloop.shared import Shared
+from eventloop.training.arguments import tell_useless
 from eventloop.training.checkpoints import RunCheckpoints
 from eventloop.training.feeds import Feeds
 from eventloop.training.joining import join_ranks
@@ -28,6 +29,7 @@ log = get_logger()
 class Begun(Protocol):
     """The run that begins and ends."""
 
+    name: str
     bus: Bus
     models: dict[str, torch.nn.Module]
     optimizers: dict[str, torch.optim.Optimizer]
@@ -40,6 +42,10 @@ class Begun(Protocol):
 
     def publish(self, event: type[Event], **payload: Any) -> None:
         """Publish an event of the run."""
+
+
+_open: list[Begun] = []
+"""Runs of this process that have begun and not ended."""
 
 
 class RunLifecycle:
@@ -104,6 +110,8 @@ class RunLifecycle:
         run.order.scopes.defer(run.order.forget_data)
         run.order.scopes.defer(self._feeds.forget)
         check_updates(run.bus.hooks, loop_driven=self._loop_driven)
+        self._tell_others()
+        tell_useless(run.optimizers, run.models)
         if run.seed is not None:
             seed_everything(run.seed)
         for model in run.models.values() if self._moves else ():
@@ -114,6 +122,19 @@ class RunLifecycle:
             run.order.watch_steps(name, optimizer)
         run.publish(ev.BeforeRun)
         self._checkpoints.load()
+
+    def _tell_others(self) -> None:
+        """Warn of runs at the same time whose random numbers are not those that a seed promises."""
+        for other in _open:
+            if self._run.seed is not None or other.seed is not None:
+                log.warning(
+                    "two runs at once in one process draw from the same random state: neither gets the numbers of its seed, "
+                    "and no resume is bitwise; run one after the other, or each in a process of its own",
+                    run=self._run.name,
+                    other=other.name,
+                )
+        _open.append(self._run)
+        self._run.order.scopes.defer(lambda: _open.remove(self._run))
 
     def _end(self) -> None:
         run = self._run

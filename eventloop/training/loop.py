@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -11,17 +11,16 @@ from typing import Any
 import torch
 
 from eventloop.bus import Bus
+from eventloop.checks import check_options
 from eventloop.errors import BusStateError, ConfigurationError, RunCancelled, TrainingError, stopped
 from eventloop.events import AfterForward, BeforeForward
 from eventloop.offload.in_thread import in_thread
-from eventloop.training.arguments import Models, Optimizers
+from eventloop.training.arguments import Config, Count, Data, Models, OnBus, Optimizers, Resume, Stateful, Step, check_step
 from eventloop.training.iterators import EvaluationBatches
-from eventloop.training.metrics import Metric, Metrics
+from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.progress import Counters
 from eventloop.training.run import Run
 from eventloop.training.update import Update
-
-Step = Callable[[Any, Any], Any]
 
 
 class TrainLoop:
@@ -45,7 +44,8 @@ class TrainLoop:
         val_begin: first epoch (or iteration) after which to validate, 1-based.
         work_dir: where checkpoints and logs go.
         device: where the model and batches are moved to; None leaves the model where it is.
-        seed: for Python, numpy and torch, set when a run begins.
+        seed: for Python, numpy and torch, set when a run begins. The model's weights are drawn before: call
+            ``torch.manual_seed`` before you make it.
         stateful: anything else with ``state_dict``/``load_state_dict`` to keep in checkpoints, by name.
         name: of the experiment.
         config: of the user, for the record.
@@ -55,36 +55,35 @@ class TrainLoop:
             another option that cannot work.
     """
 
+    @check_options
     def __init__(
         self,
         model: Models,
         optimizer: Optimizers | None = None,
         *,
         step: Step,
-        train_data: Iterable[Any] | None = None,
-        val_data: Iterable[Any] | None = None,
-        test_data: Iterable[Any] | None = None,
+        train_data: Data | None = None,
+        val_data: Data | None = None,
+        test_data: Data | None = None,
         val_step: Step | None = None,
         test_step: Step | None = None,
-        metrics: Mapping[str, Metric] | None = None,
-        bus: Bus | None = None,
-        max_epochs: int | None = None,
-        max_iters: int | None = None,
-        val_interval: int | None = None,
-        val_begin: int = 1,
+        metrics: NamedMetrics | None = None,
+        bus: OnBus | None = None,
+        max_epochs: Count | None = None,
+        max_iters: Count | None = None,
+        val_interval: Count | None = None,
+        val_begin: Count = 1,
         work_dir: str | Path | None = None,
         device: str | torch.device | None = None,
         seed: int | None = None,
-        stateful: Mapping[str, Any] | None = None,
+        stateful: Stateful | None = None,
         name: str | None = None,
-        config: Mapping[str, Any] | None = None,
+        config: Config | None = None,
     ) -> None:
         _check_limits(train_data, max_epochs, max_iters)
-        _check_positive("val_interval", val_interval)
-        _check_positive("val_begin", val_begin)
         for label, function in (("step", step), ("val_step", val_step), ("test_step", test_step)):
-            if not callable(function) and (label == "step" or function is not None):
-                raise ConfigurationError(f"{label}={function!r}: give a function of (model, batch)")
+            if function is not None:
+                check_step(label, function)
         Metrics(metrics)  # says now what it cannot use
         self.model = model
         self.bus = bus if bus is not None else Bus()
@@ -113,7 +112,8 @@ class TrainLoop:
         if optimizer is not None and not any(isinstance(hook, Update) for hook in self.bus.hooks):
             self.bus.add(Update())
 
-    def run(self, *, resume: str | Path | None = None, strict: bool = True) -> dict[str, Any]:
+    @check_options
+    def run(self, *, resume: Resume | None = None, strict: bool = True) -> dict[str, Any]:
         """Train, validating in between; return the metrics of the last validation.
 
         Args:
@@ -139,7 +139,7 @@ class TrainLoop:
                     metrics = self._validate(run) or metrics
         return metrics
 
-    async def arun(self, *, resume: str | Path | None = None, strict: bool = True) -> dict[str, Any]:
+    async def arun(self, *, resume: Resume | None = None, strict: bool = True) -> dict[str, Any]:
         """Like :meth:`run`, on a thread of its own, while the event loop of the caller (asyncio or trio) goes on.
 
         A bus that is not open is opened by ``async with bus:``, so that async handlers are tasks of the caller's loop. When
@@ -270,13 +270,6 @@ def _check_limits(train_data: object, max_epochs: int | None, max_iters: int | N
         )
     if train_data is not None and max_epochs is None and max_iters is None:
         raise ConfigurationError("how long to train? give max_epochs=, or max_iters= for iteration-based training")
-    _check_positive("max_epochs", max_epochs)
-    _check_positive("max_iters", max_iters)
-
-
-def _check_positive(name: str, value: int | None) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigurationError(f"{name}={value!r}: give a positive integer")
 
 
 def _cuda_device() -> int | None:

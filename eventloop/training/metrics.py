@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 
+from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, TrainingError, stopped
 from eventloop.log import get_logger
 from eventloop.training.ranks import Ranks
@@ -32,6 +34,11 @@ class Metric(Protocol):
         """Forget all batches."""
 
 
+NamedMetrics = Annotated[
+    Mapping[str, Metric], msgspec.Meta(description='a mapping of names to metrics, such as {"accuracy": MulticlassAccuracy()}')
+]
+
+
 class Metrics:
     """The metrics of one loader. Each is fed with the entries of the outputs that its ``update`` names.
 
@@ -49,19 +56,26 @@ class Metrics:
     Args:
         metrics: name → metric.
         device: of the run.
+        told: names of metrics that a warning was about; those of a run have it in common, so that each is warned of once.
 
     Raises:
         ConfigurationError: an object without ``update``, ``compute`` or ``reset``.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric] | None = None, device: torch.device | None = None) -> None:
+    @check_options
+    def __init__(
+        self,
+        metrics: NamedMetrics | None = None,
+        device: torch.device | None = None,
+        told: set[str] | None = None,
+    ) -> None:
         self._metrics = dict(metrics or {})
         self._device = device
         self._wanted = {name: _parameters(name, metric) for name, metric in self._metrics.items()}
         self._sums: dict[str, torch.Tensor | float] = {}
         self._counts: dict[str, int] = {}
         self._empty = True
-        self._told: set[str] = set()
+        self._told = set() if told is None else told
         # Entries that feed a metric. The loss is one, too, that is there to train on.
         self._fed = {entry for wanted in self._wanted.values() for entry in wanted or ()} - {"loss"}
         self._sized: set[str] = set()  # entries that had another number of elements than one

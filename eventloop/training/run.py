@@ -22,12 +22,18 @@ import torch
 from eventloop import events as ev
 from eventloop.bus import Bus
 from eventloop.checkpoint import Busy, Place, Staging
-from eventloop.errors import ConfigurationError
+from eventloop.checks import check_options
+from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.events import Event, Progress, RunEvent
 from eventloop.shared import Shared
 from eventloop.training.arguments import (
+    Config,
+    Count,
     Models,
+    OnBus,
     Optimizers,
+    Resume,
+    Stateful,
     checked_seed,
     checked_stateful,
     checked_work_dir,
@@ -41,7 +47,7 @@ from eventloop.training.given import by_place, options_given
 from eventloop.training.images import check_image
 from eventloop.training.iterators import Epochs, EvaluationBatches, TrainBatches
 from eventloop.training.lifecycle import RunLifecycle
-from eventloop.training.metrics import Metric, Metrics
+from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.order import Order
 from eventloop.training.progress import Counters
 from eventloop.training.ranks import this_rank, world_size
@@ -64,7 +70,8 @@ class Run:
         optimizer: an optimizer, or several by name. Steps are counted (and published) wherever they are made.
         work_dir: where files go. Needed for checkpoints.
         device: where models and batches are moved to; None leaves the model where it is and batches follow it.
-        seed: for Python, numpy and torch, set when the run begins.
+        seed: for Python, numpy and torch, set when the run begins. The model's weights are drawn before: call
+            ``torch.manual_seed`` before you make it.
         stateful: anything else with ``state_dict``/``load_state_dict`` that checkpoints must hold, by name.
         resume: ``"auto"`` goes on from the newest good checkpoint in ``work_dir``, or where the hooks save (or begins, if
             there is none); the path or URL of a file from that one, that of a directory from the newest good one in it.
@@ -79,20 +86,21 @@ class Run:
 
     _loop_driven = False
 
+    @check_options
     def __init__(
         self,
-        bus: Bus | None = None,
+        bus: OnBus | None = None,
         *,
         model: Models,
         optimizer: Optimizers | None = None,
         work_dir: str | Path | None = None,
         device: str | torch.device | None = None,
         seed: int | None = None,
-        stateful: Mapping[str, Any] | None = None,
-        resume: str | Path | None = None,
+        stateful: Stateful | None = None,
+        resume: Resume | None = None,
         strict: bool = True,
         name: str | None = None,
-        config: Mapping[str, Any] | None = None,
+        config: Config | None = None,
         counters: Counters | None = None,
     ) -> None:
         self.bus = bus if bus is not None else Bus()
@@ -114,6 +122,7 @@ class Run:
         self.resumed_from: Place | None = None
         self.options = options_given(self.optimizers, seed)
         self._feeds = Feeds(self.device)
+        self._told: set[str] = set()
         self._checkpoints = RunCheckpoints(self, resume, strict=strict)
         self.order = Order(
             self.counters,
@@ -174,7 +183,8 @@ class Run:
         """True if the current training batch is the last one of its epoch (or of an iteration-based run)."""
         return self.order.last_batch
 
-    def epochs(self, max_epochs: int | None = None, *, max_iters: int | None = None) -> Epochs:
+    @check_options
+    def epochs(self, max_epochs: Count | None = None, *, max_iters: Count | None = None) -> Epochs:
         """Iterate over the indices of the epochs that are left; publishes ``before_train`` and ``after_train`` around them.
 
         Args:
@@ -187,6 +197,7 @@ class Run:
         self.counters.max_iters = max_iters
         return Epochs(self.order)
 
+    @check_options
     def train(self, loader: Iterable[Any], *, endless: bool = False) -> TrainBatches:
         """Iterate over the batches of one epoch on their device; publishes its events around the body.
 
@@ -199,7 +210,7 @@ class Run:
         """
         return TrainBatches(self.order, self._feeds.for_training(loader), endless=endless)
 
-    def validate(self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> EvaluationBatches:
+    def validate(self, loader: Iterable[Any], metrics: NamedMetrics | None = None) -> EvaluationBatches:
         """Iterate over validation batches, in evaluation mode and without gradients, and publish the events of a validation.
 
         What the body reports feeds ``metrics`` and, where it is scalar, means; the result is in ``.metrics`` afterwards.
@@ -210,15 +221,17 @@ class Run:
         """
         self.validates = True
         feed = self._feeds.for_evaluation(loader, "val_data")
-        return EvaluationBatches(self.order, feed, Metrics(metrics, self.device), "val")
+        return EvaluationBatches(self.order, feed, Metrics(metrics, self.device, self._told), "val")
 
-    def test(self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> EvaluationBatches:
+    def test(self, loader: Iterable[Any], metrics: NamedMetrics | None = None) -> EvaluationBatches:
         """Iterate over test batches; like :meth:`validate` with the events of a test."""
         feed = self._feeds.for_evaluation(loader, "test_data")
-        return EvaluationBatches(self.order, feed, Metrics(metrics, self.device), "test")
+        return EvaluationBatches(self.order, feed, Metrics(metrics, self.device, self._told), "test")
 
-    def report(self, **entries: Any) -> None:
-        """Add entries to the outputs of the current iteration; tensors stay on their device."""
+    def report(self, *unnamed: Any, **entries: Any) -> None:
+        """Add entries to the outputs of the current iteration, by name; tensors stay on their device."""
+        if unnamed:
+            raise TrainingError("run.report() takes what it reports by name, such as run.report(loss=loss)")
         self.order.outputs.update(entries)
 
     def report_image(self, name: str, image: torch.Tensor | np.ndarray[Any, Any]) -> None:
@@ -240,6 +253,11 @@ class Run:
 
     def publish(self, event: type[Event], **payload: Any) -> None:
         """Publish an event of this class, with this run and its progress filled in where it has fields for them."""
+        if isinstance(event, Event):
+            raise TrainingError(
+                f"run.publish() makes the event itself: run.publish({type(event).__name__}, ...) with its fields by name, so "
+                "that run and progress are filled in; bus.publish(...) takes a finished one"
+            )
         if self.bus.wants(event):
             try:
                 made = event(run=self, progress=self.order.progress, **payload)

@@ -76,6 +76,7 @@ class Update(Hook):
         self._scaler_options = _scaler_options(scaler, amp) if isinstance(scaler, Mapping) else {}
         self._scaler = scaler if isinstance(scaler, torch.amp.GradScaler) else None
         self._count = 0
+        self._begun = False
         self._optimizers: Mapping[str, torch.optim.Optimizer] = {}
         self._autocast: torch.autocast | None = None
 
@@ -110,6 +111,7 @@ class Update(Hook):
     def before_run(self, event: BeforeRun) -> None:
         """Make the scaler that fp16 needs, now that the device is known and before a checkpoint is loaded into it."""
         self._count = 0
+        self._begun = False
         self._optimizers = event.run.optimizers
         if self._amp == "fp16" and self._scaler is None:
             self._scaler = torch.amp.GradScaler(event.run.device.type, **self._scaler_options)
@@ -158,6 +160,9 @@ class Update(Hook):
         """Update the weights."""
         run: RunView = event.run
         loss = event.outputs["loss"]
+        if not self._begun:
+            self._begun = True
+            self._check_step(run)
         self._count += 1
         self._backward(run, loss if self.accumulate == 1 else loss / self.accumulate)
         if self._count >= self.accumulate or run.last_batch:
@@ -166,11 +171,20 @@ class Update(Hook):
             self._step(run)
             self._count = 0
 
+    def _check_step(self, run: RunView) -> None:
+        """Raise TrainingError if the step of the first iteration made the update itself."""
+        gradients = [p.grad for optimizer in run.optimizers.values() for p in _parameters(optimizer) if p.grad is not None]
+        if run.updated or (not self._count and any(bool(gradient.any()) for gradient in gradients)):
+            raise TrainingError(
+                "step() has called backward() or optimizer.step() itself: return the loss and leave both to the update "
+                f"({self.label}); where your code is to make the update, write the loop around Run"
+            )
+
     def _backward(self, run: RunView, loss: torch.Tensor) -> None:
         if not loss.requires_grad:
             raise TrainingError(
                 "the loss does not depend on any trainable parameter (requires_grad is False); was it made under "
-                "torch.no_grad() or detached in step()?"
+                "torch.no_grad() or detached in step()? (step() returns the loss and calls no backward())"
             )
         run.publish(BeforeBackward, loss=loss)
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]

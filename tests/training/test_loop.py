@@ -14,6 +14,16 @@ from eventloop import ConfigurationError, TrainLoop
     [
         ({"max_epochs": None}, "how long to train"),
         ({"max_epochs": 1, "max_iters": 1}, "give one of them"),
+        ({"max_epochs": "3"}, "max_epochs='3': give an integer of at least 1"),
+        ({"val_interval": "3"}, "val_interval='3': give an integer of at least 1"),
+        ({"metrics": ["acc"]}, r"metrics=\['acc'\]: give a mapping of names to metrics"),
+        ({"stateful": [3]}, r"stateful=\[3\]: give a mapping of names to objects"),
+        ({"config": "x"}, "config='x': give a mapping"),
+        ({"name": 3}, "name=3: give a text"),
+        ({"work_dir": 3}, "work_dir=3: give a text, or a Path"),
+        ({"train_data": 3}, "train_data=3: give an iterable of batches, such as a DataLoader"),
+        ({"step": lambda x: x}, r"step\(x\) is called as step\(model, batch\), and cannot be: too many"),
+        ({"val_step": lambda model, batch, more: 0}, r"val_step\(model, batch, more\) is called .* argument: 'more'"),
         ({"max_epochs": 0}, "max_epochs=0"),
         ({"max_epochs": -1}, "max_epochs=-1"),
         ({"max_epochs": True}, "max_epochs=True"),
@@ -23,8 +33,8 @@ from eventloop import ConfigurationError, TrainLoop
         ({"val_begin": 0}, "val_begin=0"),
         ({"step": 3}, "step=3"),
         ({"val_step": "x"}, "val_step='x'"),
-        ({"optimizer": "adam"}, "optimizer 'optimizer' is a str"),
-        ({"optimizer": {"a": 1}}, "optimizer 'a' is a int"),
+        ({"optimizer": "adam"}, "optimizer='adam': give an Optimizer, or a mapping of names to them"),
+        ({"optimizer": {"a": 1}}, "optimizer 'a' is of type int, not a torch.optim"),
         ({"stateful": {"x": object()}}, r"stateful\['x'\] \(object\) has no state_dict"),
     ],
 )
@@ -33,7 +43,9 @@ def test_an_option_that_cannot_work_is_an_error_when_the_loop_is_made(parts, opt
         parts.loop(**options)
 
 
-@pytest.mark.parametrize(("model", "message"), [(3, "model 'model' is a int"), ({}, "at least one model")])
+@pytest.mark.parametrize(
+    ("model", "message"), [(3, "model=3: give a Module"), (torch.nn.Linear, "model=<class"), ({}, "at least one model")]
+)
 def test_a_model_that_is_none_is_an_error(parts, model, message):
     with pytest.raises(ConfigurationError, match=message):
         TrainLoop(model, step=parts.step)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
-from eventloop import ConfigurationError, TrainingError
+from eventloop import ConfigurationError, Run, TrainingError
+from eventloop.training.metrics import Metrics
 
 
 class Accuracy:
@@ -93,3 +95,25 @@ def test_metrics_begin_anew_with_every_validation(parts, bus, trace):
 def test_what_is_no_metric_is_an_error_when_the_loop_is_made(parts, metric):
     with pytest.raises(ConfigurationError, match=r"metric 'x' .* has no"):
         parts.loop(metrics={"x": metric})
+
+
+class Alone:
+    """Ranks that gather from one process."""
+
+    def gather(self, value):
+        return [value]
+
+    def from_first(self, value):
+        return value
+
+
+def test_a_metric_that_cannot_be_merged_over_ranks_is_warned_of_once_in_a_run(parts, monkeypatch):
+    run = Run(model=parts.model())
+    made = []
+    monkeypatch.setattr("eventloop.training.run.Metrics", lambda *arguments: made.append(Metrics(*arguments)) or made[-1])
+    with capture_logs() as logs:
+        for _ in range(3):
+            run.validate([1], {"accuracy": Accuracy()})
+            made[-1].update({"logits": torch.zeros(1, 2), "labels": torch.zeros(1)})
+            made[-1].compute(Alone())
+    assert [entry["metric"] for entry in logs] == ["accuracy"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, CheckpointDamagedError, CheckpointError
+from eventloop import Bus, CheckpointDamagedError, CheckpointError, ConfigurationError
 
 
 def saving(parts, work_dir, **options):
@@ -252,3 +252,11 @@ def test_with_strict_false_another_optimizer_begins_afresh_and_trains(parts, tmp
     loop.run(resume=tmp_path / "epoch_1.safetensors", strict=False)
     assert loop.counters.iter == 6
     assert "starts afresh" in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".ckpt"])
+def test_a_file_of_torch_save_is_refused_with_the_command_that_imports_it(parts, tmp_path, suffix):
+    path = tmp_path / f"x{suffix}"
+    torch.save({"state_dict": {}}, path)
+    with pytest.raises(ConfigurationError, match=f"`trainbus checkpoint import {path} x.safetensors`"):
+        parts.loop().run(resume=path)

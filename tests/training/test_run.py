@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
-from eventloop import Bus, ConfigurationError, Event, Progress, Run, TrainingError, Update
+from eventloop import Bus, ConfigurationError, Event, Progress, Run, TrainingError, TrainLoop, Update
 
 ITER = "before_train_iter after_train_iter"
 VAL = "before_val before_val_epoch 2*(before_val_iter after_val_iter) after_val_epoch after_val"
@@ -241,6 +242,83 @@ def test_training_batches_in_the_body_of_others_are_an_error(parts, job):
             for _ in run.train(parts.batches(3)):
                 for _ in run.train(parts.batches(3)):
                     pass
+
+
+@pytest.mark.parametrize("bus", [[3], torch.nn.Linear(1, 1)], ids=["hooks", "model"])
+@pytest.mark.parametrize("make", [Run, TrainLoop])
+def test_what_is_no_bus_is_told_with_where_hooks_and_models_go(parts, bus, make):
+    options = {"step": parts.step} if make is TrainLoop else {}
+    with pytest.raises(ConfigurationError, match=r"bus=.*: give a Bus, to which bus.add\(...\) adds hooks \(the model is"):
+        make(bus=bus, model=parts.model(), **options)
+    if make is Run:
+        with pytest.raises(ConfigurationError, match="the model is model="):
+            Run(bus, optimizer=None)
+
+
+@pytest.mark.parametrize("options", [{"seed": "3"}, {"strict": "no"}, {"resume": True}, {"config": "x"}])
+def test_an_option_of_a_run_that_cannot_work_is_told_when_it_is_made(parts, options):
+    ((name, value),) = options.items()
+    with pytest.raises(ConfigurationError, match=f"{name}={value!r}: give"):
+        Run(model=parts.model(), **options)
+
+
+def test_flags_and_numbers_in_the_methods_of_a_run_are_no_texts(job):
+    run, _ = job
+    with pytest.raises(ConfigurationError, match="max_epochs='3': give an integer"):
+        run.epochs("3")
+    with pytest.raises(ConfigurationError, match="endless='no': give True or False"):
+        run.train([1], endless="no")
+    with pytest.raises(ConfigurationError, match=r"metrics=\['acc'\]: give a mapping of names"):
+        run.validate([1], metrics=["acc"])
+
+
+@pytest.mark.parametrize("use", ["epochs", "train", "validate", "test"])
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_belongs_into_a_run_is_an_error_outside_of_it(parts, job, use, ended):
+    run, _ = job
+    if ended:
+        with run:
+            pass
+    with pytest.raises(TrainingError, match="write `with Run"):
+        next(iter(run.epochs(1) if use == "epochs" else getattr(run, use)(parts.batches(1))))
+    assert torch.is_grad_enabled()
+
+
+def test_report_and_publish_say_how_they_are_called(job):
+    run, _ = job
+    with run:
+        with pytest.raises(TrainingError, match=r"run.report\(loss=loss\)"):
+            run.report(torch.ones(()))
+        with pytest.raises(TrainingError, match=r"run.publish\(PlainOfRunTests, ...\) with its fields by name"):
+            run.publish(PlainOfRunTests(points=3))
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (1, None), (None, 1)])
+def test_a_second_run_at_the_same_time_is_warned_of_if_one_has_a_seed(parts, first, second):
+    with capture_logs() as logs:
+        with Run(model=parts.model(), seed=first, name="one"), Run(model=parts.model(), seed=second, name="other"):
+            pass
+        with Run(model=parts.model(), seed=1):
+            pass
+        with Run(model=parts.model()), Run(model=parts.model()):
+            pass
+    (warning,) = logs
+    assert "each in a process of its own" in warning["event"]
+    assert (warning["run"], warning["other"]) == ("other", "one")
+
+
+def test_an_optimizer_without_one_parameter_of_the_models_is_warned_of(parts):
+    models = {"one": parts.model(), "other": parts.model()}
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
+    with capture_logs() as logs:
+        with Run(model=models, optimizer=optimizers):
+            pass
+        assert not logs
+        with Run(model=models["one"], optimizer=optimizers):
+            pass
+    (warning,) = logs
+    assert warning["optimizer"] == "other"
+    assert "not one parameter" in warning["event"]
 
 
 def test_an_exception_in_the_body_is_an_exception_and_no_break(parts, bus, job, trace):

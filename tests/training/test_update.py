@@ -173,3 +173,27 @@ def test_two_updates_are_an_error(parts, bus):
 def test_options_out_of_range_are_errors(options):
     with pytest.raises(ConfigurationError, match=next(iter(options))):
         Update(**options)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda loss, optimizer: loss.backward(),
+        lambda loss, optimizer: loss.backward(retain_graph=True),
+        lambda loss, optimizer: (loss.backward(), optimizer.step(), optimizer.zero_grad()),
+    ],
+    ids=["backward", "kept graph", "step"],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_that_makes_the_update_itself_is_told_so_in_the_first_iteration(parts, bus, mistake, accumulate):
+    model = parts.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model, batch):
+        loss = parts.step(model, batch)
+        mistake(loss, optimizer)
+        return loss
+
+    bus.add(Update(accumulate=accumulate))
+    with pytest.raises(TrainingError, match=r"step\(\) has called backward\(\) or optimizer.step\(\) itself: return the loss"):
+        parts.loop(bus, model=model, optimizer=optimizer, step=step).run()
