@@ -92,9 +92,10 @@ def test_an_empty_loader_is_an_error_that_names_it(parts, bus, trace, empty):
 
 @pytest.mark.parametrize("stage", ["train", "val", "test"])
 def test_what_cannot_be_iterated_is_a_clear_error(parts, stage):
-    loop = parts.loop(**{f"{stage}_data": 5})
-    with pytest.raises(ConfigurationError, match=f"{stage}_data must be an iterable of batches, not int"):
-        {"train": loop.run, "val": loop.val, "test": loop.test}[stage]()
+    with pytest.raises(ConfigurationError, match=f"{stage}_data=5: give an iterable of batches, such as a DataLoader"):
+        parts.loop(**{f"{stage}_data": 5})
+    with Run(model=parts.model()) as run, pytest.raises(ConfigurationError, match=r"must be an iterable of batches, not int"):
+        {"train": run.train, "val": run.validate, "test": run.test}[stage](5)
 
 
 def test_a_loader_without_a_length_knows_its_last_batch_for_a_partial_window(parts, bus, trace):

@@ -226,7 +226,7 @@ def test_mmengines_default_hooks_are_accepted_as_they_are():
         ({"metrics": [1]}, "metrics: expected a table, got a list"),
         ({"loop": {"max_epoch": 1}}, "loop.max_epoch: loop has no option 'max_epoch' (did you mean 'max_epochs'?)"),
         ({"loop": {"max_epochs": "x"}}, "loop.max_epochs: expected int | None, got str 'x'"),
-        ({"loop": {"max_epochs": 0}}, "loop: max_epochs=0: give a positive integer"),
+        ({"loop": {"max_epochs": 0}}, "loop: max_epochs=0: give an integer of at least 1"),
         ({"loop": {}}, "loop: how long to train? give max_epochs=, or max_iters= for iteration-based training"),
         (
             {"loop": {"max_epochs": 1, "device": "cdua"}},
