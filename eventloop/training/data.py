@@ -10,7 +10,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import IterableDataset
 from torch.utils.data._utils import fetch
 
-from eventloop.errors import ConfigurationError, TrainingError, stopped
+from eventloop.errors import TrainingError, stopped
 from eventloop.log import get_logger
 from eventloop.training.loader_state import (
     generator_states,
@@ -43,8 +43,6 @@ class Feed:
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device | None, name: str = "train_data") -> None:
-        if not isinstance(loader, Iterable):
-            raise ConfigurationError(f"{name} must be an iterable of batches, not {type(loader).__name__}")
         self.loader: Any = loader
         self.length = length_of(loader)
         self.used = 0

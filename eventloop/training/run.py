@@ -29,6 +29,7 @@ from eventloop.shared import Shared
 from eventloop.training.arguments import (
     Config,
     Count,
+    Data,
     Models,
     OnBus,
     Optimizers,
@@ -198,7 +199,7 @@ class Run:
         return Epochs(self.order)
 
     @check_options
-    def train(self, loader: Iterable[Any], *, endless: bool = False) -> TrainBatches:
+    def train(self, loader: Data, *, endless: bool = False) -> TrainBatches:
         """Iterate over the batches of one epoch on their device; publishes its events around the body.
 
         ``break`` ends the iteration without its ``after_train_iter``. What is called next (a validation, the next epoch) ends
@@ -210,7 +211,8 @@ class Run:
         """
         return TrainBatches(self.order, self._feeds.for_training(loader), endless=endless)
 
-    def validate(self, loader: Iterable[Any], metrics: NamedMetrics | None = None) -> EvaluationBatches:
+    @check_options
+    def validate(self, loader: Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
         """Iterate over validation batches, in evaluation mode and without gradients, and publish the events of a validation.
 
         What the body reports feeds ``metrics`` and, where it is scalar, means; the result is in ``.metrics`` afterwards.
@@ -223,7 +225,8 @@ class Run:
         feed = self._feeds.for_evaluation(loader, "val_data")
         return EvaluationBatches(self.order, feed, Metrics(metrics, self.device, self._told), "val")
 
-    def test(self, loader: Iterable[Any], metrics: NamedMetrics | None = None) -> EvaluationBatches:
+    @check_options
+    def test(self, loader: Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
         """Iterate over test batches; like :meth:`validate` with the events of a test."""
         feed = self._feeds.for_evaluation(loader, "test_data")
         return EvaluationBatches(self.order, feed, Metrics(metrics, self.device, self._told), "test")

@@ -94,7 +94,7 @@ def test_an_empty_loader_is_an_error_that_names_it(parts, bus, trace, empty):
 def test_what_cannot_be_iterated_is_a_clear_error(parts, stage):
     with pytest.raises(ConfigurationError, match=f"{stage}_data=5: give an iterable of batches, such as a DataLoader"):
         parts.loop(**{f"{stage}_data": 5})
-    with Run(model=parts.model()) as run, pytest.raises(ConfigurationError, match=r"must be an iterable of batches, not int"):
+    with Run(model=parts.model()) as run, pytest.raises(ConfigurationError, match="loader=5: give an iterable of batches"):
         {"train": run.train, "val": run.validate, "test": run.test}[stage](5)
 
 
