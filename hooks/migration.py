@@ -65,19 +65,21 @@ TABLE: tuple[Migration, ...] = (
             "save_begin",
         )
         | {"file_client_args": _FILES, "backend_args": _FILES},
-        note="files are `.safetensors`",
+        note="files are `.safetensors`; a metric whose name has keys of both rules needs `rule=`",
     ),
     Migration(
         MMENGINE,
         "EMAHook",
         ("EMAHook", "ExponentialMovingAverage", "MomentumAnnealingEMA", "StochasticWeightAverage"),
         _same("ema_type", "strict_load", "begin_iter", "begin_epoch", "momentum", "interval", "update_buffers", "gamma"),
+        note="averages after each optimizer step; there after each iteration, within an accumulation window, too",
     ),
     Migration(
         MMENGINE,
         "EarlyStoppingHook",
         ("EarlyStoppingHook",),
         _same("monitor", "rule", "min_delta", "strict", "check_finite", "patience", "stopping_threshold"),
+        note="an improvement must be larger than `min_delta`; there one of exactly `min_delta` counts, too",
     ),
     Migration(MMENGINE, "EmptyCacheHook", ("EmptyCacheHook",), _same("before_epoch", "after_epoch", "after_iter")),
     Migration(MMENGINE, "SyncBuffersHook", ("SyncBuffersHook",), note="no options there"),

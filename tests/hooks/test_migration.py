@@ -98,6 +98,19 @@ def test_a_configuration_can_use_the_name_of_the_other_system(entry) -> None:
         assert find("writer" if entry.name in writers else "hook", name) is getattr(hooks, entry.ours[0])
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("EarlyStoppingHook", "larger than `min_delta`"),
+        ("EMAHook", "after each optimizer step; there after each iteration"),
+        ("CheckpointHook", "needs `rule=`"),
+    ],
+)
+def test_an_option_of_the_same_name_that_differs_in_a_case_says_so(name: str, says: str) -> None:
+    (row,) = [row for row in table().splitlines() if row.startswith(f"| MMEngine `{name}`")]
+    assert says in row
+
+
 def test_the_readme_shows_the_table() -> None:
     assert table() in (Path(__file__).parents[2] / "README.md").read_text()
 
