@@ -130,7 +130,7 @@ def test_hooks_and_slots_do_not_keep_a_run_alive(tmp_path: Any) -> None:
         hooks.ProfilerHook(on_trace_ready=lambda profiler: None),
         hooks.AutogradAnomalyDetectHook(),
     ]
-    loop = train(*kept, work_dir=tmp_path)
+    loop = train(*kept, work_dir=tmp_path, val_data=[torch.randn(2, 3)])
     bus = loop.bus
     del loop
     gc.collect()
