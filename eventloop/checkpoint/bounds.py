@@ -10,6 +10,9 @@ from typing import Final, TypeGuard
 
 from eventloop.errors import CheckpointDamagedError
 
+MAX_TREE_BYTES: Final = 1 << 32
+"""Of all that is no tensor in a checkpoint; more than that MessagePack cannot have in one place."""
+
 _LONGEST_NAME: Final = 255
 _KINDS: Final = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
@@ -37,6 +40,27 @@ def elements(shape: Sequence[int], most: int) -> int:
         if count > most:
             return most + 1
     return count
+
+
+def check_memory(size: int) -> None:
+    """Refuse to read what this machine, or this container, cannot hold.
+
+    Raises:
+        CheckpointDamagedError: there is less memory than ``size`` bytes.
+    """
+    if size > (memory := _memory()):
+        raise CheckpointDamagedError(f"it takes {size:,} bytes of memory, and there are {memory:,}")
+
+
+def _memory() -> int:
+    """Return the memory that there is, used or not, in bytes."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # of a container
+        try:
+            limits.append(int(Path(file).read_text()))
+        except (OSError, ValueError):  # there is none, or "max"
+            continue
+    return min(limits)
 
 
 def check_regular(path: object) -> None:

@@ -13,6 +13,7 @@ import torch
 from eventloop.checkpoint.load import inspect
 from eventloop.checkpoint.plain import weights_only, write_pth, write_safetensors
 from eventloop.checkpoint.store import Place, place_of, store_of
+from eventloop.checkpoint.tree import text_of
 from eventloop.checkpoint.whole import load_whole
 from eventloop.checkpoint.wrappers import without_wrappers
 from eventloop.errors import CheckpointError
@@ -102,7 +103,7 @@ def _weights(tree: Any, *, raw: bool, model: str | None) -> Mapping[str, Any]:
     if key not in there and raw and WEIGHTS in there:
         raise CheckpointError("there are no averages in this checkpoint: its state_dict has the trained weights already")
     if key not in there:
-        raise CheckpointError(f"the checkpoint has no weights ({key}) but {', '.join(map(repr, there)) or 'no keys'}")
+        raise CheckpointError(f"the checkpoint has no weights ({key}) but {', '.join(map(text_of, there)) or 'no keys'}")
     return _of_model(there[key], model)
 
 

@@ -9,7 +9,6 @@ Source: https://huggingface.co/docs/safetensors/index#format
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Annotated, Final
 
@@ -17,6 +16,7 @@ import msgspec
 import orjson
 import torch
 
+from eventloop.checkpoint.bounds import MAX_TREE_BYTES, elements
 from eventloop.errors import CheckpointDamagedError, CheckpointValueError
 
 FORMAT: Final = "trainbus.checkpoint"
@@ -107,7 +107,15 @@ def render_start(entries: dict[str, Entry]) -> bytes:
 
 
 def render(start: bytes, data_bytes: int, tree_bytes: int) -> bytes:
-    """The whole header, its length included, padded with spaces so that the data begin at a multiple of 8."""
+    """The whole header, its length included, padded with spaces so that the data begin at a multiple of 8.
+
+    Raises:
+        CheckpointValueError: the tree is too large.
+    """
+    if tree_bytes > MAX_TREE_BYTES:
+        raise CheckpointValueError(
+            "more than 4 GB of arrays, bytes and text in all; the way out: torch.from_numpy(...) of the arrays"
+        )
     tree_end = data_bytes + tree_bytes
     rest = {
         TREE: {"dtype": "U8", "shape": (tree_bytes,), "data_offsets": (data_bytes, tree_end)},
@@ -171,12 +179,15 @@ def _check_entries(entries: dict[str, Entry], data_bytes: int) -> None:
     for name, entry in entries.items():
         dtype = SAFE_DTYPES.get(entry.dtype)
         begin, after = entry.data_offsets
-        if dtype is None or begin != end or after - begin != math.prod(entry.shape) * dtype.itemsize:
+        if dtype is None or begin != end or after - begin != elements(entry.shape, after - begin) * dtype.itemsize:
             raise CheckpointDamagedError(f"the header contradicts itself at {name!r}")
         end = after
     if end != data_bytes:
         raise CheckpointDamagedError(f"the header promises {end} bytes of data, the file has {data_bytes}")
     _check_last(list(entries)[-2:], entries)
+    begin, after = entries[TREE].data_offsets
+    if after - begin > MAX_TREE_BYTES:
+        raise CheckpointDamagedError(f"the header promises a tree of {after - begin:,} bytes; {MAX_TREE_BYTES:,} are the most")
 
 
 def _check_last(last: Sequence[str], entries: dict[str, Entry]) -> None:

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, Self
 
 import numpy as np
+import torch
 
-from eventloop.checkpoint.tree import MAX_DEPTH, join
+from eventloop.checkpoint.bounds import check_memory
+from eventloop.checkpoint.rebuild import set_attributes
+from eventloop.checkpoint.tree import MAX_DEPTH, MAX_VALUES, join
 from eventloop.errors import CheckpointError
-
-# A pickle may hold one list a thousand times within another that it holds a thousand times …; as a tree that has no end.
-MAX_VALUES: Final = 20_000_000
 
 
 class Inert:
@@ -46,25 +46,35 @@ def stand_ins() -> list[tuple[type[Inert], str]]:
     return [(type("StandIn", (Inert,), {"name": name}), name) for name in (*_REVIVE, *_PARTS)]
 
 
-def revive(value: Any) -> Any:
+def revive(value: Any, size: int) -> Any:
     """Return a copy of a tree with plain data in place of stand-ins. Tensors are not copied.
 
     numpy's arrays and scalars become what they were; MMEngine's ``HistoryBuffer`` a dict of ``log_history``,
     ``count_history`` and ``max_length``, its ``MessageHub`` a dict of ``log_scalars``, ``runtime_info`` and
     ``resumed_keys``, its ``ConfigDict`` a dict. A ``bytearray``, which no checkpoint holds, becomes bytes.
 
+    Args:
+        value: what torch has read.
+        size: bytes of the file; in all, tensors have no more.
+
     Raises:
         CheckpointError: for a stand-in in a place where it means nothing, with its path; for a tree without end.
     """
     try:
-        return _Reviver().value("", value, 0)
+        return _Reviver(size).value("", value, 0)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     except TypeError as error:
         raise CheckpointError(f"what stands for an object is the key of a dict, or in a set: {error}") from error
 
 
 class _Reviver:
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self._size = size
+        # A pickle may hold one list a thousand times within another that it holds a thousand times …; as a tree without end.
         self._left = MAX_VALUES
+        self._seen: set[int] = set()
+        self._stored = self._spread = 0
 
     def value(self, path: str, value: Any, depth: int) -> Any:
         self._left -= 1
@@ -78,18 +88,34 @@ class _Reviver:
             return kind(self.value(join(path, index), each, depth + 1) for index, each in enumerate(value))
         if kind is bytearray:
             return bytes(value)
+        if isinstance(value, torch.Tensor):
+            self._weigh(path, value)
         if isinstance(value, Inert):
             return self._inert(path, value, depth + 1)
         if isinstance(value, type) and issubclass(value, Inert):
             raise _refusal(path, value.name)
         return value
 
+    def _weigh(self, path: str, tensor: torch.Tensor) -> None:
+        """Refuse tensors that have more bytes than the file, or that the memory could not hold without their strides."""
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            return  # no checkpoint holds it, which is told when it is saved
+        storage = tensor.untyped_storage()
+        if id(tensor) not in self._seen:
+            self._spread += tensor.numel() * tensor.itemsize
+        if storage.data_ptr() not in self._seen:
+            self._stored += storage.nbytes()
+        self._seen |= {id(tensor), storage.data_ptr()}
+        if self._stored > self._size:
+            raise CheckpointError(f"{path or 'the tree'}: there are fewer bytes in the file than in its tensors")
+        check_memory(self._spread)
+
     def _mapping(self, path: str, mapping: Any, depth: int) -> Any:
         revived = type(mapping)()
         for key, value in mapping.items():
             revived[self.value(join(path, "(key)"), key, depth)] = self.value(join(path, key), value, depth)
         if type(mapping) is OrderedDict:  # nn.Module.state_dict() keeps versions of modules in an attribute
-            vars(revived).update(self._mapping(join(path, "(attributes)"), vars(mapping), depth))
+            set_attributes(revived, self._mapping(join(path, "(attributes)"), vars(mapping), depth))
         return revived
 
     def _inert(self, path: str, value: Inert, depth: int) -> Any:

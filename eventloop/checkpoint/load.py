@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO, Final
+from typing import Annotated, Any, BinaryIO, Final
 
 import msgspec
 import numpy as np
 import torch
 
+from eventloop.checkpoint.bounds import check_memory, elements
 from eventloop.checkpoint.digest import CHUNK, Digest, readable
 from eventloop.checkpoint.header import (
     DIGEST,
@@ -29,8 +29,9 @@ from eventloop.checkpoint.header import (
     header_bytes,
     parse,
 )
+from eventloop.checkpoint.packed import check_packed
+from eventloop.checkpoint.rebuild import unflatten
 from eventloop.checkpoint.store import Place, place_of, store_of
-from eventloop.checkpoint.tree import unflatten
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 
 _Path = str | os.PathLike[str] | Place
@@ -50,7 +51,7 @@ class Description(msgspec.Struct, frozen=True):
 
 
 class _Body(msgspec.Struct, array_like=True):
-    slots: list[int]
+    slots: list[Annotated[int, msgspec.Meta(ge=0)]]
     foreign: dict[int, Foreign]
     tree: msgspec.Raw
 
@@ -73,11 +74,13 @@ def load(path: _Path, map_location: str | torch.device = "cpu") -> Any:
     device = torch.device(map_location)
     with _opened(path) as (file, size):
         header, digest = _read_header(file, size)
+        check_memory(size)
         data = np.empty(size - header.bytes, np.uint8)
         _read_into(file, data.data, digest)
         _check_digest(digest, data[-DIGEST_BYTES:].tobytes())
         with _rebuilding():
-            body = _body(header, data)
+            start, end = header.entries[TREE].data_offsets
+            body = _body(data[start:end].data)
             parts = _tensors(header, data, body.foreign)
         tensors = [part.to(device) for part in parts]
         with _rebuilding():
@@ -132,7 +135,7 @@ def outline(path: _Path) -> Any:
         packed = bytearray(end - start)
         _fill(file, memoryview(packed))
         with _rebuilding():
-            body = msgspec.msgpack.decode(packed, type=_Body)
+            body = _body(packed)
             forms = [_form(entry, body.foreign.get(rank)) for rank, entry in enumerate(_user_entries(header))]
             tensors = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in forms]
             return unflatten(body.tree, (tensors[slot] for slot in body.slots))
@@ -150,6 +153,8 @@ def _opened(path: _Path) -> Iterator[tuple[BinaryIO, int]]:
                 raise CheckpointError(f"{path} cannot be read here: {error}") from None
         except CheckpointDamagedError as error:
             raise CheckpointDamagedError(f"{path} is damaged: {error}") from error.__cause__
+        except MemoryError as error:
+            raise CheckpointDamagedError(f"{path} is damaged, or too large for the memory of this machine") from error
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
@@ -211,12 +216,13 @@ def _rebuilding() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, LookupError, OverflowError, RuntimeError, struct.error, msgspec.MsgspecError) as error:
-        raise CheckpointDamagedError(f"the tree cannot be rebuilt ({error!r})") from error
+        first = str(error).partition("\n")[0][:200]  # torch adds a trace of its own
+        raise CheckpointDamagedError(f"the tree cannot be rebuilt ({type(error).__name__}: {first})") from error
 
 
-def _body(header: Header, data: _Data) -> _Body:
-    start, end = header.entries[TREE].data_offsets
-    return msgspec.msgpack.decode(data[start:end].data, type=_Body)
+def _body(packed: bytearray | memoryview) -> _Body:
+    check_packed(memoryview(packed))
+    return msgspec.msgpack.decode(packed, type=_Body)
 
 
 def _user_entries(header: Header) -> list[Entry]:
@@ -231,8 +237,9 @@ def _form(entry: Entry, foreign: Foreign | None) -> tuple[torch.dtype, tuple[int
     dtype = SAFE_DTYPES[entry.dtype] if foreign is None else foreign_dtype(foreign.dtype)
     shape = entry.shape if foreign is None else foreign.shape
     begin, end = entry.data_offsets
-    if math.prod(shape) * dtype.itemsize != end - begin:  # the header is checked already, not so what the tree says of it
-        raise ValueError(f"a {dtype} tensor of shape {shape} in {end - begin} bytes")
+    # The header is checked already, not so what the tree says of it.
+    if elements(shape, end - begin) * dtype.itemsize != end - begin:
+        raise ValueError(f"a {dtype} tensor of {len(shape)} dimensions in {end - begin} bytes")
     return dtype, shape
 
 

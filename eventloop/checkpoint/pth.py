@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from eventloop.checkpoint.bounds import check_memory
 from eventloop.checkpoint.inert import revive, stand_ins
 from eventloop.checkpoint.store import store_of
 from eventloop.errors import CheckpointDamagedError, CheckpointError
@@ -32,6 +33,7 @@ _NONSENSE: Final = (
     ArithmeticError,
     AssertionError,
     EOFError,
+    MemoryError,
     struct.error,
 )
 
@@ -53,6 +55,7 @@ def load_pth(path: str | os.PathLike[str]) -> Any:
     """
     path = Path(path)
     zipped = _check(path)
+    size = path.stat().st_size
     with torch.serialization.safe_globals(list(stand_ins())):
         try:
             tree = torch.load(path, map_location="cpu", weights_only=True)
@@ -61,22 +64,25 @@ def load_pth(path: str | os.PathLike[str]) -> Any:
         except _NONSENSE as error:
             raise CheckpointDamagedError(f"{path} is damaged, or torch.save did not write it: {_first_line(error)}") from error
     try:
-        return revive(tree)
+        return revive(tree, size)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
+    except MemoryError as error:
+        raise CheckpointDamagedError(f"{path} is damaged, or too large for the memory of this machine") from error
 
 
 def _check(path: Path) -> bool:
     """Whether it is a zip file, as torch writes since 1.6, with every checksum right (torch.load does not look at them)."""
-    with store_of(path).opened(path) as (file, _):
+    with store_of(path).opened(path) as (file, size):
         start = file.read(len(ZIP))
+    check_memory(size)
     if start == LEGACY:
         return False
     if start != ZIP:
         raise CheckpointError(f"{path} is no file that torch.save wrote (it begins with {start!r})")
     try:
         with zipfile.ZipFile(path) as archive:
-            check_stored(archive, path.stat().st_size)
+            check_stored(archive, size)
             broken = archive.testzip()
     except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, zlib.error) as error:
         raise CheckpointDamagedError(f"{path} is damaged: {error}") from error

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from eventloop.checkpoint.bounds import elements, file_size, is_plain_name, read_small
-from eventloop.checkpoint.tree import DTYPES
+from eventloop.checkpoint.rebuild import DTYPES
 from eventloop.errors import CheckpointDamagedError
 
 INDEX: Final = "index.json"

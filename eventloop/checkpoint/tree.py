@@ -7,10 +7,9 @@ payload: the n-th tensor met while reading is the n-th met while writing, so the
 
 from __future__ import annotations
 
-import re
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import repeat
 from typing import Any, Final, NamedTuple
 
@@ -22,21 +21,20 @@ from msgspec.msgpack import Ext
 from eventloop.errors import CheckpointValueError
 
 MAX_DEPTH: Final = 100
+MAX_VALUES: Final = 20_000_000
+"""In one tree, tensors and the bytes of arrays not counted: what reads files refuses those that promise more."""
 
 # The numbers are part of the file format: never reuse one, only add.
-(_TENSOR, _INT, _STR, _COMPLEX, _TUPLE, _SIZE, _SET, _FROZENSET, _DICT, _ORDERED) = range(1, 11)
-(_COUNTER, _DEFAULT, _ARRAY, _SCALAR, _DTYPE, _DEVICE) = range(11, 17)
+(TENSOR, INT, STR, COMPLEX, TUPLE, SIZE, SET, FROZENSET, DICT, ORDERED) = range(1, 11)
+(COUNTER, DEFAULT, ARRAY, SCALAR, DTYPE, DEVICE) = range(11, 17)
 
-_TENSOR_MARK: Final = Ext(_TENSOR, b"")
+_TENSOR_MARK: Final = Ext(TENSOR, b"")
 _TENSOR_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _is_tensor_type: Final = _TENSOR_TYPES.__contains__
 _ATOMS: Final = frozenset({type(None), bool, float, bytes})
 _ONLY_STR: Final = frozenset({str})
 _NUMERIC_KINDS: Final = frozenset("biufc")
-_NUMERIC_DTYPE: Final = re.compile(r"[<>|][biufc]\d{1,2}", re.ASCII)
-# Not getattr(torch, name): torch imports whole packages when it is asked for their names.
-DTYPES: Final = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-_FACTORIES: Final[dict[str, Callable[[], object]]] = {
+FACTORIES: Final[dict[str, Callable[[], object]]] = {
     factory.__name__: factory for factory in (bool, bytes, dict, float, int, list, set, str, tuple)
 }
 _pack = msgspec.msgpack.Encoder().encode
@@ -75,18 +73,14 @@ def flatten(tree: object) -> Flat:
     return Flat(encoder.tensors, encoder.parents, encoder.keys, packed)
 
 
-def unflatten(packed: msgspec.Raw, tensors: Iterator[torch.Tensor]) -> Any:
-    """Rebuild the tree from its packed rest and its tensors in the order they were met."""
-    return _Decoder(tensors).decode(packed)
-
-
 def join(parent: str, key: object) -> str:
     """The dotted path of `key` in `parent`."""
-    name = key if isinstance(key, str) else _text(key)
+    name = key if isinstance(key, str) else text_of(key)
     return f"{parent}.{name}" if parent else name
 
 
-def _text(key: object) -> str:
+def text_of(key: object) -> str:
+    """Return what a key is called in messages."""
     try:
         return repr(key)
     except ValueError:  # Python makes no digits of integers as long as that
@@ -101,9 +95,16 @@ class _Encoder:
         self.parents: list[str] = []
         self.keys: list[object] = []
         self.open: list[object] = []
+        self.values = 0
 
     def children(self, parent: str, keys: Iterable[object], values: Collection[object]) -> list[object]:
         """Encode the values of a container; every tensor passes here."""
+        self.values += len(values)
+        if self.values > MAX_VALUES:
+            raise CheckpointValueError(
+                f"{short(parent) or 'the tree'}: with it there are more than {MAX_VALUES:,} values in all; the way out: keep "
+                "many numbers in a tensor or a numpy array"
+            )
         if values and all(map(_is_tensor_type, map(type, values))):
             return self._only_tensors(parent, keys, values)
         out: list[object] = []
@@ -137,9 +138,9 @@ class _Encoder:
             self.open.pop()
             return encoded
         if isinstance(value, np.generic) and value.dtype.kind in _NUMERIC_KINDS:
-            return Ext(_SCALAR, _pack((value.dtype.str, value.tobytes())))
+            return Ext(SCALAR, _pack((value.dtype.str, value.tobytes())))
         if type(value) is np.ndarray and value.dtype.kind in _NUMERIC_KINDS:
-            return Ext(_ARRAY, _pack((value.dtype.str, value.shape, value.tobytes())))
+            return Ext(ARRAY, _pack((value.dtype.str, value.shape, value.tobytes())))
         raise _refusal(path, value)
 
     def _enter(self, path: str, value: object) -> None:
@@ -147,8 +148,8 @@ class _Encoder:
         if len(self.open) <= MAX_DEPTH:
             return
         if len({id(each) for each in self.open}) < len(self.open):
-            raise CheckpointValueError(f"{_short(path)}: the tree contains itself; break the reference cycle")
-        raise CheckpointValueError(f"{_short(path)}: nested deeper than {MAX_DEPTH} levels; flatten the state")
+            raise CheckpointValueError(f"{short(path)}: the tree contains itself; break the reference cycle")
+        raise CheckpointValueError(f"{short(path)}: nested deeper than {MAX_DEPTH} levels; flatten the state")
 
     def list_(self, path: str, values: list[object]) -> list[object]:
         return self.children(path, range(len(values)), values)
@@ -157,24 +158,26 @@ class _Encoder:
         if set(map(type, values)) <= _ONLY_STR and all(map(str.isascii, values)):
             return dict(zip(values, self.children(path, values, values.values()), strict=True))
         keys = self.children(f"{path}(key)", range(len(values)), values)
-        return Ext(_DICT, _pack((keys, self.children(path, values, values.values()))))
+        return Ext(DICT, _pack((keys, self.children(path, values, values.values()))))
 
     def ordered(self, path: str, values: OrderedDict[object, object]) -> object:
         # nn.Module.state_dict() keeps the version of each module in an attribute, `_metadata`.
-        return Ext(_ORDERED, _pack((self.dict_(path, values), self.dict_(f"{path}(attributes)", vars(values)))))
+        if hidden := [name for name in vars(values) if hasattr(OrderedDict, name)]:
+            raise CheckpointValueError(f"{path}: attributes of an OrderedDict hide its methods; remove {', '.join(hidden)}")
+        return Ext(ORDERED, _pack((self.dict_(path, values), self.dict_(f"{path}(attributes)", vars(values)))))
 
     def counter(self, path: str, values: Counter[object]) -> object:
-        return Ext(_COUNTER, _pack(self.dict_(path, values)))
+        return Ext(COUNTER, _pack(self.dict_(path, values)))
 
     def default(self, path: str, values: defaultdict[object, object]) -> object:
         factory = values.default_factory
         name = None if factory is None else getattr(factory, "__name__", "")
-        if name is not None and _FACTORIES.get(name) is not factory:
+        if name is not None and FACTORIES.get(name) is not factory:
             raise CheckpointValueError(
                 f"{path}: cannot store a defaultdict with the factory {factory!r}; "
-                f"the way out: one of {', '.join(_FACTORIES)}, or dict(...)"
+                f"the way out: one of {', '.join(FACTORIES)}, or dict(...)"
             )
-        return Ext(_DEFAULT, _pack((name, self.dict_(path, values))))
+        return Ext(DEFAULT, _pack((name, self.dict_(path, values))))
 
     def sequence(self, code: int) -> Callable[[str, Iterable[object]], object]:
         def encode(path: str, values: Iterable[object]) -> object:
@@ -187,24 +190,24 @@ class _Encoder:
 def _encode_int(value: int) -> object:
     if -(2**63) <= value < 2**64:
         return value
-    return Ext(_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+    return Ext(INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 
 
 def _encode_str(value: str) -> object:
     # Text from file names may hold lone surrogates, which are no UTF-8.
-    return value if value.isascii() else Ext(_STR, value.encode("utf-8", "surrogatepass"))
+    return value if value.isascii() else Ext(STR, value.encode("utf-8", "surrogatepass"))
 
 
 def _encode_complex(value: complex) -> object:
-    return Ext(_COMPLEX, struct.pack("<dd", value.real, value.imag))
+    return Ext(COMPLEX, struct.pack("<dd", value.real, value.imag))
 
 
 _ENCODE: Final[dict[type, Callable[[Any], object]]] = {
     int: _encode_int,
     str: _encode_str,
     complex: _encode_complex,
-    torch.dtype: lambda value: Ext(_DTYPE, str(value).removeprefix("torch.").encode()),
-    torch.device: lambda value: Ext(_DEVICE, str(value).encode()),
+    torch.dtype: lambda value: Ext(DTYPE, str(value).removeprefix("torch.").encode()),
+    torch.device: lambda value: Ext(DEVICE, str(value).encode()),
 }
 _ENCODE_CONTAINER: Final[dict[type, Callable[[_Encoder, str, Any], object]]] = {
     list: _Encoder.list_,
@@ -212,14 +215,15 @@ _ENCODE_CONTAINER: Final[dict[type, Callable[[_Encoder, str, Any], object]]] = {
     OrderedDict: _Encoder.ordered,
     Counter: _Encoder.counter,
     defaultdict: _Encoder.default,
-    tuple: lambda encoder, path, values: encoder.sequence(_TUPLE)(path, values),
-    torch.Size: lambda encoder, path, values: encoder.sequence(_SIZE)(path, values),
-    set: lambda encoder, path, values: encoder.sequence(_SET)(path, values),
-    frozenset: lambda encoder, path, values: encoder.sequence(_FROZENSET)(path, values),
+    tuple: lambda encoder, path, values: encoder.sequence(TUPLE)(path, values),
+    torch.Size: lambda encoder, path, values: encoder.sequence(SIZE)(path, values),
+    set: lambda encoder, path, values: encoder.sequence(SET)(path, values),
+    frozenset: lambda encoder, path, values: encoder.sequence(FROZENSET)(path, values),
 }
 
 
-def _short(path: str) -> str:
+def short(path: str) -> str:
+    """Return as much of a path as a message can have."""
     return path if len(path) <= 200 else f"{path[:200]}…"
 
 
@@ -241,73 +245,3 @@ def _way_out(value: object) -> str:
     if hasattr(value, "state_dict"):
         return "the way out: store its state_dict()"
     return "the way out: store its numbers, texts, tensors and containers of them, and rebuild it when loading"
-
-
-class _Decoder:
-    """The way back. It trusts its input no further than the digest does: what is malformed raises a builtin error."""
-
-    def __init__(self, tensors: Iterator[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self.decode = msgspec.msgpack.Decoder(ext_hook=self._extension).decode
-
-    def _extension(self, code: int, payload: memoryview) -> object:
-        if code == _TENSOR:
-            return self._tensor()
-        decode = _DECODE.get(code)
-        if decode is not None:
-            return decode(bytes(payload))
-        decode_container = _DECODE_CONTAINER.get(code)
-        if decode_container is None:
-            raise ValueError(f"unknown extension type {code}")
-        return decode_container(self.decode(payload))
-
-    def _tensor(self) -> torch.Tensor:
-        for tensor in self._tensors:
-            return tensor
-        raise ValueError("more tensors in the tree than in its list")
-
-
-def _decode_ordered(parts: list[Any]) -> object:
-    mapping, attributes = parts
-    ordered = OrderedDict(mapping)
-    vars(ordered).update(attributes)
-    return ordered
-
-
-def _decode_default(parts: list[Any]) -> object:
-    name, mapping = parts
-    return defaultdict(None if name is None else _FACTORIES[name], mapping)
-
-
-def _decode_array(parts: list[Any]) -> Any:
-    text, shape, data = parts
-    # np.dtype() understands a small language, parts of which are evaluated by Python's own parser.
-    if not _NUMERIC_DTYPE.fullmatch(text):
-        raise ValueError(f"an array of dtype {text}")
-    return np.ndarray(shape, np.dtype(text), bytearray(data))
-
-
-def _decode_dict(parts: list[Any]) -> object:
-    keys, values = parts
-    return dict(zip(keys, values, strict=True))
-
-
-_DECODE: Final[dict[int, Callable[[bytes], object]]] = {
-    _INT: lambda payload: int.from_bytes(payload, "little", signed=True),
-    _STR: lambda payload: payload.decode("utf-8", "surrogatepass"),
-    _COMPLEX: lambda payload: complex(*struct.unpack("<dd", payload)),
-    _DTYPE: lambda payload: DTYPES[f"torch.{payload.decode()}"],
-    _DEVICE: lambda payload: torch.device(payload.decode()),
-}
-_DECODE_CONTAINER: Final[dict[int, Callable[[Any], object]]] = {
-    _TUPLE: tuple,
-    _SIZE: torch.Size,
-    _SET: set,
-    _FROZENSET: frozenset,
-    _DICT: _decode_dict,
-    _ORDERED: _decode_ordered,
-    _COUNTER: Counter,
-    _DEFAULT: _decode_default,
-    _ARRAY: _decode_array,
-    _SCALAR: lambda parts: _decode_array([parts[0], (), parts[1]])[()],
-}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -13,6 +13,7 @@ _IN_ORDER = ("iter", "epoch", "validations", "tests")
 """What orders the states of a run. Iterations first: the other counts move between two of them."""
 
 Phase = Literal["train", "val"]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Counters(msgspec.Struct):
@@ -22,12 +23,12 @@ class Counters(msgspec.Struct):
     that have ended.
     """
 
-    epoch: int = 0
-    iter: int = 0
-    update: int = 0
-    batches: int = 0
-    validations: int = 0
-    tests: int = 0
+    epoch: Count = 0
+    iter: Count = 0
+    update: Count = 0
+    batches: Count = 0
+    validations: Count = 0
+    tests: Count = 0
     max_epochs: int | None = None
     max_iters: int | None = None
     phase: Phase = "train"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import torch
 
 from eventloop.bus import Bus
@@ -15,7 +16,7 @@ from eventloop.log import get_logger
 from eventloop.training.arguments import stepping
 from eventloop.training.given import tell_changed
 from eventloop.training.order import Order
-from eventloop.training.progress import Counters
+from eventloop.training.progress import Count, Counters
 from eventloop.training.rng import get_rng_state, other_rng_state, set_rng_state
 from eventloop.training.save_request import SaveRequest
 
@@ -228,8 +229,28 @@ def _check(state: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"this file is no checkpoint of a run (it has no {', '.join(missing)}); only weights can be loaded"
         )
+    try:
+        msgspec.convert(state, _Form)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"the checkpoint does not hold the state of a run: {error}") from error
     if state["format"] > FORMAT:
         raise CheckpointError(f"the checkpoint has format {state['format']}, this trainbus reads up to {FORMAT}; upgrade it")
+
+
+class _Form(msgspec.Struct):
+    """What a resume takes for granted of the state of a run; a file of something else's may have anything there."""
+
+    format: int
+    state_dict: dict[str, Any]
+    progress: Counters
+    bus: _BusForm
+    stateful: dict[str, Any] = {}
+    info: dict[str, Any] = {}
+
+
+class _BusForm(msgspec.Struct):
+    hooks: dict[str, Any]
+    publishes: dict[str, Count]
 
 
 def is_resumable(state: Any) -> bool:

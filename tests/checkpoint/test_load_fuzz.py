@@ -106,12 +106,19 @@ def read(path: Path, data: bytes) -> Reading:
     return Reading(loaded, [(name, peak) for name, peak in peaks if peak >= FIXED + PER_BYTE * len(data)])
 
 
-# Bytes that promise more than follows: arrays, maps, binaries, extensions and texts of four billion, depth, bad names.
+# Bytes that promise more than follows: arrays, maps, binaries, extensions and texts of four billion, depth, bad names,
+# numbers of thousands of digits, shapes of thousands of dimensions, attributes that hide methods.
 NASTY = [
     *(bytes([code]) + b"\xff\xff\xff\xff" for code in (0xDD, 0xDF, 0xC6, 0xC9, 0xDB)),
     *(b"\x91" * 200, b"\x81\xc0" * 200, b"\xc1", b"\xd4\x01\x00", b"\xc7\x00\x01", b"\xd6\xff\x00\x00\x00\x00"),
     *(msgspec.msgpack.encode(one) for one in (2**64 - 1, -(2**63), float("nan"), "float64", "complex64", "<f8", "O", [2**40])),
     *(msgspec.msgpack.encode(Ext(code, b"\x91\xc0")) for code in range(18)),
+    *(b"1" * 5000, b"[" * 1000, b"9," * 2000, msgspec.msgpack.encode([9] * 1000), msgspec.msgpack.encode([0] * 1000)),
+    *(
+        msgspec.msgpack.encode(Ext(2, b"\x7f" * 3000)),
+        msgspec.msgpack.encode(Ext(10, msgspec.msgpack.encode([{}, {"items": 1}]))),
+    ),
+    *(wrap * 150 for wrap in (b"\x91", b"\x81\xa1a", b"\xc7\x03\x05\x91")),
 ]
 
 
@@ -173,7 +180,8 @@ foreign = st.one_of(
     st.dictionaries(
         st.integers(0, 6),
         st.tuples(
-            st.sampled_from(["complex64", "complex128", "float8_e8m0fnu", "x"]), st.lists(st.integers(-1, 2**40), max_size=3)
+            st.sampled_from(["complex64", "complex128", "float8_e8m0fnu", "x"]),
+            st.one_of(st.lists(st.integers(-1, 2**40), max_size=3), st.sampled_from([[9] * 1000, [1] * 1000, [2**62, 4, 0]])),
         ),
         max_size=3,
     ),
@@ -196,10 +204,11 @@ def test_a_header_with_any_damage(good, path, data):
 
 
 sizes = st.one_of(st.integers(-1, 40), st.sampled_from([2**31, 2**32, 2**62, 2**63, 2**64, 2**64 + 1]), st.floats(), st.text())
+shapes = st.one_of(st.lists(sizes, max_size=3), st.sampled_from([[9] * 1000, [1] * 1000, [2**62, 4, 0], [2**32] * 2]))
 entries = st.one_of(
     st.fixed_dictionaries(
         {"dtype": st.sampled_from(["U8", "F32", "F64", "BOOL", "I4", ""])},
-        optional={"shape": st.lists(sizes, max_size=3), "data_offsets": st.lists(sizes, min_size=1, max_size=3)},
+        optional={"shape": shapes, "data_offsets": st.lists(sizes, min_size=1, max_size=3)},
     ),
     st.none(),
     st.lists(st.none(), max_size=2),
@@ -214,7 +223,11 @@ def test_a_header_with_other_entries(good, path, data):
         found = header.get(name)
         one = data.draw(entries)
         header[name] = {**found, **one} if isinstance(found, dict) and isinstance(one, dict) else one
-    assert not read(path, seal(json.dumps(header).encode(), body)).wasteful
+    text = json.dumps(header).encode()
+    if data.draw(st.booleans()):  # one name twice
+        name = data.draw(st.sampled_from(list(header)))
+        text = text[:-1] + b"," + json.dumps({name: data.draw(entries)}).encode()[1:]
+    assert not read(path, seal(text, body)).wasteful
 
 
 @quick

@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
+import tracemalloc
+import zipfile
 from collections import Counter, OrderedDict
 from pathlib import Path
 from types import ModuleType
@@ -250,3 +252,63 @@ def test_lists_that_repeat_each_other_without_end_are_an_error_and_fill_no_memor
         bomb = [bomb, bomb]
     with pytest.raises(CheckpointError, match="more than 10,000 values"):
         load_pth(saved(bomb, tmp_path / "a.pth"))
+
+
+def repacked(path: Path, how: int, more: dict[str, bytes] | None = None) -> Path:
+    """The parts of a file of torch.save, written by something else."""
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", how) as archive:
+        for name, data in (parts | (more or {})).items():
+            archive.writestr(name, data)
+    return path
+
+
+def test_a_zip_bomb_is_refused_before_it_is_unpacked(tmp_path):
+    path = repacked(saved({"w": torch.zeros(10**6)}, tmp_path / "a.pth"), zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < 100_000
+    tracemalloc.start()
+    with pytest.raises(CheckpointDamagedError, match="its parts are compressed"):
+        load_pth(path)
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+    assert load_pth(repacked(saved({"w": torch.zeros(3)}, tmp_path / "b.pth"), zipfile.ZIP_STORED))["w"].tolist() == [0, 0, 0]
+
+
+class Calls:
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        (torch.FloatTensor, 10**7),
+        (bytearray, 10**14),
+        (torch._utils._rebuild_tensor_v2, torch.zeros(1).untyped_storage(), 0, (2**40,), (0,), False, OrderedDict()),
+        (torch._utils._rebuild_tensor_v2, torch.zeros(1).untyped_storage(), 0, (2**40,), (1,), False, OrderedDict()),
+        (torch._utils._rebuild_tensor_v2, torch.zeros(1).untyped_storage(), 2**62, (1,), (1,), False, OrderedDict()),
+    ],
+    ids=["new", "bytes", "spread", "beyond", "offset"],
+)
+@pytest.mark.filterwarnings("ignore:TypedStorage")
+def test_a_pickle_that_asks_for_more_memory_than_the_file_has_bytes_is_refused(tmp_path, call):
+    with pytest.raises(CheckpointError):
+        load_pth(saved({"w": Calls(*call)}, tmp_path / "a.pth"))
+
+
+def test_tensors_that_share_or_spread_their_bytes_are_read(tmp_path):
+    weight = torch.ones(2000)
+    tree = {"a": weight, "b": weight, "half": weight[:1000], "spread": torch.ones(1).expand(5000)}
+    loaded = load_pth(saved(tree, tmp_path / "a.pth"))
+    assert all(torch.equal(loaded[name], tree[name]) for name in tree)
+
+
+def test_attributes_that_hide_the_methods_of_a_dict_are_refused(tmp_path):
+    tree = OrderedDict(a=1)
+    vars(tree)["pop"] = [1]
+    with pytest.raises(CheckpointError, match="an attribute 'pop' of an OrderedDict"):
+        load_pth(saved(tree, tmp_path / "a.pth"))

@@ -10,6 +10,7 @@ import torch
 from structlog.testing import capture_logs
 
 from eventloop import Bus, CheckpointDamagedError, CheckpointError, ConfigurationError
+from eventloop.checkpoint import load, save
 
 
 def saving(parts, work_dir, **options):
@@ -144,6 +145,24 @@ def test_where_last_checkpoint_leads_elsewhere_and_nothing_is_beside_it_the_run_
     with capture_logs(), pytest.raises(CheckpointDamagedError, match=r"epoch_3\.safetensors is a link"):
         began(parts, "auto", work_dir=tmp_path / "run")
     assert began(parts, tmp_path / "run" / "epoch_3.safetensors") == (9, tmp_path / "run" / "epoch_3.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("progress", {"epoch": 10**5000}), ("progress", {"iter": -1}), ("progress", {"epoch": "1"}), ("progress", [1])),
+        *(("format", "1"), ("format", None), ("bus", []), ("bus", {"hooks": {}, "publishes": {"x": "y"}}), ("state_dict", [])),
+    ],
+)
+def test_a_state_that_no_run_has_is_refused_and_changes_nothing(parts, tmp_path, key, value):
+    state = load(saving(parts, tmp_path) / "epoch_1.safetensors")
+    save({**state, key: value}, tmp_path / "odd.safetensors")
+    loop = parts.loop(Bus(), val_data=None, max_epochs=3)
+    before = [parameter.clone() for parameter in loop.model.parameters()]
+    with pytest.raises(CheckpointError, match="does not hold the state of a run"):
+        loop.run(resume=tmp_path / "odd.safetensors")
+    assert loop.counters.iter == 0
+    assert all(map(torch.equal, before, loop.model.parameters()))
 
 
 def test_a_fifo_that_is_named_is_an_error_and_no_hang(parts, tmp_path):

@@ -187,7 +187,7 @@ def _lines(names: list[Place]) -> Iterator[str]:
 
 def _count(found: Found, name: str) -> str:
     value = found.progress.get(name)
-    return str(value) if isinstance(value, int) else "-"
+    return str(value) if isinstance(value, int) and value.bit_length() <= 64 else "-"
 
 
 def _when(seconds: float | None) -> str:

@@ -1,0 +1,263 @@
+"""What a file says is compared with its size, the memory there is and what is ever written, before anything is allocated."""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+import zlib
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from eventloop.checkpoint import inspect, load, outline, packed, save, verify
+from eventloop.checkpoint.bounds import elements, is_plain_name
+from eventloop.checkpoint.packed import check_packed
+from eventloop.cli import main
+from eventloop.errors import CheckpointDamagedError, CheckpointValueError
+from eventloop.training.find import find_checkpoint
+
+Ext = msgspec.msgpack.Ext
+pack = msgspec.msgpack.encode
+TERABYTE = 10**12
+
+
+def header_of(tensors: dict[str, Any], data: int, tree: int) -> bytes:
+    end = data + tree
+    header = {
+        "__metadata__": {"format": "trainbus.checkpoint", "version": "1", "digest": "crc32"},
+        **tensors,
+        "__tree__": {"dtype": "U8", "shape": [tree], "data_offsets": [data, end]},
+        "__digest__": {"dtype": "U8", "shape": [4], "data_offsets": [end, end + 4]},
+    }
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def sparse(path: Path, data: int, tree: int) -> Path:
+    """A file that takes no room on the disk."""
+    header = header_of({"w": {"dtype": "U8", "shape": [data], "data_offsets": [0, data]}}, data, tree)
+    path.write_bytes(header)
+    os.truncate(path, len(header) + data + tree + 4)
+    return path
+
+
+def with_tree(path: Path, tree: bytes, tensors: dict[str, Any] | None = None) -> Path:
+    """A file with a right digest around anything."""
+    body = header_of(tensors or {}, 0, len(tree)) + tree
+    path.write_bytes(body + zlib.crc32(body).to_bytes(4, "little"))
+    return path
+
+
+def of(value: Any) -> bytes:
+    return pack([[], {}, value])
+
+
+@pytest.mark.parametrize("sizes", [[9], [1], [2**63 - 1], [2**70], [2**70, 0]])
+def test_a_hundred_thousand_dimensions_are_no_work(tmp_path, sizes):
+    shape = sizes * 100_000
+    path = with_tree(tmp_path / "a", of(1), {"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}})
+    for read in (load, outline):
+        with pytest.raises(CheckpointDamagedError):
+            read(path)
+    foreign = pack([[0], {0: ["complex64", [min(size, 2**63) for size in shape]]}, Ext(1, b"")])
+    path = with_tree(tmp_path / "a", foreign, {"w": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}})
+    for read in (load, outline):
+        with pytest.raises(CheckpointDamagedError) as error:
+            read(path)
+        assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"),
+    [((), 1), ((2, 3), 6), ((2**62, 0), 0), ((2**62, 4), 101), ((10, 10), 100), ((101,), 101), ((1,) * 99, 1)],
+)
+def test_elements_are_counted_up_to_a_bound(shape, count):
+    assert elements(shape, 100) == count
+
+
+def test_a_file_larger_than_the_memory_is_refused_at_once_and_a_run_falls_back(tmp_path):
+    state = {"format": 1, "state_dict": {}, "progress": {}, "bus": {}, "rng": None}
+    save(state, tmp_path / "good.safetensors")
+    path = sparse(tmp_path / "huge.safetensors", TERABYTE, 10)
+    assert inspect(path).tensors["w"].shape == (TERABYTE,)
+    with pytest.raises(CheckpointDamagedError, match=r"it takes 1,000,000,0.* bytes of memory, and there are"):
+        load(path)
+    with capture_logs() as logs:
+        assert find_checkpoint(tmp_path) == (tmp_path / "good.safetensors", state)
+    assert [entry["path"] for entry in logs] == [str(path)]
+
+
+def test_memory_that_runs_out_is_told_as_what_a_run_falls_back_from(tmp_path, monkeypatch):
+    save({"w": torch.ones(3)}, tmp_path / "a")
+
+    def full(*args: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(np, "empty", full)
+    with pytest.raises(CheckpointDamagedError, match="too large for the memory"):
+        load(tmp_path / "a")
+
+
+def test_a_tree_of_ten_gigabytes_is_not_read(tmp_path):
+    path = sparse(tmp_path / "huge.safetensors", 0, 10**10)
+    for read in (inspect, outline, load, verify):
+        with pytest.raises(CheckpointDamagedError, match="a tree of 10,000,000,000 bytes"):
+            read(path)
+
+
+@pytest.mark.parametrize("token", [b"\x90", b"\x80", b"\xc0", Ext], ids=["lists", "dicts", "None", "sets"])
+def test_values_are_counted_before_they_are_made(tmp_path, monkeypatch, token):
+    monkeypatch.setattr(packed, "_TOKENS", 1000)
+    item = pack(Ext(7, b"\x90")) if token is Ext else token
+    count = (6 << 20) // len(item)
+    path = with_tree(tmp_path / "a", b"\x93\x90\x80\xdd" + count.to_bytes(4, "big") + item * count)
+    for read in (load, outline):
+        tracemalloc.start()
+        with pytest.raises(CheckpointDamagedError, match="more than 1,000 values"):
+            read(path)
+        assert tracemalloc.get_traced_memory()[1] < 30 << 20
+        tracemalloc.stop()
+
+
+VALUES: list[Any] = [
+    *(None, True, 0, -1, 200, 2**15, 2**31, 2**63, -(2**7), -(2**15), -(2**31), -(2**63), 2**70, 1.5, 1j, 10**5000),
+    *("", "a" * 31, "a" * 32, "a" * 300, "a" * 70_000, "ü", b"", b"x" * 300, b"x" * 70_000),
+    *([], [1] * 15, [1] * 16, [1] * 70_000, {}, {str(i): i for i in range(16)}, {i: (i,) for i in range(300)}),
+    *((), {1, 2}, frozenset({3}), Counter("aab"), OrderedDict(a=1), torch.Size([1, 2]), torch.float32, torch.device("cpu")),
+    *(np.arange(4), np.float32(1), np.zeros((2, 3), np.int8), torch.ones(2)),
+]
+
+
+def test_every_value_is_counted_to_its_end_and_is_worth_eight_tokens_at_most(tmp_path, monkeypatch):
+    monkeypatch.setattr(packed, "_SMALL", 0)
+    for value in VALUES:
+        tree = [value] * 3
+        save(tree, tmp_path / "a")
+        monkeypatch.setattr(packed, "_TOKENS", 8 * (4 + 3 * (2 * len(value) if hasattr(value, "__len__") else 1)) + 20)
+        load(tmp_path / "a")
+    with pytest.raises(ValueError, match="values"):
+        monkeypatch.setattr(packed, "_TOKENS", 3)
+        check_packed(memoryview(of([1, 2, 3])))
+
+
+def test_more_values_than_are_read_are_refused_when_they_are_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr("eventloop.checkpoint.tree.MAX_VALUES", 10)
+    save({"loss": list(range(8))}, tmp_path / "a")
+    with pytest.raises(CheckpointValueError, match=r"loss: .*more than 10 values in all; the way out: .*a tensor"):
+        save({"loss": list(range(9))}, tmp_path / "a")
+
+
+def test_a_larger_tree_than_is_read_is_refused_when_it_is_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr("eventloop.checkpoint.header.MAX_TREE_BYTES", 1000)
+    save({"a": bytes(900)}, tmp_path / "a")
+    with pytest.raises(CheckpointValueError, match=r"the way out: torch\.from_numpy"):
+        save({"a": bytes(1000)}, tmp_path / "a")
+
+
+def nested(depth: int, wrap: Any) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = wrap(value)
+    return value
+
+
+WRAPS = {
+    "list": lambda value: [value],
+    "dict": lambda value: {"a": value},
+    "tuple": lambda value: Ext(5, pack([value])),
+    "key": lambda value: Ext(9, pack([[Ext(5, pack([value]))], [1]])) if value == 1 else Ext(5, pack([value])),
+    "ordered": lambda value: Ext(10, pack([{"a": value}, {}])),
+    "attributes": lambda value: Ext(10, pack([{}, {"_metadata": value}])),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("depth", [101, 150, 500, 5000])
+def test_a_tree_deeper_than_any_that_is_written_is_refused(tmp_path, wrap, depth):
+    path = with_tree(tmp_path / "a", of(nested(depth, WRAPS[wrap])) if depth < 5000 else b"\x93\x90\x80" + b"\x91" * depth)
+    for read in (load, outline):
+        with pytest.raises(CheckpointDamagedError, match="cannot be rebuilt"):
+            read(path)
+
+
+@pytest.mark.parametrize("wrap", [WRAPS["list"], WRAPS["dict"], lambda value: (value,), lambda value: OrderedDict(a=value)])
+def test_the_deepest_tree_that_is_written_is_read(tmp_path, wrap):
+    tree = nested(100, wrap)
+    save(tree, tmp_path / "a")
+    assert load(tmp_path / "a") == tree
+    with pytest.raises(CheckpointValueError, match="nested deeper than 100 levels"):
+        save(wrap(tree), tmp_path / "a")
+
+
+@pytest.mark.parametrize("attributes", [{"items": [1]}, {"__class__": 1}, {"keys": None}, Ext(9, pack([[1], [2]]))])
+def test_attributes_that_hide_the_methods_of_a_dict_are_refused(tmp_path, attributes):
+    path = with_tree(tmp_path / "a", of(Ext(10, pack([{"a": 1}, attributes]))))
+    with pytest.raises(CheckpointDamagedError, match=r"an attribute .* of an OrderedDict"):
+        load(path)
+
+
+@pytest.mark.parametrize("slots", [[-1], [1], [2**63], [None]])
+def test_tensors_are_counted_from_the_first(tmp_path, slots):
+    entry = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    path = with_tree(tmp_path / "a", pack([slots, {}, Ext(1, b"")]), {"w": entry})
+    for read in (load, outline):
+        with pytest.raises(CheckpointDamagedError, match="cannot be rebuilt"):
+            read(path)
+
+
+HUGE = Ext(2, (10**5000).to_bytes(2100, "little", signed=True))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        HUGE,
+        [HUGE],
+        {"progress": {"epoch": HUGE, "iter": HUGE}},
+        {"state_dict": Ext(9, pack([[HUGE, Ext(5, pack([HUGE]))], [1, 2]]))},
+        Ext(9, pack([[HUGE, Ext(5, pack([HUGE]))], [1, 2]])),
+        {"state_dict": [1], "shards": HUGE},
+        nested(99, WRAPS["tuple"]),
+    ],
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        "ls .",
+        "verify a.safetensors",
+        "show a.safetensors",
+        "show a.safetensors --json",
+        "show a.safetensors --key a",
+        "export a.safetensors a.pth --force",
+        "export a.safetensors a.pth --weights --force",
+    ],
+)
+def test_no_command_ends_in_a_traceback_over_an_odd_tree(tmp_path, monkeypatch, capsys, tree, command):
+    monkeypatch.chdir(tmp_path)
+    with_tree(Path("a.safetensors"), of(tree))
+    assert main(["checkpoint", *command.split()]) in (0, 1, 2)
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", ["a", "ä.safetensors", "…", "x" * 255, os.fsdecode(b"caf\xe9"), "a b", "a\\b", "-", "c:d"])
+def test_names_of_files(name):
+    assert is_plain_name(name)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "a/", "a\0", "x" * 256, "\ud800", None, 7, b"a", ["a"]])
+def test_no_names_of_files(name):
+    assert not is_plain_name(name)
+
+
+def test_attributes_that_hide_the_methods_of_a_dict_are_not_saved_either(tmp_path):
+    tree = OrderedDict(a=1)
+    vars(tree)["pop"] = 1
+    with pytest.raises(CheckpointValueError, match="x: attributes of an OrderedDict hide its methods; remove pop"):
+        save({"x": tree}, tmp_path / "a")
