@@ -70,9 +70,10 @@ class CheckpointHook(Hook):
         by_epoch: count epochs, else iterations.
         save_optimizer: False leaves optimizers out; such a file cannot resume a run exactly.
         save_param_scheduler: False leaves schedules out.
-        out_dir: where to: a directory, or a URL such as ``"s3://bucket/run"`` that fsspec reaches (``pip install
-            "trainbus[remote]"``, and the package for the protocol). The work dir by default, which learns of the newest
-            checkpoint wherever that is. ``resume="auto"`` looks in both.
+        out_dir: where to: a directory, or a URL such as ``"s3://bucket/runs"`` that fsspec reaches (``pip install
+            "trainbus[remote]"``, and the package for the protocol). Files go into a folder in it that is named like the work
+            dir, so that several runs can have one ``out_dir``; without a work dir, into ``out_dir`` itself. The work dir by
+            default, which learns of the newest checkpoint wherever that is. ``resume="auto"`` looks in both.
         max_keep_ckpts: how many of the regular files stay; -1 for all.
         save_last: also save at the end of training, however it was stopped (not by an exception). A run that was stopped in
             the middle of an epoch saves under ``iter_{n}``.
@@ -160,7 +161,7 @@ class CheckpointHook(Hook):
 
     def before_run(self, event: BeforeRun) -> None:
         """Find the directory."""
-        directory = event.run.work_dir if self._out_dir is None else self._out_dir.absolute()
+        directory = self._directory(event.run.work_dir)
         event.run.shared[KEPT] = everybody = event.run.shared.get(KEPT, [])
         self._kept.begin(directory, everybody)
         self._loaded_here = False
@@ -168,7 +169,7 @@ class CheckpointHook(Hook):
         self._first = event.run.rank == 0
         if directory is not None and directory.exists() and not directory.is_dir():
             raise ConfigurationError(f"{self.label} cannot save to {directory}: it is no directory")
-        if self._out_dir is not None:
+        if directory is not None and directory != event.run.work_dir:
             event.run.keeps_checkpoints_in(directory)
 
     def after_load_checkpoint(self, event: AfterLoadCheckpoint) -> None:
@@ -287,6 +288,13 @@ class CheckpointHook(Hook):
     @property
     def _saves(self) -> bool:
         return self.interval > 0 or self.save_last or self._kept.best.wanted
+
+    def _directory(self, work_dir: Path | None) -> Place | None:
+        """Return where this run's files go: in ``out_dir``, which other runs may have, too, a folder of its own."""
+        out_dir = None if self._out_dir is None else self._out_dir.absolute()
+        if out_dir is None or work_dir is None or out_dir == work_dir:
+            return out_dir or work_dir
+        return out_dir / work_dir.resolve().name
 
     def _due(self, done: int) -> bool:
         return self.interval > 0 and done >= self.save_begin and (done - self.save_begin) % self.interval == 0

@@ -10,7 +10,7 @@ from eventloop import Migration, OptionChange, register_migrations
 MMENGINE, IMIX, POINTRIX = "MMEngine", "iMIX", "Pointrix"
 
 _FILES = OptionChange(
-    says_nothing=(None, {"backend": "disk"}, {"backend": "local"}), instead='out_dir="s3://bucket/run" says where files go'
+    says_nothing=(None, {"backend": "disk"}, {"backend": "local"}), instead='out_dir="s3://bucket/runs" says where files go'
 )
 _COPIES = OptionChange(
     says_nothing=(None, {"backend": "disk"}, {"backend": "local"}), instead="out_dir is a folder of the file system"

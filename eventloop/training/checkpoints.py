@@ -225,6 +225,7 @@ class RunCheckpoints:
         run.publish(ev.AfterLoadCheckpoint, path=str(path), checkpoint=state)
         resume.apply(run, state, strict=self._strict)
         run.resumed_from = path
+        run.order.resumed = True
         self._run.order.progress = run.counters.snapshot()
         log.info("resumed", path=str(path), epoch=run.counters.epoch, iter=run.counters.iter)
 

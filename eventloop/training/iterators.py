@@ -61,6 +61,8 @@ class Epochs:
         if self._done():
             if not order.has_trained:
                 self._tell_nothing_left()
+                if order.resumed:  # the one that saved may have ended before its after_train
+                    order.begin_train()
             order.end_train()
             return None
         order.begin_train()

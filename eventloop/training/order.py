@@ -80,6 +80,8 @@ class Order:
         self._why: Callable[[], object] = _never
         self.has_trained = False
         """True once ``before_train`` was published: from then on there is something to save."""
+        self.resumed = False
+        """True if the run goes on from a checkpoint."""
         self.agreement: Agreement | None = None
         """Where there are other ranks: what all of them stop for."""
         self._in_step = False

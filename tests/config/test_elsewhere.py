@@ -230,7 +230,7 @@ def test_an_option_without_an_equivalent_may_say_what_is_done_anyway(entry):
         (
             dict(type="CheckpointHook", backend_args=dict(backend="petrel")),
             "hooks[0].backend_args: backend_args of MMEngine's CheckpointHook is not here, and a table asks for something: "
-            'leave it out; out_dir="s3://bucket/run" says where files go',
+            'leave it out; out_dir="s3://bucket/runs" says where files go',
         ),
         (
             dict(type="PeriodicLogger", loggers=[dict(type="JSONLogger", window_size=5)]),

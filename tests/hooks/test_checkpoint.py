@@ -108,20 +108,43 @@ def test_parts_of_the_state_can_be_left_out(job: SimpleNamespace, tmp_path: Path
 def test_another_directory_is_found_again_from_the_work_dir(job: SimpleNamespace, tmp_path: Path) -> None:
     work, out = tmp_path / "work", tmp_path / "out"
     job.loop(CheckpointHook(interval=1, out_dir=out), work_dir=work, max_epochs=1).run()
-    assert files(out) == {"epoch_1"}
-    assert (work / "last_checkpoint").read_text() == "../out/epoch_1.safetensors"
+    assert files(out / "work") == {"epoch_1"}
+    assert (work / "last_checkpoint").read_text() == "../out/work/epoch_1.safetensors"
     hook = CheckpointHook(interval=1, out_dir=out)
     job.loop(hook, work_dir=work).run(resume="auto")
-    assert load(out / "epoch_2.safetensors")["progress"]["iter"] == 8
-    assert (out / "last_checkpoint").read_text() == "epoch_2.safetensors"
+    assert load(out / "work" / "epoch_2.safetensors")["progress"]["iter"] == 8
+    assert (out / "work" / "last_checkpoint").read_text() == "epoch_2.safetensors"
+
+
+def test_runs_with_one_out_dir_keep_out_of_each_others_way(job: SimpleNamespace, tmp_path: Path) -> None:
+    """Neither overwrites or removes the other's files, nor goes on from them."""
+    began: list[int] = []
+    for name, epochs in (("one", 1), ("other", 2), ("one", 2)):
+        loop = job.loop(
+            CheckpointHook(1, max_keep_ckpts=1, out_dir=tmp_path / "out"), work_dir=tmp_path / name, max_epochs=epochs
+        )
+        loop.bus.on("before_train", lambda event: began.append(event.progress.epoch))
+        loop.run(resume="auto")
+    assert began == [0, 0, 1]
+    assert files(tmp_path / "out" / "one") == files(tmp_path / "out" / "other") == {"epoch_2"}
+
+
+@pytest.mark.parametrize("work_dir", [None, "out", "out/run"])
+def test_an_out_dir_that_is_of_one_run_is_taken_as_it_is(
+    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work_dir: str | None
+) -> None:
+    """Without a work dir, or where that is the same or in it."""
+    monkeypatch.chdir(tmp_path)
+    job.loop(CheckpointHook(1, out_dir="out"), work_dir=work_dir).run()
+    assert files(tmp_path / (work_dir or "out")) == {"epoch_1", "epoch_2"}
 
 
 def test_a_directory_whose_name_is_no_utf_8_is_found_again_from_the_work_dir(job: SimpleNamespace, tmp_path: Path) -> None:
     elsewhere = tmp_path / os.fsdecode(b"caf\xe9")
     job.loop(CheckpointHook(out_dir=elsewhere), work_dir=tmp_path / "run").run()
-    assert (tmp_path / "run" / "last_checkpoint").read_bytes() == b"../caf\xe9/epoch_2.safetensors"
+    assert (tmp_path / "run" / "last_checkpoint").read_bytes() == b"../caf\xe9/run/epoch_2.safetensors"
     job.loop(CheckpointHook(out_dir=elsewhere), work_dir=tmp_path / "run", max_epochs=3).run(resume="auto")
-    assert load(elsewhere / "epoch_3.safetensors")["progress"]["iter"] == 12
+    assert load(elsewhere / "run" / "epoch_3.safetensors")["progress"]["iter"] == 12
 
 
 @pytest.mark.parametrize(
@@ -473,7 +496,7 @@ def test_a_failed_save_costs_no_file(job: SimpleNamespace, tmp_path: Path) -> No
     out = tmp_path / "out"
     hook = CheckpointHook(interval=1, max_keep_ckpts=1, out_dir=out, on_error="log", save_last=False)
     with capture_logs() as logs:
-        job.loop(hook, Breaks(out), work_dir=tmp_path, max_epochs=2, train_data=job.batches(1)).run()
+        job.loop(hook, Breaks(out), max_epochs=2, train_data=job.batches(1)).run()
     assert any(entry["event"] == "checkpoint not written" for entry in logs)
     assert files(out) == {"epoch_1"}
 
@@ -499,9 +522,9 @@ def test_a_lower_score_is_the_best_where_the_higher_one_could_not_be_saved(job: 
     hook = CheckpointHook(save_best="acc", out_dir=out, on_error="log", save_last=False)
     with capture_logs():
         loop = best_loop(job, tmp_path, hook, 0.1, 0.9, 0.5)
-        loop.bus.add(BreaksBest(out))
+        loop.bus.add(BreaksBest(out / tmp_path.name))
         loop.run()
-    assert files(out) == {"best_acc_epoch_3"}
+    assert files(out / tmp_path.name) == {"best_acc_epoch_3"}
 
 
 def test_leftovers_of_a_killed_process_are_swept_but_not_what_is_being_written(job: SimpleNamespace, tmp_path: Path) -> None:

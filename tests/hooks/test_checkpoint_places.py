@@ -83,7 +83,7 @@ def test_relative_directories_are_those_of_the_beginning(
     loop = job.loop(CheckpointHook(1, out_dir=out_dir), work_dir=Path("run"))
     loop.bus.on("after_train_epoch", lambda event: os.chdir(tmp_path / "elsewhere"))
     loop.run()
-    assert files(tmp_path / (out_dir or "run")) == {"epoch_1", "epoch_2"}
+    assert files(tmp_path / (out_dir or "") / "run") == {"epoch_1", "epoch_2"}
     assert not list((tmp_path / "elsewhere").iterdir())
     assert (tmp_path / "run" / "last_checkpoint").exists()
 

@@ -16,7 +16,9 @@ from eventloop import CheckpointError, ConfigurationError, Hook, TrainLoop
 from eventloop.checkpoint import load, save
 from hooks import CheckpointHook
 
+OUT = "memory://bucket"
 URL = "memory://bucket/run"
+"""Of a run whose work dir is named so."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,33 +44,33 @@ def scored(job: SimpleNamespace, work_dir: Path, hook: Hook, *scores: float, **o
 
 
 def test_files_and_the_best_stay_as_in_a_directory(job: SimpleNamespace, tmp_path: Path, there: Any) -> None:
-    scored(job, tmp_path, CheckpointHook(1, out_dir=URL, max_keep_ckpts=2, save_best="acc"), 0.1, 0.5, 0.3, 0.4).run()
+    scored(job, tmp_path / "run", CheckpointHook(1, out_dir=OUT, max_keep_ckpts=2, save_best="acc"), 0.1, 0.5, 0.3, 0.4).run()
     assert there() == {"epoch_3", "epoch_4", "best_acc_epoch_2", "last_checkpoint"}
     assert load(f"{URL}/best_acc_epoch_2.safetensors")["progress"]["epoch"] == 2
 
 
 def test_the_newest_is_named_there_and_in_the_work_dir(job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem) -> None:
-    job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path).run()
+    job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "run").run()
     assert memory.cat_file("/bucket/run/last_checkpoint") == b"epoch_2.safetensors"
-    assert (tmp_path / "last_checkpoint").read_text() == f"{URL}/epoch_2.safetensors"
+    assert (tmp_path / "run" / "last_checkpoint").read_text() == f"{URL}/epoch_2.safetensors"
 
 
 @pytest.mark.parametrize("resume", ["auto", f"{URL}/epoch_2.safetensors"])
 @pytest.mark.parametrize("place", ["the same", "a new machine"])
 def test_a_run_goes_on_from_a_url(job: SimpleNamespace, tmp_path: Path, resume: str, place: str) -> None:
-    job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path / "the same").run()
-    job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path / place, max_epochs=3).run(resume=resume)
-    straight = job.loop(CheckpointHook(1), work_dir=tmp_path / "straight", max_epochs=3)
+    job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "the same" / "run").run()
+    job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / place / "run", max_epochs=3).run(resume=resume)
+    straight = job.loop(CheckpointHook(1), work_dir=tmp_path / "straight" / "run", max_epochs=3)
     straight.run()
     resumed = load(f"{URL}/epoch_3.safetensors")["state_dict"]
     assert job.same(resumed, straight.model.state_dict())
 
 
 def test_auto_prefers_the_place_that_was_saved_to_last(job: SimpleNamespace, tmp_path: Path) -> None:
-    job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path / "one", max_epochs=1).run()
-    job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path / "other", max_epochs=2).run(resume="auto")
+    job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "one" / "run", max_epochs=1).run()
+    job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "other" / "run", max_epochs=2).run(resume="auto")
     began: list[int] = []
-    loop = job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path / "one", max_epochs=3)
+    loop = job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "one" / "run", max_epochs=3)
     loop.bus.on("before_train", lambda event: began.append(event.progress.epoch))
     loop.run(resume="auto")
     assert began == [2]
@@ -77,10 +79,10 @@ def test_auto_prefers_the_place_that_was_saved_to_last(job: SimpleNamespace, tmp
 def test_a_damaged_newest_file_is_reported_and_the_one_before_it_is_used(
     job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem
 ) -> None:
-    job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path).run()
+    job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "run").run()
     memory.pipe_file("/bucket/run/epoch_2.safetensors", memory.cat_file("/bucket/run/epoch_2.safetensors")[:-9])
     with capture_logs() as logs:
-        job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path, max_epochs=3).run(resume="auto")
+        job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "run", max_epochs=3).run(resume="auto")
     assert [entry["path"] for entry in logs if "damaged" in entry["event"]] == [f"{URL}/epoch_2.safetensors"]
     assert load(f"{URL}/epoch_3.safetensors")["progress"]["iter"] == 12
 
@@ -88,15 +90,15 @@ def test_a_damaged_newest_file_is_reported_and_the_one_before_it_is_used(
 def test_names_in_a_checkpoint_that_lead_out_of_the_directory_are_left_alone(
     job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem
 ) -> None:
-    job.loop(CheckpointHook(1, out_dir=URL, name="saver"), work_dir=tmp_path, max_epochs=1).run()
+    job.loop(CheckpointHook(1, out_dir=OUT, name="saver"), work_dir=tmp_path / "run", max_epochs=1).run()
     memory.pipe_file("/bucket/mine.safetensors", b"")
     tree = load(f"{URL}/epoch_1.safetensors")
     names = ["../mine.safetensors", "memory://bucket/mine.safetensors", "/bucket/mine.safetensors"]
     tree["bus"]["hooks"]["saver"]["files"] = [{"name": name, "score": None} for name in names]
     save(tree, f"{URL}/epoch_2.safetensors")
     with capture_logs() as logs:
-        hook = CheckpointHook(1, out_dir=URL, max_keep_ckpts=1, name="saver")
-        job.loop(hook, work_dir=tmp_path, max_epochs=3).run(resume=f"{URL}/epoch_2.safetensors")
+        hook = CheckpointHook(1, out_dir=OUT, max_keep_ckpts=1, name="saver")
+        job.loop(hook, work_dir=tmp_path / "run", max_epochs=3).run(resume=f"{URL}/epoch_2.safetensors")
     assert memory.exists("/bucket/mine.safetensors")
     assert sum("none of this hook's" in entry["event"] for entry in logs) == 3
 
@@ -104,12 +106,12 @@ def test_names_in_a_checkpoint_that_lead_out_of_the_directory_are_left_alone(
 def test_a_last_checkpoint_in_the_store_that_names_another_one_is_not_followed(
     job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem
 ) -> None:
-    job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path, max_epochs=1).run()
-    job.loop(CheckpointHook(1, out_dir="memory://other"), work_dir=tmp_path / "other", max_epochs=2).run()
+    job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "run", max_epochs=1).run()
+    job.loop(CheckpointHook(1, out_dir="memory://other"), work_dir=tmp_path / "other" / "run", max_epochs=2).run()
     for name in ("memory://other/epoch_2.safetensors", "../../other/epoch_2.safetensors", "/other/epoch_2.safetensors"):
         memory.pipe_file("/bucket/run/last_checkpoint", name.encode())
         began: list[int] = []
-        loop = job.loop(CheckpointHook(out_dir=URL, save_last=False, save_best="loss"), work_dir=tmp_path, max_epochs=3)
+        loop = job.loop(CheckpointHook(out_dir=OUT, save_last=False, save_best="loss"), work_dir=tmp_path / "run", max_epochs=3)
         loop.bus.on("before_train", lambda event, began=began: began.append(event.progress.epoch))
         with capture_logs() as logs:
             loop.run(resume="auto")
@@ -120,14 +122,14 @@ def test_a_last_checkpoint_in_the_store_that_names_another_one_is_not_followed(
 def test_a_store_that_does_not_answer_is_an_error_and_no_older_checkpoint(
     job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path).run()
+    job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "run").run()
 
     def down(*args: Any, **options: Any) -> Any:
         raise TimeoutError("no answer")
 
     monkeypatch.setattr(MemoryFileSystem, "open", down)
     with pytest.raises(CheckpointError, match=r"cannot read memory://bucket/run/.*no answer"):
-        job.loop(CheckpointHook(1, out_dir=URL), work_dir=tmp_path, max_epochs=3).run(resume="auto")
+        job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "run", max_epochs=3).run(resume="auto")
 
 
 @pytest.mark.parametrize("on_error", ["raise", "log"])
@@ -143,7 +145,9 @@ def test_a_failed_upload_is_loud_and_costs_no_file(
 
     monkeypatch.setattr(MemoryFileSystem, "cp_file", refusing)
     failed: list[str] = []
-    loop = job.loop(CheckpointHook(1, out_dir=URL, max_keep_ckpts=1, on_error=on_error), work_dir=tmp_path, max_epochs=2)
+    loop = job.loop(
+        CheckpointHook(1, out_dir=OUT, max_keep_ckpts=1, on_error=on_error), work_dir=tmp_path / "run", max_epochs=2
+    )
     loop.bus.on("checkpoint_failed", lambda event: failed.append(event.path))
     if on_error == "raise":
         with pytest.raises(CheckpointError, match="quota"):
@@ -159,23 +163,23 @@ def test_a_failed_upload_is_loud_and_costs_no_file(
 def test_staging_and_busy_are_those_of_a_directory(
     job: SimpleNamespace, tmp_path: Path, there: Any, staging: Any, busy: Any
 ) -> None:
-    hook = CheckpointHook(1, by_epoch=False, out_dir=URL, staging=staging, busy=busy)
-    job.loop(hook, work_dir=tmp_path, max_iters=6).run()
+    hook = CheckpointHook(1, by_epoch=False, out_dir=OUT, staging=staging, busy=busy)
+    job.loop(hook, work_dir=tmp_path / "run", max_iters=6).run()
     assert {"iter_6", "last_checkpoint"} <= there()
     assert load(f"{URL}/iter_6.safetensors")["progress"]["iter"] == 6
     assert busy != "wait" or len(there()) == 7
 
 
 def test_published_copies_go_there_too(job: SimpleNamespace, tmp_path: Path, there: Any) -> None:
-    job.loop(CheckpointHook(1, out_dir=URL, published_keys="state_dict"), work_dir=tmp_path).run()
+    job.loop(CheckpointHook(1, out_dir=OUT, published_keys="state_dict"), work_dir=tmp_path / "run").run()
     (published,) = (name for name in there() if name.startswith("epoch_2-"))
     assert list(load(f"{URL}/{published}.safetensors")) == ["state_dict"]
 
 
 def test_two_hooks_save_here_and_there_by_one_write(job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem) -> None:
     here = CheckpointHook(1, name="here")
-    job.loop(here, CheckpointHook(1, out_dir=URL, name="there"), work_dir=tmp_path).run()
-    assert memory.cat_file("/bucket/run/epoch_2.safetensors") == (tmp_path / "epoch_2.safetensors").read_bytes()
+    job.loop(here, CheckpointHook(1, out_dir=OUT, name="there"), work_dir=tmp_path / "run").run()
+    assert memory.cat_file("/bucket/run/epoch_2.safetensors") == (tmp_path / "run" / "epoch_2.safetensors").read_bytes()
 
 
 def test_a_place_that_cannot_be_reached_is_an_error_when_the_hook_is_made(tmp_path: Path, job: SimpleNamespace) -> None:

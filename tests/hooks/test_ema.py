@@ -428,7 +428,7 @@ def test_saved_now_and_saved_in_a_validation_is_the_same(job: SimpleNamespace, t
 
     hooks = (EMAHook(momentum=0.3), Now(), CheckpointHook(interval=1, max_keep_ckpts=1, out_dir=tmp_path / "other"))
     job.loop(*hooks, work_dir=tmp_path, val_data=job.batches(1)).run()
-    inside, outside = load(tmp_path / "inside.safetensors"), load(tmp_path / "other" / "epoch_2.safetensors")
+    inside, outside = load(tmp_path / "inside.safetensors"), load(tmp_path / "other" / tmp_path.name / "epoch_2.safetensors")
     for key in ("state_dict", "ema_state_dict"):
         assert job.same(inside[key], outside[key])
 

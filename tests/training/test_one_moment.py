@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
-from eventloop import CheckpointError, Run, Update
+from eventloop import CheckpointError, Hook, Run, Update, mount
 from eventloop.checkpoint import load
 from hooks import CheckpointHook, EMAHook
 
@@ -90,9 +90,17 @@ def test_with_batch_norm_dropout_and_a_save_after_every_step(parts, bus, moments
 
 def test_with_an_average_that_is_lent_to_the_model_in_validations(parts, bus, moments, staging, tmp_path):
     bus.add(EMAHook(momentum=0.3), CheckpointHook(save_best="loss", rule="less", staging=staging, name="best", save_last=False))
-    bus.on("after_val_iter", lambda e: e.run.request_save(f"inside_{e.progress.epoch}.safetensors", staging=staging), once=1)
+
+    class Inside(Hook):
+        observes = True
+
+        @mount(once=1)
+        def after_val_iter(self, event):
+            event.run.request_save(f"inside_{event.progress.epoch}.safetensors", staging=staging)
+
+    bus.add(Inside())
     train(parts, bus, staging, tmp_path, val_data=parts.batches(2, seed=2), train_data=parts.batches(4))
-    # A save after the last step of an epoch and in the validation after it have the same iteration, so the same file.
+    # A save after the last step of an epoch and in the validation after it have the same state, so the same file.
     moments.check(files=8)
 
 

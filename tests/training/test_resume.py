@@ -342,6 +342,12 @@ def test_a_resumed_run_publishes_after_load_checkpoint_and_then_goes_on(parts, t
     assert names[:5] == ["before_run", "after_load_checkpoint", "before_train", "before_train_epoch", "before_train_iter"]
 
 
+def test_a_run_that_is_resumed_after_its_last_validation_still_ends_in_order(parts, tmp_path):
+    Job(parts, tmp_path, max_epochs=2).save_at("after_val_epoch", 2).run()
+    names = Job(parts, tmp_path, max_epochs=2).run(resume=tmp_path / "here.safetensors").trace.names
+    assert names == ["before_run", "after_load_checkpoint", "before_train", "after_train", "after_run"]
+
+
 def test_a_save_during_validation_resumes_with_that_validation_from_its_start(parts, tmp_path):
     Job(parts, tmp_path).save_at("after_val_iter", 3).run()
     names = Job(parts, tmp_path).run(resume=tmp_path / "here.safetensors").trace.names
