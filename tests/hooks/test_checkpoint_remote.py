@@ -108,10 +108,14 @@ def test_a_last_checkpoint_in_the_store_that_names_another_one_is_not_followed(
 ) -> None:
     job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "run", max_epochs=1).run()
     job.loop(CheckpointHook(1, out_dir="memory://other"), work_dir=tmp_path / "other" / "run", max_epochs=2).run()
-    for name in ("memory://other/epoch_2.safetensors", "../../other/epoch_2.safetensors", "/other/epoch_2.safetensors"):
+    for name in (
+        "memory://other/run/epoch_2.safetensors",
+        "../../other/run/epoch_2.safetensors",
+        "/other/run/epoch_2.safetensors",
+    ):
         memory.pipe_file("/bucket/run/last_checkpoint", name.encode())
         began: list[int] = []
-        loop = job.loop(CheckpointHook(out_dir=OUT, save_last=False, save_best="loss"), work_dir=tmp_path / "run", max_epochs=3)
+        loop = job.loop(CheckpointHook(out_dir=OUT, save_last=False), work_dir=tmp_path / "run", max_epochs=3)
         loop.bus.on("before_train", lambda event, began=began: began.append(event.progress.epoch))
         with capture_logs() as logs:
             loop.run(resume="auto")
