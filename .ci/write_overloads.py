@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol, TypeVar, Unpack, overload
 
 from eventloop import events as ev
-from eventloop.options import Options, StreamOptions
+from eventloop.options import Options, StreamOptions, decorates
 from eventloop.stream import Stream
 from eventloop.subscription import Subscription
 
@@ -41,7 +41,7 @@ class Listens(Protocol[Heard]):
 class TypedOn:
     """Carries the signatures of ``Bus.on`` and ``Bus.stream``, so that wrong annotations fail the type checker."""
 
-    def _on(self, event: type[ev.Event] | str, handler: Callable[..., Any] | None, options: dict[str, Any]) -> Any:
+    def _on(self, event: type[ev.Event] | str, handler: Callable[..., Any], options: dict[str, Any]) -> Any:
         raise NotImplementedError
 
     def _stream(self, event: type[ev.Event] | str, options: dict[str, Any]) -> Any:
@@ -123,7 +123,7 @@ TAIL = '''    # A mount point of the user's own, by name: the checker cannot kno
     @overload
     def on(self, event: str, handler: Callable[[ev.Event], object], /, **options: Unpack[Options]) -> Subscription: ...
     def on(
-        self, event: type[ev.Event] | str, handler: Callable[..., Any] | None = None, /, **options: Any
+        self, event: type[ev.Event] | str, handler: Callable[..., Any] = decorates, /, **options: Any
     ) -> Any:
         """Subscribe a handler to an event class or mount-point name.
 

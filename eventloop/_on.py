@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol, TypeVar, Unpack, overload
 
 from eventloop import events as ev
-from eventloop.options import Options, StreamOptions
+from eventloop.options import Options, StreamOptions, decorates
 from eventloop.stream import Stream
 from eventloop.subscription import Subscription
 
@@ -26,7 +26,7 @@ class Listens(Protocol[Heard]):
 class TypedOn:
     """Carries the signatures of ``Bus.on`` and ``Bus.stream``, so that wrong annotations fail the type checker."""
 
-    def _on(self, event: type[ev.Event] | str, handler: Callable[..., Any] | None, options: dict[str, Any]) -> Any:
+    def _on(self, event: type[ev.Event] | str, handler: Callable[..., Any], options: dict[str, Any]) -> Any:
         raise NotImplementedError
 
     def _stream(self, event: type[ev.Event] | str, options: dict[str, Any]) -> Any:
@@ -434,7 +434,7 @@ class TypedOn:
     def on(self, event: str, /, **options: Unpack[Options]) -> Listens[Any]: ...
     @overload
     def on(self, event: str, handler: Callable[[ev.Event], object], /, **options: Unpack[Options]) -> Subscription: ...
-    def on(self, event: type[ev.Event] | str, handler: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    def on(self, event: type[ev.Event] | str, handler: Callable[..., Any] = decorates, /, **options: Any) -> Any:
         """Subscribe a handler to an event class or mount-point name.
 
         As a decorator (``@bus.on("after_train_iter", priority=50)``) it returns the function unchanged; called with a

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
+import msgspec
 import torch
 
 from eventloop._on import TypedOn
+from eventloop.checks import check_flag, check_options
 from eventloop.config import Chosen, Imports, Maker, hooks_in
 from eventloop.describe import Description, describe
 from eventloop.errors import BusStateError, SubscribeError
@@ -19,13 +21,15 @@ from eventloop.hook_state import check_names, load_state, state_of
 from eventloop.lifecycle import Lifecycle
 from eventloop.offload import Lane, Runtime
 from eventloop.offload.loops import Backend
-from eventloop.options import check_stream_names
+from eventloop.options import check_stream_names, decorates
 from eventloop.priority import PriorityLike
 from eventloop.publisher import INLINED, Publisher
 from eventloop.routes import Count, Route, Source, compile_route, ignore, route_source
 from eventloop.stream import Stream
 from eventloop.subscription import Stats, Subscription
 from eventloop.watch import KINDS, Watch, Watches
+
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Bus(TypedOn, Lifecycle, Publisher):
@@ -45,13 +49,14 @@ class Bus(TypedOn, Lifecycle, Publisher):
     that names it.
     """
 
+    @check_options
     def __init__(
         self,
         *,
         backend: Backend = "asyncio",
         timing: bool = False,
-        drain_timeout: float = 60.0,
-        abort_timeout: float = 5.0,
+        drain_timeout: Seconds = 60.0,
+        abort_timeout: Seconds = 5.0,
     ) -> None:
         super().__init__(backend=backend, drain_timeout=drain_timeout, abort_timeout=abort_timeout)
         self._routes: dict[type, Route] = {}  # what publish looks into; emptied to make the next publish come by _route
@@ -65,9 +70,9 @@ class Bus(TypedOn, Lifecycle, Publisher):
 
     # ----------------------------------------------------------------------------------------------- subscribing
 
-    def _on(self, event: type[Event] | str, handler: Callable[..., Any] | None, options: dict[str, Any]) -> Any:
+    def _on(self, event: type[Event] | str, handler: Callable[..., Any], options: dict[str, Any]) -> Any:
         event_type = resolve(event)
-        if handler is not None:
+        if handler is not decorates:
             return self._insert([Subscription(self, event_type, handler, **options)])[0]
 
         def subscribe(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,6 +218,7 @@ class Bus(TypedOn, Lifecycle, Publisher):
 
     def describe(self, *, stats: bool = False) -> Description:
         """Return who hears what, in the order of a run: a table to print (rich or plain), its data in ``rows``."""
+        check_flag("stats", stats)
         return describe(self._subscriptions, stats=stats or self._timing, ranks=self._world_size > 1)
 
     def explain(self, event: type[Event] | str) -> Source:
@@ -231,6 +237,7 @@ class Bus(TypedOn, Lifecycle, Publisher):
 
     @timing.setter
     def timing(self, on: bool) -> None:
+        check_flag("timing", on)
         with self._lock:
             self._timing = on
             self._compiled = {}

@@ -60,6 +60,12 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 and "\n" not in text else f"<{type(value).__name__}>"
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raise ConfigurationError unless ``value`` is a bool: the text "no" would be true."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!r}: give True or False")
+
+
 def _members(annotation: Any) -> Iterator[Any]:
     """Yield the members of a union, or the annotation alone."""
     if typing.get_origin(annotation) in (Union, types.UnionType):

@@ -36,6 +36,27 @@ class RunEvent(Event, kw_only=True):
     progress: Progress
 
 
+def _elsewhere(name: str, path: str, way: str = "") -> property:
+    """Return a property for what an event has no field for, but its run or its progress has; the error says where."""
+
+    def touch(event: RunEvent) -> Any:
+        where = f"{name_of(type(event))} has no field {name!r}: write event.{path}"
+        raise AttributeError(where + way.format(path=path), name=name, obj=event)
+
+    return property(touch, doc=f"Raises AttributeError: it is ``event.{path}``.")
+
+
+_CAPTURED = "; an offloaded handler gets a copy of what it picks when subscribing, capture=lambda event: event.{path}..."
+
+# As properties, which cost other attributes nothing. Set afterwards, so that a type checker knows of no such attributes.
+for _name, _member in [(name, member) for name, member in vars(RunView).items() if not name.startswith("_")]:
+    _way = _CAPTURED if isinstance(_member, property) else ", in an inline handler"
+    setattr(RunEvent, _name, _elsewhere(_name, f"run.{_name}", _way))
+for _name in Progress.__struct_fields__:
+    setattr(RunEvent, _name, _elsewhere(_name, f"progress.{_name}"))
+setattr(RunEvent, "optimizer", _elsewhere("optimizer", "run.optimizers", _CAPTURED))  # noqa: B010 - as above
+
+
 # ---------------------------------------------------------------------------------------------- groups over all stages
 
 

@@ -14,8 +14,8 @@ validation and test as a whole     the how-manieth validation (test) of the run 
 all others                         publishes heard so far; saved with the run
 =================================  ==========================================================
 
-``every=n`` fires at n, 2n, 3n …; with ``after=a`` it counts from there: it fires when v > a and (v − a) % n == 0. (Ignite's
-``every`` with ``after`` counts from 1 all the same, which differs whenever a is no multiple of n.)
+``every=n`` fires at n, 2n, 3n …; with ``after=a`` it counts from there: at a + n, a + 2n … (Ignite's ``every`` with ``after``
+begins at once: a + 1, a + 1 + n …)
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from eventloop.callables import check_picks
 from eventloop.errors import SubscribeError
 from eventloop.events import Counter, Event
 
@@ -134,8 +135,8 @@ def make_filter(
         _check_int("after", after, least=0)
     if before is not None:
         _check_int("before", before, least=1)
-    if when is not None and not callable(when):
-        raise SubscribeError(f"when={when!r}: a predicate takes the event and returns a truth value")
+    if when is not None:
+        _check_when(when)
     _check_seconds(every_seconds)
     filter_ = Filter(
         every=None if every == 1 else every,  # these two always agree, and need no code
@@ -159,6 +160,12 @@ def _check_int(name: str, value: object, *, least: int) -> None:
         raise SubscribeError(f"{name}={value!r}: counts are integers, not {type(value).__name__}")
     if value < least:
         raise SubscribeError(f"{name}={value}: counts start at 1, so {name} must be at least {least}")
+
+
+def _check_when(when: object) -> None:
+    if not callable(when):
+        raise SubscribeError(f"when={when!r}: a predicate takes the event and returns a truth value")
+    check_picks("when", when, "a truth value")
 
 
 def _check_seconds(value: object) -> None:

@@ -8,15 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from eventloop.callables import is_async, is_generator
 from eventloop.errors import SubscribeError
 from eventloop.hook import Hook
 
 Mode = Literal["inline", "async", "thread", "process", "stream"]
-
-
-def is_async(handler: Callable[..., Any]) -> bool:
-    """True for coroutine functions, partials of them, and objects with an async ``__call__``."""
-    return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__)
 
 
 def stream(event: Any) -> None:
@@ -31,7 +27,7 @@ def mode_of(handler: Callable[..., Any], offload: str | None) -> Mode:
     """
     if handler is stream:
         return "stream"
-    if inspect.isgeneratorfunction(handler) or inspect.isasyncgenfunction(handler):
+    if is_generator(handler):
         raise SubscribeError("a handler with `yield` in it is a generator: calling it would run nothing; return instead")
     if offload not in (None, "inline", "thread", "process"):
         raise SubscribeError(
@@ -51,19 +47,6 @@ def mode_of(handler: Callable[..., Any], offload: str | None) -> Mode:
             f"a plain function to run it in a {offload}"
         )
     return "async"
-
-
-def check_arity(handler: Callable[..., Any], *, batched: bool) -> None:
-    """Raise SubscribeError if a handler cannot be called with one argument."""
-    try:
-        signature = inspect.signature(handler)
-    except (TypeError, ValueError):
-        return  # a builtin without a signature: nothing to check
-    try:
-        signature.bind(None)
-    except TypeError:
-        what = "a list of events" if batched else "the event"
-        raise SubscribeError(f"a handler is called with one argument, {what}; this one takes {signature}") from None
 
 
 def label_of(handler: object, hook: Hook | None) -> str:

@@ -124,6 +124,7 @@ def subscriptions_of(hook: Hook) -> Iterator[tuple[tuple[type[Event], ...], Call
             without any.
     """
     _check_instance(hook)
+    _check_state(type(hook), hook.label)
     found = False
     names = _method_names(type(hook))
     unused = _checked_unused(hook, names)
@@ -164,11 +165,23 @@ def mount_points_of(cls: type[Hook]) -> list[str]:
 def _check_instance(hook: object) -> None:
     if isinstance(hook, type):
         raise SubscribeError(f"bus.add takes a hook object: write bus.add({hook.__name__}(...))")
+    if isinstance(hook, list | tuple | set | frozenset | Iterator):
+        raise SubscribeError(f"bus.add takes the hooks one by one, not in a {type(hook).__name__}: write bus.add(*hooks)")
+    if isinstance(hook, str | Mapping):
+        raise SubscribeError(f"bus.add takes hook objects; write bus.add_from_config([{hook!r}]) to have them made")
     if not isinstance(hook, Hook):
         raise SubscribeError(
             f"bus.add takes Hook objects, not {type(hook).__name__}; derive the class from eventloop.Hook, "
             "or subscribe a function with bus.on"
         )
+
+
+def _check_state(cls: type[Hook], label: str) -> None:
+    saves, loads = cls.state_dict is not Hook.state_dict, cls.load_state_dict is not Hook.load_state_dict
+    if saves and not loads:
+        raise SubscribeError(f"{label} has a state_dict but no load_state_dict, so what it saves would be lost; define both")
+    if loads and not saves:
+        raise SubscribeError(f"{label} has a load_state_dict but no state_dict, so there is nothing to load; define both")
 
 
 def _method_names(cls: type) -> list[str]:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal, Self
 
-from eventloop.errors import BusStateError, OffloadError, SubscribeError
+from eventloop.checks import check_flag
+from eventloop.errors import BusStateError, OffloadError
 from eventloop.failures import Failures, raise_all
 from eventloop.log import get_logger
 from eventloop.offload import DrainReport, Runtime
@@ -30,8 +31,6 @@ class Lifecycle:
     """The part of a bus that opens, drains and closes. What it opens for, the bus says."""
 
     def __init__(self, *, backend: Backend, drain_timeout: float, abort_timeout: float) -> None:
-        if backend not in ("asyncio", "trio"):
-            raise SubscribeError(f'backend={backend!r}: the event loop is "asyncio" or "trio"')
         self._lock = threading.RLock()
         self._failures = Failures()
         self._backend: Backend = backend
@@ -302,6 +301,7 @@ class _Patience(Deadline):
     """How long closing waits for handlers. What aborts it can come later, and from another thread."""
 
     def __init__(self, bus: Lifecycle, *, abort: bool) -> None:
+        check_flag("abort", abort)
         super().__init__(bus.abort_timeout if abort else bus.drain_timeout)
         self._abort_timeout = bus.abort_timeout
         self.aborted = abort

@@ -15,6 +15,10 @@ from eventloop.priority import PriorityLike
 Where = Literal["all", "rank0"]
 
 
+def decorates(event: Any) -> None:
+    """Stands in for the handler of ``bus.on`` where it is used as a decorator; None may be given by mistake."""
+
+
 class StreamOptions(TypedDict, total=False):
     """Keyword options of ``bus.stream``, which also takes ``capture``: filters and the lane, as in :class:`Options`."""
 

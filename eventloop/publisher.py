@@ -71,6 +71,11 @@ class Publisher:
                 raise
         return self._route(type(event))(event)
 
+    # CPython begins the error of a call with wrong arguments with this. Taking any, to explain it, costs each publish 10 %.
+    publish.__qualname__ = (
+        "bus.publish takes an event that was made, bus.publish(Ev(x=1)); run.publish(Ev, x=1) makes one: publish"
+    )
+
     def _route(self, event_type: type) -> Route:
         """Find the route of an event that has none in ``_routes``."""
         raise NotImplementedError

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
+from eventloop.callables import check_picks
 from eventloop.errors import SubscribeError
 from eventloop.events import Event
 
@@ -92,6 +93,7 @@ def check_capture(capture: object) -> None:
             f"capture={capture!r}: give a function that picks what the handler needs from the event, such as "
             'lambda event: event.outputs["logits"]'
         )
+    check_picks("capture", capture, "what the handler needs")
 
 
 def fences(devices: set[torch.device]) -> tuple[torch.cuda.Event, ...]:

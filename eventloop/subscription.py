@@ -8,11 +8,12 @@ from typing import Any, Literal, Protocol, Self
 
 import msgspec
 
+from eventloop.callables import check_arity
 from eventloop.detach import is_plain
 from eventloop.errors import HandlerTimeoutError, SubscribeError, WorkerDiedError, stopped
 from eventloop.events import Event, moment, name_of
 from eventloop.filters import Filter, make_filter
-from eventloop.handlers import Mode, check_arity, label_of, location_of, mode_of
+from eventloop.handlers import Mode, label_of, location_of, mode_of
 from eventloop.hook import Hook
 from eventloop.lane_options import LaneOptions
 from eventloop.log import get_logger
@@ -98,6 +99,8 @@ class Subscription:
         self.label = label_of(handler, hook)
         self.location = location_of(handler)
         with _naming(self):
+            if handler is None:
+                raise SubscribeError("bus.on(..., f()) subscribes what f has returned, which is None; write bus.on(..., f)")
             if not callable(handler):
                 raise SubscribeError("a handler is a function (or an object with __call__) that takes the event")
             check_names(filters)
@@ -107,7 +110,7 @@ class Subscription:
                 for one in events:
                     check_counts(one)
             self.mode: Mode = mode_of(handler, offload)
-            check_arity(handler, batched=batch is not None)
+            check_arity(handler, "a handler", "the event" if batch is None else "a list of events")
             check_errors(on_error, disable_after)
             check_ranks(ranks)
             self._target = target_of(handler) if self.mode == "process" else None

@@ -11,9 +11,9 @@ from eventloop import (
     AfterValIter,
     BeforeRun,
     Bus,
+    ConfigurationError,
     Event,
     Progress,
-    SubscribeError,
     UnknownEventError,
 )
 
@@ -198,8 +198,27 @@ def test_wants_knows_names_and_classes_only():
 
 
 def test_an_unknown_backend_is_an_error():
-    with pytest.raises(SubscribeError, match="backend='curio'"):
+    with pytest.raises(ConfigurationError, match='backend=\'curio\': give "asyncio" or "trio"'):
         Bus(backend="curio")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("timing", "no"), ("timing", 1), ("drain_timeout", "60"), ("abort_timeout", -1), ("drain_timeout", float("nan"))],
+)
+def test_an_option_of_the_wrong_kind_is_an_error(option, value):
+    with pytest.raises(ConfigurationError, match=rf"{option}={value!r}: give "):
+        Bus(**{option: value})
+
+
+def test_a_flag_that_is_a_text_is_an_error_also_later():
+    bus = Bus()
+    with pytest.raises(ConfigurationError, match="timing='no': give True or False"):
+        bus.timing = "no"
+    with pytest.raises(ConfigurationError, match="stats='no': give True or False"):
+        bus.describe(stats="no")
+    with bus, pytest.raises(ConfigurationError, match="abort='no': give True or False"):
+        bus.close(abort="no")
 
 
 def test_state_of_hooks_that_are_missing_on_either_side_is_a_warning():

@@ -12,6 +12,7 @@ from eventloop import (
     AfterRun,
     AfterTrainIter,
     AfterValEpoch,
+    BeforeOptimizerStep,
     CheckpointCommitted,
     Event,
     Live,
@@ -19,6 +20,7 @@ from eventloop import (
     OnException,
     Owned,
     Progress,
+    RunEvent,
     Scalars,
     detach,
     from_json,
@@ -154,6 +156,41 @@ def test_publishing_never_waits_for_a_tensor(monkeypatch):
             patched.setattr(torch.Tensor, name, refuse)
         staged = detach(AfterTrainIter(progress=P, outputs={"loss": torch.tensor(2.0), "n": torch.tensor(3)}))
     assert staged.resolve().outputs == {"loss": 2.0, "n": 3}
+
+
+@pytest.mark.parametrize("made", [arrived, lambda event: event], ids=["detached", "live"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("model", r"event\.run\.model; .*capture=lambda event: event\.run\.model"),
+        ("optimizer", r"event\.run\.optimizers; .*capture="),
+        ("work_dir", r"event\.run\.work_dir"),
+        ("stop", r"event\.run\.stop, in an inline handler$"),
+        ("iter", r"event\.progress\.iter$"),
+        ("epoch", r"event\.progress\.epoch$"),
+    ],
+)
+def test_what_the_run_has_and_not_the_event_is_an_error_that_names_the_way(made, name, way):
+    event = made(AfterTrainIter(run=object(), progress=P, outputs={}))
+    with pytest.raises(AttributeError, match=rf"after_train_iter has no field '{name}': write {way}"):
+        getattr(event, name)
+    assert not hasattr(event, name)
+
+
+def test_an_event_may_have_fields_with_such_names(registry):
+    class Moved(RunEvent):
+        model: str
+        device: str = "cpu"
+
+        def stop(self) -> str:
+            return "mine"
+
+    event = Moved(model="a", progress=P)
+    assert (event.model, event.device, event.stop()) == ("a", "cpu", "mine")
+    with pytest.raises(TypeError, match="model"):
+        Moved(progress=P)
+    event = BeforeOptimizerStep(progress=P, name="first", optimizer="adam")
+    assert (event.name, event.optimizer) == ("first", "adam")
 
 
 def test_an_event_without_outputs_detaches():

@@ -152,6 +152,14 @@ def test_every_seconds_is_asked_last_so_that_other_filters_do_not_use_up_its_tur
     assert [event.progress.iter for event in calls] == [4]
 
 
+async def judge(event):
+    return False
+
+
+def yields(event):
+    yield False
+
+
 @pytest.mark.parametrize(
     ("filters", "message"),
     [
@@ -166,6 +174,14 @@ def test_every_seconds_is_asked_last_so_that_other_filters_do_not_use_up_its_tur
         ({"once": "12"}, "once='.': counts are integers, not str"),
         ({"once": 2.5}, "once=2.5: counts are integers, not float"),
         ({"when": 3}, "when=3: a predicate takes the event"),
+        ({"when": judge}, "when= is an async function: .* make it a plain function that returns a truth value"),
+        ({"when": yields}, r"when= is a generator \(it has `yield` in it\)"),
+        ({"when": lambda event, run: True}, r"when= is called with one argument, the event; this one takes \(event, run\)"),
+        ({"when": lambda: True}, r"when= is called with one argument, the event; this one takes \(\)"),
+        ({"every": "10"}, "every='10': counts are integers, not str"),
+        ({"after": "10"}, "after='10'"),
+        ({"before": "10"}, "before='10'"),
+        ({"every_seconds": "1"}, "every_seconds='1'"),
         ({"every_seconds": 0}, "every_seconds=0: give a positive number"),
         ({"every_seconds": float("nan")}, "every_seconds=nan"),
         ({"before": 1}, "can never fire"),

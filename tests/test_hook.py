@@ -174,6 +174,18 @@ def test_something_else_than_a_hook_is_an_error():
         Bus().add(subscribed)
 
 
+@pytest.mark.parametrize("several", [list, tuple, set, iter])
+def test_several_hooks_in_one_are_an_error_that_shows_the_call(several):
+    with pytest.raises(SubscribeError, match=r"bus.add takes the hooks one by one, not in a \w+: write bus.add\(\*hooks\)"):
+        Bus().add(several([Counter(), Counter("other")]))
+
+
+@pytest.mark.parametrize("described", ["EMAHook", {"type": "EMAHook"}])
+def test_the_description_of_a_hook_is_an_error_that_shows_the_call(described):
+    with pytest.raises(SubscribeError, match=r"write bus.add_from_config\(\["):
+        Bus().add(described)
+
+
 class TwoPriorities(Recorder):
     priority = "LOW"
 
@@ -279,6 +291,26 @@ class Counter(Hook):
 
     def load_state_dict(self, state):
         self.count = state["count"]
+
+
+def test_state_that_is_saved_and_never_loaded_or_the_other_way_round_is_an_error():
+    class Heard(Hook):
+        def after_run(self, event): ...
+
+    class Saves(Heard):
+        def state_dict(self):
+            return {}
+
+    class Loads(Heard):
+        def load_state_dict(self, state): ...
+
+    class Both(Saves, Loads): ...
+
+    with pytest.raises(SubscribeError, match=r"Saves has a state_dict but no load_state_dict, .* define both"):
+        Bus().add(Saves())
+    with pytest.raises(SubscribeError, match=r"Loads has a load_state_dict but no state_dict, .* define both"):
+        Bus().add(Loads())
+    Bus().add(Both())
 
 
 def test_two_hooks_with_state_need_two_names():

@@ -52,6 +52,16 @@ def test_every_event_reaches_its_own_handlers_however_many_each_has(make, number
 
 
 @BUSES
+def test_a_call_that_means_to_have_the_event_made_shows_how(make):
+    bus = make()
+    bus.on("after_train_iter", lambda event: None)
+    for _ in range(3):
+        with pytest.raises(TypeError, match=r"bus.publish\(Ev\(x=1\)\); run.publish\(Ev, x=1\) makes one.*'progress'"):
+            bus.publish(AfterTrainIter, progress=P)
+        warm(bus)
+
+
+@BUSES
 def test_what_is_subscribed_and_cancelled_is_heard_from_the_next_publish_on(make):
     log: list[str] = []
     bus = make()

@@ -169,6 +169,37 @@ def test_options_that_cannot_work_are_errors_that_name_them(options, message):
         Bus().on("after_train_iter", ready_made, **options)
 
 
+def test_subscribing_what_a_function_returned_is_an_error_that_shows_the_call():
+    with pytest.raises(SubscribeError, match=r"subscribes what f has returned, which is None; write bus.on\(..., f\)"):
+        Bus().on("after_train_iter", ready_made(EVENT))
+
+
+@pytest.mark.parametrize("option", ["queue", "batch", "disable_after", "max_bytes", "timeout", "linger", "priority"])
+def test_a_number_that_is_a_text_is_an_error_that_names_the_option(option):
+    with pytest.raises(SubscribeError, match=f"{option}='3'"):
+        Bus().on("after_train_iter", ready_made, offload="thread", **{option: "3"})
+
+
+async def picks_later(event): ...
+
+
+def picks_in_parts(event):
+    yield event
+
+
+@pytest.mark.parametrize(
+    ("capture", "message"),
+    [
+        (picks_later, "capture= is an async function: .* make it a plain function that returns what the handler needs"),
+        (picks_in_parts, "capture= is a generator"),
+        (lambda event, run: event, r"capture= is called with one argument, the event; this one takes \(event, run\)"),
+    ],
+)
+def test_a_capture_that_cannot_work_is_an_error_when_subscribing(capture, message):
+    with pytest.raises(SubscribeError, match=message):
+        Bus().on("after_train_iter", ready_made, offload="thread", capture=capture)
+
+
 def test_log_isolates_a_handler_and_counts_its_errors():
     heard = []
 
