@@ -189,6 +189,8 @@ def test_a_value_that_cannot_be_saved_is_an_error_at_the_first_iteration(job: Si
         def state_dict(self) -> dict[str, Any]:
             return {"thread": threading.Lock()}
 
+        def load_state_dict(self, state: Any) -> None: ...
+
     loop = job.loop(CheckpointHook(interval=100), Bad(), work_dir=tmp_path)
     with pytest.raises(CheckpointValueError, match="thread"):
         loop.run()
