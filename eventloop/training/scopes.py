@@ -40,7 +40,10 @@ class Scopes:
 
         Raises:
             RuntimeError: no scope is open.
+            TypeError: ``undo`` is no function, but what one has returned.
         """
+        if not callable(undo):
+            raise TypeError(f"run.defer() takes a function to call later, not {undo!r}: write run.defer(f), not run.defer(f())")
         if not self._names:
             raise RuntimeError("run.defer() was called outside of a run: nothing would ever call it back")
         self._undos[-1].append(undo)

@@ -533,3 +533,11 @@ def test_a_hook_that_needs_the_loss_says_so_with_the_note_of_where(parts, bus):
         parts.loop(bus).run()
     assert "Picky.after_train_iter" in caught.value.__notes__[0]
     assert "epoch 1, iteration 1" in caught.value.__notes__[0]
+
+
+def test_deferring_what_a_function_returned_is_an_error_at_once(parts):
+    with (
+        pytest.raises(TypeError, match=r"not None: write run.defer\(f\), not run.defer\(f\(\)\)"),
+        Run(model=parts.model()) as run,
+    ):
+        run.defer([].clear())
