@@ -256,12 +256,12 @@ class CheckpointHook(Hook):
     def checkpoint_committed(self, event: CheckpointCommitted) -> None:
         """Delete what has a durable successor now."""
         directory, gone = self._kept.directory, self._kept.committed(event.names)
-        if directory is None or not gone or not self._first:
+        if directory is None or not self._first:
             return
         for name in gone:
             with self._errors("an old checkpoint could not be removed", directory / name):
                 store_of(directory).remove(directory / name)
-        if self._sharded:
+        if self._sharded:  # also when a file was replaced by a newer one of its name
             with self._errors("parts of old checkpoints could not be removed", directory):
                 sweep_shards(Path(str(directory)), still=0)  # nothing else is being written: this is the thread that writes
 

@@ -186,6 +186,8 @@ class RunCheckpoints:
 
     def _version(self) -> object:
         """What is equal while the state is the same: code between mount points moves the tensors' own versions only."""
+        if self._sharded:  # a forward pass exchanges the parameters of the model, and with them their versions
+            return self._run.order.version
         tensors = (t for model in self._run.models.values() for t in chain(model.parameters(), model.buffers()))
         return self._run.order.version, sum(tensor._version for tensor in tensors)
 

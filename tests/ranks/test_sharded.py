@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eventloop import CheckpointDamagedError, ConfigurationError
+from eventloop import CheckpointDamagedError, ConfigurationError, Hook
 from eventloop.checkpoint import export_weights, load, load_whole, sharded, sweep_shards
 from eventloop.checkpoint.shards import verify_shards
 from hooks import CheckpointHook
@@ -26,9 +26,15 @@ def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def train(work_dir: str, epochs: int, resume: str | None, shard: bool = True) -> Any:
+class Changes(Hook):
+    """May change the state in each validation, so that the last file is written anew after it."""
+
+    def after_val_epoch(self, event: Any) -> None: ...
+
+
+def train(work_dir: str, epochs: int, resume: str | None, shard: bool = True, *others: Hook) -> Any:
     hook = CheckpointHook(interval=1, max_keep_ckpts=2, save_best="loss")
-    loop = jobs.make_loop(work_dir, hook, epochs=epochs, shard=shard)
+    loop = jobs.make_loop(work_dir, hook, *others, epochs=epochs, shard=shard)
     loop.run(resume=resume)
     return whole(loop.model)
 
@@ -54,14 +60,16 @@ def test_training_equals_the_single_process_and_resumes_on_2_1_and_2_processes(r
         same(single, resumed)
 
 
-def test_files_and_their_directories_come_and_go_together(ranks, tmp_path):
-    ranks(train, str(tmp_path), 4, None)
+@pytest.mark.parametrize("others", [(), (Changes(),)])
+def test_files_and_their_directories_come_and_go_together(ranks, tmp_path, others):
+    ranks(train, str(tmp_path), 4, None, True, *others)
     files = {file.name for file in tmp_path.glob("*.safetensors")}
     assert {"epoch_3.safetensors", "epoch_4.safetensors"} <= files
     named = {load(tmp_path / name)["shards"] for name in files}
     assert {one.name for one in tmp_path.glob("*.shards")} == named
-    assert (tmp_path / "last_checkpoint").read_text() == "epoch_4.safetensors"
     directory = tmp_path / load(tmp_path / "epoch_4.safetensors")["shards"]
+    newest = tmp_path / (tmp_path / "last_checkpoint").read_text()
+    assert tmp_path / load(newest)["shards"] == directory
     part = directory / "__1_0.distcp"
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1

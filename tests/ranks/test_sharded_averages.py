@@ -25,6 +25,7 @@ class Validated(Hook):
     """What the model and the average have in validations, and after them."""
 
     priority = 100
+    observes = True
 
     def __init__(self, ema: EMAHook) -> None:
         self.ema = ema
