@@ -108,6 +108,11 @@ class RunCheckpoints:
             raise ConfigurationError("there is no place for checkpoints: give the run a work_dir")
         return self._run.work_dir
 
+    @property
+    def directories(self) -> list[Place]:
+        """Where the checkpoints of this run go: the work dir, if there is one, and where hooks save."""
+        return list(dict.fromkeys(([self._run.work_dir] if self._run.work_dir is not None else []) + self._kept))
+
     def look_in(self, directory: str | Place) -> None:
         """Look for checkpoints to go on from in this directory, too."""
         self._kept.append(place_of(directory))

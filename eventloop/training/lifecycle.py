@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from eventloop import events as ev
 from eventloop.bus import Bus
-from eventloop.errors import LaneFullError
+from eventloop.errors import ConfigurationError, LaneFullError
 from eventloop.events import Event
 from eventloop.log import get_logger
 from eventloop.offload.deadline import Deadline
@@ -17,9 +18,10 @@ from eventloop.training.arguments import tell_useless
 from eventloop.training.checkpoints import RunCheckpoints
 from eventloop.training.feeds import Feeds
 from eventloop.training.joining import join_ranks
+from eventloop.training.locks import DirectoryLock
 from eventloop.training.order import Order
 from eventloop.training.progress import Counters
-from eventloop.training.ranks import Ranks, tell_failure, world_size
+from eventloop.training.ranks import Ranks, tell_failure, this_rank, world_size
 from eventloop.training.rng import seed_everything
 from eventloop.training.update import check_updates
 
@@ -39,6 +41,7 @@ class Begun(Protocol):
     info: dict[str, Any]
     shared: Shared
     order: Order
+    trains: bool
 
     def publish(self, event: type[Event], **payload: Any) -> None:
         """Publish an event of the run."""
@@ -68,6 +71,7 @@ class RunLifecycle:
         self._opened = False
         self._patience: Deadline | None = None
         self._ranks: Ranks | None = None
+        self._locks: dict[Path, DirectoryLock] = {}
 
     def enter(self) -> None:
         """Begin the run.
@@ -98,8 +102,11 @@ class RunLifecycle:
             self._abort(failure)
             raise
         self._run.bus.release_thread(self._interrupt)
-        if self._opened:
-            self._run.bus.close()
+        try:
+            if self._opened:
+                self._run.bus.close()
+        finally:
+            self._unlock()
 
     def _begin(self) -> None:
         run = self._run
@@ -120,8 +127,34 @@ class RunLifecycle:
         self._checkpoints.open()
         for name, optimizer in run.optimizers.items():
             run.order.watch_steps(name, optimizer)
+        if run.trains:
+            self.lock()  # before a handler opens a file there
         run.publish(ev.BeforeRun)
+        if run.trains:
+            self.lock()  # where hooks save, too
         self._checkpoints.load()
+
+    def lock(self) -> None:
+        """Have the directories of this training for it alone. Rank 0 locks them for all.
+
+        Raises:
+            ConfigurationError: another training has one; on all ranks.
+        """
+        problem = ""
+        try:
+            for place in self._checkpoints.directories if not this_rank() else ():
+                if isinstance(place, Path) and place not in self._locks:
+                    self._locks[place] = DirectoryLock(place)
+        except ConfigurationError as error:
+            problem = str(error)
+        if self._ranks is not None:
+            problem = self._ranks.from_first(problem)
+        if problem:
+            raise ConfigurationError(problem)
+
+    def _unlock(self) -> None:
+        while self._locks:
+            self._locks.popitem()[1].release()
 
     def _tell_others(self) -> None:
         """Warn of runs at the same time whose random numbers are not those that a seed promises."""
@@ -165,8 +198,11 @@ class RunLifecycle:
                 run.order.scopes.unwind()
             finally:
                 run.bus.release_thread(self._interrupt)
-                if self._opened:
-                    run.bus.close(abort=True)
+                try:
+                    if self._opened:
+                        run.bus.close(abort=True)
+                finally:
+                    self._unlock()
 
     def _tell(self, error: BaseException) -> None:
         try:

@@ -127,7 +127,7 @@ class TrainLoop:
         """
         self._check_trainable()
         metrics: dict[str, Any] = {}
-        with self._begun(resume=resume, strict=strict) as run:
+        with self._begun(trains=True, resume=resume, strict=strict) as run:
             for _ in run.epochs(self.max_epochs, max_iters=self.max_iters):
                 if run.counters.phase == "val" and self.max_iters is not None:  # resumed before this one
                     metrics = self._validate(run) or metrics
@@ -225,12 +225,13 @@ class TrainLoop:
         )
 
     @contextmanager
-    def _begun(self, **options: Any) -> Iterator[Run]:
+    def _begun(self, *, trains: bool = False, **options: Any) -> Iterator[Run]:
         if self._running is not None:
             raise TrainingError("this loop is running already; a second one at the same time needs its own TrainLoop")
         if self.bus.hosted_here:
             raise BusStateError("this would block the event loop that the bus runs in: use `await loop.arun()`")
         run = self._running = self._new_run(**options)
+        run.trains = trains
         run.validates = self._data["val"] is not None
         run.order.validation_follows = self._iteration_is_validated
         if self._cancelled:

@@ -44,6 +44,7 @@ class Order:
         counters: of the run.
         publish: of the run.
         save: makes a requested save.
+        lock: keeps other trainings out of the directories of the run.
         window_open: True in the middle of an accumulation window.
         may_change: True if a handler of an event may change the state of the run.
         models: of the run; they are in evaluation mode during validation and test.
@@ -55,6 +56,7 @@ class Order:
         *,
         publish: Callable[..., None],
         save: Save,
+        lock: Callable[[], None],
         window_open: Callable[[], bool],
         may_change: Callable[[type[Event]], bool],
         models: Iterable[torch.nn.Module],
@@ -87,6 +89,7 @@ class Order:
         self._in_step = False
         self._publish = publish
         self._save = save
+        self._lock = lock
         self._window_open = window_open
         self._may_change = may_change
         self._evaluation_changes = False
@@ -147,6 +150,7 @@ class Order:
         """Publish ``before_train``, once."""
         if not self.training:
             self._check_open("run.epochs() and run.train()")
+            self._lock()
             self.scopes.enter("train")
             self.has_trained = True
             self.progress = self.counters.snapshot()

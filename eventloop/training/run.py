@@ -120,6 +120,8 @@ class Run:
         self.shared = Shared()
         self.validates: bool | None = None
         """Whether validations belong to the training; None in a loop of the user's own that has made none yet."""
+        self.trains = bool(self.optimizers)
+        """Whether this run begins for a training, and has its directories to itself from its beginning on."""
         self.resumed_from: Place | None = None
         self.options = options_given(self.optimizers, seed)
         self._feeds = Feeds(self.device)
@@ -129,6 +131,7 @@ class Run:
             self.counters,
             publish=self.publish,
             save=self._checkpoints.save_if_asked,
+            lock=lambda: self._lifecycle.lock(),
             window_open=lambda: window_open(self.bus.hooks),
             may_change=self.bus.may_change_state,
             models=self.models.values(),

@@ -1,0 +1,120 @@
+"""Locks on the directories of a training, so that no second one writes the same files. A lock dies with its process."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+from typing import Final
+
+from eventloop.errors import ConfigurationError
+from eventloop.log import get_logger
+
+NAME: Final = ".trainbus.lock"
+_MOST: Final = 200  # bytes that name the holder
+
+log = get_logger()
+
+
+class DirectoryLock:
+    """Holds a directory for one training, in whatever process, until :meth:`release` or the end of this process.
+
+    It is ``flock`` on a file in it, which the kernel gives up with the process, also one that is killed. Where the file system
+    has no such locks (some network file systems) or nothing may be written, a log line says so, and the training goes on.
+
+    Args:
+        directory: made if it is not there.
+
+    Raises:
+        ConfigurationError: a training has it; names the process.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / NAME
+        self._descriptor: int | None = None
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            while not self._taken():
+                pass
+        except BlockingIOError:
+            raise ConfigurationError(
+                f"{directory} is in use: {self._holder()} trains there, and two trainings would overwrite each other's files. "
+                "Give this run another work_dir, or wait for that one (its lock ends with its process)"
+            ) from None
+        except OSError as error:
+            log.warning(
+                "this directory cannot be locked; a second training in it would not be noticed",
+                directory=str(directory),
+                error=str(error),
+            )
+        else:
+            _held.add(self)
+
+    def release(self) -> None:
+        """Let others have the directory. Idempotent."""
+        _held.discard(self)
+        try:
+            if self._descriptor is not None and self._is_file(self._descriptor):
+                self._file.unlink()  # before it is given up: who opened it meanwhile looks whether it is still there
+        except OSError as error:
+            log.warning("the file of a lock cannot be removed; it locks nothing", path=str(self._file), error=str(error))
+        finally:
+            self.forget()
+
+    def forget(self) -> None:
+        """Close the file; in a forked child, where the parent goes on holding it."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _taken(self) -> bool:
+        """Lock the file; False if it was removed meanwhile, by the one that had it."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(self._file, flags, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            taken = self._is_file(descriptor)
+            if taken:
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, _this_process().encode())
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if taken:
+            self._descriptor = descriptor
+        else:
+            os.close(descriptor)
+        return taken
+
+    def _is_file(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), self._file.lstat())
+        except FileNotFoundError:
+            return False
+
+    def _holder(self) -> str:
+        try:
+            with self._file.open("rb") as file:
+                told = file.read(_MOST).decode(errors="replace")
+        except OSError:
+            told = ""
+        if told == _this_process():
+            return f"another run of this process ({os.getpid()})"
+        return told if told.isprintable() and told else "another process"
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+_held: set[DirectoryLock] = set()
+
+
+def _forget_in_child() -> None:
+    while _held:
+        _held.pop().forget()
+
+
+# A worker of a loader, say, that outlives its parent would hold the lock for it.
+os.register_at_fork(after_in_child=_forget_in_child)

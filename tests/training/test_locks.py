@@ -1,0 +1,149 @@
+"""A work dir is that of one training at a time, in whatever process; and no lock outlives its process."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from eventloop import Bus, ConfigurationError, Run
+from eventloop.training.locks import NAME, DirectoryLock
+from hooks import CheckpointHook
+
+HOLDS = """
+import os, sys, time
+from pathlib import Path
+from eventloop.training.locks import DirectoryLock
+lock = DirectoryLock(Path(sys.argv[1]))
+if "fork" in sys.argv and os.fork():
+    pass
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def other(tmp_path):
+    """A process that holds ``tmp_path``, with a child like the worker of a loader."""
+    process = subprocess.Popen(  # noqa: S603
+        [sys.executable, "-c", HOLDS, str(tmp_path), "fork"], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    with process:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_second_training_in_a_work_dir_is_refused_while_the_first_one_lives(parts, tmp_path, other):
+    loop = parts.loop(Bus(), work_dir=tmp_path, max_epochs=1)
+    with capture_logs(), pytest.raises(ConfigurationError, match="two trainings would overwrite") as refused:
+        loop.run()
+    assert f"{tmp_path} is in use: process {other.pid} on {socket.gethostname()} trains there" in str(refused.value)
+    assert loop.counters.iter == 0
+    loop.val()
+    other.kill()  # its child lives on, and holds nothing
+    other.wait()
+    loop.run()
+    assert loop.counters.iter == 3
+
+
+def test_it_is_refused_before_any_hook_opens_a_file(parts, bus, trace, tmp_path):
+    lock = DirectoryLock(tmp_path)
+    with capture_logs(), pytest.raises(ConfigurationError, match="another run of this process"):
+        parts.loop(bus, work_dir=tmp_path).run()
+    assert trace.names == ["on_exception"]
+    lock.release()
+
+
+@pytest.mark.parametrize("ends", ["in order", "by an exception"])
+def test_the_next_run_has_the_work_dir(parts, tmp_path, ends):
+    bus = Bus()
+    if ends == "by an exception":
+        bus.on("before_train_iter", lambda event: 1 / 0, once=1)
+        with capture_logs(), pytest.raises(ZeroDivisionError):
+            parts.loop(bus, work_dir=tmp_path).run()
+    else:
+        loop = parts.loop(bus, work_dir=tmp_path, max_epochs=1)
+        loop.run()
+        loop.val()
+    assert not (tmp_path / NAME).exists()
+    parts.loop(work_dir=tmp_path, max_epochs=1).run()
+
+
+def test_validations_and_tests_take_no_lock_and_need_none(parts, tmp_path):
+    lock = DirectoryLock(tmp_path)
+    loop = parts.loop(work_dir=tmp_path, test_data=parts.batches(1))
+    loop.val()
+    loop.test()
+    lock.release()
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_a_loop_of_ones_own_is_refused_as_well(tmp_path, with_optimizer):
+    lock = DirectoryLock(tmp_path)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if with_optimizer else None
+    with (
+        capture_logs(),
+        pytest.raises(ConfigurationError, match="is in use"),
+        Run(model=model, optimizer=optimizer, work_dir=tmp_path) as run,
+    ):
+        for _ in run.train([1]):
+            pytest.fail("an iteration")
+    lock.release()
+
+
+def test_an_out_dir_in_which_a_run_of_the_same_name_saves_is_in_use_as_well(parts, tmp_path):
+    lock = DirectoryLock(tmp_path / "out" / "run")
+    bus = Bus()
+    bus.add(CheckpointHook(1, out_dir=tmp_path / "out"))
+    with capture_logs(), pytest.raises(ConfigurationError, match=r"out/run is in use"):
+        parts.loop(bus, work_dir=tmp_path / "run").run()
+    lock.release()
+
+
+def test_a_file_that_a_killed_process_has_left_locks_nothing(parts, tmp_path):
+    (tmp_path / NAME).write_text("process 1 on mars")
+    parts.loop(work_dir=tmp_path, max_epochs=1).run()
+    assert not (tmp_path / NAME).exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
+def test_where_the_file_system_has_no_locks_training_goes_on(parts, tmp_path, monkeypatch, number):
+    def refuse(descriptor, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    loop = parts.loop(work_dir=tmp_path, max_epochs=1)
+    with capture_logs() as logs:
+        loop.run()
+    assert loop.counters.iter == 3
+    (told,) = [entry for entry in logs if "cannot be locked" in entry["event"]]
+    assert told["error"] == str(OSError(number, os.strerror(number)))
+
+
+def test_a_lock_that_is_waited_for_while_its_file_is_removed_is_taken_on_a_new_one(tmp_path, monkeypatch):
+    """As another process does that ends between our opening the file and our lock on it."""
+    first = DirectoryLock(tmp_path)
+    real = fcntl.flock
+
+    def late(descriptor, operation):
+        monkeypatch.undo()
+        first.release()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    second = DirectoryLock(tmp_path)
+    with pytest.raises(ConfigurationError):
+        DirectoryLock(tmp_path)
+    second.release()
+    assert not list(tmp_path.iterdir())
