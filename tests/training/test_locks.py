@@ -23,9 +23,8 @@ import os, sys, time
 from pathlib import Path
 from eventloop.training.locks import DirectoryLock
 lock = DirectoryLock(Path(sys.argv[1]))
-if "fork" in sys.argv and os.fork():
-    pass
-print("held", flush=True)
+if os.fork():
+    print("held", flush=True)
 time.sleep(60)
 """
 
@@ -34,13 +33,15 @@ time.sleep(60)
 def other(tmp_path):
     """A process that holds ``tmp_path``, with a child like the worker of a loader."""
     process = subprocess.Popen(  # noqa: S603
-        [sys.executable, "-c", HOLDS, str(tmp_path), "fork"], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    yield process
     with process:
-        os.killpg(process.pid, signal.SIGKILL)
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_a_second_training_in_a_work_dir_is_refused_while_the_first_one_lives(parts, tmp_path, other):
