@@ -136,7 +136,7 @@ class Run:
             may_change=self.bus.may_change_state,
             models=self.models.values(),
         )
-        self._lifecycle = RunLifecycle(
+        self._lifecycle: RunLifecycle = RunLifecycle(
             self, self._feeds, self._checkpoints, moves=device is not None, loop_driven=self._loop_driven
         )
 
