@@ -119,6 +119,19 @@ def test_ls_of_a_work_dir_names_the_newest_in_another_directory(trainbus):
     assert result == (0, "no checkpoints in run\n→ last_checkpoint: ../elsewhere/epoch_1.safetensors\n", "")
 
 
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_fifos_and_devices_in_a_directory_are_told_of_and_not_opened(trainbus, command):
+    make("epoch_1.safetensors")
+    os.mkfifo("fifo.safetensors")
+    os.mkfifo("last_checkpoint")
+    Path("zero.safetensors").symlink_to("/dev/zero")
+    result = trainbus(command, ".")
+    assert result.status == 1
+    assert "fifo.safetensors is a FIFO and no regular file" in result.out
+    assert "zero.safetensors is a device and no regular file" in result.out
+    assert "epoch_1.safetensors" in result.out
+
+
 def test_ls_finds_a_truncated_file_by_its_header_and_ends_with_status_1(trainbus):
     make("epoch_1.safetensors", age=60)
     cut(make("epoch_2.safetensors", 2))
