@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.text import Text
 from torch.distributed import is_torchelastic_launched
 
 import trainbus
@@ -41,9 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _tell(command: str, what: str, error: BaseException) -> None:
     console = Console(stderr=True)
     who = f" (rank {os.environ['RANK']})" if is_torchelastic_launched() else ""  # so that it is clear whose of several lines
-    console.print(f"[bold red]trainbus {command}{who}:[/] ", end="")
     lines = "\n".join([what, *getattr(error, "__notes__", ())])
-    console.print(lines, highlight=False, soft_wrap=True, markup=False)
+    # One write: the lines of several ranks come from as many processes.
+    console.print(Text.assemble((f"trainbus {command}{who}:", "bold red"), f" {lines}"), soft_wrap=True)
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _PACKAGES = ("eventloop", "hooks")
-_HOME = Path(__file__).resolve().parent.parent
+_HOME = Path(__file__).resolve().parent
 
 
 def main() -> int:
@@ -93,3 +93,7 @@ def _version() -> str:
         return metadata.version("trainbus")
     except metadata.PackageNotFoundError:  # run from a checkout that is not installed
         return "0+unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
