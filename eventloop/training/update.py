@@ -94,10 +94,18 @@ class Update(Hook):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state back."""
+        """Take the state back. A window of other parameters begins anew."""
         self._load_scaler(state.get("scaler"))
         window = state.get("window")
         if window is None:
+            return
+        saved = {name: [_shape(gradient) for gradient in gradients] for name, gradients in window["gradients"].items()}
+        own = {name: [_shape(parameter) for parameter in _parameters(one)] for name, one in self._optimizers.items()}
+        if not _fit(saved, own):
+            log.warning(
+                "the checkpoint was made in an accumulation window, and its gradients are not those of these parameters; the "
+                "window begins anew"
+            )
             return
         self._count = int(window["count"])
         for name, gradients in window["gradients"].items():
@@ -275,6 +283,19 @@ def _scaler_options(options: Mapping[str, Any], amp: Precision | None) -> dict[s
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _shape(tensor: torch.Tensor | None) -> torch.Size | None:
+    return None if tensor is None else tensor.shape
+
+
+def _fit(gradients: Mapping[str, list[Any]], parameters: Mapping[str, list[Any]]) -> bool:
+    """True if shapes of gradients, None for none, are those of parameters."""
+    return gradients.keys() == parameters.keys() and all(
+        len(shapes) == len(parameters[name])
+        and all(one in (None, own) for one, own in zip(shapes, parameters[name], strict=True))
+        for name, shapes in gradients.items()
+    )
 
 
 def _scale_gradients(optimizers: Any, factor: float) -> None:

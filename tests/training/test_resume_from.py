@@ -9,7 +9,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, CheckpointDamagedError, CheckpointError, ConfigurationError
+from eventloop import Bus, CheckpointDamagedError, CheckpointError, ConfigurationError, Update
 from eventloop.checkpoint import load, save
 
 
@@ -271,6 +271,51 @@ def test_with_strict_false_another_optimizer_begins_afresh_and_trains(parts, tmp
     loop.run(resume=tmp_path / "epoch_1.safetensors", strict=False)
     assert loop.counters.iter == 6
     assert "starts afresh" in "".join(capfd.readouterr())
+
+
+def saved_in_a_window(parts, tmp_path):
+    bus = Bus()
+    bus.add(Update(accumulate=3))
+    bus.on("after_val_epoch", lambda e: e.run.request_save("window.safetensors"), when=lambda e: e.progress.iter == 2)
+    parts.loop(bus, work_dir=tmp_path, train_data=parts.batches(4), max_iters=4, val_interval=2).run()
+    path = tmp_path / "window.safetensors"
+    assert load(path)["bus"]["hooks"]["training.update"]["window"]["count"] == 2
+    return path
+
+
+def test_with_strict_false_another_head_begins_the_accumulation_window_of_the_checkpoint_anew(parts, tmp_path):
+    path = saved_in_a_window(parts, tmp_path)
+    model = parts.model()
+    model[-1] = torch.nn.Linear(8, 5)
+    bus = Bus()
+    bus.add(Update(accumulate=3))
+    updates = []
+    bus.on("after_optimizer_step", lambda e: updates.append(e.progress.iter))
+    loop = parts.loop(bus, model=model, train_data=parts.batches(8), val_data=None, max_iters=8)
+    with capture_logs() as logs:
+        loop.run(resume=path, strict=False)
+    assert updates == [4, 7]
+    assert torch.isfinite(model[-1].weight).all()
+    assert any("accumulation window" in entry["event"] for entry in logs)
+
+
+def test_gradients_of_a_window_are_those_of_an_optimizer_of_the_same_name(parts, tmp_path):
+    path = saved_in_a_window(parts, tmp_path)
+    model = parts.model()
+    bus = Bus()
+    bus.add(Update(accumulate=3))
+    loop = parts.loop(
+        bus,
+        model=model,
+        optimizer={"other": torch.optim.SGD(model.parameters(), lr=0.1)},
+        train_data=parts.batches(8),
+        val_data=None,
+        max_iters=8,
+    )
+    with capture_logs() as logs:
+        loop.run(resume=path)
+    assert loop.counters.iter == 8
+    assert any("accumulation window" in entry["event"] for entry in logs)
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".pt", ".ckpt"])
