@@ -12,9 +12,7 @@ from typing import Any
 
 from eventloop import (
     AfterRun,
-    AfterTrain,
     BeforeRun,
-    BeforeTrain,
     ConfigurationError,
     Hook,
     Priority,
@@ -65,7 +63,6 @@ class PreemptionHook(Hook):
         self._workers = WorkerSignals(self.signals)
         self._process = os.getpid()
         self._previous: dict[signal.Signals, Any] = {}
-        self._training = False
         self._saved = False
 
     # ---------------------------------------------------------------------------------------------- the mount points
@@ -79,22 +76,12 @@ class PreemptionHook(Hook):
                 "loop.stop() where the host application hears signals (anyio.open_signal_receiver, say)"
             )
         self.received = None
-        self._training = False
         self._process = os.getpid()
         event.run.defer(self._restore)  # before the first handler is there: an error at the second one undoes it
         self._workers.ignore()
         for number in self.signals:
             self._previous[number] = signal.getsignal(number)
             signal.signal(number, partial(self._heard, event.run))
-
-    def before_train(self, event: BeforeTrain) -> None:
-        """Note that there is something to save from here on."""
-        self._training = True
-
-    @mount(priority=Priority.LOWEST)
-    def after_train(self, event: AfterTrain) -> None:
-        """Note that training is over: what is to stay of it has been asked for."""
-        self._training = False
 
     @mount(priority=Priority.LOWEST)
     def after_run(self, event: AfterRun) -> None:
@@ -113,7 +100,7 @@ class PreemptionHook(Hook):
             self._end_at_once(signal.Signals(number))
             return
         self.received = signal.Signals(number)
-        self._saved = self._training and run.work_dir is not None
+        self._saved = run.training and run.work_dir is not None
         if self._saved:
             run.checkpoint_now()
         run.stop(f"signal {self.received.name}")

@@ -194,7 +194,8 @@ class RunCheckpoints:
         if self._sharded:  # a forward pass exchanges the parameters of the model, and with them their versions
             return self._run.order.version
         tensors = (t for model in self._run.models.values() for t in chain(model.parameters(), model.buffers()))
-        return self._run.order.version, sum(tensor._version for tensor in tensors)
+        # Tensors made in inference mode have none: they can only be changed there.
+        return self._run.order.version, sum(tensor._version for tensor in tensors if not tensor.is_inference())
 
     def _asked_now(self) -> SaveRequest:
         return SaveRequest(self.place() / f"iter_{self._run.counters.iter}.safetensors")

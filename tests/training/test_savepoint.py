@@ -139,6 +139,15 @@ def test_a_run_on_a_bus_that_stays_open_ends_with_its_last_checkpoint_on_disk(tm
         assert (tmp_path / "last_checkpoint").read_text() == "again.safetensors"
 
 
+def test_buffers_that_were_made_in_inference_mode_are_saved(parts, bus, tmp_path):
+    model = parts.model()
+    with torch.inference_mode():
+        model.register_buffer("scale", torch.ones(2))
+    bus.on("after_train_epoch", lambda e: e.run.request_save("here.safetensors"))
+    parts.loop(bus, model=model, max_epochs=1, work_dir=tmp_path).run()
+    assert torch.equal(load(tmp_path / "here.safetensors")["state_dict"]["scale"], torch.ones(2))
+
+
 @pytest.mark.parametrize("stage", ["val", "test"])
 def test_only_a_training_saves(parts, bus, trace, tmp_path, stage):
     """What handlers or other threads ask for in `val()` and `test()` is told, published and not written."""
