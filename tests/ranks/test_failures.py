@@ -13,6 +13,7 @@ import torch
 from torch import distributed
 
 from eventloop.checkpoint import load
+from eventloop.training.locks import DirectoryLock
 from hooks import CheckpointHook
 
 from . import jobs
@@ -165,3 +166,16 @@ def test_torchrun_without_a_process_group_is_an_error(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(ValueError, match="init_process_group"):
         jobs.make_loop(None).run()
+
+
+def trains(work_dir: str) -> None:
+    jobs.make_loop(work_dir).run()
+
+
+def test_ranks_share_the_lock_on_their_work_dir_and_all_are_refused_one_that_is_in_use(outcomes, ranks, tmp_path):
+    lock = DirectoryLock(tmp_path)
+    for outcome in outcomes(trains, str(tmp_path)):
+        assert outcome.exitcode == 1
+        assert f"ConfigurationError: {tmp_path} is in use: process {os.getpid()}" in outcome.error
+    lock.release()
+    ranks(trains, str(tmp_path))
