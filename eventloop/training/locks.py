@@ -55,12 +55,13 @@ class DirectoryLock:
         """Let others have the directory. Idempotent."""
         _held.discard(self)
         try:
-            if self._descriptor is not None and self._is_file(self._descriptor):
-                self._file.unlink()  # before it is given up: who opened it meanwhile looks whether it is still there
+            try:
+                if self._descriptor is not None and self._is_file(self._descriptor):
+                    self._file.unlink()  # before it is given up: who opened it meanwhile looks whether it is still there
+            finally:
+                self.forget()
         except OSError as error:
             log.warning("the file of a lock cannot be removed; it locks nothing", path=str(self._file), error=str(error))
-        finally:
-            self.forget()
 
     def forget(self) -> None:
         """Close the file; in a forked child, where the parent goes on holding it."""

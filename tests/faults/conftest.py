@@ -16,6 +16,7 @@ import torch
 from eventloop import Bus, Hook, TrainLoop
 from eventloop.checkpoint import TEMPORARY_PREFIX, load, verify
 from eventloop.training.find import find_checkpoint
+from eventloop.training.locks import NAME as LOCK
 from hooks import CheckpointHook
 
 # --------------------------------------------------------------------------------------------------------- the disk
@@ -99,12 +100,14 @@ class Disk:
         written: int = real(descriptor, data)
         if self._room is not None:
             self._room -= written
-        self.log.append(Operation("write", inode=self._opened[descriptor][1], data=bytes(data[:written])))
+        if inode := self._opened[descriptor][1]:
+            self.log.append(Operation("write", inode=inode, data=bytes(data[:written])))
         return written
 
     def _note(self, name: str, what: Any, done: Any, *args: Any) -> None:
         if name == "open":
-            inode = next(self._inodes) if args[0] & os.O_CREAT else 0
+            kept = args[0] & os.O_CREAT and Path(what).name != LOCK  # a lock need not outlive a power cut
+            inode = next(self._inodes) if kept else 0
             self._opened[done] = (str(what), inode)
             if inode:
                 self.log.append(Operation("create", str(what), inode=inode))
@@ -115,7 +118,7 @@ class Disk:
             self.log.append(Operation("sync", path, inode=inode))
         elif name in ("replace", "rename", "link"):
             self.log.append(Operation("link" if name == "link" else "rename", str(what), str(args[0])))
-        else:
+        elif Path(what).name != LOCK:
             self.log.append(Operation("mkdir" if name == "mkdir" else "unlink", str(what)))
 
 
