@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterable
 from functools import partial
 from types import FrameType
@@ -23,6 +24,8 @@ from eventloop import (
 )
 from eventloop.training import WorkerSignals
 
+_ONE_REQUEST = 1.0  # seconds in which a signal is the same request once more
+
 log = get_logger()
 
 
@@ -35,7 +38,8 @@ class PreemptionHook(Hook):
     and ``loop.run()`` returns; ``run.info["stop_reason"]`` and :attr:`received` tell of it. The same in the middle of a
     validation, which a resumed run begins anew. Without a work dir the run only ends, and the log says so. A run that
     does not train (``loop.test()``) only ends, too. A second signal has the effect that it would have had without the
-    hook: it ends the process at once, as a rule.
+    hook: it ends the process at once, as a rule. The same one again within a second is no second signal: where a scheduler
+    signals each process of a job and ``torchrun`` hands that on, each process gets it twice.
 
     Handlers are installed when a run begins, and the ones before come back when it ends, however it ends. Python calls
     signal handlers on the main thread only, so the run must be there. Where training runs on another one
@@ -60,6 +64,7 @@ class PreemptionHook(Hook):
         self.signals = _checked(signals)
         self.received: signal.Signals | None = None
         """The signal that ended the run under way, or the last one."""
+        self._received_at = 0.0
         self._workers = WorkerSignals(self.signals)
         self._process = os.getpid()
         self._previous: dict[signal.Signals, Any] = {}
@@ -96,9 +101,13 @@ class PreemptionHook(Hook):
     def _heard(self, run: RunView, number: int, frame: FrameType | None) -> None:
         # Python calls this between any two steps of the main thread, which may hold any lock and be writing a log line:
         # nothing here may lock, log or touch what others iterate over.
+        now = time.monotonic()
+        if os.getpid() == self._process and number == self.received and now - self._received_at < _ONE_REQUEST:
+            return
         if self.received is not None or os.getpid() != self._process:
             self._end_at_once(signal.Signals(number))
             return
+        self._received_at = now  # first: this signal may strike again between the two
         self.received = signal.Signals(number)
         self._saved = run.training and run.work_dir is not None
         if self._saved:

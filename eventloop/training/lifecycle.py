@@ -143,8 +143,9 @@ class RunLifecycle:
         problem = ""
         try:
             for place in self._checkpoints.directories if not this_rank() else ():
-                if isinstance(place, Path) and place not in self._locks:
-                    self._locks[place] = DirectoryLock(place)
+                # One directory may have several names: a link to it, a way with "..".
+                if isinstance(place, Path) and (directory := place.resolve()) not in self._locks:
+                    self._locks[directory] = DirectoryLock(directory)
         except ConfigurationError as error:
             problem = str(error)
         if self._ranks is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -13,6 +14,7 @@ from eventloop.log import get_logger
 
 NAME: Final = ".trainbus.lock"
 _MOST: Final = 200  # bytes that name the holder
+_TRIES: Final = 100  # of which each takes a training that ends just then
 
 log = get_logger()
 
@@ -35,8 +37,7 @@ class DirectoryLock:
         self._descriptor: int | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            while not self._taken():
-                pass
+            self._take()
         except BlockingIOError:
             raise ConfigurationError(
                 f"{directory} is in use: {self._holder()} trains there, and two trainings would overwrite each other's files. "
@@ -68,6 +69,10 @@ class DirectoryLock:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
+
+    def _take(self) -> None:
+        if not any(self._taken() for _ in range(_TRIES)):
+            raise OSError(errno.ESTALE, "the file of the lock is another one each time", str(self._file))
 
     def _taken(self) -> bool:
         """Lock the file; False if it was removed meanwhile, by the one that had it."""

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from eventloop import Bus, TrainLoop
-from hooks import EMAHook, ParamSchedulerHook, PreemptionHook
+from hooks import EMAHook, ParamSchedulerHook, PreemptionHook, preemption
 
 ITERATIONS = 20  # 4 epochs of 5
 
@@ -56,8 +56,16 @@ def make_loop(work_dir: Path | None, *hooks: Any, **workers: Any) -> TrainLoop:
 
 
 def main(
-    at: str, iteration: int, times: int, signals: list[int], work_dir: str | None, workers: dict[str, Any], early: bool
+    at: str,
+    iteration: int,
+    times: int,
+    signals: list[int],
+    work_dir: str | None,
+    workers: dict[str, Any],
+    early: bool,
+    moment: float,
 ) -> None:
+    preemption._ONE_REQUEST = moment
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with SIGINT ignored
     signal.signal(signal.SIGUSR1, lambda number, frame: say("the handler from before"))
     loop = make_loop(None if work_dir is None else Path(work_dir), PreemptionHook(signals), **workers)

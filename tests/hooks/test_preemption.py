@@ -31,7 +31,18 @@ class Child:
     """The script as a process: says when it is where it was told to wait, and goes on when told to."""
 
     def __init__(
-        self, server, folder, work_dir, *, at="before_forward", iteration=8, times=1, signals=(15,), workers=None, early=False
+        self,
+        server,
+        folder,
+        work_dir,
+        *,
+        at="before_forward",
+        iteration=8,
+        times=1,
+        signals=(15,),
+        workers=None,
+        early=False,
+        moment=60,
     ):
         self._server = server
         self._log = folder / "log"
@@ -40,6 +51,7 @@ class Child:
             os.mkfifo(path)
         options = {"at": at, "iteration": iteration, "times": times, "signals": [int(one) for one in signals]}
         options |= {"work_dir": None if work_dir is None else str(work_dir), "workers": workers or {}, "early": early}
+        options["moment"] = moment
         server.stdin.write(json.dumps({"options": options, "stderr": str(self._log), **pipes}) + "\n")
         server.stdin.flush()
         self._pid = int(server.stdout.readline())
@@ -146,8 +158,20 @@ def test_sigterm_finishes_the_iteration_saves_and_ends_in_order_and_a_resumed_ru
     assert all(torch.equal(value, uninterrupted[name]) for name, value in weights.items())
 
 
-def test_a_second_signal_ends_the_process_at_once_by_its_default(start, tmp_path):
+def test_a_signal_that_comes_twice_within_a_moment_is_one_request(start, tmp_path):
+    """From a scheduler that signals each process of a job, and from ``torchrun``, which hands on its own."""
     with start(tmp_path, times=2) as child:
+        for _ in range(2):
+            child.wait_until_it_is_there()
+            child.send(signal.SIGTERM)
+            child.go_on()
+        status, said, log = child.end()
+    assert (status, said[:2]) == (0, ["signal SIGTERM", "8 iterations"]), log
+    assert load(tmp_path / "iter_8.safetensors")["progress"]["iter"] == 8
+
+
+def test_a_second_signal_ends_the_process_at_once_by_its_default(start, tmp_path):
+    with start(tmp_path, times=2, moment=0) as child:
         child.wait_until_it_is_there()
         child.send(signal.SIGTERM)
         child.go_on()
@@ -159,7 +183,7 @@ def test_a_second_signal_ends_the_process_at_once_by_its_default(start, tmp_path
 
 
 def test_ctrl_c_stops_in_order_and_a_second_one_interrupts(start, tmp_path):
-    with start(tmp_path, at="before_val_iter", iteration=1, times=2, signals=[signal.SIGINT]) as child:
+    with start(tmp_path, at="before_val_iter", iteration=1, times=2, signals=[signal.SIGINT], moment=0) as child:
         child.wait_until_it_is_there()
         child.send(signal.SIGINT)
         child.go_on()

@@ -112,6 +112,16 @@ def test_an_out_dir_in_which_a_run_of_the_same_name_saves_is_in_use_as_well(part
     lock.release()
 
 
+@pytest.mark.parametrize("work_dir", ["runs/latest", "runs/x/../x", "runs/x"])
+def test_a_run_does_not_lock_itself_out_of_a_directory_that_it_knows_by_two_names(parts, tmp_path, work_dir):
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    (tmp_path / "runs" / "latest").symlink_to("x")
+    bus = Bus()
+    bus.add(CheckpointHook(1, out_dir=tmp_path / "runs"))
+    parts.loop(bus, work_dir=tmp_path / work_dir, max_epochs=1).run()
+    assert sorted(file.name for file in (tmp_path / "runs" / "x").iterdir()) == ["epoch_1.safetensors", "last_checkpoint"]
+
+
 def test_a_file_that_a_killed_process_has_left_locks_nothing(parts, tmp_path):
     (tmp_path / NAME).write_text("process 1 on mars")
     parts.loop(work_dir=tmp_path, max_epochs=1).run()
@@ -130,6 +140,16 @@ def test_where_the_file_system_has_no_locks_training_goes_on(parts, tmp_path, mo
     assert loop.counters.iter == 3
     (told,) = [entry for entry in logs if "cannot be locked" in entry["event"]]
     assert told["error"] == str(OSError(number, os.strerror(number)))
+
+
+def test_where_the_file_system_tells_files_apart_wrongly_training_goes_on(parts, tmp_path, monkeypatch):
+    """Some that are mounted over a network number a file anew each time it is looked at."""
+    monkeypatch.setattr(os.path, "samestat", lambda *files: False)
+    loop = parts.loop(work_dir=tmp_path, max_epochs=1)
+    with capture_logs() as logs:
+        loop.run()
+    assert loop.counters.iter == 3
+    assert ["cannot be locked" in entry["event"] for entry in logs].count(True) == 1
 
 
 def test_a_lock_that_is_waited_for_while_its_file_is_removed_is_taken_on_a_new_one(tmp_path, monkeypatch):
