@@ -68,11 +68,16 @@ def revive(value: Any, size: int) -> Any:
         raise CheckpointError(f"what stands for an object is the key of a dict, or in a set: {error}") from error
 
 
+_REPEATED: Final = 1_000_000
+"""Values that are there once more, as what holds them is held several times."""
+
+
 class _Reviver:
     def __init__(self, size: int) -> None:
         self._size = size
         # A pickle may hold one list a thousand times within another that it holds a thousand times …; as a tree without end.
-        self._left = MAX_VALUES
+        # What it holds once takes a byte of it at least.
+        self._left = self._most = min(MAX_VALUES, size + _REPEATED)
         self._seen: set[int] = set()
         self._stored = self._spread = 0
 
@@ -80,7 +85,7 @@ class _Reviver:
         self._left -= 1
         if self._left < 0 or depth > MAX_DEPTH:
             where = path[:200] or "the tree"
-            raise CheckpointError(f"{where}: nested deeper than {MAX_DEPTH} levels, or more than {MAX_VALUES:,} values in all")
+            raise CheckpointError(f"{where}: nested deeper than {MAX_DEPTH} levels, or more than {self._most:,} values in all")
         kind = type(value)
         if kind in (dict, OrderedDict, Counter):
             return self._mapping(path, value, depth + 1)

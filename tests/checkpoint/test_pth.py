@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from eventloop.checkpoint import load, load_pth, save
+from eventloop.checkpoint import inert, load, load_pth, save
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 
 DATA = Path(__file__).parent / "data"
@@ -298,6 +298,16 @@ class Calls:
 def test_a_pickle_that_asks_for_more_memory_than_the_file_has_bytes_is_refused(tmp_path, call):
     with pytest.raises(CheckpointError):
         load_pth(saved({"w": Calls(*call)}, tmp_path / "a.pth"))
+
+
+def test_a_list_of_itself_many_times_over_is_refused_before_it_has_filled_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(inert, "_REPEATED", 1000)
+    tree = [1]
+    for _ in range(40):
+        tree = [tree, tree]
+    path = saved({"a": tree, "b": torch.ones(0)}, tmp_path / "a.pth")
+    with pytest.raises(CheckpointError, match=f"more than {path.stat().st_size + 1000:,} values in all"):
+        load_pth(path)
 
 
 def test_tensors_that_share_or_spread_their_bytes_are_read(tmp_path):
