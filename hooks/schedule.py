@@ -238,7 +238,7 @@ def _without_rates(state: Any) -> Any:
 
 def _check_scheduler(name: str, scheduler: Any, by: By | None) -> None:
     lacking = [method for method in ("step", "state_dict", "load_state_dict") if not callable(getattr(scheduler, method, None))]
-    if lacking or isinstance(scheduler, type):
+    if lacking or isinstance(scheduler, type | torch.optim.Optimizer):  # an optimizer has these methods, too
         raise ConfigurationError(
             f"scheduler {name!r} is {scheduler!r}; give an object like torch's schedulers, with step, state_dict and "
             "load_state_dict"

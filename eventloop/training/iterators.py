@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
-from eventloop.errors import stopped
+from eventloop.errors import TrainingError, stopped
 from eventloop.events import Stage
 from eventloop.log import get_logger
 from eventloop.training.data import Feed
@@ -28,6 +28,9 @@ class Epochs:
     def __init__(self, order: Order) -> None:
         self._order = order
         self._pending_validation = order.counters.phase == "val"
+        self._yielded = False
+        self._begun_at: tuple[int, int, int] | None = None
+        """The progress when an epoch was yielded that is to be trained."""
 
     def __iter__(self) -> Self:
         return self
@@ -39,6 +42,7 @@ class Epochs:
             raise stopped(error, "code that run.epochs() called") from error
         if epoch is None:
             raise StopIteration
+        self._yielded = True
         return epoch
 
     def _advance(self) -> int | None:
@@ -59,13 +63,20 @@ class Epochs:
             return None
         order.go_on()
         if self._done():
-            if not order.has_trained:
+            if not self._yielded:
                 self._tell_nothing_left()
-                if order.resumed:  # the one that saved may have ended before its after_train
+                if order.resumed and not order.has_trained:  # the one that saved may have ended before its after_train
                     order.begin_train()
             order.end_train()
             return None
+        reached = (counters.epoch, counters.iter, counters.batches)
+        if reached == self._begun_at:
+            raise TrainingError(
+                f"epoch {counters.epoch + 1} has trained nothing, and run.epochs() would repeat it for ever: write "
+                "`for batch in run.train(loader)` in place of `for batch in loader`"
+            )
         order.begin_train()
+        self._begun_at = reached
         return counters.epoch
 
     def _done(self) -> bool:

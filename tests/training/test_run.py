@@ -284,6 +284,25 @@ def test_what_belongs_into_a_run_is_an_error_outside_of_it(parts, job, use, ende
     assert torch.is_grad_enabled()
 
 
+def test_an_epoch_that_trains_nothing_is_an_error_and_not_repeated_for_ever(parts):
+    with pytest.raises(TrainingError, match=r"epoch 1 has trained nothing.*write `for batch in run.train\(loader\)`"):
+        with Run(model=parts.model()) as run:
+            for _ in run.epochs(2):
+                for _ in parts.batches(1):
+                    run.report(loss=1.0)
+
+
+def test_epochs_that_are_asked_for_again_in_a_run_that_has_trained_them_say_that_nothing_is_left(parts):
+    run = Run(model=parts.model())
+    with capture_logs() as logs, run:
+        for again in (False, True):
+            for _ in run.epochs(1):
+                assert not again
+                for _ in run.train(parts.batches(1)):
+                    pass
+    assert ["nothing is left to train" in entry["event"] for entry in logs] == [True]
+
+
 def test_report_and_publish_say_how_they_are_called(job):
     run, _ = job
     with run:
