@@ -89,7 +89,7 @@ def merged(defaults: Mapping[str, Mapping[str, Any]], changes: Any, place: str) 
 
 def _check_known(name: str, defaults: Mapping[str, Any], place: str) -> None:
     if name not in defaults:
-        hint = did_you_mean(name, defaults) or f"; there are {', '.join(defaults)}"
+        hint = did_you_mean(str(name), defaults) or f"; there are {', '.join(defaults)}"
         raise wrong(place, f"there is no default hook {name!r}{hint} (another one needs its type)")
 
 

@@ -228,9 +228,9 @@ def _check_parts(config: Mapping[str, Any], default_hooks: Mapping[str, Any]) ->
     """Raise ConfigurationError for a key that is no part; it may be an option of one."""
     inner = [f"loop.{name}" for name in Options(TrainLoop).known if name not in _NOT_OF_LOOP]
     inner += [f"default_hooks.{name}" for name in default_hooks]
-    for key in config:
+    for key in map(str, config):
         if key not in _PARTS and not did_you_mean(key, _PARTS) and (hint := did_you_mean(key, inner)):
-            raise wrong(inside("", str(key)), f"a configuration has no option {key!r}{hint}")
+            raise wrong(inside("", key), f"a configuration has no option {key!r}{hint}")
     check_keys(config, _PARTS, "", "a configuration")
 
 

@@ -199,6 +199,7 @@ def test_mmengines_default_hooks_are_accepted_as_they_are():
     [
         ({"modle": 1}, "modle: a configuration has no option 'modle' (did you mean 'model'"),
         ({"max_epochs": 3}, "max_epochs: a configuration has no option 'max_epochs' (did you mean 'loop.max_epochs'?)"),
+        ({"default_hooks": {1: {}}}, "default_hooks.1: there is no default hook 1; there are"),
         ({"nonsense": 3}, "nonsense: a configuration has no option 'nonsense'; there are imports, model, wrap, optimizer"),
         ({"wrap": 3}, "wrap: expected a function or class, as module:attribute, or false, got int 3"),
         ({"wrap": f"{PARTS}:nothing"}, f"wrap: the module '{__name__}' has no 'nothing'"),
@@ -249,3 +250,8 @@ def test_mmengines_default_hooks_are_accepted_as_they_are():
 )
 def test_a_mistake_is_named_with_its_place(change, message):
     assert said(**change).startswith(message), said(**change)
+
+
+def test_a_part_whose_name_is_a_number_as_yaml_may_have_it_is_none():
+    with pytest.raises(ConfigurationError, match="1: a configuration has no option '1'; there are imports, model"):
+        Setup({1: 2})
