@@ -72,8 +72,8 @@ class Epochs:
         reached = (counters.epoch, counters.iter, counters.batches)
         if reached == self._begun_at:
             raise TrainingError(
-                f"epoch {counters.epoch + 1} has trained nothing, and run.epochs() would repeat it for ever: write "
-                "`for batch in run.train(loader)` in place of `for batch in loader`"
+                f"epoch {counters.epoch + 1} has trained nothing, and run.epochs() would repeat it for ever: "
+                "iterate over run.train(loader) in every epoch, in place of the loader itself"
             )
         order.begin_train()
         self._begun_at = reached

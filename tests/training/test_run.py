@@ -285,7 +285,7 @@ def test_what_belongs_into_a_run_is_an_error_outside_of_it(parts, job, use, ende
 
 
 def test_an_epoch_that_trains_nothing_is_an_error_and_not_repeated_for_ever(parts):
-    with pytest.raises(TrainingError, match=r"epoch 1 has trained nothing.*write `for batch in run.train\(loader\)`"):
+    with pytest.raises(TrainingError, match=r"epoch 1 has trained nothing.*iterate over run.train\(loader\)"):
         with Run(model=parts.model()) as run:
             for _ in run.epochs(2):
                 for _ in parts.batches(1):
