@@ -115,6 +115,7 @@ class Lane(Places):
             while reserved:
                 try:
                     with self._lock:
+                        self._give_back()
                         self._freed += 1
                         self._returned += 1
                         reserved = False
@@ -128,6 +129,9 @@ class Lane(Places):
         # Read after the append: see the module's docstring.
         if not self._armed:
             self._rouse()
+
+    def _give_back(self) -> None:
+        """Undo what preparing the event has reserved besides its place; called with the lock held, perhaps more than once."""
 
     def put_as_is(self, event: Any) -> None:
         """:meth:`put` for an event that needs no preparing: it is queued as it is."""

@@ -34,6 +34,7 @@ class SizedLane(Lane):
         self._capture = capture
         self.max_bytes = max_bytes
         self._bytes = 0
+        self._own = _Own()
         self._in_hand: deque[int] = deque()  # sizes of what was taken and is not accounted for, oldest first
 
     @property
@@ -47,6 +48,7 @@ class SizedLane(Lane):
         Raises:
             LaneFullError: also for a value that is larger than the whole budget.
         """
+        self._own.bytes = 0
         try:
             super().put(event)
         except _Refused:  # its place was given back; now it counts as published and dropped
@@ -55,35 +57,31 @@ class SizedLane(Lane):
 
     def _captured(self, event: Any) -> Staged:
         picked = self._capture(event)
+        self._own.bytes = 0  # a capture may publish, too
         size = nbytes(picked)
-        reserved = False
         waited = False
-        try:
-            while not reserved:
-                with self._lock:
-                    bell = None
-                    if self.max_bytes is not None and self._bytes + size > self.max_bytes:
-                        bell = self._make_bytes(size, self.max_bytes, waited=waited)
-                    if bell is None:
-                        self._bytes += size
-                        reserved = True
-                if bell is not None:
-                    waited = True
-                    self._wait(bell)
-            staged = stage(picked)
-            staged.nbytes = size
-            staged.source = type(event), getattr(event, "progress", None)
-            return staged  # noqa: TRY300 - Ctrl-C must find no instruction outside the block
-        except BaseException:
-            while reserved:
-                try:
-                    with self._lock:
-                        self._bytes -= size
-                        reserved = False
-                        self._notify()
-                except KeyboardInterrupt:  # another one, on top of the error that is raised below
-                    continue
-            raise
+        while True:
+            with self._lock:
+                bell = None
+                if self.max_bytes is not None and self._bytes + size > self.max_bytes:
+                    bell = self._make_bytes(size, self.max_bytes, waited=waited)
+                if bell is None:
+                    # Without a call in between: Ctrl-C finds both, or neither.
+                    self._bytes += size
+                    self._own.bytes = size
+                    break
+            waited = True
+            self._wait(bell)
+        staged = stage(picked)
+        staged.nbytes = size
+        staged.source = type(event), getattr(event, "progress", None)
+        return staged
+
+    def _give_back(self) -> None:
+        # Not undone where it was reserved: Ctrl-C may strike after that call has returned (it does where torch.compile has
+        # replaced the interpreter's way to call functions).
+        self._bytes -= self._own.bytes
+        self._own.bytes = 0
 
     def _make_bytes(self, size: int, budget: int, *, waited: bool) -> threading.Lock | None:
         """Called with the lock held. None if there is room now, else what to wait for."""
@@ -153,6 +151,12 @@ class SizedLane(Lane):
         with self._lock:
             for _ in range(number):
                 self._bytes -= self._in_hand.popleft()
+
+
+class _Own(threading.local):
+    """Bytes that this thread has reserved for the event that it is preparing."""
+
+    bytes = 0
 
 
 class _Refused(Exception):  # noqa: N818 - never leaves this module

@@ -221,3 +221,24 @@ def test_linger_collects_a_batch_and_a_handler_may_ask_for_a_list():
             bus.publish(event(None))
     assert sum(batches) == 101
     assert len(batches) < 20
+
+
+def test_an_interrupt_after_the_copy_and_before_it_is_queued_gives_its_bytes_back(monkeypatch):
+    """It can strike there where torch.compile has replaced the way in which the interpreter calls functions."""
+    bus = Bus()
+    subscription = bus.on("after_run", lambda tensor: None, offload="thread", capture=lambda event: event.run, max_bytes=1500)
+    prepare = subscription.lane._prepare
+    with bus:
+        for i in range(3):
+
+            def struck(event):
+                prepare(event)
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(subscription.lane, "_prepare", struck)
+            with pytest.raises(KeyboardInterrupt):
+                bus.publish(numbered(i))
+            monkeypatch.setattr(subscription.lane, "_prepare", prepare)
+            bus.publish(numbered(i))
+        assert bus.drain().pending == 0
+    assert (subscription.stats.published, subscription.stats.bytes) == (3, 0)
