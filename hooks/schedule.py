@@ -239,9 +239,9 @@ def _without_rates(state: Any) -> Any:
 def _check_scheduler(name: str, scheduler: Any, by: By | None) -> None:
     lacking = [method for method in ("step", "state_dict", "load_state_dict") if not callable(getattr(scheduler, method, None))]
     if lacking or isinstance(scheduler, type | torch.optim.Optimizer):  # an optimizer has these methods, too
+        shown = "an optimizer" if isinstance(scheduler, torch.optim.Optimizer) else repr(scheduler)  # whose repr has many lines
         raise ConfigurationError(
-            f"scheduler {name!r} is {scheduler!r}; give an object like torch's schedulers, with step, state_dict and "
-            "load_state_dict"
+            f"scheduler {name!r} is {shown}; give an object like torch's schedulers, with step, state_dict and load_state_dict"
         )
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and by != "metric":
         raise ConfigurationError(f'scheduler {name!r} needs a metric to step: by="metric", monitor="loss", say, not by={by!r}')

@@ -155,7 +155,7 @@ def test_what_is_no_scheduler_is_an_error(job: SimpleNamespace) -> None:
         ParamSchedulerHook(lr_scheduler.ReduceLROnPlateau(optimizer), by="epoch")
     with pytest.raises(ConfigurationError, match="with step"):
         ParamSchedulerHook(optimizer.param_groups[0]["lr"], by="iter")
-    with pytest.raises(ConfigurationError, match="scheduler 'SGD' is SGD"):
+    with pytest.raises(ConfigurationError, match="scheduler 'SGD' is an optimizer; give"):
         ParamSchedulerHook(optimizer, by="epoch")
     with pytest.raises(ConfigurationError, match="mapping"):
         ParamSchedulerHook([halving(optimizer), halving(optimizer)], by="iter")
