@@ -91,6 +91,10 @@ class CheckpointValueError(CheckpointError, TypeError):
     """A value that a checkpoint cannot hold; the message gives its path in the tree."""
 
 
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint under the name that was given."""
+
+
 class CheckpointDamagedError(CheckpointError):
     """A checkpoint file whose bytes are not those that were written (truncated, flipped bits, not ours)."""
 

@@ -37,7 +37,12 @@ Step = Annotated[Callable[[Any, Any], Any], msgspec.Meta(description="a function
 
 def checked_seed(seed: int | None) -> int | None:
     """Return the seed; raises ConfigurationError for one that torch does not take."""
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64):
+    return None if seed is None else integer_seed(seed)
+
+
+def integer_seed(seed: int) -> int:
+    """Return the seed; raises ConfigurationError for one that torch does not take, and for None."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
         raise ConfigurationError(f"seed={seed!r}: give an integer of 64 bits")
     return seed
 

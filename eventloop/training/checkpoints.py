@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from eventloop import events as ev
 from eventloop.checkpoint import Place, load, place_of
 from eventloop.checkpoint.shards import SHARDS, is_sharded, verify_shards
-from eventloop.errors import CheckpointError, ConfigurationError
+from eventloop.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from eventloop.events import Event, Progress
 from eventloop.log import get_logger
 from eventloop.training import resume
@@ -255,7 +255,13 @@ class RunCheckpoints:
 
     def _load_named(self, place: Place) -> tuple[Place, Any]:
         if not place.is_dir():
-            state = load(place)
+            try:
+                state = load(place)
+            except FileNotFoundError as error:
+                raise CheckpointNotFoundError(
+                    f"resume={str(place)!r}: there is no such file; give the path or URL of a checkpoint, or of a directory "
+                    'with some, or resume="auto", which takes the newest one in the work dir and begins where it finds none'
+                ) from error
             verify_shards(state, place)
             return place, state
         found = find_checkpoint(place, known=self._kept)

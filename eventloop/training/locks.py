@@ -39,9 +39,10 @@ class DirectoryLock:
             directory.mkdir(parents=True, exist_ok=True)
             self._take()
         except BlockingIOError:
+            holder, end = self._holder()
             raise ConfigurationError(
-                f"{directory} is in use: {self._holder()} trains there, and two trainings would overwrite each other's files. "
-                "Give this run another work_dir, or wait for that one (its lock ends with its process)"
+                f"{directory} is in use: {holder} trains there, and two trainings would overwrite each other's files. "
+                f"Give this run another work_dir, or {end}"
             ) from None
         except OSError as error:
             log.warning(
@@ -99,15 +100,20 @@ class DirectoryLock:
         except FileNotFoundError:
             return False
 
-    def _holder(self) -> str:
+    def _holder(self) -> tuple[str, str]:
+        """Return who has the lock, and how to end that."""
         try:
             with self._file.open("rb") as file:
                 told = file.read(_MOST).decode(errors="replace")
         except OSError:
             told = ""
         if told == _this_process():
-            return f"another run of this process ({os.getpid()})"
-        return told if told.isprintable() and told else "another process"
+            return f"another run of this process ({os.getpid()})", (
+                "end that one: leave its `with` block; if a notebook cell was cut off inside it, call "
+                "`run.__exit__(None, None, None)` on that run, or restart the kernel"
+            )
+        who = told if told.isprintable() and told else "another process"
+        return who, "wait for that one (its lock ends with its process)"
 
 
 def _this_process() -> str:

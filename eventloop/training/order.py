@@ -149,7 +149,7 @@ class Order:
     def begin_train(self) -> None:
         """Publish ``before_train``, once."""
         if not self.training:
-            self._check_open("run.epochs() and run.train()")
+            self.check_open("run.epochs() and run.train()")
             self._lock()
             self.scopes.enter("train")
             self.has_trained = True
@@ -312,7 +312,7 @@ class Order:
             batches: the iterable of this evaluation.
             length: batches, if that is known. Ranks with as many each can stop in its middle, others only at its end.
         """
-        self._check_open("run.validate() and run.test()")
+        self.check_open("run.validate() and run.test()")
         lengths = [length] if self.agreement is None else self.agreement.ranks.gather(length)
         self._in_step = len(lengths) > 1 and length is not None and set(lengths) == {length}
         # A validation outside of training (TrainLoop.val) is no phase of it: a later run does not begin with it.
@@ -382,7 +382,8 @@ class Order:
             self.scopes.defer(partial(_raise, error))
         return True
 
-    def _check_open(self, methods: str) -> None:
+    def check_open(self, methods: str) -> None:
+        """Raise TrainingError outside of the run."""
         if "run" not in self.scopes:
             raise TrainingError(
                 f"{methods} belong into a run that has begun and not ended: write `with Run(...) as run:` around the loop"

@@ -238,6 +238,7 @@ class Run:
         """Add entries to the outputs of the current iteration, by name; tensors stay on their device."""
         if unnamed:
             raise TrainingError("run.report() takes what it reports by name, such as run.report(loss=loss)")
+        self.order.check_open("run.report()")
         self.order.outputs.update(entries)
 
     def report_image(self, name: str, image: torch.Tensor | np.ndarray[Any, Any]) -> None:
@@ -251,8 +252,10 @@ class Run:
                 channels first); 1, 3 or 4 channels; bytes, or booleans and floats from 0 to 1.
 
         Raises:
+            TrainingError: outside of ``with run:``.
             ValueError: another shape or kind of numbers.
         """
+        self.order.check_open("run.report_image()")
         if self.bus.wants(ev.ImageReported):
             check_image(name, image)
             self.publish(ev.ImageReported, name=name, image=image)

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from eventloop.training.arguments import integer_seed
+
 
 class SeededDataset(Dataset[Any]):
     """Makes a dataset's random augmentation a function of (seed, epoch, index), so that it survives a resume.
@@ -21,11 +23,14 @@ class SeededDataset(Dataset[Any]):
     Args:
         dataset: a map-style dataset.
         seed: of the run.
+
+    Raises:
+        ConfigurationError: the seed is not an integer of 64 bits.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int = 0) -> None:
         self.dataset = dataset
-        self.seed = seed
+        self.seed = integer_seed(seed)
         # In shared memory: workers that persist over epochs must hear of the next one.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # torch: unannotated
 
@@ -38,7 +43,7 @@ class SeededDataset(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        seed = np.random.SeedSequence([self.seed, int(self._epoch), index]).generate_state(2)
+        seed = np.random.SeedSequence([self.seed % 2**64, int(self._epoch), index]).generate_state(2)
         random.seed(int(seed[0]))
         np.random.seed(int(seed[1]))
         torch.default_generator.manual_seed(int(seed[0]) << 32 | int(seed[1]))

@@ -289,6 +289,14 @@ def test_a_seeded_dataset_depends_on_seed_epoch_and_index_only():
     assert not torch.equal(other[0][0], first[0])
 
 
+def test_a_seeded_dataset_takes_the_seeds_of_a_run():
+    assert torch.equal(SeededDataset(Random(), seed=-1)[0][0], SeededDataset(Random(), seed=-1)[0][0])
+    assert not torch.equal(SeededDataset(Random(), seed=-1)[0][0], SeededDataset(Random(), seed=-2)[0][0])
+    for seed in (None, "1", True, 2**64):
+        with pytest.raises(ConfigurationError, match=f"seed={seed!r}: give an integer"):
+            SeededDataset(Random(), seed=seed)
+
+
 def test_a_seeded_dataset_leaves_the_global_generators_alone():
     torch.manual_seed(9)
     before = torch.get_rng_state()

@@ -65,6 +65,18 @@ def test_it_is_refused_before_any_hook_opens_a_file(parts, bus, trace, tmp_path)
     lock.release()
 
 
+def test_the_way_out_of_a_run_that_was_begun_and_never_left_works(parts, tmp_path):
+    """As in a notebook, in whose process the lock would stay for ever."""
+    left = Run(model=parts.model(), optimizer=None, work_dir=tmp_path)
+    left.__enter__()
+    next(iter(left.train([1])))
+    with capture_logs(), pytest.raises(ConfigurationError, match=r"another run of this process.*restart the kernel") as refused:
+        parts.loop(work_dir=tmp_path, max_epochs=1).run()
+    assert "`run.__exit__(None, None, None)`" in str(refused.value)
+    left.__exit__(None, None, None)
+    parts.loop(work_dir=tmp_path, max_epochs=1).run()
+
+
 @pytest.mark.parametrize("ends", ["in order", "by an exception"])
 def test_the_next_run_has_the_work_dir(parts, tmp_path, ends):
     bus = Bus()

@@ -23,6 +23,7 @@ from eventloop import (
     Bus,
     CheckpointDamagedError,
     CheckpointError,
+    CheckpointNotFoundError,
     ConfigurationError,
     Hook,
     Run,
@@ -477,8 +478,11 @@ def test_an_explicit_path_that_is_damaged_or_missing_is_an_error(parts, tmp_path
     damage(tmp_path / "here.safetensors")
     with pytest.raises(CheckpointDamagedError, match=r"here\.safetensors is damaged"):
         Job(parts, tmp_path).run(resume=tmp_path / "here.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.safetensors"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r'nowhere\.safetensors.*: there is no such file; give .*resume="auto"'
+    ) as gone:
         Job(parts, tmp_path).run(resume=tmp_path / "nowhere.safetensors")
+    assert isinstance(gone.value, FileNotFoundError)
 
 
 def test_auto_survives_a_last_checkpoint_that_names_a_file_that_is_gone(parts, tmp_path):
