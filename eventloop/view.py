@@ -135,8 +135,8 @@ class RunView(Protocol):
     def note_options(self, owner: str, options: Any) -> None:
         """Note options that a checkpoint overrides; a resume warns of those that the program gives in another way now."""
 
-    def check_savable(self, **options: Any) -> None:
-        """Raise now what would be wrong with a save (see ``Run.check_savable``)."""
+    def check_savable(self, **options: Any) -> list[str]:
+        """Raise now what would be wrong with a save; return the keys of its checkpoint (see ``Run.check_savable``)."""
 
     def wait_for_saves(self) -> None:
         """Wait until nothing is being written."""

@@ -18,7 +18,7 @@ class CheckInvalidLossHook(Hook):
     of the value.
 
     Args:
-        interval: iterations between checks.
+        interval: iterations between checks; the last iteration of each epoch is checked, too.
         keys: names of the outputs to check; by default all whose name contains ``"loss"``.
 
     Raises:
@@ -37,6 +37,12 @@ class CheckInvalidLossHook(Hook):
     def after_train_iter(self, events: list[AfterTrainIter]) -> None:
         """Check what has been computed since the last look."""
         for event in events:
+            self._check(event)
+
+    @mount("after_train_iter", when=attrgetter("run.last_batch"), offload="thread")
+    def after_last_iter(self, event: AfterTrainIter) -> None:
+        """Check the end of an epoch, so that a training shorter than the interval is checked as well."""
+        if (event.progress.iter + 1) % self.interval:
             self._check(event)
 
     def _check(self, event: AfterTrainIter) -> None:

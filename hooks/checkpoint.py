@@ -42,7 +42,7 @@ from hooks.best import Best, names
 from hooks.checkpoint_options import SUFFIX, MetricNames, check_count, checked_template, warn_of_late_begin
 from hooks.kept import KEPT, Kept
 from hooks.options import NonNegativeInt
-from hooks.publishing import publish_checkpoint, sweep
+from hooks.publishing import keys_to_publish, publish_checkpoint, sweep
 from hooks.rules import Rule
 from hooks.validated import check_validated, warn_unvalidated
 
@@ -220,8 +220,10 @@ class CheckpointHook(Hook):
         if not self._checked and (run.updated or not run.optimizers):
             self._checked = True
             if self._saves:
-                options = {key: self._options[key] for key in ("staging", "busy")}
-                run.check_savable(directory=self._kept.directory, **options)
+                there = run.check_savable(directory=self._kept.directory, **self._options)
+                if self._publish is not None and not run.rank:
+                    with self._errors("no checkpoint can be published", str(self._kept.directory)):
+                        keys_to_publish(self._publish, there, f"a checkpoint of {self.label}")
             if self.interval > 0:
                 last = (event.progress.max_epochs or 1) if self.by_epoch else run.total_iters
                 warn_of_late_begin(self.label, self.save_begin, last, "epoch" if self.by_epoch else "iteration")
@@ -308,7 +310,7 @@ class CheckpointHook(Hook):
         return self._template.format(event.progress.epoch) if by_epoch else self._best_by_iter.format(event.progress.iter)
 
     @contextmanager
-    def _errors(self, what: str, path: Place) -> Iterator[None]:
+    def _errors(self, what: str, path: Place | str) -> Iterator[None]:
         """Log errors of the file system instead of raising them, with ``on_error="log"``."""
         try:
             yield

@@ -31,12 +31,7 @@ def publish_checkpoint(path: Place, keys: Iterable[str]) -> Place:
         CheckpointError: the checkpoint has none of these keys, cannot be read, or the copy cannot be written.
     """
     tree = load_whole(path) if isinstance(path, Path) else load(path)
-    stripped = {key: tree[key] for key in keys if key in tree}
-    missing = [key for key in keys if key not in tree]
-    if not stripped:
-        raise CheckpointError(f"{path} has nothing to publish under {', '.join(missing)}; it has {', '.join(tree)}")
-    if missing:
-        log.warning("the checkpoint lacks keys to publish", path=str(path), missing=missing)
+    stripped = {key: tree[key] for key in keys_to_publish(keys, tree, str(path))}
     store = store_of(path)
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}.tmp")
     try:
@@ -51,6 +46,21 @@ def publish_checkpoint(path: Place, keys: Iterable[str]) -> Place:
         store.remove(temporary)
     log.info("published", path=str(published), keys=list(stripped))
     return published
+
+
+def keys_to_publish(keys: Iterable[str], there: Iterable[str], checkpoint: str) -> list[str]:
+    """Return those of ``keys`` that are ``there``, in a checkpoint; warn of the others.
+
+    Raises:
+        CheckpointError: none of them is.
+    """
+    there, wanted = list(there), list(keys)
+    missing = [key for key in wanted if key not in there]
+    if len(missing) == len(wanted):
+        raise CheckpointError(f"{checkpoint} has nothing to publish under {', '.join(missing)}; it has {', '.join(there)}")
+    if missing:
+        log.warning("the checkpoint lacks keys to publish", path=checkpoint, missing=missing)
+    return [key for key in wanted if key not in missing]
 
 
 def sweep(directory: Place) -> bool:

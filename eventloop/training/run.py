@@ -361,15 +361,18 @@ class Run:
         """
         self.options |= by_place(options, owner)
 
-    def check_savable(self, *, directory: str | Place | None = None, staging: Staging = "block", busy: Busy = "wait") -> None:
+    def check_savable(self, *, directory: str | Place | None = None, **options: Any) -> list[str]:
         """Raise now what a save with these options of :meth:`request_save` would raise hours later.
+
+        Returns:
+            The keys that the checkpoint would have; none on a rank that writes none.
 
         Raises:
             CheckpointValueError: the state holds something that no checkpoint can hold; with its path.
             ConfigurationError: a sharded model cannot be saved like this.
         """
-        request = SaveRequest(self._checkpoints.place(directory), staging=staging, busy=busy)
-        self._checkpoints.points.check(request, copy=not self.rank)
+        request = SaveRequest(self._checkpoints.place(directory), **options)
+        return self._checkpoints.points.check(request, copy=not self.rank)
 
     def wait_for_saves(self) -> None:
         """Wait until nothing is being written."""

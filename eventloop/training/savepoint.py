@@ -186,8 +186,11 @@ class SavePoints:
         self._overlap.close()
         self._writer.cancel()
 
-    def check(self, request: SaveRequest, *, copy: bool) -> None:
+    def check(self, request: SaveRequest, *, copy: bool) -> list[str]:
         """With ``copy``, copy the state as for a save (into memory that the first save uses); write nothing.
+
+        Returns:
+            The keys that the checkpoint would have; none without ``copy``.
 
         Raises:
             CheckpointValueError: it holds something that no checkpoint can hold.
@@ -196,11 +199,13 @@ class SavePoints:
         if self._shards is not None:
             check_together(request)
         if not copy:
-            return
-        state = self._capture(SaveRequest(Path()))
+            return []
+        state = self._capture(request)
+        keys = list(state)
         if self._shards is not None:
             state, _ = self._shards(state, Path("check"))
         stage(state, self._buffer).release()
+        return keys
 
     def write_checkpoint(self, job: SaveJob) -> None:
         """Make one job durable, unless it was replaced; runs on the writing lane."""

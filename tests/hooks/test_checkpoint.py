@@ -677,6 +677,23 @@ def test_what_cannot_be_published_is_an_error_otherwise(job: SimpleNamespace, tm
         job.loop(hook, Unplugs(out), work_dir=tmp_path).run()
 
 
+@pytest.mark.parametrize("on_error", ["raise", "log"])
+def test_keys_to_publish_that_no_checkpoint_has_are_told_at_the_first_update(
+    job: SimpleNamespace, tmp_path: Path, on_error: Any
+) -> None:
+    hook = CheckpointHook(published_keys=["optimizer", "ema"], save_optimizer=False, on_error=on_error)
+    loop = job.loop(hook, job.StopAfter(1), work_dir=tmp_path)
+    told = "CheckpointHook has nothing to publish under optimizer, ema; it has .*state_dict"
+    with capture_logs() as logs:
+        if on_error == "raise":
+            with pytest.raises(CheckpointError, match=told):
+                loop.run()
+        else:
+            loop.run()
+    assert loop.counters.iter == (on_error == "log")
+    assert on_error == "raise" or any(entry["event"] == "no checkpoint can be published" for entry in logs)
+
+
 def test_the_best_files_have_names_of_the_template(job: SimpleNamespace, tmp_path: Path) -> None:
     hook = CheckpointHook(save_best="acc", filename_tmpl="model_{}.safetensors", save_last=False)
     best_loop(job, tmp_path / "epochs", hook, 0.5, 0.6).run()
