@@ -196,7 +196,7 @@ def test_every_other_dtype_of_torch_is_refused_with_its_path(dtype):
         random.Random(3).getstate(),
         torch.get_rng_state(),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_unusual_values_come_back(file, value):
     assert canonical(round_trip(value, file)) == canonical(value)
