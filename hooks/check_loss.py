@@ -18,7 +18,7 @@ class CheckInvalidLossHook(Hook):
     of the value.
 
     Args:
-        interval: iterations between checks; the last iteration of each epoch is checked, too.
+        interval: iterations between checks; until the first one, the last iteration of each epoch is checked.
         keys: names of the outputs to check; by default all whose name contains ``"loss"``.
 
     Raises:
@@ -41,8 +41,8 @@ class CheckInvalidLossHook(Hook):
 
     @mount("after_train_iter", when=attrgetter("run.last_batch"), offload="thread")
     def after_last_iter(self, event: AfterTrainIter) -> None:
-        """Check the end of an epoch, so that a training shorter than the interval is checked as well."""
-        if (event.progress.iter + 1) % self.interval:
+        """Check the end of each epoch before the first interval is over: a training may be shorter."""
+        if event.progress.iter + 1 < self.interval:  # no longer: two handlers would report one loss
             self._check(event)
 
     def _check(self, event: AfterTrainIter) -> None:
