@@ -148,7 +148,7 @@ def _checked_unused(hook: Hook, names: list[str]) -> frozenset[str]:
     told = hook.unused()
     unused = frozenset([told] if isinstance(told, str) else told)
     for name in sorted(unused - set(names)):
-        raise SubscribeError(f"{hook.label}.unused() names {name!r}, which is none of its methods: {', '.join(names)}")
+        raise SubscribeError(f"{hook.label}.unused() names {name!r}, which is not one of its methods: {', '.join(names)}")
     return unused
 
 

@@ -211,7 +211,7 @@ class Lifecycle:
             self._refuse_in_fork()
         if self._state != "idle":
             where = " in an event loop by `async with bus:`" if self._runtime is not None and self._runtime.hosted else ""
-            raise BusStateError(f"this bus is {self._state}{where} already; whoever opened it closes it")
+            raise BusStateError(f"this bus is {self._state}{where} already; the code that opened it closes it")
 
     def _opened(self) -> Runtime:
         if self._runtime is None:

@@ -67,7 +67,7 @@ class Priority(IntEnum):
             near = get_close_matches(name.upper(), table, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise SubscribeError(
-                f"priority={name!r} is no priority name{hint}; use an integer from 0 to 100 or one of {', '.join(table)}"
+                f"priority={name!r} is not a priority name{hint}; use an integer from 0 to 100 or one of {', '.join(table)}"
             ) from None
 
 

@@ -236,7 +236,7 @@ def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _checked(pattern: object) -> str:
     if not isinstance(pattern, str):
-        raise SubscribeError(f'bus.watch: {pattern!r} is no pattern; give names of submodules, such as "encoder.*"')
+        raise SubscribeError(f'bus.watch: {pattern!r} is not a pattern; give names of submodules, such as "encoder.*"')
     return pattern
 
 

@@ -168,7 +168,7 @@ class CheckpointHook(Hook):
         self._checked = self._finished = False
         self._first = event.run.rank == 0
         if directory is not None and directory.exists() and not directory.is_dir():
-            raise ConfigurationError(f"{self.label} cannot save to {directory}: it is no directory")
+            raise ConfigurationError(f"{self.label} cannot save to {directory}: it is not a directory")
         if directory is not None and directory != event.run.work_dir:
             event.run.keeps_checkpoints_in(directory)
 

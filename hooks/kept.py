@@ -79,7 +79,7 @@ class Kept:
 
     def _exists(self, name: object) -> bool:
         if not (is_plain_name(name) and name.endswith(SUFFIX)) or name.startswith("."):
-            log.warning("the checkpoint names a file that is none of this hook's; it is left alone", name=name)
+            log.warning("the checkpoint names a file that is not one of this hook's; it is left alone", name=name)
             return False
         if self.directory is None:
             return False
@@ -87,7 +87,7 @@ class Kept:
         try:
             check_regular(path)
         except CheckpointError as error:
-            log.warning("the checkpoint names a file that is none of this hook's; it is left alone", error=str(error))
+            log.warning("the checkpoint names a file that is not one of this hook's; it is left alone", error=str(error))
             return False
         except OSError:
             return False

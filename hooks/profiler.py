@@ -195,7 +195,7 @@ def _checked_trace(on_trace_ready: Any) -> TraceHandler | Mapping[str, Any] | No
     column = on_trace_ready.get("sort_by")
     if kind == "log_trace" and column is not None and not hasattr(FunctionEventAvg(), str(column).replace("cuda", "device")):
         raise ConfigurationError(
-            f'on_trace_ready: sort_by={column!r} is no column of the table; "self_cpu_time_total", say, or "cpu_time_total"'
+            f'on_trace_ready: sort_by={column!r} is not a column of the table; "self_cpu_time_total", say, or "cpu_time_total"'
         )
     return dict(on_trace_ready)
 

@@ -199,7 +199,7 @@ def _optimizer_of(name: str, scheduler: Any, optimizers: Mapping[str, torch.opti
             return optimizer
     raise ConfigurationError(
         f"scheduler {name!r} ({type(scheduler).__name__}) changes an optimizer ({type(scheduler.optimizer).__name__}) that is "
-        f"none of the run's ({', '.join(map(repr, optimizers))}); make it with one of them, or give the run that optimizer, too"
+        f"not one of the run's ({', '.join(map(repr, optimizers))}); make it with one of them, or give the run that one"
     )
 
 

@@ -55,7 +55,7 @@ class Smoother:
         try:
             self._mean_pattern = re.compile(mean_pattern)
         except (re.error, TypeError) as error:
-            raise ConfigurationError(f"mean_pattern={mean_pattern!r} is no regular expression: {error}") from None
+            raise ConfigurationError(f"mean_pattern={mean_pattern!r} is not a regular expression: {error}") from None
         self._customs = [_custom(entry) for entry in custom_cfg]
         _check_names(self._customs)
         self._latest: dict[str, float] = {}

@@ -457,5 +457,5 @@ def test_unused_may_be_one_name_and_an_error_lists_the_methods_there_are():
     bus = Bus()
     bus.add(one)
     assert "after_train_iter" not in [name for each in bus.subscriptions for name in each.mount_points]
-    with pytest.raises(SubscribeError, match=r"names 'after_val', which is none of its methods: .*after_train_iter"):
+    with pytest.raises(SubscribeError, match=r"names 'after_val', which is not one of its methods: .*after_train_iter"):
         bus.add(Sparing("after_val"))

@@ -24,7 +24,7 @@ def test_the_names_of_imix_have_an_entry_of_their_own(name, number):
 
 
 def test_names_of_imix_alone_are_not_guessed():
-    with pytest.raises(SubscribeError, match="'LOWER' is no priority name"):
+    with pytest.raises(SubscribeError, match="'LOWER' is not a priority name"):
         Priority.parse("LOWER")
 
 

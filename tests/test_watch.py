@@ -225,7 +225,7 @@ def test_only_modules_can_be_watched(bus, wrong):
 
 
 def test_a_pattern_is_a_string(bus, model):
-    with pytest.raises(SubscribeError, match="is no pattern"):
+    with pytest.raises(SubscribeError, match="is not a pattern"):
         bus.watch(model, model.head)
 
 

@@ -84,7 +84,7 @@ def file_size(path: Path, *, follow: bool = False) -> int:
     status = path.stat(follow_symlinks=follow)
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
-        raise CheckpointDamagedError(f"{path} is {kind} and no regular file")
+        raise CheckpointDamagedError(f"{path} is {kind} and not a regular file")
     return status.st_size
 
 

@@ -129,7 +129,7 @@ class _Reviver:
             if plain is not None:
                 return self.value(path, plain(value), depth)
         except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
-            raise CheckpointError(f"{path or 'the tree'}: this {value.name} is none that can be read ({error})") from error
+            raise CheckpointError(f"{path or 'the tree'}: this {value.name} cannot be read ({error})") from error
         raise _refusal(path, value.name)
 
 
@@ -161,7 +161,7 @@ def _rebuilt_array(dtype: Inert, shape: tuple[int, ...], data: bytes | Inert, *,
 def _bytes(value: Inert) -> bytes:
     # Protocol 2 has no bytes: it names _codecs.encode, which torch knows, and for none at all bytes().
     if value.args:
-        raise ValueError("bytes that are not empty are no object")
+        raise ValueError("its bytes are made by a call with arguments; only empty ones can be read")
     return b""
 
 

@@ -160,7 +160,7 @@ def _check_storable(name: Any, tensor: Any) -> None:
     elif tensor.dtype not in SAFE_NAMES:
         problem = f"is a tensor of {tensor.dtype}, which safetensors lacks"
     elif not isinstance(name, str) or name == METADATA or not _is_unicode(name):
-        problem = "is no name for a tensor in a safetensors file"
+        problem = "cannot name a tensor in a safetensors file"
     if problem:
         raise CheckpointValueError(f"{name!r} {problem}; the way out: export to a .pth file")
 

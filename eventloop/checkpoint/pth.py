@@ -79,7 +79,7 @@ def _check(path: Path) -> bool:
     if start == LEGACY:
         return False
     if start != ZIP:
-        raise CheckpointError(f"{path} is no file that torch.save wrote (it begins with {start!r})")
+        raise CheckpointError(f"{path} is not a file that torch.save wrote (it begins with {start!r})")
     try:
         with zipfile.ZipFile(path) as archive:
             check_stored(archive, size)

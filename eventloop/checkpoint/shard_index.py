@@ -67,7 +67,7 @@ def all_pieces(index: Mapping[str, Indexed]) -> Iterator[Piece]:
 def _sizes(directory: Path, names: Iterable[str]) -> dict[str, int]:
     for name in names:
         if not is_plain_name(name):
-            raise CheckpointDamagedError(f"{directory / INDEX} names {name!r}, which is no file of that directory")
+            raise CheckpointDamagedError(f"{directory / INDEX} names {name!r}, which is not a file of that directory")
     return {name: file_size(directory / name) for name in names}
 
 

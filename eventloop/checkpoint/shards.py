@@ -45,7 +45,7 @@ def shards_of(state: Mapping[str, Any], path: Path) -> Path:
     """
     name = state[SHARDS]
     if not (is_plain_name(name) and name.endswith(SUFFIX)):
-        raise CheckpointDamagedError(f"{name!r} is no name of a directory with sharded tensors beside it")
+        raise CheckpointDamagedError(f"{name!r} does not name a directory with sharded tensors beside it")
     directory = path.with_name(name)
     if directory.is_symlink():
         raise CheckpointDamagedError(f"{directory} is a link, which is not followed")
@@ -72,7 +72,7 @@ def verify_shards(state: Any, path: object) -> None:
             raise CheckpointDamagedError(f"{directory} has no digests of {', '.join(sorted(unknown))}")
         for name, digest in wanted.items():
             if not is_plain_name(name):
-                raise CheckpointDamagedError(f"{directory} has a digest of {name!r}, which is no file of it")
+                raise CheckpointDamagedError(f"{directory} has a digest of {name!r}, which is not a file of it")
             file_size(directory / name)  # it is a regular file
             if digest_of(directory / name) != digest:
                 raise CheckpointDamagedError(f"{directory / name} has other bytes than were written")

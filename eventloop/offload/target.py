@@ -64,7 +64,7 @@ def target_of(handler: Callable[..., Any]) -> Target:
     if inspect.ismethod(handler) or not isinstance(getattr(handler, "__self__", None), ModuleType | None):
         raise _refusal("a method", "is bound to an object of this process", 'Make it a @staticmethod, or use offload="thread"')
     if not qualname or isinstance(handler, type):
-        raise _refusal(f"a {type(handler).__name__} object", "is no function")
+        raise _refusal(f"a {type(handler).__name__} object", "is not a function")
     if "<lambda>" in qualname:
         raise _refusal("a lambda", "has no name")
     if "<locals>" in qualname:
@@ -72,7 +72,7 @@ def target_of(handler: Callable[..., Any]) -> Target:
     if module == "__main__" and not _main_can_be_imported():
         raise _refusal("a function of an interactive session", "cannot be imported")
     if module not in sys.modules:
-        raise _refusal("a function", f"says that it is of {module!r}, which is no module")
+        raise _refusal("a function", f"says that it is of {module!r}, which is not a module")
     found = _bound(module, qualname)
     if found is not handler and found is not _MISSING:  # missing: this is its decorator, and its name is not bound yet
         raise _refusal("a function", f"is not what its name leads to: {module}.{qualname} is {found!r}")

@@ -132,7 +132,7 @@ def device_of(device: str | torch.device | None, models: Mapping[str, torch.nn.M
         except (RuntimeError, AssertionError) as error:  # each backend raises its own
             reason = str(error).partition("\n")[0].partition(". ")[0]
             raise ConfigurationError(
-                f"device={str(device)!r} is none that torch has here ({reason}); there are {', '.join(_devices())}"
+                f"device={str(device)!r} is not a device that torch has here ({reason}); there are {', '.join(_devices())}"
             ) from None
         return torch.device(device)
     parameters = (parameter.device for model in models.values() for parameter in model.parameters())

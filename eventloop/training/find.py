@@ -49,7 +49,7 @@ def find_checkpoint(*directories: Place, known: Iterable[Place] = ()) -> tuple[P
         else:
             if is_resumable(state):
                 return path, state
-            log.info("this file is no checkpoint of a run (a published copy?); trying the one before it", path=str(path))
+            log.info("this file is not a checkpoint of a run (a published copy?); trying the one before it", path=str(path))
     if damage:
         raise CheckpointDamagedError(f"no good checkpoint in {', '.join(map(str, directories))}: {'; '.join(damage)}")
     return None
@@ -99,7 +99,7 @@ def _pointed_to(directory: Place, known: Iterable[Place], damage: list[str]) -> 
     if named is not None and not named.is_dir():
         return named
     log.warning(
-        "last_checkpoint names no file in a directory of this run; looking for checkpoints beside it",
+        "last_checkpoint does not name a file in a directory of this run; looking for checkpoints beside it",
         path=str(directory / LAST),
         names=way,
     )

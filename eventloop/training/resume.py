@@ -227,7 +227,7 @@ def _check(state: Mapping[str, Any]) -> None:
     missing = _lacking(state)
     if missing:
         raise CheckpointError(
-            f"this file is no checkpoint of a run (it has no {', '.join(missing)}); only weights can be loaded"
+            f"this file is not a checkpoint of a run (it has no {', '.join(missing)}); only weights can be loaded"
         )
     try:
         msgspec.convert(state, _Form)

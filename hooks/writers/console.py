@@ -63,7 +63,7 @@ class ConsoleWriter(Writer):
         try:
             self.console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
         except SystemExit as error:  # what rich makes of a broken pipe; `| head` must not end the training
-            raise BrokenPipeError("nobody reads the console's output any more") from error
+            raise BrokenPipeError("the reader of the console's output has closed it") from error
 
 
 def format_number(name: str, value: float, digits: int = 4) -> str:

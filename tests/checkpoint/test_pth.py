@@ -123,7 +123,7 @@ def test_a_history_buffer_that_is_none_is_named_with_its_path(tmp_path, mmengine
     buffer = mmengine.buffer()
     del buffer._log_history
     path = mmengine.save({"hub": [buffer]}, tmp_path / "a.pth")
-    with pytest.raises(CheckpointError, match=r"a\.pth: hub\.0: this mmengine.*HistoryBuffer is none that can be read"):
+    with pytest.raises(CheckpointError, match=r"a\.pth: hub\.0: this mmengine.*HistoryBuffer cannot be read"):
         load_pth(path)
 
 
@@ -227,7 +227,7 @@ def test_every_truncation_is_detected(tmp_path):
 
 def test_what_torch_has_not_written_is_said_to_be_that(tmp_path):
     (tmp_path / "a.pth").write_text("hello")
-    with pytest.raises(CheckpointError, match=r"a\.pth is no file that torch\.save wrote"):
+    with pytest.raises(CheckpointError, match=r"a\.pth is not a file that torch\.save wrote"):
         load_pth(tmp_path / "a.pth")
 
 

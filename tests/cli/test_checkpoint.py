@@ -127,8 +127,8 @@ def test_fifos_and_devices_in_a_directory_are_told_of_and_not_opened(trainbus, c
     Path("zero.safetensors").symlink_to("/dev/zero")
     result = trainbus(command, ".")
     assert result.status == 1
-    assert "fifo.safetensors is a FIFO and no regular file" in result.out
-    assert "zero.safetensors is a device and no regular file" in result.out
+    assert "fifo.safetensors is a FIFO and not a regular file" in result.out
+    assert "zero.safetensors is a device and not a regular file" in result.out
     assert "epoch_1.safetensors" in result.out
 
 
@@ -178,7 +178,7 @@ def test_ls_lists_the_others_where_a_pipe_has_the_name_of_a_checkpoint(trainbus)
     result = trainbus("ls", ".")
     assert result.status == 1
     assert any(line.split()[0] == "epoch_1.safetensors" for line in result.out.splitlines()[1:])
-    assert "pipe.safetensors is a FIFO and no regular file" in result.out
+    assert "pipe.safetensors is a FIFO and not a regular file" in result.out
 
 
 @pytest.mark.parametrize(("name", "says"), [("nowhere", "no such directory"), ("file", "is a file")])

@@ -178,7 +178,7 @@ def test_without_a_place_for_files_training_does_not_begin(job: SimpleNamespace,
     with pytest.raises(ConfigurationError, match="out_dir"):
         job.loop(CheckpointHook(interval=1)).run()
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigurationError, match="no directory"):
+    with pytest.raises(ConfigurationError, match="not a directory"):
         job.loop(CheckpointHook(interval=1, out_dir=tmp_path / "file")).run()
 
 
@@ -605,7 +605,7 @@ def test_names_in_a_checkpoint_that_the_hook_cannot_have_given_are_told_of_and_l
         best_loop(job, place, hook, 0.2, 0.3, 0.4, max_epochs=3).run(resume=tmp_path / "forged.safetensors")
     assert all(file.exists() for file in [*mine, place / "link.safetensors", place / "fifo.safetensors"])
     assert files(place) >= {"epoch_3", "best_acc_epoch_3"}
-    assert sum("none of this hook's" in entry["event"] for entry in logs) == 2
+    assert sum("not one of this hook's" in entry["event"] for entry in logs) == 2
 
 
 @pytest.mark.parametrize("which", ["epoch_1", "best_acc_epoch_1", "iter_6"])

@@ -100,7 +100,7 @@ def test_names_in_a_checkpoint_that_lead_out_of_the_directory_are_left_alone(
         hook = CheckpointHook(1, out_dir=OUT, max_keep_ckpts=1, name="saver")
         job.loop(hook, work_dir=tmp_path / "run", max_epochs=3).run(resume=f"{URL}/epoch_2.safetensors")
     assert memory.exists("/bucket/mine.safetensors")
-    assert sum("none of this hook's" in entry["event"] for entry in logs) == 3
+    assert sum("not one of this hook's" in entry["event"] for entry in logs) == 3
 
 
 def test_a_last_checkpoint_in_the_store_that_names_another_one_is_not_followed(
@@ -120,7 +120,7 @@ def test_a_last_checkpoint_in_the_store_that_names_another_one_is_not_followed(
         with capture_logs() as logs:
             loop.run(resume="auto")
         assert began == [1]
-        assert any("names no file in a directory of this run" in entry["event"] for entry in logs)
+        assert any("does not name a file in a directory of this run" in entry["event"] for entry in logs)
 
 
 def test_a_store_that_does_not_answer_is_an_error_and_no_older_checkpoint(

@@ -288,7 +288,7 @@ async def test_opening_an_open_bus_is_an_error_in_every_combination():
     async with bus:
         with pytest.raises(BusStateError, match="open in an event loop by `async with bus:` already"):
             bus.open()
-        with pytest.raises(BusStateError, match="whoever opened it closes it"):
+        with pytest.raises(BusStateError, match="the code that opened it closes it"):
             async with bus:
                 pass
         with pytest.raises(BusStateError, match="already"):

@@ -313,7 +313,7 @@ def refused():
     yield (lambda event: None), "a lambda has no name"
     yield inner, "a function defined in a function cannot be imported"
     yield Callee().method, "a method is bound to an object of this process. Make it a @staticmethod"
-    yield Callee(), "a Callee object is no function"
+    yield Callee(), "a Callee object is not a function"
     yield functools.partial(workers.act), r"a functools.partial holds arguments"
     yield [].append, "a method is bound"
 

@@ -468,7 +468,7 @@ def test_a_bus_can_be_opened_again(bus, kind):
 
 def test_opening_an_open_bus_is_an_error(bus):
     with bus:
-        with pytest.raises(BusStateError, match="open already; whoever opened it closes it"):
+        with pytest.raises(BusStateError, match="open already; the code that opened it closes it"):
             bus.open()
         assert bus.state == "open"
 

@@ -637,7 +637,7 @@ def test_a_checkpoint_of_other_models_names_them(parts, tmp_path):
 
 def test_a_file_that_is_no_checkpoint_of_a_run_says_so(parts, tmp_path):
     save({"state_dict": {}}, tmp_path / "weights.safetensors")
-    with pytest.raises(CheckpointError, match="no checkpoint of a run"):
+    with pytest.raises(CheckpointError, match="not a checkpoint of a run"):
         parts.loop().run(resume=tmp_path / "weights.safetensors")
 
 

@@ -167,7 +167,7 @@ def test_a_state_that_no_run_has_is_refused_and_changes_nothing(parts, tmp_path,
 
 def test_a_fifo_that_is_named_is_an_error_and_no_hang(parts, tmp_path):
     os.mkfifo(tmp_path / "fifo.safetensors")
-    with pytest.raises(CheckpointDamagedError, match="is a FIFO and no regular file"):
+    with pytest.raises(CheckpointDamagedError, match="is a FIFO and not a regular file"):
         began(parts, tmp_path / "fifo.safetensors")
 
 

@@ -231,9 +231,9 @@ def test_mmengines_default_hooks_are_accepted_as_they_are():
         ({"loop": {}}, "loop: how long to train? give max_epochs=, or max_iters= for iteration-based training"),
         (
             {"loop": {"max_epochs": 1, "device": "cdua"}},
-            "loop: device='cdua' is none that torch has here (Expected one of cpu",
+            "loop: device='cdua' is not a device that torch has here (Expected one of cpu",
         ),
-        ({"loop": {"max_epochs": 1, "device": "cuda:99"}}, "loop: device='cuda:99' is none that torch has here ("),
+        ({"loop": {"max_epochs": 1, "device": "cuda:99"}}, "loop: device='cuda:99' is not a device that torch has here ("),
         ({"loop": {"model": 1}}, "loop.model: loop has no option 'model'"),
         ({"custom_hooks": [{"type": "EMAHook", "begin_iter": "x"}]}, "custom_hooks[0].begin_iter: expected int, got str 'x'"),
         ({"custom_hooks": {"type": "EMAHook"}}, "custom_hooks: expected a list of hooks, got a table"),
