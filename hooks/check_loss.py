@@ -18,7 +18,7 @@ class CheckInvalidLossHook(Hook):
     of the value.
 
     Args:
-        interval: iterations between checks; until the first one, the last iteration of each epoch is checked.
+        interval: iterations between checks.
         keys: names of the outputs to check; by default all whose name contains ``"loss"``.
 
     Raises:
@@ -37,12 +37,6 @@ class CheckInvalidLossHook(Hook):
     def after_train_iter(self, events: list[AfterTrainIter]) -> None:
         """Check what has been computed since the last look."""
         for event in events:
-            self._check(event)
-
-    @mount("after_train_iter", when=attrgetter("run.last_batch"), offload="thread")
-    def after_last_iter(self, event: AfterTrainIter) -> None:
-        """Check the end of each epoch before the first interval is over: a training may be shorter."""
-        if event.progress.iter + 1 < self.interval:  # no longer: two handlers would report one loss
             self._check(event)
 
     def _check(self, event: AfterTrainIter) -> None:

@@ -45,13 +45,6 @@ def test_it_looks_only_every_so_often(job: SimpleNamespace) -> None:
     assert loop.counters.iter == 2 * len(job.batches())
 
 
-@pytest.mark.parametrize("length", [{"max_epochs": 2}, {"max_epochs": None, "max_iters": 8}])
-def test_a_training_shorter_than_the_interval_is_checked_at_its_end(job: SimpleNamespace, length: dict[str, Any]) -> None:
-    loop = job.loop(CheckInvalidLossHook(interval=50), step=breaking(job, 8, float("nan")), **length)
-    with pytest.raises(TrainingError, match="loss is nan at iteration 8"), capture_logs():
-        loop.run()
-
-
 def test_other_outputs_can_be_named(job: SimpleNamespace) -> None:
     loop = job.loop(CheckInvalidLossHook(interval=1, keys=["acc"]), step=breaking(job, 2, float("nan"), "acc"))
     with pytest.raises(TrainingError, match="acc is nan"), capture_logs():
