@@ -1,4 +1,4 @@
-"""Write eventloop/_on.py, the overloads of ``Bus.on`` and ``Bus.stream`` per mount-point name, from the events.
+"""Write eventloop/bus/overloads.py, the overloads of ``Bus.on`` and ``Bus.stream`` per mount-point name, from the events.
 
 python .ci/write_overloads.py            # write
 python .ci/write_overloads.py --check    # exit 1 if the file is not what would be written
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from eventloop import events
 
-TARGET = Path(__file__).parent.parent / "eventloop" / "_on.py"
+TARGET = Path(__file__).parent.parent / "eventloop" / "bus" / "overloads.py"
 
 HEAD = '''"""``Bus.on`` and ``Bus.stream``, by mount-point name. Written from the events by .ci/write_overloads.py."""
 
@@ -21,9 +21,9 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol, TypeVar, Unpack, overload
 
 from eventloop import events as ev
-from eventloop.options import Options, StreamOptions, decorates
-from eventloop.stream import Stream
-from eventloop.subscription import Subscription
+from eventloop.bus.options import Options, StreamOptions, decorates
+from eventloop.bus.stream import Stream
+from eventloop.bus.subscription import Subscription
 
 E = TypeVar("E", bound=ev.Event)
 T = TypeVar("T")

@@ -1,10 +1,16 @@
 """trainbus, the mechanism: events, the bus, offloading, the training loop, checkpoints. The hooks are in ``hooks``."""
 
 from eventloop.bus import Bus
+from eventloop.bus.describe import Description
+from eventloop.bus.hook import Hook, mount
+from eventloop.bus.options import Options, StreamOptions
+from eventloop.bus.priority import Priority
+from eventloop.bus.stream import Stream
+from eventloop.bus.subscription import Stats, Subscription
+from eventloop.bus.watch import Watch
 from eventloop.checks import check_options
-from eventloop.config import Migration, OptionChange, OptionsOf, register_migrations
-from eventloop.describe import Description
-from eventloop.detach import Owned, detach, from_json, from_msgpack
+from eventloop.config import Migration, OptionChange, OptionsOf, add_hooks, register_migrations
+from eventloop.config.registry import Registered, find, register, registered, registrable
 from eventloop.errors import (
     BusStateError,
     CheckpointDamagedError,
@@ -79,18 +85,12 @@ from eventloop.events import (
     Scalars,
     mount_points,
 )
-from eventloop.hook import Hook, mount
+from eventloop.events.run_view import RunView
+from eventloop.events.shared import Shared, Slot
 from eventloop.log import get_logger
 from eventloop.offload import DrainReport
-from eventloop.options import Options, StreamOptions
-from eventloop.priority import Priority
-from eventloop.registry import Registered, find, register, registered, registrable
-from eventloop.shared import Shared, Slot
-from eventloop.stream import Stream
-from eventloop.subscription import Stats, Subscription
+from eventloop.offload.snapshot import Owned, detach, from_json, from_msgpack
 from eventloop.training import Metric, Run, SeededDataset, TrainLoop, Update, checkpoint_keys, load_weights, set_sampler_epoch
-from eventloop.view import RunView
-from eventloop.watch import Watch
 
 __all__ = [
     "AfterBackward",
@@ -186,6 +186,7 @@ __all__ = [
     "Update",
     "Watch",
     "WorkerDiedError",
+    "add_hooks",
     "check_options",
     "checkpoint_keys",
     "detach",

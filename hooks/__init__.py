@@ -30,12 +30,12 @@ from hooks.autograd import AutogradAnomalyDetectHook, AutogradProfilerHook
 from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WeightAverage
 from hooks.check_loss import CheckInvalidLossHook
 from hooks.checkpoint import CheckpointHook
+from hooks.compat.migration import TABLE as _TABLE  # noqa: F401 - has lists of hooks of other systems understood
 from hooks.early_stopping import EarlyStoppingHook
 from hooks.ema import EMAHook
 from hooks.empty_cache import EmptyCacheHook
 from hooks.evaluate import Evaluated, EvaluateHook
 from hooks.logger import LoggerHook
-from hooks.migration import TABLE as _TABLE  # noqa: F401 - has lists of hooks of other systems understood
 from hooks.model_ema import EMAEpochHook, EMAIterHook
 from hooks.optimizer import Fp16OptimizerHook, OptimizerHook
 from hooks.preemption import PreemptionHook

@@ -1,4 +1,4 @@
-"""The import arrows of DESIGN.md, "The house", read from the source of every module."""
+"""How hooks use the mechanism, read from the source of every module. The arrows between packages are in pyproject.toml."""
 
 import ast
 import importlib
@@ -115,140 +115,6 @@ def test_only_the_command_knows_trainbus_which_loads_the_packages_when_a_name_is
     assert all(one.lazy or one.typing for one in house("trainbus"))
 
 
-STAIRS = {
-    "eventloop.errors": [],
-    "eventloop.log": [],
-    "eventloop.checks": ["errors"],
-    "eventloop.shared": ["errors"],
-    "eventloop.view": ["shared"],
-    "eventloop.event": ["errors"],
-    "eventloop.events": ["event", "view"],
-    "eventloop.priority": ["errors"],
-    "eventloop.callables": ["errors"],
-    "eventloop.filters": ["callables", "errors", "events"],
-    "eventloop.registry": ["errors"],
-    "eventloop.options": ["errors", "events", "filters", "offload.lane", "priority"],
-    "eventloop.hook": ["errors", "events", "options", "priority", "registry"],
-    "eventloop.handlers": ["callables", "errors", "hook"],
-    "eventloop.routes": ["errors", "events", "filters", "priority"],
-    "eventloop.publisher": ["events", "routes"],
-    "eventloop.watch": ["errors", "events"],
-    "eventloop.lane_options": ["detach", "errors", "offload.lane", "offload.sized", "staged"],
-    "eventloop.failures": [],
-    "eventloop.hook_state": ["errors", "hook", "log"],
-    "eventloop.ring": [],
-    "eventloop.scalars": ["ring"],
-    "eventloop.staged": ["callables", "errors", "events"],
-    "eventloop.detach": ["errors", "events", "ring", "scalars", "staged"],
-    "eventloop.offload.collectives": ["errors"],
-    "eventloop.offload.deadline": [],
-    "eventloop.offload.loops": ["errors"],
-    "eventloop.offload.in_thread": ["offload.contexts", "offload.loops"],
-    "eventloop.offload.reports": [],
-    "eventloop.offload.places": ["offload.deadline", "offload.reports"],
-    "eventloop.offload.lane": ["errors", "log", "offload.deadline", "offload.places"],
-    "eventloop.offload.contexts": [],
-    "eventloop.offload.worker": ["errors"],
-    "eventloop.offload.sized": ["errors", "offload.lane", "staged"],
-    "eventloop.offload.target": ["errors"],
-    "eventloop.offload.segment": [],
-    "eventloop.offload.parcel": ["detach", "events", "offload.segment", "offload.target"],
-    "eventloop.offload.child": ["offload.parcel", "offload.segment", "offload.target"],
-    "eventloop.offload.process": [
-        "errors",
-        "log",
-        *(f"offload.{module}" for module in ("child", "parcel", "segment", "target", "worker")),
-    ],
-    "eventloop.offload.consumer": ["events", "offload.lane", "offload.reports", "staged"],
-    "eventloop.offload.thread_consumer": ["offload.consumer", "offload.worker"],
-    "eventloop.offload.task_consumer": [
-        "errors",
-        *(f"offload.{module}" for module in ("consumer", "contexts", "loops", "worker")),
-    ],
-    "eventloop.offload.runtime": [
-        "log",
-        *(f"offload.{one}_consumer" for one in ("thread", "task")),
-        *(f"offload.{module}" for module in ("consumer", "contexts", "deadline", "loops", "reports", "worker")),
-    ],
-    "eventloop.lifecycle": [
-        "checks",
-        "errors",
-        "failures",
-        "log",
-        "offload",
-        *(f"offload.{module}" for module in ("deadline", "in_thread", "loops")),
-    ],
-    "eventloop.offload": [f"offload.{module}" for module in ("lane", "reports", "runtime")],
-    "eventloop.subscription": [
-        *(
-            "callables",
-            "detach",
-            "errors",
-            "events",
-            "filters",
-            "handlers",
-            "hook",
-            "lane_options",
-            "log",
-            "options",
-            "priority",
-            "routes",
-        ),
-        *(f"offload.{module}" for module in ("collectives", "consumer", "lane", "process", "reports", "runtime", "sized")),
-        *(f"offload.{module}" for module in ("target", "worker")),
-    ],
-    "eventloop.describe": ["events", "offload.sized", "priority", "subscription"],
-    "eventloop.stream": ["errors", "subscription", *(f"offload.{module}" for module in ("consumer", "lane", "loops"))],
-    "eventloop._on": ["events", "options", "stream", "subscription"],
-    "eventloop.bus": [
-        *("_on", "checks", "config", "describe", "errors", "events", "handlers", "hook", "hook_state", "lifecycle", "offload"),
-        *("offload.loops", "options", "priority", "publisher", "routes", "stream", "subscription", "watch"),
-    ],
-}
-
-
-@pytest.mark.parametrize("name", sorted(STAIRS))
-def test_the_mechanism_imports_only_what_stands_below(name):
-    below = {f"eventloop.{module}" for module in STAIRS[name]}
-    assert {one.target for one in house(name) if not one.typing} <= below
-
-
-def test_every_module_of_the_mechanism_has_its_place():
-    modules = {name for name in under("eventloop") if name.count(".") == 1 and MODULES[name].name != "__init__.py"}
-    modules |= set(under("eventloop.offload"))
-    assert modules - {"eventloop.__main__"} == set(STAIRS)
-
-
-PACKAGES = {
-    "checkpoint": ["errors"],
-    "config": ["errors", "hook", "priority", "registry"],
-}
-"""What a package imports of the house beside itself."""
-
-
-@pytest.mark.parametrize("package", sorted(PACKAGES))
-def test_packages_beside_the_bus_know_little(package):
-    known = (f"eventloop.{package}", *(f"eventloop.{module}" for module in PACKAGES[package]))
-    for name in under(f"eventloop.{package}"):
-        for one in house(name):
-            assert one.target in known or one.target.startswith(f"eventloop.{package}."), f"{name}: {one!r}"
-
-
-def test_nothing_but_the_command_imports_the_command_line():
-    for name in MODULES:
-        if name != "trainbus" and not name.startswith("eventloop.cli"):
-            assert not [one for one in house(name) if one.target.startswith("eventloop.cli")], name
-
-
-def test_the_bus_knows_nothing_of_training_or_checkpoints():
-    above = ("eventloop.training", "eventloop.checkpoint", "eventloop.cli", "hooks")
-    for name in MODULES:
-        if name.startswith(("eventloop.training", "eventloop.checkpoint", "eventloop.cli", "hooks", "trainbus")):
-            continue
-        if name != "eventloop":
-            assert not [one for one in house(name) if one.target.startswith(above)], name
-
-
 def test_there_are_no_cycles_among_modules_not_even_for_type_checkers():
     graph = {name: sorted({one.target for one in house(name) if not one.lazy} - {name}) for name in MODULES}
     # The packages' own __init__ gather what stands in them; that a module's package is loaded before it is no arrow.
@@ -271,6 +137,6 @@ def test_the_overloads_of_on_are_those_of_the_events():
     spec = importlib.util.spec_from_file_location("write_overloads", script)
     writer = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(writer)
-    builtin = {name: kind for name, kind in writer.events.registry.items() if kind.__module__ == "eventloop.events"}
+    builtin = {name: kind for name, kind in writer.events.registry.items() if kind.__module__ == "eventloop.events.catalogue"}
     writer.events = type("Events", (), {"registry": builtin})
     assert writer.in_sync(), "run python .ci/write_overloads.py"

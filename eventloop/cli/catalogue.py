@@ -14,12 +14,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from eventloop.bus.hook import mount_points_of
+from eventloop.bus.priority import Priority
 from eventloop.cli.arguments import Subparsers
 from eventloop.config import Imports, Option, Options, describe, find_files_in
+from eventloop.config.registry import Registered, registered
 from eventloop.events import BUILTIN, Event, mount_points, resolve
-from eventloop.hook import mount_points_of
-from eventloop.priority import Priority
-from eventloop.registry import Registered, registered
 
 _TITLES = {"hook": "Hooks", "writer": "Writers (for the loggers' writers)", "average": "Averages (for EMAHook's ema_type)"}
 

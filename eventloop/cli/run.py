@@ -15,11 +15,11 @@ from eventloop.cli.arguments import Subparsers
 from eventloop.cli.checkpoint.output import check_kind
 from eventloop.cli.folders import free, resumable, to_resume
 from eventloop.config import SUFFIXES, find_files_in, override, read
+from eventloop.config.setup import Setup
 from eventloop.errors import ConfigurationError, TrainbusError
+from eventloop.training.distributed.launch import from_first, process_group
+from eventloop.training.distributed.ranks import this_rank
 from eventloop.training.loop import TrainLoop
-from eventloop.training.processes import from_first, process_group
-from eventloop.training.ranks import this_rank
-from eventloop.training.setup import Setup
 
 _MORE = """\
 CHANGE is place=value, such as loop.max_epochs=3, model.width=64, custom_hooks[0].interval=5 or

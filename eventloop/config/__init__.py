@@ -7,7 +7,7 @@ signature, ``references`` resolves ``module:attribute``, ``make`` makes objects 
 
 from eventloop.config.annotations import describe
 from eventloop.config.elsewhere import Migration, OptionChange, register_migrations
-from eventloop.config.hook_list import Chosen, hook_from, hooks_in, merged
+from eventloop.config.hook_list import Chosen, add_hooks, hook_from, hooks_in, merged
 from eventloop.config.make import Maker
 from eventloop.config.options import Option, Options, OptionsOf
 from eventloop.config.overrides import override
@@ -27,6 +27,7 @@ __all__ = [
     "OptionChange",
     "Options",
     "OptionsOf",
+    "add_hooks",
     "check_keys",
     "describe",
     "find_files_in",

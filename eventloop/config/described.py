@@ -11,8 +11,8 @@ from typing import Any
 from eventloop.config import annotations as of
 from eventloop.config.places import wrong
 from eventloop.config.references import is_reference
+from eventloop.config.registry import did_you_mean, kind_of_base
 from eventloop.config.values import FromText, parse
-from eventloop.registry import did_you_mean, kind_of_base
 
 MISSING: Any = object()
 """For a value that is none of what is looked for."""

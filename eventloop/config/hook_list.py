@@ -2,25 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
+from eventloop.bus import Bus
+from eventloop.bus.hook import Hook
+from eventloop.bus.priority import Priority, PriorityLike
 from eventloop.config.described import missing_type
 from eventloop.config.elsewhere import translated
 from eventloop.config.make import Maker
 from eventloop.config.options import Options
 from eventloop.config.places import inside, wrong
+from eventloop.config.references import Imports
+from eventloop.config.registry import did_you_mean, name_of, registered, registrable
 from eventloop.config.values import FromText, kind_of, settle
 from eventloop.errors import SubscribeError
-from eventloop.hook import Hook
-from eventloop.priority import Priority, PriorityLike
-from eventloop.registry import did_you_mean, name_of, registered
 
 Chosen = tuple[Hook, PriorityLike | None]
 """A hook, and the priority that the configuration gives it; None leaves it the hook's own."""
 
 _OURS = ("type", "priority", "level", "name")
+registrable("hook")(Hook)
+
+
+def add_hooks(
+    bus: Bus,
+    hooks: Iterable[Any],
+    *,
+    imports: Sequence[str] = (),
+    model: Any = None,
+    optimizer: Any = None,
+) -> None:
+    """Add the hooks that a configuration describes to a bus; all of them, or none if one is wrong.
+
+        add_hooks(bus, [{"type": "EMAHook", "momentum": 0.001}, {"type": "LoggerHook", "priority": "LOW"}])
+
+    Args:
+        bus: gets them.
+        hooks: tables with the ``type`` of a hook (its registered name, its class, or ``module:attribute``), its options,
+            and perhaps a ``priority`` (or ``level``, by iMIX's names and numbers) and a ``name``; or a name alone.
+            Options are typed by the constructor's signature. One that is an object is a table with a ``type`` of its own.
+        imports: modules that ``module:attribute`` may name.
+        model: what objects with a parameter ``model`` get, if they need one.
+        optimizer: the same for ``optimizer``, such as schedulers have it; of several, by name, the table names one.
+
+    Raises:
+        ConfigurationError: a wrong type, an unknown name or option, something missing: with its place
+            (``hooks[2].interval``), what was expected and the nearest name.
+        SubscribeError: as for :meth:`Bus.add`.
+    """
+    bus.add_chosen(hooks_in(hooks, Maker(Imports(imports), model=model, optimizer=optimizer), "hooks"))
 
 
 def hooks_in(entries: Any, maker: Maker, place: str) -> list[Chosen]:

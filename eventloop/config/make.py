@@ -25,9 +25,9 @@ from eventloop.config.elsewhere import translated, why_not_here
 from eventloop.config.options import Option, Options
 from eventloop.config.places import check_keys, inside, wrong
 from eventloop.config.references import Imports, is_reference
+from eventloop.config.registry import did_you_mean, find, kind_of_base
 from eventloop.config.values import FromText, check, kind_of, settle, unexpected
 from eventloop.errors import ConfigurationError, TrainbusError
-from eventloop.registry import did_you_mean, find, kind_of_base
 
 
 class Maker:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from eventloop.config.annotations import describe, is_path, is_text, list_item, members, strip, table_value
-from eventloop.registry import name_of
+from eventloop.config.registry import name_of
 
 _EMPTY = inspect.Parameter.empty
 

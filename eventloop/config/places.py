@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from eventloop.config.registry import did_you_mean
 from eventloop.errors import ConfigurationError
-from eventloop.registry import did_you_mean
 
 
 def inside(place: str, key: str | int) -> str:

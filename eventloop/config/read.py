@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from eventloop.config.places import wrong
+from eventloop.config.registry import did_you_mean
 from eventloop.config.values import DEEPEST, check_bounds, kind_of
 from eventloop.errors import ConfigurationError
-from eventloop.registry import did_you_mean
 
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 

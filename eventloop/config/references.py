@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from eventloop.config.places import inside, wrong
-from eventloop.registry import did_you_mean
+from eventloop.config.registry import did_you_mean
 
 _REFERENCE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)")
 _DOTTED = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\.([A-Za-z_]\w*)")

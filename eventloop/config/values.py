@@ -11,7 +11,7 @@ import msgspec
 
 from eventloop.config.annotations import describe, list_item, members, table_value
 from eventloop.config.places import inside, shortened, wrong
-from eventloop.registry import did_you_mean
+from eventloop.config.registry import did_you_mean
 
 DEEPEST = 100
 """Levels of tables and lists within each other."""

@@ -16,7 +16,7 @@ import anyio
 from eventloop.events import Event
 from eventloop.offload.lane import Lane
 from eventloop.offload.reports import LaneStats
-from eventloop.staged import Staged
+from eventloop.offload.staged import Staged
 
 _COPY_POLL = 0.0005  # seconds between looks at a copy from a GPU; waiting for it would block the loop
 

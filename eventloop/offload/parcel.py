@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import torch
 
-from eventloop.detach import from_msgpack
 from eventloop.events import Event, registry
 from eventloop.offload.segment import Bytes, Extent, Segment, lay_out
+from eventloop.offload.snapshot import from_msgpack
 from eventloop.offload.target import Origin, load, origin_of
 
 

@@ -12,7 +12,7 @@ import torch
 
 from eventloop.errors import LaneFullError
 from eventloop.offload.lane import Lane
-from eventloop.staged import Owned, Staged, stage
+from eventloop.offload.staged import Owned, Staged, stage
 
 
 class SizedLane(Lane):

@@ -2,8 +2,8 @@
 
 from eventloop.training.loop import TrainLoop
 from eventloop.training.metrics import Metric
-from eventloop.training.resume import checkpoint_keys, load_weights
 from eventloop.training.run import Run
+from eventloop.training.saves.restore import checkpoint_keys, load_weights
 from eventloop.training.seeded import SeededDataset, set_sampler_epoch
 from eventloop.training.update import Update
 from eventloop.training.worker_signals import WorkerSignals

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from eventloop.training.data import Feed
+from eventloop.training.distributed.launch import warn_if_all
 from eventloop.training.loader_state import (
     generator_states,
     has_workers,
@@ -17,7 +18,6 @@ from eventloop.training.loader_state import (
     set_passes_made,
     start_persistent_workers,
 )
-from eventloop.training.processes import warn_if_all
 
 
 class Feeds:

@@ -1,6 +1,6 @@
 """The iterators of a run. Objects, not generators: a generator cannot tell ``break`` from an exception in the loop's body.
 
-They only say *when*; what is published, and in which order, is in :mod:`eventloop.training.order`.
+They only say *when*; what is published, and in which order, is in :mod:`eventloop.training.state`.
 
 Their end is a value within, not an exception: all code of the user's that runs in here may raise StopIteration by mistake.
 """
@@ -15,9 +15,9 @@ from eventloop.errors import TrainingError, stopped
 from eventloop.events import Stage
 from eventloop.log import get_logger
 from eventloop.training.data import Feed
+from eventloop.training.distributed.shares import Share
 from eventloop.training.metrics import Metrics
-from eventloop.training.order import Order
-from eventloop.training.shares import Share
+from eventloop.training.state import Order
 
 log = get_logger()
 

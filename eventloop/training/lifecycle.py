@@ -11,18 +11,18 @@ from eventloop import events as ev
 from eventloop.bus import Bus
 from eventloop.errors import ConfigurationError, LaneFullError
 from eventloop.events import Event
+from eventloop.events.shared import Shared
 from eventloop.log import get_logger
 from eventloop.offload.deadline import Deadline
-from eventloop.shared import Shared
 from eventloop.training.arguments import tell_useless
-from eventloop.training.checkpoints import RunCheckpoints
+from eventloop.training.distributed.joining import join_ranks
+from eventloop.training.distributed.ranks import Ranks, tell_failure, this_rank, world_size
 from eventloop.training.feeds import Feeds
-from eventloop.training.joining import join_ranks
 from eventloop.training.locks import DirectoryLock
-from eventloop.training.order import Order
 from eventloop.training.progress import Counters
-from eventloop.training.ranks import Ranks, tell_failure, this_rank, world_size
 from eventloop.training.rng import seed_everything
+from eventloop.training.saves.checkpoints import RunCheckpoints
+from eventloop.training.state import Order
 from eventloop.training.update import check_updates
 
 log = get_logger()

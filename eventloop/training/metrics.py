@@ -13,7 +13,7 @@ import torch
 from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, TrainingError, stopped
 from eventloop.log import get_logger
-from eventloop.training.ranks import Ranks
+from eventloop.training.distributed.ranks import Ranks
 
 log = get_logger()
 

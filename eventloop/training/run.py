@@ -7,7 +7,7 @@
                 run.report(loss=loss)
 
 publishes the same events around the user's own body that ``TrainLoop`` publishes around its own. Their order is in
-:mod:`eventloop.training.order`.
+:mod:`eventloop.training.state`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from eventloop.checkpoint import Busy, Place, Staging
 from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.events import Event, Progress, RunEvent
-from eventloop.shared import Shared
+from eventloop.events.shared import Shared
 from eventloop.training.arguments import (
     Config,
     Count,
@@ -42,17 +42,17 @@ from eventloop.training.arguments import (
     named,
     stepping,
 )
-from eventloop.training.checkpoints import RunCheckpoints
+from eventloop.training.distributed.ranks import this_rank, world_size
 from eventloop.training.feeds import Feeds
 from eventloop.training.given import by_place, options_given
 from eventloop.training.images import check_image
 from eventloop.training.iterators import Epochs, EvaluationBatches, TrainBatches
 from eventloop.training.lifecycle import RunLifecycle
 from eventloop.training.metrics import Metrics, NamedMetrics
-from eventloop.training.order import Order
 from eventloop.training.progress import Counters
-from eventloop.training.ranks import this_rank, world_size
-from eventloop.training.save_request import OnError, SaveRequest
+from eventloop.training.saves.checkpoints import RunCheckpoints
+from eventloop.training.saves.request import OnError, SaveRequest
+from eventloop.training.state import Order
 from eventloop.training.update import window_open
 
 

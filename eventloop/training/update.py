@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 import torch
 from msgspec import Meta
 
+from eventloop.bus.hook import Hook, mount
+from eventloop.bus.priority import Priority, PriorityLike
 from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.events import (
@@ -23,10 +25,8 @@ from eventloop.events import (
     BeforeTrainIter,
     BeforeValIter,
 )
-from eventloop.hook import Hook, mount
+from eventloop.events.run_view import RunView
 from eventloop.log import get_logger
-from eventloop.priority import Priority, PriorityLike
-from eventloop.view import RunView
 
 log = get_logger()
 

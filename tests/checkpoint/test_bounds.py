@@ -21,7 +21,7 @@ from eventloop.checkpoint.bounds import elements, is_plain_name
 from eventloop.checkpoint.packed import check_packed
 from eventloop.cli import main
 from eventloop.errors import CheckpointDamagedError, CheckpointValueError
-from eventloop.training.find import find_checkpoint
+from eventloop.training.saves.discover import find_checkpoint
 
 Ext = msgspec.msgpack.Ext
 pack = msgspec.msgpack.encode

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eventloop import Bus, ConfigurationError, Migration, OptionChange, register_migrations
-from eventloop.config import merged
+from eventloop.config import add_hooks, merged
 from hooks import (
     AutogradAnomalyDetectHook,
     AutogradProfilerHook,
@@ -48,7 +48,7 @@ def soon(event: Any) -> bool:
 
 def add(hooks, **options):
     bus = Bus()
-    bus.add_from_config(hooks, **options)
+    add_hooks(bus, hooks, **options)
     return bus.hooks
 
 
@@ -133,7 +133,7 @@ def test_a_custom_hooks_list_of_mmengines_is_accepted_as_it_is():
 
 def test_without_schedulers_mmengines_scheduler_hook_hears_nothing():
     bus = Bus()
-    bus.add_from_config([dict(type="ParamSchedulerHook")])
+    add_hooks(bus, [dict(type="ParamSchedulerHook")])
     assert bus.subscriptions == ()
 
 
@@ -178,7 +178,7 @@ def test_imixs_hooks_are_accepted_with_the_options_that_they_have_there():
 
 def test_imixs_custom_hooks_are_accepted_at_their_levels():
     bus = Bus()
-    bus.add_from_config(IMIX_CUSTOM)
+    add_hooks(bus, IMIX_CUSTOM)
     assert [type(hook) for hook in bus.hooks] == [EMAIterHook, EMAEpochHook]
     assert {one.hook: one.priority for one in bus.subscriptions} == dict(zip(bus.hooks, (30, 40), strict=True))
 

@@ -1,4 +1,4 @@
-"""``bus.add_from_config``: hooks from tables, typed by their constructors, and what the errors say."""
+"""``add_hooks``: hooks from tables, typed by their constructors, and what the errors say."""
 
 import enum
 import sys
@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from eventloop import Bus, ConfigurationError, Hook, OptionsOf, Priority, SubscribeError, mount, register
+from eventloop.config import add_hooks
 from hooks import (
     CheckpointHook,
     ConsoleWriter,
@@ -77,7 +78,7 @@ class Forwards(Hook):
 
 def add(*hooks, **options):
     bus = Bus()
-    bus.add_from_config(hooks, **options)
+    add_hooks(bus, hooks, **options)
     return bus.hooks
 
 
@@ -105,12 +106,13 @@ def double(number):
 
 def test_mmengines_list_is_accepted_as_it_is():
     bus = Bus()
-    bus.add_from_config(
+    add_hooks(
+        bus,
         [
             dict(type="EMAHook", momentum=0.001, priority="ABOVE_NORMAL"),  # noqa: C408 - as people write it
             dict(type="CheckpointHook", interval=1, save_best="auto", max_keep_ckpts=3),  # noqa: C408
             dict(type="LoggerHook", interval=50, priority=60),  # noqa: C408
-        ]
+        ],
     )
     assert [type(hook) for hook in bus.hooks] == [EMAHook, CheckpointHook, LoggerHook]
     priorities = {one.hook: one.priority for one in bus.subscriptions}
@@ -129,7 +131,7 @@ class PriorityStatus(enum.Enum):
 )
 def test_imixs_levels_are_on_imixs_scale(level, priority):
     bus = Bus()
-    bus.add_from_config([{"type": "Everything", "level": level}])
+    add_hooks(bus, [{"type": "Everything", "level": level}])
     assert [one.priority for one in bus.subscriptions] == [priority]
 
 
@@ -150,7 +152,7 @@ def test_a_priority_of_the_configuration_comes_before_the_methods_own():
             pass
 
     bus = Bus()
-    bus.add_from_config([{"type": Marked, "priority": "LOWEST"}, {"type": Marked}])
+    add_hooks(bus, [{"type": Marked, "priority": "LOWEST"}, {"type": Marked}])
     assert sorted(one.priority for one in bus.subscriptions) == [Priority.HIGH, Priority.LOWEST]
 
 
@@ -377,15 +379,15 @@ def test_an_entry_that_is_no_hook_is_named(entry, expected):
 @pytest.mark.parametrize("hooks", [{"type": "EMAHook"}, "EMAHook", 3])
 def test_what_is_no_list_is_an_error(hooks):
     with pytest.raises(ConfigurationError, match="hooks: expected a list of hooks, got"):
-        Bus().add_from_config(hooks)
+        add_hooks(Bus(), hooks)
 
 
 def test_all_are_added_or_none():
     bus = Bus()
     with pytest.raises(ConfigurationError):
-        bus.add_from_config(["EMAHook", "LoggerHook", "EMAHok"])
+        add_hooks(bus, ["EMAHook", "LoggerHook", "EMAHok"])
     with pytest.raises(SubscribeError, match="two hooks with state are named 'EMAHook'"):
-        bus.add_from_config(["EMAHook", "EMAHook"])
+        add_hooks(bus, ["EMAHook", "EMAHook"])
     assert bus.hooks == ()
     assert bus.subscriptions == ()
 

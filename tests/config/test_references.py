@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eventloop import Bus, ConfigurationError
-from eventloop.config import Imports, find_files_in
+from eventloop.config import Imports, add_hooks, find_files_in
 
 MODULES = ("os", "subprocess", "torch.nn", "my_module", "builtins")
 
@@ -109,9 +109,9 @@ def test_nothing_is_imported_that_is_not_listed(folder):
     (folder / "trap_module.py").write_text("raise SystemExit('it ran')")
     table = {"type": "ParamSchedulerHook", "by": "iter", "scheduler": {"type": "trap_module:x"}}
     with pytest.raises(ConfigurationError, match=r"trap_module.* is not listed under imports"):
-        Bus().add_from_config([table])
+        add_hooks(Bus(), [table])
     with pytest.raises(ConfigurationError, match=r"trap_module.* is not listed under imports"):
-        Bus().add_from_config(["trap_module:Hook"])
+        add_hooks(Bus(), ["trap_module:Hook"])
     assert "trap_module" not in sys.modules
 
 
@@ -140,7 +140,7 @@ def test_no_configuration_gets_to_a_name_of_a_module_that_is_not_listed(name, op
     """Whatever is in it: it is made without an import, or an error of ours."""
     before = set(sys.modules)
     try:
-        Bus().add_from_config([{"type": name, **options}])
+        add_hooks(Bus(), [{"type": name, **options}])
     except ConfigurationError:
         pass
     except (TypeError, ValueError, AttributeError) as error:  # of a constructor that does not check what it is given

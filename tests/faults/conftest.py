@@ -15,8 +15,8 @@ import torch
 
 from eventloop import Bus, Hook, TrainLoop
 from eventloop.checkpoint import TEMPORARY_PREFIX, load, verify
-from eventloop.training.find import find_checkpoint
 from eventloop.training.locks import NAME as LOCK
+from eventloop.training.saves.discover import find_checkpoint
 from hooks import CheckpointHook
 
 # --------------------------------------------------------------------------------------------------------- the disk

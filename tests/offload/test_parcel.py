@@ -8,7 +8,7 @@ import torch
 from eventloop import AfterTrainIter, AfterValEpoch, Event, Progress, detach
 from eventloop.offload.parcel import pack, unpack
 from eventloop.offload.segment import Segment, lay_out
-from eventloop.staged import Staged
+from eventloop.offload.staged import Staged
 
 TENSORS = [
     torch.arange(6.0).reshape(2, 3),

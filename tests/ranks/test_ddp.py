@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eventloop import Hook, get_logger
-from eventloop.training import ranks as agreements
+from eventloop.training.distributed import ranks as agreements
 from hooks import CheckpointHook, ConsoleWriter, EarlyStoppingHook, JSONLinesWriter, LoggerHook, ProgressBar
 
 from . import jobs

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from eventloop.training.ranks import Ranks, control_group, saves_group
+from eventloop.training.distributed.ranks import Ranks, control_group, saves_group
 
 
 @pytest.fixture

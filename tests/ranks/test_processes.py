@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from eventloop.training.processes import is_parallel, shared
+from eventloop.training.distributed.launch import is_parallel, shared
 
 DATA = TensorDataset(torch.arange(10))
 

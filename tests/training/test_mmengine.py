@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from eventloop import Bus, TrainLoop, load_weights
 from eventloop.checkpoint import export_tree, load, load_pth, save
-from eventloop.training.mmengine import from_mmengine, is_mmengine
+from eventloop.training.saves.mmengine import from_mmengine, is_mmengine
 from hooks import CheckpointHook, EMAHook
 
 DATA = Path(__file__).parent.parent / "checkpoint" / "data"

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from eventloop import Bus, Hook, Run, TrainingError, Update
-from eventloop.training import checkpoints as checkpoints_module
-from eventloop.training import order as order_module
 from eventloop.training import run as run_module
+from eventloop.training import state as order_module
+from eventloop.training.saves import checkpoints as checkpoints_module
 from eventloop.training.scopes import Scopes
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from eventloop.training.shares import Share
+from eventloop.training.distributed.shares import Share
 
 
 class Numbers(Dataset):

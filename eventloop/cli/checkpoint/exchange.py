@@ -12,8 +12,8 @@ from rich.filesize import decimal
 from eventloop.checkpoint import Place, RemotePath, export_tree, export_weights, is_weights, load_pth, save
 from eventloop.cli.checkpoint.output import check_file, check_kind, say, status_of, to_terminal
 from eventloop.errors import CheckpointError
-from eventloop.training.mmengine import from_mmengine, is_mmengine
-from eventloop.training.resume import is_resumable
+from eventloop.training.saves.mmengine import from_mmengine, is_mmengine
+from eventloop.training.saves.restore import is_resumable
 
 
 def export(options: argparse.Namespace) -> int:

@@ -16,9 +16,9 @@ from eventloop.checkpoint import TEMPORARY_PREFIX, Place, file_kind, outline, st
 from eventloop.checkpoint.shards import verify_shards
 from eventloop.cli.checkpoint.output import Status, check_file, check_kind, printable, say, status_of, to_terminal
 from eventloop.errors import CheckpointDamagedError, CheckpointError
-from eventloop.training.pointer import file_named, read_pointer
 from eventloop.training.progress import how_far
-from eventloop.training.save_files import LAST
+from eventloop.training.saves.pointer import file_named, read_pointer
+from eventloop.training.saves.write import LAST
 
 State = Literal["complete", "verified", "damaged", "unreadable", "weights"]
 

@@ -1,0 +1,355 @@
+"""The bus: who hears what, and the ways to look at that. How it opens and closes is in ``lifecycle``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Annotated, Any, cast
+
+import msgspec
+import torch
+
+from eventloop.bus.describe import Description, describe
+from eventloop.bus.handlers import stream
+from eventloop.bus.hook import Hook, subscriptions_of
+from eventloop.bus.hook_state import check_names, load_state, state_of
+from eventloop.bus.lifecycle import Lifecycle
+from eventloop.bus.options import check_stream_names, decorates
+from eventloop.bus.overloads import TypedOn
+from eventloop.bus.priority import PriorityLike
+from eventloop.bus.publisher import INLINED, Publisher
+from eventloop.bus.routes import Count, Route, Source, compile_route, ignore, route_source
+from eventloop.bus.stream import Stream
+from eventloop.bus.subscription import Stats, Subscription
+from eventloop.bus.watch import KINDS, Watch, Watches
+from eventloop.checks import check_flag, check_options
+from eventloop.errors import BusStateError, SubscribeError
+from eventloop.events import Event, lineage, name_of, resolve
+from eventloop.offload import Lane, Runtime
+from eventloop.offload.loops import Backend
+
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Bus(TypedOn, Lifecycle, Publisher):
+    """An in-process event bus. Plain handlers run inline, in order of priority; async and blocking ones are offloaded.
+
+    Inline handlers work at any time. Offloaded ones need the bus to be open: ``with bus:``, which a ``Run`` or
+    ``TrainLoop`` does by itself, runs async handlers in an event loop on a thread of the bus; ``async with bus:`` runs them
+    as tasks of the event loop it is written in, asyncio's or trio's. A clean exit waits until everything is delivered.
+
+    Args:
+        backend: of the event loop thread for async handlers, ``"asyncio"`` (on uvloop where that is installed) or ``"trio"``.
+        timing: measure every call (``stats.seconds``); costs two clock reads per handler, nothing when off.
+        drain_timeout: seconds that a clean exit waits for offloaded handlers before it raises OffloadError.
+        abort_timeout: the same for an exit by exception, which then reports what is left instead of raising.
+
+    After that, async handlers are cancelled. One that goes on all the same is left behind, as a thread would be, with a warning
+    that names it.
+    """
+
+    @check_options
+    def __init__(
+        self,
+        *,
+        backend: Backend = "asyncio",
+        timing: bool = False,
+        drain_timeout: Seconds = 60.0,
+        abort_timeout: Seconds = 5.0,
+    ) -> None:
+        super().__init__(backend=backend, drain_timeout=drain_timeout, abort_timeout=abort_timeout)
+        self._routes: dict[type, Route] = {}  # what publish looks into; emptied to make the next publish come by _route
+        self._compiled: dict[type, Route] = {}
+        self._subscriptions: tuple[Subscription, ...] = ()
+        self._hooks: tuple[Hook, ...] = ()
+        self._counts: dict[str, Count] = {}
+        self._timing = timing
+        self._rank, self._world_size = 0, 1
+        self._watches = Watches()
+
+    # ----------------------------------------------------------------------------------------------- subscribing
+
+    def _on(self, event: type[Event] | str, handler: Callable[..., Any], options: dict[str, Any]) -> Any:
+        event_type = resolve(event)
+        if handler is not decorates:
+            return self._insert([Subscription(self, event_type, handler, **options)])[0]
+
+        def subscribe(function: Callable[..., Any]) -> Callable[..., Any]:
+            self._insert([Subscription(self, event_type, function, **options)])
+            return function
+
+        return subscribe
+
+    def _stream(self, event: type[Event] | str, options: dict[str, Any]) -> Any:
+        check_stream_names(options)
+        subscription = Subscription(self, resolve(event), stream, **{"full": "drop_old", **options})
+        try:
+            made = Stream[Any](subscription, cast("Lane", subscription.lane), self._interrupt)
+        except RuntimeError as error:
+            raise BusStateError(f"bus.stream() is for async code, and there is no event loop here: {error}") from None
+        with self._lock:
+            self._insert([subscription])
+            if self._over:
+                self._end_streams()  # nothing is to come: it ends at once
+        return made
+
+    def off(self, what: Callable[..., Any] | Hook | Subscription) -> None:
+        """Cancel every subscription of a function, all those of a hook, or one :class:`Subscription`.
+
+        Raises:
+            SubscribeError: nothing of that kind is subscribed.
+        """
+        with self._lock:
+            gone = [one for one in self._subscriptions if what is one or what == one.handler or what is one.hook]
+            if not gone:
+                raise SubscribeError(f"{what!r} is not subscribed to this bus")
+            self._hooks = tuple(hook for hook in self._hooks if hook is not what)
+            self.remove(*gone)
+
+    def add(self, *hooks: Hook, priority: PriorityLike | None = None) -> None:
+        """Subscribe the mount-point methods of hooks; all of them, or none if one is wrong.
+
+        Args:
+            *hooks: objects of :class:`Hook` classes.
+            priority: for all their methods, before what class or ``@mount`` say.
+
+        Raises:
+            SubscribeError: a misspelt mount point, wrong options, a hook that is there already, or two hooks with state
+                under one name.
+        """
+        self.add_chosen([(hook, priority) for hook in hooks])
+
+    def add_chosen(self, chosen: Iterable[tuple[Hook, PriorityLike | None]]) -> None:
+        """Add hooks with a priority each, None leaving it to the hook; all of them, or none if one is wrong."""
+        pairs = list(chosen)
+        subscriptions = [made for hook, priority in pairs for made in self._subscriptions_of(hook, priority)]
+        hooks = [hook for hook, _ in pairs]
+        with self._lock:
+            check_names([*self._hooks, *hooks])
+            self._insert(subscriptions)
+            self._hooks += tuple(hooks)
+
+    def watch(self, model: torch.nn.Module, *patterns: str) -> Watch:
+        """Publish the module events of submodules: ``before_`` and ``after_module_forward``, ``_module_backward``.
+
+        Nothing hangs on a module while nobody subscribes to an event of it. Events are published while the bus is open;
+        as long as all who hear one are inline, also while it is not. Filters count the events of all modules together.
+
+        Backward events come from torch's full backward hooks, with their bounds: the module's inputs and outputs become
+        views, so that an in-place operation on them (``ReLU(inplace=True)`` right behind or before the module) raises, and
+        what does not require gradients has None for one. On a GPU they are published on a thread of autograd's.
+
+        A model under ``torch.compile`` publishes, too, and has a graph break at each watched module: not with
+        ``fullgraph=True``, which allows none. When a first subscription comes after the model was compiled, all compiled
+        code is dropped once and made anew.
+
+        Args:
+            model: also wrapped (``torch.compile``, data parallel); names are those without the wrapper. Held weakly.
+            *patterns: of qualified names, as :func:`fnmatch.fnmatchcase` takes them: ``"encoder"`` is one module,
+                ``"encoder.*"`` all below it, as ``*`` matches dots, too. Without any, all modules and the model itself, ``""``.
+
+        Returns:
+            A handle: ``detach()`` ends it, and so does leaving it as a context manager.
+
+        Raises:
+            SubscribeError: a pattern that matches nothing (or only containers that are never called); names the nearest.
+        """
+        watch = Watch(model, patterns, self._unwatch)
+        with self._lock:
+            self._watches.add(watch)
+            self._attach()
+        return watch
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """The hooks that were added, in order."""
+        return self._hooks
+
+    @property
+    def subscriptions(self) -> tuple[Subscription, ...]:
+        """All subscriptions in dispatch order: by priority, then by registration."""
+        return self._subscriptions
+
+    # ------------------------------------------------------------------------------------------------ publishing
+
+    def wants(self, event: type[Event] | str) -> bool:
+        """Return True if publishing ``event`` does anything; False lets a caller skip building it."""
+        try:
+            return self._routes[event] is not ignore  # type: ignore[index]  # a name is in no route, so it takes the way below
+        except KeyError:
+            route = self._find_route(resolve(event))
+        # Publishing may raise what an offloaded handler left behind, though nobody hears it.
+        return route is not ignore or self._raises_here()
+
+    def may_change_state(self, event: type[Event] | str) -> bool:
+        """Return True if an inline handler of ``event`` may change the state of a run (see :class:`Hook`'s ``observes``)."""
+        heard = self._heard_by(resolve(event))
+        return any(one.mode == "inline" and not (one.hook is not None and one.hook.observes) for one in heard)
+
+    # ------------------------------------------------------------------------------------------------ looking in
+
+    def describe(self, *, stats: bool = False) -> Description:
+        """Return who hears what, in the order of a run: a table to print (rich or plain), its data in ``rows``."""
+        check_flag("stats", stats)
+        return describe(self._subscriptions, stats=stats or self._timing, ranks=self._world_size > 1)
+
+    def explain(self, event: type[Event] | str) -> Source:
+        """Return the source of the function compiled for ``event``; shows as it is at a prompt or when printed."""
+        event_type = resolve(event)
+        return route_source(event_type, self._heard_by(event_type), timing=self._timing)
+
+    def stats(self) -> dict[Subscription, Stats]:
+        """Return the counts of every subscription."""
+        return {subscription: subscription.stats for subscription in self._subscriptions}
+
+    @property
+    def timing(self) -> bool:
+        """Whether calls are measured; may be switched at any time, from the next publish on."""
+        return self._timing
+
+    @timing.setter
+    def timing(self, on: bool) -> None:
+        check_flag("timing", on)
+        with self._lock:
+            self._timing = on
+            self._compiled = {}
+            self._use_routes({})
+
+    # ---------------------------------------------------------------------------------------------- saved state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all hooks by name, and the publish counts that filters compare."""
+        return {"hooks": state_of(self._hooks), "publishes": {name: count.value for name, count in self._counts.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give every hook its state back. A hook without saved state keeps its own, with a warning, and so the reverse."""
+        load_state(self._hooks, state["hooks"])
+        for name, value in state["publishes"].items():
+            self._counts.setdefault(name, Count()).value = value
+
+    # --------------------------------------------------------------------------- for subscriptions and their lanes
+
+    def place(self, rank: int, world_size: int) -> None:
+        """Say which of the processes that train together this is; a run does. Handlers of others are not called."""
+        with self._lock:
+            if (rank, world_size) != (self._rank, self._world_size):
+                self._rank, self._world_size = rank, world_size
+                self._compiled = {}
+                self._use_routes({})
+
+    def fail(self, subscription: Subscription, error: BaseException) -> None:
+        """Have ``error`` raised by the next publish or drain on the training thread, or by close.
+
+        That is the thread with an open run; without one, any that is not the bus's own.
+
+        Of several errors of one subscription the first is kept: a handler that always fails would pile them up.
+        """
+        with self._lock:
+            self._failures.add(subscription, error)
+            # Emptied, so that the next publish misses and comes past raise_failures; costs nothing until then.
+            self._use_routes({})
+
+    def remove(self, *subscriptions: Subscription) -> None:
+        """Let go of subscriptions; of those that are gone already nothing happens."""
+        with self._lock:
+            gone = [one for one in subscriptions if one.active]
+            self._replace([one for one in self._subscriptions if one not in gone], changed=gone)
+            for subscription in gone:
+                subscription.ended()
+
+    # -------------------------------------------------------------------------------------------------- internals
+
+    def _subscriptions_of(self, hook: Hook, priority: PriorityLike | None) -> Iterator[Subscription]:
+        for events, method, mark in subscriptions_of(hook):
+            chosen = next(choice for choice in (priority, mark.priority, hook.priority) if choice is not None)
+            yield Subscription(self, events, method, hook=hook, **{"priority": chosen, "ranks": hook.ranks, **mark.options})
+
+    def _insert(self, new: list[Subscription]) -> list[Subscription]:
+        with self._lock:
+            # sorted() is stable: equal priorities keep the order of registration.
+            merged = sorted([*self._subscriptions, *new], key=lambda one: one.priority)
+            try:
+                if self._runtime is not None:
+                    for subscription in new:
+                        subscription.serve(self._runtime)
+            except BaseException:
+                for subscription in new:
+                    subscription.ended()
+                raise
+            self._replace(merged, changed=new)
+        return new
+
+    def _replace(self, subscriptions: list[Subscription], changed: list[Subscription]) -> None:
+        """Put a new table in place; a publish that is under way goes on with the route it has."""
+        names = {name for subscription in changed for name in subscription.mount_points}
+        self._subscriptions = tuple(subscriptions)
+        self._compiled = {kind: route for kind, route in self._compiled.items() if names.isdisjoint(lineage(kind))}
+        self._use_routes({} if self._failures else dict(self._compiled))
+        self._attach()
+
+    def _attach(self) -> None:
+        """Have hooks on watched modules for the events that somebody hears and that can be delivered."""
+        if self._watches:
+            self._watches.attach([kind for kind in KINDS if self._delivers(kind)], self)
+
+    def _delivers(self, event_type: type[Event]) -> bool:
+        heard = self._heard_by(event_type)
+        # A model is also called where there is no run, and for a handler that is offloaded that must be no error.
+        return bool(heard) and (self._state != "idle" or all(one.mode in ("inline", "stream") for one in heard))
+
+    def _unwatch(self, watch: Watch) -> None:
+        with self._lock:
+            self._watches.remove(watch)
+            self._attach()
+
+    def _heard_by(self, event_type: type[Event]) -> list[Subscription]:
+        names = set(lineage(event_type))
+        return [
+            subscription
+            for subscription in self._subscriptions
+            if not names.isdisjoint(subscription.mount_points) and (not self._rank or subscription.ranks == "all")
+        ]
+
+    def _route(self, event_type: type) -> Route:
+        """Find the route of an event that has none cached, after raising what offloaded handlers left behind."""
+        if not issubclass(event_type, Event):
+            what = "a class: make an instance of it" if issubclass(event_type, type) else event_type.__name__
+            raise TypeError(f"bus.publish takes an event, an instance of an Event class, not {what}")
+        self.raise_failures()
+        return self._find_route(event_type)
+
+    def _find_route(self, event_type: type[Event]) -> Route:
+        with self._lock:
+            if self._inert:
+                return ignore
+            heard = self._heard_by(event_type)
+            compiled = partial(
+                compile_route,
+                event_type,
+                heard,
+                count=self._counts.setdefault(name_of(event_type), Count()).next,
+                timing=self._timing,
+            )
+            if event_type not in self._compiled:
+                self._compiled[event_type] = compiled()
+            if not self._failures:
+                self._routes[event_type] = self._compiled[event_type]
+                if self._may_inline(len(heard)):
+                    self._inline(event_type, compiled(template=INLINED), len(heard))
+            return self._compiled[event_type]
+
+    def _serve(self, runtime: Runtime) -> None:
+        for subscription in self._subscriptions:
+            subscription.serve(runtime)
+
+    def _end_streams(self) -> None:
+        self.remove(*(one for one in self._subscriptions if one.mode == "stream"))
+
+    def become_inert(self) -> None:
+        """Disable this copy of a bus in a forked child: it calls no handler any more."""
+        super().become_inert()
+        self._compiled = {}
+        self._use_routes({})
+        for subscription in self._subscriptions:
+            if subscription.lane is not None:
+                subscription.lane.become_inert()

@@ -1,0 +1,143 @@
+"""The hook table: who hears what, in the order of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from eventloop.bus.priority import Priority
+from eventloop.bus.subscription import Stats, Subscription
+from eventloop.events import BUILTIN, Event, lineage, mount_points, resolve
+from eventloop.offload.sized import SizedLane
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One subscription at one mount point."""
+
+    mount_point: str
+    priority: int
+    label: str
+    priority_name: str
+    mode: str
+    filter: str
+    lane: str
+    stats: Stats
+    ranks: str = "all"
+
+
+class Description(msgspec.Struct, frozen=True):
+    """The hook table; print it (plain or with rich), or read ``rows``."""
+
+    rows: list[Row]
+    stats: bool = False
+    ranks: bool = False
+
+    def __rich__(self) -> RenderableType:
+        # Narrow enough for a terminal of 80 columns: the mount point stands over its hooks, the lane beside the mode.
+        table = Table(title="Hooks in the order of a run", title_justify="left", box=None, padding=(0, 1, 0, 0))
+        table.add_column("mount point, hook", no_wrap=True)
+        table.add_column("priority", no_wrap=True)
+        table.add_column("runs")  # this and the filter give way where it is narrow, the longer one first, in two lines
+        table.add_column("filter")
+        if self.ranks:
+            table.add_column("ranks", no_wrap=True)
+        if self.stats:
+            table.add_column("events", justify="right", no_wrap=True)
+        timed = self.stats and any(row.stats.calls for row in self.rows)
+        if timed:
+            table.add_column("ms", justify="right", no_wrap=True)
+        previous = ""
+        for row in self.rows:
+            if row.mount_point != previous:
+                table.add_row(row.mount_point, style="bold")
+                previous = row.mount_point
+            runs = f"{row.mode.removeprefix('offloaded: ')} {row.lane}" if row.lane else row.mode
+            cells = [f" {_short(row)}", f"{row.priority} {row.priority_name}", runs, row.filter, *[row.ranks] * self.ranks]
+            figures = _figures(row.stats)[: self.stats + timed]
+            table.add_row(*cells, *figures, style="cyan" if row.lane else "")
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=160, color_system=None, highlight=False)
+        with console.capture() as captured:
+            console.print(self)
+        return captured.get()
+
+
+def describe(subscriptions: Iterable[Subscription], *, stats: bool, ranks: bool = False) -> Description:
+    """Build the table from subscriptions in dispatch order; what hears everything, or a hook's own group, comes last, once."""
+    heard = list(subscriptions)
+    rows = [
+        _row(name, subscription)
+        for name in mount_points()
+        for subscription in heard
+        if any(heard_at in lineage(resolve(name)) and not _listed_apart(heard_at) for heard_at in subscription.mount_points)
+    ]
+    rows += [_row(name, subscription) for subscription in heard for name in subscription.mount_points if _listed_apart(name)]
+    return Description(rows, stats, ranks)
+
+
+def _listed_apart(mount_point: str) -> bool:
+    """True for everything, and for a group of events that somebody made for themselves: one row says it."""
+    event = resolve(mount_point)
+    return event is Event or (event.group and mount_point not in BUILTIN)
+
+
+def _row(mount_point: str, subscription: Subscription) -> Row:
+    return Row(
+        mount_point=mount_point,
+        priority=subscription.priority,
+        label=subscription.label,
+        priority_name=Priority.label(subscription.priority),
+        mode=_MODES[subscription.mode],
+        filter=str(subscription.filter or ""),
+        lane=_lane(subscription),
+        stats=subscription.stats,
+        ranks=subscription.ranks,
+    )
+
+
+_MODES = {"inline": "inline"} | {
+    "async": "offloaded: event loop",
+    "thread": "offloaded: thread",
+    "process": "offloaded: process",
+    "stream": "offloaded: stream",
+}
+
+
+def _lane(subscription: Subscription) -> str:
+    """Queue and policy; the byte budget and the timeout, where there are any."""
+    lane = subscription.lane
+    if lane is None:
+        return ""
+    parts = [f"{lane.capacity} {lane.full}"]
+    if isinstance(lane, SizedLane) and lane.max_bytes is not None:
+        parts.append(_human(lane.max_bytes))
+    if subscription.timeout is not None:
+        parts.append(f"{subscription.timeout:g} s")
+    return ", ".join(parts)
+
+
+def _human(size: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.4g} {unit}"
+        size /= 1000
+    return f"{size:.4g} GB"
+
+
+def _short(row: Row) -> str:
+    """Return the hook's name alone where its method is named like the mount point, as it nearly always is."""
+    hook, _, method = row.label.rpartition(".")
+    return hook if hook and method in lineage(resolve(row.mount_point)) else row.label
+
+
+def _figures(stats: Stats) -> tuple[str, str]:
+    """Events (dropped and failed ones named) and milliseconds on the publishing thread."""
+    events = str(stats.delivered or stats.calls or "")
+    if stats.dropped or stats.failed:
+        events += f" ({stats.dropped} dropped, {stats.failed} failed)"
+    return events, f"{stats.seconds * 1e3:.1f}" if stats.calls else ""

@@ -1,0 +1,205 @@
+"""Subscriptions as an object: :class:`Hook` and :func:`mount`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from difflib import get_close_matches
+from operator import attrgetter
+from typing import Any, ClassVar, TypeVar
+
+from eventloop.bus.options import Where
+from eventloop.bus.priority import Priority, PriorityLike
+from eventloop.errors import SubscribeError
+from eventloop.events import BUILTIN, Event, name_of, registry, resolve, suggest
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_PREFIXES = ("before_", "after_", "on_")
+
+
+class Hook:
+    """A set of subscriptions with state. Methods named like mount points are subscribed by ``bus.add(hook)``.
+
+    Plain methods run inline, ``async`` ones are offloaded; :func:`mount` gives one method filters, ``offload`` or
+    ``capture``. ``before_epoch``, ``after_epoch``, ``before_iter`` and ``after_iter`` hear all three stages. A method whose
+    name matches a mount point that the user declared is subscribed too.
+
+    Attributes:
+        priority: of all methods that do not name their own.
+        name: key of ``state_dict`` in checkpoints and label in tables; the class name by default. Two hooks of a kind
+            that both have state need two names.
+        observes: True for a hook that leaves the state of the run as it is: it changes its own state only, or puts back what it
+            changed. A checkpoint asked for after a validation may then be another name of the file written before it; any other
+            inline handler there makes it a file of its own.
+        ranks: ``"all"``, or ``"rank0"`` for a hook that only the first of several processes calls, such as one that writes.
+    """
+
+    priority: PriorityLike = Priority.NORMAL
+    name: str = ""
+    observes: bool = False
+    ranks: Where = "all"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this hook has learned and must survive a resume; {} by default."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned."""
+
+    def unused(self) -> Collection[str]:
+        """Return the names of mount-point methods that this hook, with its options, has no use for; none by default.
+
+        They are not subscribed, so that publishing (or not even making) their events costs nothing.
+        """
+        return ()
+
+    @property
+    def label(self) -> str:
+        """The name of this hook in tables, errors and checkpoints."""
+        return self.name or type(self).__name__
+
+    @property
+    def stateful(self) -> bool:
+        """True if the hook's class has a ``state_dict`` of its own."""
+        return type(self).state_dict is not Hook.state_dict
+
+
+def mount(
+    *events: type[Event] | str,
+    priority: PriorityLike | None = None,
+    **options: Any,
+) -> Callable[[Method], Method]:
+    """Give one method of a :class:`Hook` options of its own; they are those of ``bus.on``.
+
+    Args:
+        *events: the mount point, where the method's name is not it; or several. An offloaded method that hears several has
+            one lane for all of them, so that they arrive in the order in which they were published.
+        priority: of this method, instead of the hook's.
+        **options: filters, ``offload`` (``"process"`` only for a ``@staticmethod``: the hook itself stays in this process),
+            ``capture``, ``queue``, ``full``, ``batch``, ``linger``, ``max_bytes``, ``timeout``, ``on_error``,
+            ``disable_after``, ``ranks``. An ``operator.attrgetter`` takes the value from the hook when it is added to a bus,
+            such as ``every=attrgetter("interval")`` for what the hook's constructor was given (not for ``when`` and
+            ``capture``, which are functions themselves).
+    """
+
+    def mark(method: Method) -> Method:
+        # Over or under @staticmethod, which a handler for a worker process has to be.
+        vars(getattr(method, "__func__", method))["__trainbus_mount__"] = Mount(events, priority, options)
+        return method
+
+    return mark
+
+
+class Mount:
+    """What :func:`mount` noted down on a method."""
+
+    __slots__ = ("events", "options", "priority")
+    unmarked: ClassVar[Mount]
+
+    def __init__(self, events: tuple[type[Event] | str, ...], priority: PriorityLike | None, options: dict[str, Any]) -> None:
+        self.events = events
+        self.priority = priority
+        self.options = options
+
+    def options_for(self, hook: Hook) -> Mount:
+        """Return the same with the options that ``hook`` itself decides filled in."""
+        options = {
+            name: value(hook) if isinstance(value, attrgetter) and name not in ("when", "capture") else value
+            for name, value in self.options.items()
+        }
+        return Mount(self.events, self.priority, options)
+
+
+Mount.unmarked = Mount((), None, {})
+
+
+def subscriptions_of(hook: Hook) -> Iterator[tuple[tuple[type[Event], ...], Callable[..., Any], Mount]]:
+    """Yield events, bound method and options for every subscription that ``hook`` asks for, in order of definition.
+
+    Raises:
+        SubscribeError: a class instead of an instance, a method named like a mount point that does not exist, or a hook
+            without any.
+    """
+    _check_instance(hook)
+    _check_state(type(hook), hook.label)
+    found = False
+    names = _method_names(type(hook))
+    unused = _checked_unused(hook, names)
+    for name in names:
+        mark: Mount = getattr(getattr(type(hook), name), "__trainbus_mount__", Mount.unmarked)
+        if not mark.events and name not in registry:
+            _check_spelling(hook, name, marked=mark is not Mount.unmarked)
+            continue
+        found = True
+        if name in unused:
+            continue
+        yield tuple(map(resolve, mark.events or (name,))), getattr(hook, name), mark.options_for(hook)
+    if not found:
+        raise SubscribeError(
+            f"{hook.label} has no method named like a mount point, so it would never be called; "
+            "name one after_train_iter, say, or mark it with @mount(...)"
+        )
+
+
+def _checked_unused(hook: Hook, names: list[str]) -> frozenset[str]:
+    told = hook.unused()
+    unused = frozenset([told] if isinstance(told, str) else told)
+    for name in sorted(unused - set(names)):
+        raise SubscribeError(f"{hook.label}.unused() names {name!r}, which is not one of its methods: {', '.join(names)}")
+    return unused
+
+
+def mount_points_of(cls: type[Hook]) -> list[str]:
+    """Return the names of the mount points that hooks of a class hear, in order of definition, whatever their options."""
+    found: dict[str, None] = {}
+    for name in _method_names(cls):
+        mark: Mount = getattr(getattr(cls, name), "__trainbus_mount__", Mount.unmarked)
+        if mark.events or name in registry:
+            found.update(dict.fromkeys(name_of(resolve(event)) for event in mark.events or (name,)))
+    return list(found)
+
+
+def _check_instance(hook: object) -> None:
+    if isinstance(hook, type):
+        raise SubscribeError(f"bus.add takes a hook object: write bus.add({hook.__name__}(...))")
+    if isinstance(hook, list | tuple | set | frozenset | Iterator):
+        raise SubscribeError(f"bus.add takes the hooks one by one, not in a {type(hook).__name__}: write bus.add(*hooks)")
+    if isinstance(hook, str | Mapping):
+        raise SubscribeError(f"bus.add takes hook objects; write add_hooks(bus, [{hook!r}]) to have them made")
+    if not isinstance(hook, Hook):
+        raise SubscribeError(
+            f"bus.add takes Hook objects, not {type(hook).__name__}; derive the class from eventloop.Hook, "
+            "or subscribe a function with bus.on"
+        )
+
+
+def _check_state(cls: type[Hook], label: str) -> None:
+    saves, loads = cls.state_dict is not Hook.state_dict, cls.load_state_dict is not Hook.load_state_dict
+    if saves and not loads:
+        raise SubscribeError(f"{label} has a state_dict but no load_state_dict, so what it saves would be lost; define both")
+    if loads and not saves:
+        raise SubscribeError(f"{label} has a load_state_dict but no state_dict, so there is nothing to load; define both")
+
+
+def _method_names(cls: type) -> list[str]:
+    names: dict[str, None] = {}
+    for base in reversed(cls.__mro__):
+        if base not in (object, Hook):
+            names.update(dict.fromkeys(name for name in vars(base) if not name.startswith("_")))
+    return [name for name in names if inspect.isroutine(inspect.getattr_static(cls, name)) and not hasattr(Hook, name)]
+
+
+def _check_spelling(hook: Hook, name: str, *, marked: bool) -> None:
+    if marked:
+        raise SubscribeError(f"{hook.label}.{name} is marked with @mount but there is no mount point {name!r}{suggest(name)}")
+    if name.startswith(_PREFIXES):
+        raise SubscribeError(
+            f"{hook.label}.{name} looks like a handler, but there is no mount point {name!r}{suggest(name)} "
+            "(a helper method of another kind needs a name that does not start with before_, after_ or on_)"
+        )
+    if get_close_matches(name, BUILTIN, n=1, cutoff=0.9):
+        raise SubscribeError(
+            f"{hook.label}.{name} would never be called: there is no mount point {name!r}{suggest(name)} "
+            "(a helper method needs a name less like it, or one that begins with an underscore)"
+        )

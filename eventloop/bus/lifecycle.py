@@ -1,0 +1,345 @@
+"""The life of a bus: idle, open, draining, idle again; and what is raised on the training thread while it lasts."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, Self
+
+from eventloop.bus.failures import Failures, raise_all
+from eventloop.checks import check_flag
+from eventloop.errors import BusStateError, OffloadError
+from eventloop.log import get_logger
+from eventloop.offload import DrainReport, Runtime
+from eventloop.offload.deadline import Deadline
+from eventloop.offload.in_thread import in_thread
+from eventloop.offload.loops import Backend, HostLoop
+
+_CLOSER_POLL = 0.01  # seconds between looks at whether another thread has closed the bus
+
+State = Literal["idle", "open", "draining"]
+
+log = get_logger()
+
+
+class Lifecycle:
+    """The part of a bus that opens, drains and closes. What it opens for, the bus says."""
+
+    def __init__(self, *, backend: Backend, drain_timeout: float, abort_timeout: float) -> None:
+        self._lock = threading.RLock()
+        self._failures = Failures()
+        self._backend: Backend = backend
+        self._runtime: Runtime | None = None
+        self._host: HostLoop | None = None
+        self._state: State = "idle"
+        self._inert = False  # in a forked child
+        self._over = False  # closed, and not opened again
+        self._closer = 0  # the thread that closes it
+        self.drain_timeout = drain_timeout
+        self.abort_timeout = abort_timeout
+        _buses.add(self)
+
+    def _serve(self, runtime: Runtime) -> None:
+        """Start the consumers of what is subscribed; under the lock."""
+        raise NotImplementedError
+
+    def _end_streams(self) -> None:
+        """Let go of the streams of a bus that has closed; under the lock."""
+        raise NotImplementedError
+
+    def _attach(self) -> None:
+        """Take the news that the state has changed; under the lock."""
+        raise NotImplementedError
+
+    @property
+    def state(self) -> State:
+        """``"idle"``, ``"open"`` or ``"draining"``."""
+        return self._state
+
+    def open(self) -> None:
+        """Start the consumers of offloaded handlers; ``with bus:`` does it and closes.
+
+        Raises:
+            BusStateError: it is open already (whoever opened it closes it).
+        """
+        self._check_idle()
+        self._open(Runtime(self._backend, self._interrupt))
+
+    def close(self, *, abort: bool = False) -> None:
+        """Deliver what is pending, end the consumers. Idempotent.
+
+        Args:
+            abort: wait for ``abort_timeout`` only, and report what is left or failed instead of raising it.
+
+        Raises:
+            BusStateError: this is an offloaded handler of the same bus, or it was opened by ``async with bus:``.
+            OffloadError: not everything could be delivered within ``drain_timeout``.
+            Exception: what offloaded handlers with ``on_error="raise"`` raised (an ExceptionGroup if several did).
+        """
+        runtime = self._runtime
+        if runtime is not None:
+            _check_may_wait(runtime, "close")
+            if runtime.hosted:
+                raise BusStateError("this bus was opened by `async with bus:`, which closes it when its block ends")
+        self._close(_Patience(self, abort=abort))
+
+    async def aclose(self, *, abort: bool = False) -> None:
+        """Like :meth:`close`, without blocking the event loop. Cancelled, it goes on like ``abort=True``, and then ends.
+
+        ``async with bus:`` does it; what is left to its end then is to leave the block.
+        """
+        runtime = self._runtime
+        if runtime is None:
+            return
+        _check_not_inside(runtime, "aclose")
+        patience = _Patience(self, abort=abort)
+        await in_thread(partial(self._close, patience), "trainbus closes", cancelled=patience.abort)
+
+    def drain(self, timeout: float | None = None) -> DrainReport:
+        """Wait until everything published before this call is delivered, dropped or failed.
+
+        Args:
+            timeout: seconds; None waits for as long as it takes. What is ``pending`` afterwards is in the report.
+
+        Raises:
+            BusStateError: the bus is not open, this is an offloaded handler of the same bus, or its event loop.
+            Exception: what offloaded handlers with ``on_error="raise"`` raised; while a run is open, on its thread only.
+        """
+        runtime = self._opened()
+        _check_may_wait(runtime, "drain")
+        report = runtime.drain(Deadline(timeout))
+        self.raise_failures()
+        return report
+
+    async def adrain(self, timeout: float | None = None) -> DrainReport:  # noqa: ASYNC109 - reports, and does not cancel
+        """Like :meth:`drain`, without blocking the event loop; on any bus that is open, also one with a thread of its own."""
+        runtime = self._opened()
+        _check_not_inside(runtime, "adrain")
+        deadline = Deadline(timeout)
+        stop = partial(deadline.shorten, 0)
+        report = await in_thread(partial(runtime.drain, deadline), "trainbus drains", cancelled=stop)
+        self.raise_failures()
+        return report
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        self.close(abort=error is not None)
+
+    async def __aenter__(self) -> Self:
+        self._check_idle()
+        host = HostLoop()
+        runtime = Runtime(host, self._interrupt)
+        await host.open()
+        try:
+            await in_thread(partial(self._open, runtime), "trainbus opens", cancelled=_nothing)
+        except BaseException:
+            try:
+                if self._runtime is runtime:  # cancelled meanwhile
+                    await self.aclose(abort=True)
+            finally:
+                host.end()
+                await host.close()
+            raise
+        self._host = host
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        host, self._host = self._host, None
+        try:
+            await self.aclose(abort=error is not None)
+        finally:
+            if host is not None:
+                await host.close()
+
+    # ------------------------------------------------------------------------- for subscriptions, lanes and runs
+
+    def adopt_thread(self, interrupt: Callable[[], object], forked: Callable[[Callable[[], object]], object]) -> None:
+        """Make this thread the one on which errors of offloaded handlers are raised: a run is open on it.
+
+        Args:
+            interrupt: called when the thread is about to wait for a place in a lane; may raise instead.
+            forked: called in a forked child, where the run must not go on, with what raises the error that says so.
+        """
+        with self._lock:
+            self._failures.adopt(interrupt, forked)
+
+    def release_thread(self, interrupt: Callable[[], object]) -> None:
+        """Undo :meth:`adopt_thread` with the same ``interrupt``."""
+        with self._lock:
+            self._failures.release(interrupt)
+
+    def raise_failures(self) -> None:
+        """Raise what offloaded handlers have left, if this is the thread to raise it on, as the next publish would."""
+        if self._raises_here():
+            raise_all(self._taken())
+
+    @property
+    def hosted_here(self) -> bool:
+        """True on the thread whose event loop ``async with bus:`` uses, which nothing may block."""
+        return self._runtime is not None and self._runtime.in_host_loop
+
+    def become_inert(self) -> None:
+        """In a forked child there are no consumers and the locks may be held for ever: start over, deaf."""
+        self._inert = self._over = True
+        self._lock = threading.RLock()
+        self._failures.forked(self._refuse_in_fork)
+        self._failures = Failures()
+        self._runtime = None
+        self._host = None
+        self._state = "idle"
+        _open_buses.discard(self)
+
+    # -------------------------------------------------------------------------------------------------- internals
+
+    def _refuse_in_fork(self) -> None:
+        raise BusStateError(
+            "this bus was made before the process was forked, and its copy in the child calls no handler (nothing would be "
+            "updated, saved or logged). Make the bus, its hooks and the loop in the process that trains, or start that process "
+            'by multiprocessing.get_context("spawn")'
+        )
+
+    def _check_idle(self) -> None:
+        if self._inert:
+            self._refuse_in_fork()
+        if self._state != "idle":
+            where = " in an event loop by `async with bus:`" if self._runtime is not None and self._runtime.hosted else ""
+            raise BusStateError(f"this bus is {self._state}{where} already; the code that opened it closes it")
+
+    def _opened(self) -> Runtime:
+        if self._runtime is None:
+            raise BusStateError("only an open bus can be drained: use `with bus:` or `async with bus:`")
+        return self._runtime
+
+    def _open(self, runtime: Runtime) -> None:
+        with self._lock:
+            self._check_idle()
+            self._failures.take()  # of a session before
+            try:
+                self._serve(runtime)
+            except BaseException:
+                runtime.close(1.0, "its bus could not be opened", abandon=True)
+                raise
+            self._runtime = runtime
+            self._state = "open"
+            self._over = False
+            self._attach()
+        _open_buses.add(self)
+
+    def _close(self, patience: _Patience) -> None:
+        with self._lock:
+            runtime = self._runtime
+            closes = self._state == "open"
+            if closes:
+                self._state, self._closer = "draining", threading.get_ident()
+        if runtime is None:
+            return
+        if not closes:
+            self._wait_for_closer(runtime, patience)
+            return
+        settled = False
+        try:
+            settled = runtime.settle(patience)
+        finally:
+            left = self._shut(runtime, 5.0 if settled else 1.0, abandon=not settled)
+            failures = self._taken()
+        if patience.aborted:
+            if left:
+                log.warning("events were not delivered before the bus closed", events=left)
+            return
+        if left:
+            missed = ", ".join(f"{number} for {label}" for label, number in left.items())
+            failures.append(
+                OffloadError(
+                    f"the bus closed with events undelivered after drain_timeout={self.drain_timeout:g} s: {missed}. "
+                    "Give Bus a longer drain_timeout=, or those handlers less to do"
+                )
+            )
+        raise_all(failures)
+
+    def _wait_for_closer(self, runtime: Runtime, deadline: Deadline) -> None:
+        """Wait until another thread has closed the bus; a signal handler that struck in that close does not wait for itself."""
+        while self._runtime is runtime and threading.get_ident() != self._closer and deadline.left:
+            time.sleep(min(_CLOSER_POLL, deadline.left))
+
+    def _raises_here(self) -> bool:
+        """True if offloaded handlers have left errors, and this is the thread to raise them on."""
+        return bool(self._failures) and self._failures.here(otherwise=self._runtime is None or not self._runtime.inside)
+
+    def _interrupt(self) -> None:
+        self._failures.interrupt()
+
+    def _taken(self) -> list[BaseException]:
+        with self._lock:
+            return self._failures.take()
+
+    def _shut(self, runtime: Runtime, grace: float, *, abandon: bool) -> dict[str, int]:
+        reason = "the bus has closed: events are published inside `with bus:` (or `async with bus:`)"
+        try:
+            return runtime.close(grace, reason, abandon=abandon)
+        except BaseException:  # Ctrl-C: what has not ended yet must not be left running
+            runtime.close(0, reason, abandon=True)
+            raise
+        finally:
+            with self._lock:
+                self._end_streams()
+                self._runtime = None
+                self._state = "idle"
+                self._over = True
+                self._attach()
+            _open_buses.discard(self)
+
+
+class _Patience(Deadline):
+    """How long closing waits for handlers. What aborts it can come later, and from another thread."""
+
+    def __init__(self, bus: Lifecycle, *, abort: bool) -> None:
+        check_flag("abort", abort)
+        super().__init__(bus.abort_timeout if abort else bus.drain_timeout)
+        self._abort_timeout = bus.abort_timeout
+        self.aborted = abort
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.shorten(self._abort_timeout)
+
+
+def _check_not_inside(runtime: Runtime, call: str) -> None:
+    if runtime.inside:
+        raise BusStateError(f"bus.{call}() was called from an offloaded handler of the same bus: it would wait for itself")
+
+
+def _check_may_wait(runtime: Runtime, call: str) -> None:
+    _check_not_inside(runtime, call)
+    if runtime.in_host_loop:
+        raise BusStateError(f"bus.{call}() would block the event loop that this bus runs in: use `await bus.a{call}()`")
+
+
+def _nothing() -> None:
+    """There is nothing to cancel: it is over in a moment."""
+
+
+_buses: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
+_open_buses: set[Lifecycle] = set()
+
+
+def _close_at_exit() -> None:
+    for bus in list(_open_buses):
+        log.warning("the interpreter exits while a bus is open; use `with bus:` so that nothing is lost")
+        bus._close(_Patience(bus, abort=True))
+
+
+def _inert_after_fork() -> None:
+    for bus in list(_buses):
+        bus.become_inert()
+
+
+atexit.register(_close_at_exit)
+os.register_at_fork(after_in_child=_inert_after_fork)

@@ -1,0 +1,140 @@
+"""A subscription as an async iterator, for applications: ``async for event in bus.stream("after_train_iter")``.
+
+A stream's lane has no consumer of the bus: whoever iterates takes events from it, in a task and an event loop of their own.
+So a stream needs no open bus (it may be there before a run begins), and a drain does not wait for its reader.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, Self, TypeVar
+
+import anyio
+import anyio.lowlevel
+
+from eventloop.bus.subscription import Stats, Subscription
+from eventloop.errors import BusStateError
+from eventloop.offload.consumer import arrive, copied
+from eventloop.offload.lane import Lane
+from eventloop.offload.loops import threadsafe_call
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Stream(Generic[T_co]):
+    """The events of a subscription, in the order in which they were published. Made by ``bus.stream(...)``.
+
+    It ends when the bus closes, after what was published before. Leave it with ``await stream.aclose()`` or
+    ``async with stream:``, which cancels the subscription at once; after a mere ``break`` it happens when the stream is
+    forgotten.
+    """
+
+    def __init__(self, subscription: Subscription, lane: Lane, interrupt: Callable[[], object]) -> None:
+        self._inbox = _Inbox(subscription, lane, interrupt)
+        self._reading = False
+
+    @property
+    def stats(self) -> Stats:
+        """The counts at this moment: ``published == delivered + dropped + pending``."""
+        return self._inbox.subscription.stats
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T_co:
+        if self._reading:
+            raise BusStateError("two tasks read one stream at the same time, and each would miss events; give each its own")
+        self._reading = True
+        try:
+            event: T_co = await self._inbox.next()
+        finally:
+            self._reading = False
+        return event
+
+    async def aclose(self) -> None:
+        """Cancel the subscription; what is still queued is dropped. Idempotent."""
+        self._inbox.leave()
+        await anyio.lowlevel.checkpoint()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._inbox.leave()
+
+    def __del__(self) -> None:
+        # On the loop, and not here: the garbage collector may call this while this thread holds the lane's lock.
+        inbox = getattr(self, "_inbox", None)
+        if inbox is not None:
+            inbox.leave_soon()
+
+
+class _Inbox:
+    """The reader's side of the lane. The bus holds on to this, and not to the stream, which may be forgotten."""
+
+    def __init__(self, subscription: Subscription, lane: Lane, interrupt: Callable[[], object]) -> None:
+        self.subscription = subscription
+        self._lane = lane
+        self._interrupt = interrupt
+        self._call_soon = threadsafe_call()
+        self._thread = threading.get_ident()
+        self._bell = anyio.Event()
+        self._left = False
+        lane.attach(self._wake, self._must_not_wait)
+
+    async def next(self) -> Any:
+        """Return the next event, waiting for it. Raises StopAsyncIteration at the end."""
+        await anyio.lowlevel.checkpoint()
+        lingered = False
+        while True:
+            # Made before looking, so that a ring between the look and the wait is kept.
+            self._bell = anyio.Event()
+            if items := self._lane.take(1):
+                return await self._arrived(items[0])
+            if not lingered and self._lane.linger and not self._lane.ending:
+                lingered = True
+                with anyio.move_on_after(self._lane.linger):
+                    await self._bell.wait()
+            elif self._lane.disarm():
+                if self._lane.finished():
+                    self.leave()
+                    raise StopAsyncIteration
+                await self._bell.wait()
+                lingered = False
+
+    def leave(self) -> None:
+        """Cancel the subscription; a publisher that waits for a place goes on."""
+        self._left = True
+        self._lane.full = "drop_new"  # before it is retired, so that whoever waits finds the event dropped and no error
+        self.subscription.cancel()
+        self._lane.detach()
+
+    def leave_soon(self) -> None:
+        """Leave, on the loop's thread; may be called anywhere."""
+        if not self._left:
+            self._wake(self.leave)
+
+    async def _arrived(self, item: Any) -> Any:
+        try:
+            await copied(item)
+            arrived = arrive(item)
+        except BaseException:  # cancelled, most likely
+            self._lane.dropped(1)
+            raise
+        self._lane.delivered(1)
+        return arrived
+
+    def _wake(self, callback: Callable[[], object] | None = None) -> None:
+        try:
+            self._call_soon(callback or self._ring)
+        except RuntimeError:  # the reader's event loop has ended without leaving
+            if not self._left:
+                self.leave()
+
+    def _ring(self) -> None:
+        self._bell.set()
+
+    def _must_not_wait(self) -> bool:
+        self._interrupt()
+        return threading.get_ident() == self._thread

@@ -1,0 +1,341 @@
+"""Every mount point that trainbus declares, in the order of a run. What an event is, is in ``event``."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+import torch
+
+from eventloop.events.event import ABSENT, Counter, Event, Live, Progress, Scalars, name_of, registry
+from eventloop.events.run_view import RunView
+
+
+class RunEvent(Event, kw_only=True):
+    """Base of everything a run publishes: who runs, and how far it has come."""
+
+    group: ClassVar[bool] = True
+    run: Live[RunView] = ABSENT
+    progress: Progress
+
+
+def _elsewhere(name: str, path: str, way: str = "") -> property:
+    """Return a property for what an event has no field for, but its run or its progress has; the error says where."""
+
+    def touch(event: RunEvent) -> Any:
+        where = f"{name_of(type(event))} has no field {name!r}: write event.{path}"
+        raise AttributeError(where + way.format(path=path), name=name, obj=event)
+
+    return property(touch, doc=f"Raises AttributeError: it is ``event.{path}``.")
+
+
+_CAPTURED = "; an offloaded handler gets a copy of what it picks when subscribing, capture=lambda event: event.{path}..."
+
+# As properties, which cost other attributes nothing. Set afterwards, so that a type checker knows of no such attributes.
+for _name, _member in [(name, member) for name, member in vars(RunView).items() if not name.startswith("_")]:
+    _way = _CAPTURED if isinstance(_member, property) else ", in an inline handler"
+    setattr(RunEvent, _name, _elsewhere(_name, f"run.{_name}", _way))
+for _name in Progress.__struct_fields__:
+    setattr(RunEvent, _name, _elsewhere(_name, f"progress.{_name}"))
+setattr(RunEvent, "optimizer", _elsewhere("optimizer", "run.optimizers", _CAPTURED))  # noqa: B010 - as above
+
+
+# ---------------------------------------------------------------------------------------------- groups over all stages
+
+
+class BeforeEpoch(RunEvent, kw_only=True):
+    """An epoch or validation begins, whatever the stage."""
+
+    group: ClassVar[bool] = True
+    counts: ClassVar[Counter] = "epoch"
+
+
+class AfterEpoch(RunEvent, kw_only=True):
+    """An epoch or validation has ended, whatever the stage. ``metrics`` is empty for training epochs."""
+
+    group: ClassVar[bool] = True
+    counts: ClassVar[Counter] = "epoch"
+    metrics: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class BeforeIter(RunEvent, kw_only=True):
+    """A batch is on its device and about to be used, whatever the stage."""
+
+    group: ClassVar[bool] = True
+    counts: ClassVar[Counter] = "iter"
+    batch_idx: int = 0
+    batch: Live[Any] = ABSENT
+
+
+class AfterIter(RunEvent, kw_only=True):
+    """A batch has been through the model, whatever the stage. ``outputs`` holds ``loss`` and what the step returned."""
+
+    group: ClassVar[bool] = True
+    counts: ClassVar[Counter] = "iter"
+    batch_idx: int = 0
+    batch: Live[Any] = ABSENT
+    outputs: Scalars = ABSENT
+
+
+# ------------------------------------------------------------------------------------------------- the order of a run
+
+
+class BeforeRun(RunEvent, kw_only=True):
+    """The run is set up: models on their device, bus open, nothing has happened yet."""
+
+
+class AfterLoadCheckpoint(RunEvent, kw_only=True):
+    """A checkpoint was read and is about to be applied; hooks may change ``checkpoint`` in place."""
+
+    path: str = ""
+    checkpoint: Live[dict[str, Any]] = ABSENT
+
+
+class BeforeTrain(RunEvent, kw_only=True):
+    """Training begins (or goes on, after a resume)."""
+
+
+class BeforeTrainEpoch(BeforeEpoch, kw_only=True):
+    """A training epoch begins; its loader has not been asked for anything yet."""
+
+
+class BeforeTrainIter(BeforeIter, kw_only=True):
+    """A training batch is about to be used."""
+
+
+class BeforeForward(RunEvent, kw_only=True):
+    """The user's step is about to be called (training only)."""
+
+    counts: ClassVar[Counter] = "iter"
+    batch: Live[Any] = ABSENT
+
+
+class AfterForward(RunEvent, kw_only=True):
+    """The user's step has returned ``outputs`` (training only)."""
+
+    counts: ClassVar[Counter] = "iter"
+    outputs: Scalars = ABSENT
+
+
+class AfterTrainIter(AfterIter, kw_only=True):
+    """The forward pass is done. The optimizer update subscribes at priority 30: handlers after it see new weights."""
+
+
+class BeforeBackward(RunEvent, kw_only=True):
+    """``loss`` (scaled for accumulation) is about to be differentiated. Published while after_train_iter runs."""
+
+    counts: ClassVar[Counter] = "iter"
+    loss: Live[torch.Tensor] = ABSENT
+
+
+class AfterBackward(RunEvent, kw_only=True):
+    """Gradients of this micro-batch are in ``.grad``."""
+
+    counts: ClassVar[Counter] = "iter"
+
+
+class BeforeOptimizerStep(RunEvent, kw_only=True):
+    """An optimizer is about to step; gradients are unscaled and clipped. Not published for a step the scaler skips."""
+
+    counts: ClassVar[Counter] = "update"
+    name: str = ""
+    optimizer: Live[torch.optim.Optimizer] = ABSENT
+
+
+class AfterOptimizerStep(RunEvent, kw_only=True):
+    """An optimizer has stepped."""
+
+    counts: ClassVar[Counter] = "update"
+    name: str = ""
+    optimizer: Live[torch.optim.Optimizer] = ABSENT
+
+
+class AfterTrainEpoch(AfterEpoch, kw_only=True):
+    """A training epoch has ended; ``progress.epoch`` is still its index."""
+
+
+class BeforeVal(RunEvent, kw_only=True):
+    """Validation begins; the model is in evaluation mode."""
+
+    counts: ClassVar[Counter] = "validation"
+
+
+class BeforeValEpoch(BeforeEpoch, kw_only=True):
+    """The pass over the validation data begins."""
+
+    counts: ClassVar[Counter] = "validation"
+
+
+class BeforeValIter(BeforeIter, kw_only=True):
+    """A validation batch is about to be used."""
+
+    counts: ClassVar[Counter] = "batch"
+
+
+class AfterValIter(AfterIter, kw_only=True):
+    """A validation batch has been through the model."""
+
+    counts: ClassVar[Counter] = "batch"
+
+
+class AfterValEpoch(AfterEpoch, kw_only=True):
+    """The pass over the validation data has ended with ``metrics``."""
+
+    counts: ClassVar[Counter] = "validation"
+
+
+class AfterVal(RunEvent, kw_only=True):
+    """Validation has ended; the model is back in the mode it was in."""
+
+    counts: ClassVar[Counter] = "validation"
+
+
+class ImageReported(RunEvent, kw_only=True):
+    """Somebody called ``run.report_image``. An offloaded handler gets a copy of the image on the host."""
+
+    counts: ClassVar[Counter] = "iter"
+    name: str
+    image: Any
+
+
+class BeforeSaveCheckpoint(RunEvent, kw_only=True):
+    """The state was gathered and is about to be staged; hooks may change ``checkpoint`` in place.
+
+    Also published where the state is only checked (``run.check_savable``); no file follows then.
+    """
+
+    path: str = ""
+    checkpoint: Live[dict[str, Any]] = ABSENT
+
+
+class CheckpointStaged(RunEvent, kw_only=True):
+    """The state was copied: training may go on while the copy is written.
+
+    The checkpoint is committed once the offloaded handlers of this event have returned, or have taken too long (half of the
+    bus's ``abort_timeout``). So they can make durable what a resumed run relies on, such as log lines of earlier iterations.
+    """
+
+    path: str = ""
+    job: Live[Any] = ABSENT
+
+
+class CheckpointCommitted(Event, kw_only=True):
+    """A checkpoint is durable on disk. Published, with its inline handlers, on the thread that wrote it."""
+
+    progress: Progress
+    path: str
+    names: list[str] = msgspec.field(default_factory=list)
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+class CheckpointFailed(Event, kw_only=True):
+    """A checkpoint could not be written; earlier ones are untouched. Published on the thread that tried."""
+
+    progress: Progress
+    path: str
+    names: list[str] = msgspec.field(default_factory=list)
+    error: str
+
+
+class CheckpointSkipped(Event, kw_only=True):
+    """A checkpoint that was due was not made, or given up before it was written, because of another (see ``busy=``)."""
+
+    progress: Progress
+    path: str
+    names: list[str] = msgspec.field(default_factory=list)
+    reason: str
+
+
+class AfterTrain(RunEvent, kw_only=True):
+    """Training has ended by itself or by ``stop()`` (not by an exception)."""
+
+
+class BeforeTest(RunEvent, kw_only=True):
+    """Testing begins; the model is in evaluation mode."""
+
+    counts: ClassVar[Counter] = "validation"
+
+
+class BeforeTestEpoch(BeforeEpoch, kw_only=True):
+    """The pass over the test data begins."""
+
+    counts: ClassVar[Counter] = "validation"
+
+
+class BeforeTestIter(BeforeIter, kw_only=True):
+    """A test batch is about to be used."""
+
+    counts: ClassVar[Counter] = "batch"
+
+
+class AfterTestIter(AfterIter, kw_only=True):
+    """A test batch has been through the model."""
+
+    counts: ClassVar[Counter] = "batch"
+
+
+class AfterTestEpoch(AfterEpoch, kw_only=True):
+    """The pass over the test data has ended with ``metrics``."""
+
+    counts: ClassVar[Counter] = "validation"
+
+
+class AfterTest(RunEvent, kw_only=True):
+    """Testing has ended; the model is back in the mode it was in."""
+
+    counts: ClassVar[Counter] = "validation"
+
+
+class OnException(RunEvent, kw_only=True):
+    """An exception (Ctrl-C included) ends the run. First to fire; scopes unwind after it, without their ``after_x``."""
+
+    error: str = ""
+    exception: Live[BaseException] = ABSENT
+
+
+class AfterRun(RunEvent, kw_only=True):
+    """The run has ended by itself or by ``stop()`` (not by an exception)."""
+
+
+# ---------------------------------------------------------------------------------------------- inside the model
+
+
+class ModuleEvent(Event, kw_only=True):
+    """Base of the mount points inside a model that ``bus.watch`` watches; ``module_name`` is qualified: ``"encoder.0"``."""
+
+    group: ClassVar[bool] = True
+    module_name: str = ""
+    module: Live[torch.nn.Module] = ABSENT
+
+
+class BeforeModuleForward(ModuleEvent, kw_only=True):
+    """A watched submodule is about to be called with ``inputs`` and ``kwargs``."""
+
+    inputs: Live[tuple[Any, ...]] = ABSENT
+    kwargs: Live[dict[str, Any]] = ABSENT
+
+
+class AfterModuleForward(ModuleEvent, kw_only=True):
+    """A watched submodule has returned ``outputs``."""
+
+    inputs: Live[tuple[Any, ...]] = ABSENT
+    kwargs: Live[dict[str, Any]] = ABSENT
+    outputs: Live[Any] = ABSENT
+
+
+class BeforeModuleBackward(ModuleEvent, kw_only=True):
+    """Gradients with respect to a watched submodule's outputs have arrived."""
+
+    grad_outputs: Live[tuple[Any, ...]] = ABSENT
+
+
+class AfterModuleBackward(ModuleEvent, kw_only=True):
+    """Gradients with respect to a watched submodule's inputs are computed."""
+
+    grad_inputs: Live[tuple[Any, ...]] = ABSENT
+    grad_outputs: Live[tuple[Any, ...]] = ABSENT
+
+
+BUILTIN = tuple(registry)
+"""Names of the mount points that trainbus itself declares."""

@@ -1,0 +1,295 @@
+"""What an event is: its fields, its mount point, how it is named, found, encoded and shown.
+
+An event is a frozen :class:`msgspec.Struct`. Its class name is its mount point: ``AfterTrainIter`` is published at
+``"after_train_iter"``. Subclassing :class:`Event` declares a mount point:
+
+    class Densify(Event):
+        points: int
+
+    bus.publish(Densify(points=512))        # reaches bus.on("densify") and bus.on(Densify)
+
+Subscribing to a class hears its subclasses too, so ``bus.on(Event)`` hears everything and ``bus.on("after_iter")`` the
+iterations of all three stages.
+
+Fields are *plain* (numbers, strings, containers of them; an offloaded handler gets a copy), *live* (``Live[...]``:
+references to training state, which an offloaded handler must not touch) or *scalars* (``Scalars``: live for inline
+handlers, reduced to its numbers for offloaded ones).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import cache
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import msgspec
+import torch
+
+from eventloop.errors import EventDefinitionError, UnknownEventError
+
+T = TypeVar("T")
+
+Live = Annotated[T, msgspec.Meta(extra={"detach": "live"})]
+"""Marks a field as a reference to training state: offloaded handlers cannot touch it, encoders leave it out."""
+
+Scalars = Annotated[Mapping[str, Any], msgspec.Meta(extra={"detach": "scalars"})]
+"""Marks a mapping of outputs: offloaded handlers and encoders get its scalar entries, as numbers."""
+
+ABSENT: Any = msgspec.UNSET
+"""Default of live fields: an event that was decoded, or made by hand in a test, has no live state."""
+
+Stage = Literal["train", "val", "test"]
+Counter = Literal["iter", "epoch", "update", "batch", "validation", "publish"]
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """A snapshot of how far a run has come, made once per iteration. All counts are 0-based, like MMEngine's.
+
+    ``iter`` counts micro-batches, ``update`` optimizer steps that happened (one that the gradient scaler skipped is none),
+    ``batch_idx`` batches within the epoch or validation, ``validation`` the validations (or tests) before this one.
+    """
+
+    epoch: int = 0
+    iter: int = 0
+    update: int = 0
+    batch_idx: int = 0
+    validation: int = 0
+    max_epochs: int | None = None
+    max_iters: int | None = None
+    stage: Stage = "train"
+
+
+registry: dict[str, type[Event]] = {}
+"""Mount-point name → event class, in order of definition, which for the built-in ones is the order of a run."""
+
+
+def mount_name(class_name: str) -> str:
+    """Return the mount point of an event class: ``"AfterTrainIter"`` → ``"after_train_iter"``."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", class_name).lower()
+
+
+# Tells type checkers what subclasses inherit from the line below it; without it each would have to repeat frozen=True.
+@dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False)
+class Event(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="event", tag=mount_name):
+    """Base of all events. Subclass it to declare a mount point of your own; ``bus.on(Event)`` hears every event.
+
+    Compared by identity (comparing tensors has no truth value). Publishing a subclass without ``progress`` makes filters
+    count its publishes.
+
+    Raises:
+        EventDefinitionError: when a subclass takes the mount-point name of another module's event. Defining a class
+            again in the same module (a notebook cell) replaces it, and what has subscribed stays subscribed.
+    """
+
+    counts: ClassVar[Counter] = "publish"
+    """What ``every``, ``once``, ``after`` and ``before`` count for this event; see :mod:`eventloop.bus.filters`."""
+    group: ClassVar[bool] = False
+    """True for a class that only gathers others (``BeforeIter``): subscribed to, never published by the run."""
+
+    def __init_subclass__(cls) -> None:
+        """Register the mount point."""
+        super().__init_subclass__()
+        if "__detached__" in cls.__dict__:
+            return  # a generated twin (detach.py), not a mount point
+        cls.group = bool(cls.__dict__.get("group", False))
+        name = mount_name(cls.__name__)
+        taken = Event if name == "event" else registry.get(name)
+        if taken is not None and (taken.__module__, taken.__name__) != (cls.__module__, cls.__name__):
+            raise EventDefinitionError(
+                f"the mount point {name!r} is already declared by {taken.__module__}.{taken.__qualname__}; "
+                f"give {cls.__module__}.{cls.__qualname__} another name"
+            )
+        registry[name] = cls
+
+    @property
+    def mount_point(self) -> str:
+        """Name of the mount point this event is published at."""
+        return name_of(type(self))
+
+    def to_json(self) -> bytes:
+        """Encode a detached event (what an offloaded handler gets) as one JSON object tagged with its mount point.
+
+        Non-finite floats become the strings "NaN", "Infinity" and "-Infinity". Texts that read like these get a backslash in
+        front in fields that may hold both (``Any``, ``dict[str, Any]``, ``float | str``). :func:`from_json` undoes either.
+
+        Raises:
+            TypeError: the event holds live state, which has no encoding.
+        """
+        mixed = mixed_fields(type(self))
+        fields = msgspec.to_builtins(self, enc_hook=_refuse_live)
+        return msgspec.json.encode({name: _spell(value, texts=name in mixed) for name, value in fields.items()})
+
+    def to_msgpack(self) -> bytes:
+        """Encode a detached event as a tagged msgpack map; raises TypeError for live state."""
+        return msgspec.msgpack.encode(self, enc_hook=_refuse_live)
+
+    def __repr__(self) -> str:
+        fields = (f"{name}={_short(getattr(self, name))}" for name in self.__struct_fields__ if _present(self, name))
+        return f"{type(self).__name__}({', '.join(fields)})"
+
+    def __rich_repr__(self) -> Any:
+        for name in self.__struct_fields__:
+            if _present(self, name):
+                yield name, _short(getattr(self, name))
+
+
+# ------------------------------------------------------------------------------------------------------ names
+
+
+def name_of(event: type[Event]) -> str:
+    """Return the mount-point name of an event class."""
+    return mount_name(event.__name__)
+
+
+def moment(event: type[Event], progress: object) -> str:
+    """Return an event's mount point and how far its run had come: ``"after_train_iter, epoch 1, iteration 37"``, from 1."""
+    name = name_of(event)
+    if not isinstance(progress, Progress):
+        return name
+    match event.counts:
+        case "iter" | "update":
+            return f"{name}, epoch {progress.epoch + 1}, iteration {progress.iter + 1}"
+        case "epoch":
+            return f"{name}, epoch {progress.epoch + 1}"
+        case "batch":
+            return f"{name}, batch {progress.batch_idx + 1}, after iteration {progress.iter}"
+        case _:
+            return f"{name}, after iteration {progress.iter}"
+
+
+def lineage(event: type[Event]) -> list[str]:
+    """Return the names under which a subscription hears ``event``: its own, its groups', and ``"event"``."""
+    return [name_of(base) for base in event.__mro__ if isinstance(base, type) and issubclass(base, Event)]
+
+
+def resolve(event: type[Event] | str) -> type[Event]:
+    """Return the event class for a class or a mount-point name.
+
+    Raises:
+        UnknownEventError: no event declares that name; the message lists the nearest ones.
+        TypeError: ``event`` is neither.
+    """
+    if isinstance(event, str):
+        if event == "event":
+            return Event
+        try:
+            return registry[event]
+        except KeyError:
+            raise UnknownEventError(f"there is no mount point {event!r}{suggest(event)}") from None
+    if isinstance(event, type) and issubclass(event, Event):
+        return event
+    raise TypeError(
+        f"expected an event class or a mount-point name, got {event!r}; "
+        'write bus.on("after_train_iter") or bus.on(AfterTrainIter)'
+    )
+
+
+def suggest(name: str) -> str:
+    """Return a sentence that names the mount points nearest to ``name``."""
+    near = get_close_matches(name.lower(), registry, n=3, cutoff=0.6)
+    if near:
+        return f"; did you mean {' or '.join(repr(match) for match in near)}?"
+    return "; declare it by subclassing Event, or list the known ones with `eventloop.mount_points()`"
+
+
+def mount_points() -> list[str]:
+    """Return the names of all mount points in the order of a run, users' own last."""
+    return [name for name, event in registry.items() if not event.group]
+
+
+# --------------------------------------------------------------------------------------------------- encodings
+
+_SPELLED = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+
+
+def _spell(value: Any, *, texts: bool) -> Any:
+    """JSON knows no NaN, and a loss that became NaN must not arrive as null. Nor must a text "NaN" arrive as a number."""
+    if isinstance(value, dict):
+        return {key: _spell(entry, texts=texts) for key, entry in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_spell(entry, texts=texts) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+    return f"\\{value}" if texts and isinstance(value, str) and value.lstrip("\\") in _SPELLED else value
+
+
+def unspell(value: Any) -> Any:
+    """Undo what :meth:`Event.to_json` does to non-finite floats and to texts that read like one."""
+    if isinstance(value, dict):
+        return {key: unspell(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(map(unspell, value))
+    if not isinstance(value, str) or value.lstrip("\\") not in _SPELLED:
+        return value
+    return value[1:] if value.startswith("\\") else _SPELLED[value]
+
+
+@cache
+def hints_of(event: type[Event]) -> dict[str, Any]:
+    """Return the annotation of every field.
+
+    Raises:
+        EventDefinitionError: they name something that is not there at the top level of the event's module.
+    """
+    try:
+        hints = get_type_hints(event, include_extras=True)
+    except NameError as error:
+        raise EventDefinitionError(
+            f"the annotations of {event.__module__}.{event.__qualname__} cannot be resolved ({error}), so its live "
+            "fields are not known; define the event and the types it names at the top level of a module"
+        ) from error
+    return {name: hints[name] for name in event.__struct_fields__}
+
+
+@cache
+def mixed_fields(event: type[Event]) -> frozenset[str]:
+    """Return the fields in which both floats and texts may stand, so that decoding cannot tell them apart by the type."""
+    try:
+        return frozenset(name for name, hint in hints_of(event).items() if _mixed(hint))
+    except EventDefinitionError:
+        return frozenset()  # it can be encoded, but never decoded
+
+
+def _mixed(hint: Any) -> bool:
+    parts = get_args(hint)
+    if get_origin(hint) in (Union, UnionType) and {float, str} <= set(parts):
+        return True
+    return any(map(_mixed, parts)) if parts else hint in (Any, object, dict, list, tuple, set, frozenset)
+
+
+def _refuse_live(value: Any) -> Any:
+    raise TypeError(
+        f"cannot encode a {type(value).__name__}: this event still refers to live training state. Encode the event that an "
+        "offloaded handler receives, or pick plain values with capture="
+    )
+
+
+def _present(event: Event, name: str) -> bool:
+    if isinstance(getattr(type(event), name), property):
+        return False  # a live field of a detached event: reading it raises
+    return getattr(event, name) is not msgspec.UNSET
+
+
+def _short(value: Any) -> str:
+    if value is None or isinstance(value, bool | int | float | str | Progress):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_short(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, torch.Tensor):
+        return f"tensor{tuple(value.shape)}"
+    return f"<{type(value).__name__}>"

@@ -1,0 +1,1 @@
+"""The checkpoints of a run: requested, captured, written, found and restored."""

@@ -1,0 +1,1 @@
+"""Names, options, files and hooks of other systems."""

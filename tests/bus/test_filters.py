@@ -1,0 +1,225 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eventloop import (
+    AfterBackward,
+    AfterOptimizerStep,
+    AfterRun,
+    AfterTrainEpoch,
+    AfterTrainIter,
+    AfterVal,
+    AfterValIter,
+    BeforeRun,
+    Bus,
+    Event,
+    Progress,
+    SubscribeError,
+)
+from eventloop.bus.filters import make_filter
+
+
+def heard(filters: dict, counts: range = range(1, 31)) -> list[int]:
+    """The counts at which a handler with these filters is called."""
+    calls: list[int] = []
+    bus = Bus()
+    bus.on(AfterTrainIter, lambda event: calls.append(event.progress.iter + 1), **filters)
+    for count in counts:
+        bus.publish(AfterTrainIter(progress=Progress(iter=count - 1)))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ({}, list(range(1, 31))),
+        ({"every": 1}, list(range(1, 31))),
+        ({"every": 10}, [10, 20, 30]),
+        ({"every": 10, "after": 3}, [13, 23]),
+        ({"every": 10, "after": 10}, [20, 30]),
+        ({"every": 10, "before": 30}, [10, 20]),
+        ({"after": 28}, [29, 30]),
+        ({"after": 0, "before": 3}, [1, 2]),
+        ({"before": 3}, [1, 2]),
+        ({"after": 4, "before": 8}, [5, 6, 7]),
+        ({"once": 7}, [7]),
+        ({"once": [3, 7, 3]}, [3, 7]),
+        ({"once": range(28, 40)}, [28, 29, 30]),
+        ({"once": [4, 5, 6], "every": 2}, [4, 6]),
+        ({"when": lambda event: event.progress.iter == 4}, [5]),
+        ({"every": 5, "when": lambda event: event.progress.iter > 10}, [15, 20, 25, 30]),
+    ],
+)
+def test_filters_fire_at(filters, expected):
+    assert heard(filters) == expected
+
+
+@given(
+    every=st.none() | st.integers(1, 9),
+    after=st.none() | st.integers(0, 20),
+    before=st.none() | st.integers(1, 30),
+    once=st.none() | st.lists(st.integers(1, 30), min_size=1, max_size=5),
+)
+def test_filters_agree_with_their_formula(every, after, before, once):
+    options = {"every": every, "after": after, "before": before, "once": once}
+    filters = {name: value for name, value in options.items() if value is not None}
+    a, n = after or 0, every or 1
+    expected = [
+        v
+        for v in range(1, 200)
+        if v > a and (v - a) % n == 0 and (before is None or v < before) and (once is None or v in once)
+    ]
+    if expected:
+        assert heard(filters, range(1, 200)) == expected
+    else:
+        with pytest.raises(SubscribeError, match="can never fire"):
+            heard(filters)
+
+
+@pytest.mark.parametrize(
+    ("event", "at", "before_it"),
+    [
+        (AfterTrainIter, {"iter": 4}, {"iter": 3}),
+        (AfterBackward, {"iter": 4}, {"iter": 3}),
+        (AfterTrainEpoch, {"epoch": 4, "iter": 99}, {"epoch": 3, "iter": 4}),
+        (AfterOptimizerStep, {"update": 4, "iter": 99}, {"update": 3, "iter": 4}),
+        (AfterValIter, {"batch_idx": 4, "iter": 99}, {"batch_idx": 3, "iter": 4}),
+        (AfterVal, {"validation": 4, "epoch": 99}, {"validation": 3, "epoch": 4}),
+    ],
+)
+def test_what_is_counted_depends_on_the_event(event, at, before_it):
+    calls: list[Event] = []
+    bus = Bus()
+    bus.on(event, calls.append, once=5)
+    bus.publish(event(progress=Progress(**before_it)))
+    assert calls == []
+    bus.publish(event(progress=Progress(**at)))
+    assert len(calls) == 1
+
+
+def test_counts_come_from_the_progress_so_a_resumed_run_goes_on_where_it_was():
+    assert heard({"every": 10}, range(18, 31)) == [20, 30]
+
+
+def test_other_events_count_their_publishes_and_the_bus_saves_the_count():
+    def publish(bus: Bus, times: int) -> list[int]:
+        calls: list[int] = []
+        bus.on(BeforeRun, lambda _: calls.append(number), every=3)
+        for number in range(1, times + 1):  # noqa: B007 - the handler reads it
+            bus.publish(BeforeRun(progress=Progress()))
+        return calls
+
+    first = Bus()
+    assert publish(first, 4) == [3]
+    second = Bus()
+    second.load_state_dict(first.state_dict())
+    assert publish(second, 6) == [2, 5]
+
+
+def test_every_seconds_fires_at_once_and_then_not_before_its_time_is_up(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("eventloop.bus.filters.time.monotonic", lambda: now)
+    calls: list[float] = []
+    bus = Bus()
+    bus.on(BeforeRun, lambda _: calls.append(now), every_seconds=10)
+    for now in (100.0, 105.0, 109.9, 110.0, 111.0, 130.0):  # noqa: B007
+        bus.publish(BeforeRun(progress=Progress()))
+    assert calls == [100.0, 110.0, 130.0]
+
+
+def test_an_interval_goes_on_when_somebody_else_subscribes_or_another_mount_point_is_heard(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("eventloop.bus.filters.time.monotonic", lambda: now)
+    calls: list[tuple[float, str]] = []
+    bus = Bus()
+    bus.on(Event, lambda event: calls.append((now, event.mount_point)), every_seconds=10)
+    bus.publish(BeforeRun(progress=Progress()))
+    bus.on(BeforeRun, lambda _: None)
+    bus.publish(BeforeRun(progress=Progress()))
+    bus.publish(AfterRun(progress=Progress()))
+    now = 110.0
+    bus.publish(AfterRun(progress=Progress()))
+    assert calls == [(100.0, "before_run"), (110.0, "after_run")]
+
+
+def test_every_seconds_is_asked_last_so_that_other_filters_do_not_use_up_its_turn():
+    calls: list[Event] = []
+    bus = Bus()
+    bus.on(AfterTrainIter, calls.append, every_seconds=3600, every=5)
+    for i in range(10):
+        bus.publish(AfterTrainIter(progress=Progress(iter=i)))
+    assert [event.progress.iter for event in calls] == [4]
+
+
+async def judge(event):
+    return False
+
+
+def yields(event):
+    yield False
+
+
+@pytest.mark.parametrize(
+    ("filters", "message"),
+    [
+        ({"every": 0}, "every=0: counts start at 1"),
+        ({"every": -3}, "every=-3"),
+        ({"every": 2.5}, "every=2.5: counts are integers, not float"),
+        ({"every": True}, "every=True: counts are integers, not bool"),
+        ({"after": -1}, "after=-1"),
+        ({"before": 0}, "before=0"),
+        ({"once": 0}, "once=0"),
+        ({"once": []}, "an empty list never fires"),
+        ({"once": "12"}, "once='.': counts are integers, not str"),
+        ({"once": 2.5}, "once=2.5: counts are integers, not float"),
+        ({"when": 3}, "when=3: a predicate takes the event"),
+        ({"when": judge}, "when= is an async function: .* make it a plain function that returns a truth value"),
+        ({"when": yields}, r"when= is a generator \(it has `yield` in it\)"),
+        ({"when": lambda event, run: True}, r"when= is called with one argument, the event; this one takes \(event, run\)"),
+        ({"when": lambda: True}, r"when= is called with one argument, the event; this one takes \(\)"),
+        ({"every": "10"}, "every='10': counts are integers, not str"),
+        ({"after": "10"}, "after='10'"),
+        ({"before": "10"}, "before='10'"),
+        ({"every_seconds": "1"}, "every_seconds='1'"),
+        ({"every_seconds": 0}, "every_seconds=0: give a positive number"),
+        ({"every_seconds": float("nan")}, "every_seconds=nan"),
+        ({"before": 1}, "can never fire"),
+        ({"after": 5, "before": 6}, "can never fire"),
+        ({"every": 10, "before": 10}, "can never fire"),
+        ({"once": 3, "after": 3}, "can never fire"),
+        ({"once": 3, "every": 2}, "can never fire"),
+        ({"evry": 3}, "there is no option evry=; did you mean every="),
+        ({"zzz": 3}, "there is no option zzz=; the options are"),
+    ],
+)
+def test_a_filter_that_cannot_work_is_an_error_when_subscribing(filters, message):
+    def handler(event):
+        raise AssertionError
+
+    with pytest.raises(SubscribeError, match=message) as caught:
+        Bus().on("after_train_iter", handler, **filters)
+    assert "cannot subscribe handler to after_train_iter" in str(caught.value)
+
+
+def test_a_filter_that_always_agrees_is_none():
+    assert make_filter(every=1, after=0) is None
+
+
+def test_filters_describe_themselves():
+    text = str(make_filter(every=5, after=2, before=40, once=[7, 12], when=lambda event: True, every_seconds=30))
+    assert text.startswith("every=5 after=2 before=40 once=[7, 12] when=")
+    assert text.endswith("every 30s")
+
+
+def test_an_event_that_counts_by_progress_needs_one(registry):
+    class Strange(Event):
+        counts = "iter"
+
+    with pytest.raises(SubscribeError, match="progress"):
+        Bus().on(Strange, print, every=3)
+
+
+def test_numpy_integers_are_named_in_the_error():
+    with pytest.raises(SubscribeError, match="int64"):
+        make_filter(every=np.int64(3))

@@ -1,0 +1,461 @@
+import pytest
+
+from eventloop import (
+    AfterRun,
+    AfterTestIter,
+    AfterTrainEpoch,
+    AfterTrainIter,
+    AfterValEpoch,
+    AfterValIter,
+    BeforeTestEpoch,
+    BeforeTrainEpoch,
+    BeforeTrainIter,
+    BeforeValEpoch,
+    BeforeValIter,
+    Bus,
+    Event,
+    Hook,
+    Progress,
+    SubscribeError,
+    UnknownEventError,
+    mount,
+)
+
+P = Progress()
+
+
+class Recorder(Hook):
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.calls: list[str] = []
+
+
+def subscribed(bus: Bus) -> list[str]:
+    return [subscription.mount_point for subscription in bus.subscriptions]
+
+
+def test_add_subscribes_every_mount_point_method_in_the_order_of_the_class():
+    class Two(Recorder):
+        def after_train_iter(self, event): ...
+        def before_run(self, event): ...
+        def helper(self, event): ...
+        def _after_run(self, event): ...
+
+    bus = Bus()
+    bus.add(Two())
+    assert subscribed(bus) == ["after_train_iter", "before_run"]
+
+
+def test_inherited_methods_are_subscribed_once_in_their_overridden_form():
+    class Base(Recorder):
+        def after_run(self, event):
+            self.calls.append("base")
+
+    class Derived(Base):
+        def after_run(self, event):
+            self.calls.append("derived")
+
+    bus = Bus()
+    bus.add(hook := Derived())
+    bus.publish(AfterRun(progress=P))
+    assert hook.calls == ["derived"]
+
+
+def test_a_subclass_can_take_a_method_out():
+    class Base(Recorder):
+        def after_run(self, event): ...
+        def after_train_iter(self, event): ...
+
+    class Derived(Base):
+        after_run = None
+
+    bus = Bus()
+    bus.add(Derived())
+    assert subscribed(bus) == ["after_train_iter"]
+
+
+@pytest.mark.parametrize(
+    ("method", "events"),
+    [
+        ("before_epoch", [BeforeTrainEpoch, BeforeValEpoch, BeforeTestEpoch]),
+        ("after_epoch", [AfterTrainEpoch, AfterValEpoch]),
+        ("before_iter", [BeforeTrainIter, BeforeValIter]),
+        ("after_iter", [AfterTrainIter, AfterValIter, AfterTestIter]),
+    ],
+)
+def test_generic_methods_hear_all_three_stages(method, events):
+    heard = []
+    kind = type("Generic", (Hook,), {method: lambda self, event: heard.append(type(event))})
+    bus = Bus()
+    bus.add(kind())
+    for event in events:
+        bus.publish(event(progress=P))
+    assert heard == events
+
+
+@pytest.mark.parametrize(
+    ("method", "near"),
+    [
+        ("after_train_itre", "after_train_iter"),
+        ("before_epochs", "before_epoch"),
+        ("on_exceptions", "on_exception"),
+        ("afer_train_iter", "after_train_iter"),
+        ("checkpoint_commited", "checkpoint_committed"),
+    ],
+)
+def test_a_misspelt_method_is_an_error_with_the_nearest_name(method, near):
+    kind = type("Misspelt", (Hook,), {method: lambda self, event: None, "after_run": lambda self, event: None})
+    with pytest.raises(SubscribeError, match=f"Misspelt.{method} .*did you mean.*{near}"):
+        Bus().add(kind())
+
+
+def test_other_methods_reach_mount_points_that_users_declared(registry):
+    class Densify(Event):
+        points: int
+
+    class Splats(Recorder):
+        def densify(self, event):
+            self.calls.append(event.points)
+
+    bus = Bus()
+    bus.add(hook := Splats())
+    bus.publish(Densify(points=5))
+    assert hook.calls == [5]
+
+
+def test_add_takes_all_hooks_or_none():
+    class Good(Recorder):
+        def after_run(self, event): ...
+
+    class Bad(Recorder):
+        def after_runs(self, event): ...
+
+    bus = Bus()
+    with pytest.raises(SubscribeError, match=r"Bad.after_runs"):
+        bus.add(Good(), Bad())
+    assert bus.subscriptions == ()
+    assert bus.hooks == ()
+
+
+def test_add_takes_all_hooks_or_none_on_an_open_bus_whose_loop_does_not_start(monkeypatch):
+    class Offloaded(Recorder):
+        async def after_run(self, event): ...
+
+        @mount(offload="thread")
+        def after_train_iter(self, event): ...
+
+    def refuse(*args, **options):
+        raise LookupError("No such backend: trio")
+
+    with Bus() as bus:
+        monkeypatch.setattr("eventloop.offload.loops.anyio.run", refuse)
+        with pytest.raises(RuntimeError, match=r"did not start"):
+            bus.add(Offloaded())
+        assert bus.subscriptions == ()
+        assert bus.hooks == ()
+        bus.publish(AfterTrainIter(progress=P))
+
+
+def test_a_hook_without_mount_points_is_an_error():
+    class Empty(Hook):
+        def compute(self): ...
+
+    with pytest.raises(SubscribeError, match=r"Empty has no method named like a mount point"):
+        Bus().add(Empty())
+
+
+def test_a_class_instead_of_an_object_is_an_error_that_shows_the_call():
+    with pytest.raises(SubscribeError, match=r"write bus.add\(Recorder\(...\)\)"):
+        Bus().add(Recorder)
+
+
+def test_something_else_than_a_hook_is_an_error():
+    with pytest.raises(SubscribeError, match=r"not function; derive the class from eventloop.Hook"):
+        Bus().add(subscribed)
+
+
+@pytest.mark.parametrize("several", [list, tuple, set, iter])
+def test_several_hooks_in_one_are_an_error_that_shows_the_call(several):
+    with pytest.raises(SubscribeError, match=r"bus.add takes the hooks one by one, not in a \w+: write bus.add\(\*hooks\)"):
+        Bus().add(several([Counter(), Counter("other")]))
+
+
+@pytest.mark.parametrize("described", ["EMAHook", {"type": "EMAHook"}])
+def test_the_description_of_a_hook_is_an_error_that_shows_the_call(described):
+    with pytest.raises(SubscribeError, match=r"write add_hooks\(bus, \["):
+        Bus().add(described)
+
+
+class TwoPriorities(Recorder):
+    priority = "LOW"
+
+    def after_run(self, event): ...
+
+    @mount(priority=5)
+    def after_train_iter(self, event): ...
+
+
+def priorities(bus: Bus) -> dict[str, int]:
+    return {one.mount_point: one.priority for one in bus.subscriptions}
+
+
+def test_the_priority_of_a_method_goes_before_that_of_its_hook():
+    bus = Bus()
+    bus.add(TwoPriorities())
+    assert priorities(bus) == {"after_run": 70, "after_train_iter": 5}
+
+
+def test_the_priority_given_to_add_goes_before_both():
+    bus = Bus()
+    bus.add(TwoPriorities(), priority=33)
+    assert priorities(bus) == {"after_run": 33, "after_train_iter": 33}
+
+
+def test_the_priority_of_an_object_goes_before_that_of_its_class():
+    hook = TwoPriorities()
+    hook.priority = 81
+    bus = Bus()
+    bus.add(hook)
+    assert priorities(bus)["after_run"] == 81
+
+
+def test_mount_gives_one_method_filters_and_another_name():
+    class Mounted(Recorder):
+        @mount("after_train_iter", every=2)
+        def histogram(self, event):
+            self.calls.append(event.progress.iter)
+
+    bus = Bus()
+    bus.add(hook := Mounted())
+    for i in range(4):
+        bus.publish(AfterTrainIter(progress=Progress(iter=i)))
+    assert hook.calls == [1, 3]
+
+
+def test_mount_on_a_method_that_names_no_mount_point_is_an_error():
+    class Mounted(Hook):
+        @mount(every=2)
+        def histogram(self, event): ...
+
+    with pytest.raises(
+        SubscribeError, match=r"Mounted.histogram is marked with @mount but there is no mount point 'histogram'"
+    ):
+        Bus().add(Mounted())
+
+
+def test_a_misspelt_option_of_mount_names_hook_and_option():
+    class Mounted(Hook):
+        @mount(evry=2)
+        def after_run(self, event): ...
+
+    with pytest.raises(SubscribeError, match=r"cannot subscribe Mounted.after_run to after_run: .*evry=; did you mean every="):
+        Bus().add(Mounted())
+
+
+def test_plain_methods_are_inline_and_async_ones_offloaded():
+    class Both(Hook):
+        def after_run(self, event): ...
+        async def after_train_iter(self, event): ...
+        @mount(offload="thread")
+        def before_run(self, event): ...
+
+    bus = Bus()
+    bus.add(Both())
+    assert {one.mount_point: one.mode for one in bus.subscriptions} == {
+        "after_run": "inline",
+        "after_train_iter": "async",
+        "before_run": "thread",
+    }
+
+
+def test_the_same_hook_cannot_be_added_twice():
+    class One(Hook):
+        def after_run(self, event): ...
+
+    bus = Bus()
+    bus.add(hook := One())
+    with pytest.raises(SubscribeError, match=r"One is on this bus already"):
+        bus.add(hook)
+
+
+class Counter(Hook):
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.count = 0
+
+    def after_run(self, event):
+        self.count += 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def test_state_that_is_saved_and_never_loaded_or_the_other_way_round_is_an_error():
+    class Heard(Hook):
+        def after_run(self, event): ...
+
+    class Saves(Heard):
+        def state_dict(self):
+            return {}
+
+    class Loads(Heard):
+        def load_state_dict(self, state): ...
+
+    class Both(Saves, Loads): ...
+
+    with pytest.raises(SubscribeError, match=r"Saves has a state_dict but no load_state_dict, .* define both"):
+        Bus().add(Saves())
+    with pytest.raises(SubscribeError, match=r"Loads has a load_state_dict but no state_dict, .* define both"):
+        Bus().add(Loads())
+    Bus().add(Both())
+
+
+def test_two_hooks_with_state_need_two_names():
+    bus = Bus()
+    with pytest.raises(SubscribeError, match=r"two hooks with state are named 'Counter'"):
+        bus.add(Counter(), Counter())
+    bus.add(Counter(), Counter(name="other"))
+
+
+def test_state_of_hooks_is_saved_by_name_and_restored():
+    first = Bus()
+    first.add(Counter(), Counter("other"))
+    first.publish(AfterRun(progress=P))
+    state = first.state_dict()
+    assert state["hooks"] == {"Counter": {"count": 1}, "other": {"count": 1}}
+    second = Bus()
+    second.add(hook := Counter())
+    second.load_state_dict(state)
+    assert hook.count == 1
+
+
+def test_off_takes_a_hook_with_all_its_methods():
+    bus = Bus()
+    bus.add(hook := TwoPriorities())
+    bus.off(hook)
+    assert bus.subscriptions == ()
+    assert bus.hooks == ()
+    bus.add(hook)
+    assert len(bus.subscriptions) == 2
+
+
+class Diary(Hook):
+    def __init__(self):
+        self.seen = []
+
+    @mount("after_train_iter", BeforeTrainEpoch, "after_epoch", offload="thread", batch=64)
+    def write(self, events):
+        self.seen += [event.mount_point for event in events]
+
+
+def test_a_method_mounted_at_several_points_hears_them_on_one_lane_in_their_order():
+    bus, diary = Bus(), Diary()
+    bus.add(diary)
+    order = [BeforeTrainEpoch, AfterTrainIter, AfterTrainIter, AfterTrainEpoch] * 20
+    with bus:
+        for event in order:
+            bus.publish(event(progress=P))
+    assert diary.seen == [event(progress=P).mount_point for event in order]
+    (subscription,) = bus.subscriptions
+    assert subscription.mount_points == ("after_train_iter", "before_train_epoch", "after_epoch")
+    assert subscription.stats.delivered == len(order)
+
+
+def test_a_method_mounted_at_several_points_stands_at_each_of_them_and_leaves_all_at_once():
+    bus, diary = Bus(), Diary()
+    bus.add(diary)
+    assert [row.mount_point for row in bus.describe().rows] == [
+        "before_train_epoch", "after_train_iter", "after_train_epoch", "after_val_epoch", "after_test_epoch"
+    ]  # fmt: skip
+    assert bus.wants(AfterTrainIter)
+    bus.off(diary)
+    assert not any(bus.wants(event) for event in (AfterTrainIter, BeforeTrainEpoch, AfterTrainEpoch))
+
+
+def test_an_event_that_is_heard_under_two_names_is_heard_once():
+    class Twice(Hook):
+        def __init__(self):
+            self.count = 0
+
+        @mount("after_iter", "after_train_iter")
+        def look(self, event):
+            self.count += 1
+
+    bus, hook = Bus(), Twice()
+    bus.add(hook)
+    bus.publish(AfterTrainIter(progress=Progress()))
+    assert hook.count == 1
+
+
+def test_each_of_several_mount_points_must_exist():
+    class Odd(Hook):
+        @mount("after_train_iter", "no_such_point")
+        def look(self, event): ...
+
+    with pytest.raises(UnknownEventError, match="no_such_point"):
+        Bus().add(Odd())
+
+
+class Sparing(Hook):
+    def __init__(self, *unused: str) -> None:
+        self._unused = unused
+
+    def unused(self):
+        return self._unused
+
+    def before_train_iter(self, event): ...
+
+    def after_train_iter(self, event): ...
+
+
+def test_methods_that_a_hook_calls_unused_are_not_subscribed():
+    bus = Bus()
+    bus.add(Sparing("before_train_iter"))
+    assert bus.wants("after_train_iter")
+    assert not bus.wants("before_train_iter")
+
+
+def test_a_hook_that_calls_a_method_unused_that_it_does_not_have_is_an_error():
+    with pytest.raises(SubscribeError, match=r"Sparing.unused\(\) names 'before_train_itre'.*before_train_iter"):
+        Bus().add(Sparing("before_train_itre"))
+
+
+def test_a_hook_for_rank0_is_not_called_on_other_ranks():
+    class Writes(Recorder):
+        ranks = "rank0"
+
+        def after_run(self, event):
+            self.calls.append("called")
+
+    bus = Bus()
+    bus.add(hook := Writes())
+    assert "rank0" not in str(bus.describe())
+    bus.place(1, 2)
+    assert not bus.wants("after_run")
+    bus.publish(AfterRun(progress=P))
+    assert hook.calls == []
+    bus.place(0, 2)
+    bus.publish(AfterRun(progress=P))
+    assert hook.calls == ["called"]
+    assert "rank0" in str(bus.describe())
+
+
+def test_an_unknown_place_for_a_handler_is_an_error_when_subscribing():
+    with pytest.raises(SubscribeError, match='"rank0" alone'):
+        Bus().on("after_run", lambda event: None, ranks="rank1")
+
+
+def test_unused_may_be_one_name_and_an_error_lists_the_methods_there_are():
+    class One(Sparing):
+        def unused(self):
+            return "after_train_iter"
+
+    one = One()
+    bus = Bus()
+    bus.add(one)
+    assert "after_train_iter" not in [name for each in bus.subscriptions for name in each.mount_points]
+    with pytest.raises(SubscribeError, match=r"names 'after_val', which is not one of its methods: .*after_train_iter"):
+        bus.add(Sparing("after_val"))

@@ -1,0 +1,430 @@
+"""The first publish of an event finds its route, the next ones go by it; so what counts here happens from the second on."""
+
+import copy
+import gc
+import inspect
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+import weakref
+
+import pytest
+
+from eventloop import AfterRun, AfterTrainIter, AfterValIter, BeforeRun, Bus, Event, Progress
+
+P = Progress(epoch=1, iter=7)
+EVENT = AfterTrainIter(progress=P)
+KINDS = (BeforeRun, AfterTrainIter, AfterValIter, AfterRun)
+
+
+class Subclass(Bus):
+    """Of a user's, which has nothing inlined."""
+
+
+BUSES = pytest.mark.parametrize("make", [Bus, Subclass])
+
+
+def recorder(log: list[str], name: str):
+    return lambda event: log.append(name)
+
+
+def warm(bus: Bus, event: Event = EVENT) -> None:
+    for _ in range(3):
+        bus.publish(event)
+
+
+@BUSES
+@pytest.mark.parametrize("numbers", [(1, 2, 3, 4), (4, 3, 2, 1), (0, 3, 3, 0)])
+def test_every_event_reaches_its_own_handlers_however_many_each_has(make, numbers):
+    log: list[str] = []
+    bus = make()
+    for kind, number in zip(KINDS, numbers, strict=True):
+        for index in range(number):
+            bus.on(kind, recorder(log, f"{kind.__name__} {index}"))
+    for _ in range(3):
+        for kind, number in zip(KINDS, numbers, strict=True):
+            log.clear()
+            bus.publish(kind(progress=P))
+            assert log == [f"{kind.__name__} {index}" for index in range(number)]
+
+
+@BUSES
+def test_a_call_that_means_to_have_the_event_made_shows_how(make):
+    bus = make()
+    bus.on("after_train_iter", lambda event: None)
+    for _ in range(3):
+        with pytest.raises(TypeError, match=r"bus.publish\(Ev\(x=1\)\); run.publish\(Ev, x=1\) makes one.*'progress'"):
+            bus.publish(AfterTrainIter, progress=P)
+        warm(bus)
+
+
+@BUSES
+def test_what_is_subscribed_and_cancelled_is_heard_from_the_next_publish_on(make):
+    log: list[str] = []
+    bus = make()
+    bus.on("after_train_iter", recorder(log, "a"))
+    warm(bus)
+    for name in ("b", "c"):
+        log.clear()
+        with bus.on("after_train_iter", recorder(log, name)):
+            bus.publish(EVENT)
+        assert log == ["a", name]
+    log.clear()
+    bus.publish(EVENT)
+    assert log == ["a"]
+
+
+@BUSES
+def test_a_handler_that_subscribes_does_not_change_the_publish_under_way(make):
+    log: list[str] = []
+    bus = make()
+
+    def first(event):
+        log.append("first")
+        if subscribing:
+            bus.on("after_train_iter", recorder(log, subscribing.pop()))
+            bus.off(last)
+
+    last = recorder(log, "last")
+    subscribing: list[str] = []
+    bus.on("after_train_iter", first)
+    bus.on("after_train_iter", last, priority="LOW")
+    warm(bus)
+    log.clear()
+    subscribing.append("late")
+    bus.publish(EVENT)
+    assert log == ["first", "last"]
+    bus.publish(EVENT)
+    assert log == ["first", "last", "first", "late"]
+
+
+@BUSES
+def test_a_bound_method_that_somebody_holds_publishes_as_the_bus_does(make):
+    log: list[str] = []
+    bus = make()
+    held = [bus.publish]
+    for name in "abc":
+        bus.on("after_train_iter", recorder(log, name))
+        held.append(bus.publish)
+        warm(bus)
+        held.append(bus.publish)
+    bus.off(bus.subscriptions[0])
+    for publish in held:
+        log.clear()
+        publish(EVENT)
+        assert log == ["b", "c"]
+        publish(AfterRun(progress=P))
+
+
+@BUSES
+@pytest.mark.parametrize("options", [{}, {"every": 2}, {"when": bool}, {"every_seconds": 1e-9}])
+@pytest.mark.parametrize("timing", [False, True])
+def test_an_error_is_noted_and_leads_to_the_users_line(make, options, timing):
+    error = KeyError("mine")
+    failing: list[bool] = []
+
+    def broken(event):
+        if failing:
+            raise error  # the user's line
+
+    calls: list[str] = []
+    bus = make(timing=timing)
+    bus.on("after_train_iter", recorder(calls, "before"), every=4)
+    bus.on("after_train_iter", broken, **options)
+    bus.on("after_train_iter", recorder(calls, "behind"))
+    warm(bus)
+    calls.clear()
+    failing.append(True)
+    with pytest.raises(KeyError) as caught:
+        bus.publish(EVENT)
+    assert calls == ["before"]
+    assert caught.value is error
+    (note,) = error.__notes__
+    assert note.startswith("in broken (inline, priority 50, bus/test_publisher.py:")
+    assert note.endswith("at after_train_iter, epoch 2, iteration 8")
+    assert error.__context__ is None
+    lines = [frame.line for frame in traceback.extract_tb(error.__traceback__)]
+    assert lines[-1].endswith("# the user's line")
+    assert any(line.startswith("broken_1(event)  # 50 NORMAL: broken, bus/test_publisher.py:") for line in lines)
+
+
+@BUSES
+def test_an_isolated_handler_fails_alone(make):
+    log: list[str] = []
+
+    def broken(event):
+        raise ValueError
+
+    bus = make()
+    isolated = bus.on("after_train_iter", broken, on_error="log")
+    bus.on("after_train_iter", recorder(log, "behind"))
+    warm(bus)
+    assert log == ["behind"] * 3
+    assert isolated.stats.failed == 3
+
+
+@BUSES
+def test_timing_starts_and_ends_with_the_next_publish(make):
+    bus = make()
+    subscription = bus.on("after_train_iter", lambda event: None)
+    warm(bus)
+    bus.timing = True
+    warm(bus)
+    bus.timing = False
+    warm(bus)
+    assert subscription.stats.calls == 3
+
+
+@BUSES
+def test_what_an_offloaded_handler_left_is_raised_by_the_next_publish_before_anybody_hears_it(make):
+    log: list[str] = []
+    failing = threading.Event()
+
+    def broken(event):
+        if failing.is_set():
+            raise ValueError("offloaded")
+
+    bus = make()
+    bus.on("after_train_iter", broken, offload="thread")
+    bus.on("after_train_iter", recorder(log, "inline"), priority="LOW")
+    with bus:
+        warm(bus)
+        bus.drain()
+        failing.set()
+        bus.publish(EVENT)
+        while not bus.wants(BeforeRun):  # which nobody hears: it is the error that publishing does something about
+            time.sleep(0.001)
+        log.clear()
+        with pytest.raises(ValueError, match="offloaded"):
+            bus.publish(EVENT)
+        assert log == []
+        failing.clear()
+        warm(bus)
+        assert log == ["inline"] * 3
+
+
+@BUSES
+def test_a_group_heard_by_many_events_changes_them_all(make):
+    log: list[str] = []
+    bus = make()
+    for kind in KINDS:
+        bus.on(kind, recorder(log, kind.__name__))
+        warm(bus, kind(progress=P))
+    with bus.on(Event, recorder(log, "all"), priority="LOWEST"):
+        for kind in KINDS:
+            log.clear()
+            warm(bus, kind(progress=P))
+            assert log == [kind.__name__, "all"] * 3
+    for kind in KINDS:
+        log.clear()
+        warm(bus, kind(progress=P))
+        assert log == [kind.__name__] * 3
+
+
+@BUSES
+def test_a_handlers_own_keyerror_is_raised_once_whichever_event_has_more_handlers(make):
+    calls: list[Event] = []
+
+    def lookup(event):
+        calls.append(event)
+        return {}["missing"]
+
+    bus = make()
+    for index in range(2):
+        bus.on("after_train_iter", recorder([], f"{index}"))
+    warm(bus)
+    bus.on("after_run", lookup)
+    for number in range(1, 4):
+        with pytest.raises(KeyError, match="missing"):
+            bus.publish(AfterRun(progress=P))
+        assert len(calls) == number
+
+
+def test_the_handlers_of_the_event_with_the_most_are_called_by_publish_itself():
+    callers: list[str] = []
+
+    def handler(event):
+        callers.append(sys._getframe(1).f_code.co_name)
+
+    bus = Bus()
+    bus.on("after_run", handler)
+    warm(bus, AfterRun(progress=P))
+    assert callers[-1] == "publish"
+    bus.on("after_train_iter", handler)
+    for _ in range(3):
+        bus.on("after_train_iter", handler)
+        warm(bus)
+        assert callers[-1] == "publish"
+        warm(bus, AfterRun(progress=P))
+    assert callers[-1] == "after_run"
+    bus.off(handler)
+    bus.on("after_run", handler)
+    warm(bus, AfterRun(progress=P))
+    assert callers[-1] == "publish"
+
+
+def test_explain_shows_the_route_alone():
+    bus = Bus()
+    bus.on("after_train_iter", recorder([], "a"))
+    before = bus.explain("after_train_iter")
+    warm(bus)
+    assert bus.explain("after_train_iter") == before
+    assert before.startswith("def after_train_iter(event):\n    try:\n")
+
+
+# ------------------------------------------------------------------------------------------------- what a bus looks like
+
+
+def test_a_bus_is_a_bus_to_all_who_ask():
+    bus = Bus()
+    assert isinstance(bus, Bus)
+    assert repr(bus).startswith("<eventloop.bus.bus.Bus object at ")
+    assert (type(bus).__name__, type(bus).__qualname__, type(bus).__module__) == ("Bus", "Bus", "eventloop.bus.bus")
+    assert inspect.getdoc(bus) == inspect.getdoc(Bus)
+    assert weakref.ref(bus)() is bus
+    assert list(inspect.signature(Bus).parameters) == ["backend", "timing", "drain_timeout", "abort_timeout"]
+    bus.on("after_train_iter", recorder([], "a"))
+    warm(bus)
+    assert list(inspect.signature(bus.publish).parameters) == ["event"]
+    assert (bus.publish.__qualname__, bus.publish.__doc__) == (Bus.publish.__qualname__, Bus.publish.__doc__)
+
+
+def test_two_buses_keep_their_handlers_to_themselves_when_both_have_published():
+    log: list[str] = []
+    one, other = Bus(), Bus()
+    one.on("after_train_iter", recorder(log, "one"))
+    other.on("after_train_iter", recorder(log, "other"))
+    warm(one)
+    warm(other)
+    log.clear()
+    one.publish(EVENT)
+    other.publish(EVENT)
+    Bus.publish(one, EVENT)
+    assert log == ["one", "other", "one"]
+
+
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
+@BUSES
+def test_a_bus_cannot_be_copied_or_pickled_and_says_so(take, make):
+    with pytest.raises(TypeError, match="a bus cannot be copied or pickled"):
+        take(make())
+
+
+def test_a_subclass_is_left_as_its_author_made_it():
+    made: list[type] = []
+    log: list[object] = []
+
+    class Loud(Bus):
+        def __init_subclass__(cls) -> None:
+            made.append(cls)
+
+        def publish(self, event):
+            log.append(event)
+            super().publish(event)
+
+    bus = Loud(timing=False)
+    bus.on("after_train_iter", log.append)
+    warm(bus)
+    assert log == [EVENT, EVENT] * 3
+    assert type(bus) is Loud
+    assert made == []
+
+
+def test_publish_may_be_patched_on_a_bus_and_back_again(monkeypatch):
+    log: list[str] = []
+    bus = Bus()
+    bus.on("after_train_iter", recorder(log, "heard"))
+    warm(bus)
+    for target in (bus, type(bus)):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, "publish", lambda *arguments: log.append("patched"))
+            log.clear()
+            bus.publish(EVENT)
+            bus.on("after_train_iter", recorder(log, "second"))
+            bus.wants("after_train_iter")
+            bus.publish(EVENT)
+            assert log == ["patched"] * 2
+        bus.off(bus.subscriptions[-1])
+        log.clear()
+        warm(bus)
+        assert log == ["heard"] * 3
+
+
+def test_publish_may_be_patched_on_the_class_before_a_bus_publishes(monkeypatch):
+    log: list[object] = []
+    publish = Bus.publish
+    bus = Bus()
+    bus.on("after_train_iter", log.append)
+
+    def spy(self, event):
+        log.append("spy")
+        publish(self, event)
+
+    monkeypatch.setattr(Bus, "publish", spy)
+    warm(bus)
+    assert log == ["spy", EVENT] * 3
+
+
+# ------------------------------------------------------------------------------------------------------- what is left
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_an_abandoned_bus_leaves_nothing_not_even_its_class(opened):
+    class Model: ...
+
+    def use() -> list[weakref.ref]:
+        model, bus = Model(), Bus()
+        bus.on("after_train_iter", lambda event: (model, bus))
+        if opened:
+            with bus:
+                warm(bus)
+        warm(bus)
+        return [weakref.ref(model), weakref.ref(bus), weakref.ref(type(bus)), weakref.ref(bus.publish.__func__)]
+
+    left = use()
+    gc.collect()
+    assert [one() for one in left] == [None] * 4
+
+
+def test_a_handler_that_is_cancelled_is_let_go_at_once():
+    class Handler:
+        def __call__(self, event): ...
+
+    bus = Bus()
+    handler = Handler()
+    bus.on("after_train_iter", handler)
+    warm(bus)
+    gc.disable()
+    try:
+        bus.off(handler)
+        left = weakref.ref(handler)
+        del handler
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child_hears_nothing_of_what_the_parent_had_published(script):
+    source = """
+        import os
+        from eventloop import AfterRun, Bus, Progress
+        bus = Bus()
+        bus.on("after_run", lambda event: print("heard", flush=True))
+        event = AfterRun(progress=Progress())
+        bus.publish(event)
+        bus.publish(event)
+        publish = bus.publish
+        if os.fork() == 0:
+            bus.publish(event)
+            publish(event)
+            os._exit(0)
+        os.wait()
+        bus.publish(event)
+    """
+    done = script(source)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["heard"] * 3

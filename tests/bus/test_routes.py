@@ -1,0 +1,324 @@
+import gc
+import linecache
+import pickle
+import time
+import traceback
+import weakref
+
+import pytest
+from structlog.testing import capture_logs
+
+from eventloop import (
+    AfterRun,
+    AfterTrainEpoch,
+    AfterTrainIter,
+    AfterValIter,
+    BeforeModuleForward,
+    BeforeRun,
+    Bus,
+    Event,
+    Hook,
+    LaneClosedError,
+    Progress,
+)
+from eventloop.bus.routes import Source
+
+EVENT = AfterTrainIter(progress=Progress(epoch=1, iter=7))
+
+
+def lines(bus: Bus, event="after_train_iter") -> list[str]:
+    return [line.strip() for line in bus.explain(event).splitlines()]
+
+
+def noted(error: BaseException) -> str:
+    return "\n".join(error.__notes__)
+
+
+def test_the_source_has_one_call_per_handler_and_nothing_else():
+    def first(event): ...
+    def second(event): ...
+
+    bus = Bus()
+    bus.on("after_train_iter", second, priority=60)
+    bus.on("after_train_iter", first)
+    calls = [line for line in lines(bus) if "(event)" in line and "#" in line]
+    assert [call.split("(")[0] for call in calls] == ["first_0", "second_1"]
+    assert "50 NORMAL: first, bus/test_routes.py:" in calls[0]
+    source = bus.explain("after_train_iter")
+    for unneeded in ("if ", "for ", "v =", "clock", "spent", "count"):
+        assert unneeded not in source
+
+
+def test_the_source_shows_itself_at_a_prompt():
+    bus = Bus()
+    source = bus.explain("after_run")
+    assert isinstance(source, Source)
+    assert repr(source) == str(source) == "def after_run(event):\n    pass  # nobody listens\n"
+
+
+def test_only_a_handler_with_a_filter_has_a_condition():
+    bus = Bus()
+    bus.on("after_train_iter", print, every=10, after=3)
+    bus.on("after_train_iter", print)
+    bus.on("after_train_iter", print, once=[1, 5])
+    text = lines(bus)
+    assert "v = event.progress.iter + 1" in text
+    assert [line for line in text if line.startswith("if ")] == ["if v > 3 and (v - 3) % 10 == 0:", "if v in {1, 5}:"]
+
+
+def test_a_filter_that_always_agrees_leaves_no_code():
+    bus = Bus()
+    bus.on("after_train_iter", print, every=1, after=0)
+    assert "v =" not in bus.explain("after_train_iter")
+
+
+def test_a_predicate_alone_needs_no_count():
+    bus = Bus()
+    bus.on("after_train_iter", print, when=bool)
+    assert "v =" not in bus.explain("after_train_iter")
+    assert "if _when_0(event):" in lines(bus)
+
+
+def test_there_is_no_clock_unless_timing_is_on():
+    bus = Bus()
+    bus.on("after_train_iter", lambda event: None)
+    assert "clock" not in bus.explain("after_train_iter")
+    bus.timing = True
+    assert "started = clock()" in lines(bus)
+    bus.timing = False
+    assert "clock" not in bus.explain("after_train_iter")
+
+
+def test_timing_counts_calls_and_time_of_each_subscription():
+    bus = Bus(timing=True)
+    subscription = bus.on("after_train_iter", lambda event: sum(range(1000)))
+    for _ in range(3):
+        bus.publish(EVENT)
+    assert subscription.stats.calls == 3
+    assert subscription.stats.seconds > 0
+    bus.timing = False
+    bus.publish(EVENT)
+    assert subscription.stats.calls == 3
+
+
+@pytest.mark.parametrize("name", ["when", "due", "count", "clock", "blame", "event", "error", "spent", "isolate", "v", "print"])
+def test_a_handler_may_have_any_name(name):
+    calls = []
+    namespace: dict = {"calls": calls}
+    exec(f"def {name}(e): calls.append(e)", namespace)  # noqa: S102
+    bus = Bus(timing=True)
+    bus.on("after_train_iter", namespace[name], when=lambda event: True, every=8, every_seconds=1, on_error="log")
+    bus.publish(EVENT)
+    assert calls == [EVENT]
+
+
+@pytest.mark.parametrize("name", ["two words", "x²", "line\nbreak", "ﬁne", "#1", "日本", "'''", "\\", "after_train_iter"])
+def test_a_hook_may_have_any_name(name):
+    class Named(Hook):
+        def __init__(self):
+            self.name = name
+            self.calls = []
+
+        def after_train_iter(self, event):
+            self.calls.append(event)
+
+    bus = Bus()
+    bus.add(hook := Named())
+    bus.publish(EVENT)
+    assert hook.calls == [EVENT]
+
+
+def test_an_error_carries_a_note_with_handler_mount_point_and_iteration():
+    def broken(event):
+        raise ValueError("mine")
+
+    bus = Bus()
+    bus.on("after_train_iter", lambda event: None)
+    bus.on("after_train_iter", broken, priority="LOW")
+    with pytest.raises(ValueError, match="mine") as caught:
+        bus.publish(EVENT)
+    (note,) = caught.value.__notes__
+    assert note.startswith("in broken (inline, priority 70, bus/test_routes.py:")
+    assert note.endswith("at after_train_iter, epoch 2, iteration 8")
+
+
+def test_the_note_of_a_hook_names_the_hook():
+    class Broken(Hook):
+        def after_run(self, event):
+            raise ValueError
+
+    bus = Bus()
+    bus.add(Broken())
+    with pytest.raises(ValueError) as caught:
+        bus.publish(AfterRun(progress=Progress()))
+    assert "in Broken.after_run (inline" in noted(caught.value)
+
+
+def test_the_error_is_the_users_own_with_its_traceback_down_to_the_users_line():
+    error = ValueError("mine")
+
+    def broken(event):
+        raise error  # the user's line
+
+    bus = Bus()
+    bus.on("after_train_iter", broken)
+    with pytest.raises(ValueError) as caught:
+        bus.publish(EVENT)
+    assert caught.value is error
+    assert caught.value.__cause__ is caught.value.__context__ is None
+    frames = traceback.extract_tb(error.__traceback__)
+    assert frames[-1].line.endswith("# the user's line")
+    generated = next(frame for frame in frames if frame.filename.startswith("<trainbus after_train_iter"))
+    assert generated.line.startswith("broken_0(event)  # 50 NORMAL: broken")
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 2}, {"when": lambda event: True}, {"every": 8, "on_error": "raise"}])
+def test_the_note_names_the_right_handler_whatever_lines_its_filter_takes(options):
+    def one(event): ...
+
+    def broken(event):
+        raise ValueError
+
+    def other(event): ...
+
+    bus = Bus(timing=True)
+    bus.on("after_train_iter", one, every=4)
+    bus.on("after_train_iter", broken, **options)
+    bus.on("after_train_iter", other, on_error="log")
+    with pytest.raises(ValueError) as caught:
+        bus.publish(EVENT)
+    assert "in broken (" in noted(caught.value)
+
+
+def test_an_error_in_a_predicate_is_noted_too():
+    def unready(event):
+        raise RuntimeError("not ready")
+
+    bus = Bus()
+    bus.on("after_train_iter", print, when=unready)
+    with pytest.raises(RuntimeError, match="not ready") as caught:
+        bus.publish(EVENT)
+    assert "in print (" in noted(caught.value)
+
+
+def test_a_nested_publish_leaves_a_note_per_handler():
+    def inner(event):
+        raise ValueError
+
+    bus = Bus()
+    bus.on("after_run", inner)
+
+    @bus.on("after_train_iter")
+    def outer(event):
+        bus.publish(AfterRun(progress=Progress()))
+
+    with pytest.raises(ValueError) as caught:
+        bus.publish(EVENT)
+    assert [note.split()[1] for note in caught.value.__notes__] == ["inner", "outer"]
+
+
+@pytest.mark.parametrize(
+    ("event", "moment"),
+    [
+        (AfterTrainEpoch(progress=Progress(epoch=1, iter=7)), "after_train_epoch, epoch 2"),
+        (AfterValIter(progress=Progress(iter=8, batch_idx=2, stage="val")), "after_val_iter, batch 3, after iteration 8"),
+        (AfterRun(progress=Progress(epoch=2, iter=8)), "after_run, after iteration 8"),
+        (BeforeModuleForward(module_name="head"), "before_module_forward"),
+    ],
+)
+def test_the_note_counts_as_the_event_does_and_from_one(event, moment):
+    bus = Bus()
+    bus.on(type(event), lambda event: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        bus.publish(event)
+    assert noted(caught.value).endswith(f") at {moment}")
+
+
+class Dumped(Event):
+    """Can be pickled: it is of a module."""
+
+    number: int
+
+
+@pytest.mark.parametrize("make", [Bus, type("Subclass", (Bus,), {})])
+def test_c_code_that_imports_finds_the_builtins_where_it_is_called(make):
+    bus = make()
+    bus.on(Dumped, pickle.dumps)
+    for _ in range(3):
+        bus.publish(Dumped(number=1))
+
+
+def test_what_a_handler_forgets_to_await_is_warned_of():
+    async def later(): ...
+
+    bus = Bus()
+    bus.on("after_train_iter", lambda event: later())
+    with pytest.warns(RuntimeWarning, match="never awaited"):
+        bus.publish(EVENT)
+
+
+def test_an_isolated_handler_does_not_swallow_what_an_offloaded_one_has_left():
+    bus = Bus()
+    failing = bus.on("after_run", lambda event: 1 / 0, offload="thread")
+
+    @bus.on("after_train_iter", on_error="log")
+    def outer(event):
+        while not failing.stats.failed:
+            time.sleep(0.001)
+        bus.publish(BeforeRun(progress=Progress()))
+
+    with capture_logs() as logs, bus:
+        bus.publish(AfterRun(progress=Progress()))
+        with pytest.raises(ZeroDivisionError):
+            bus.publish(EVENT)
+    assert [line["handler"] for line in logs] == ["<lambda>"]
+
+
+def test_the_error_of_an_offloaded_hand_off_is_noted():
+    bus = Bus()
+    bus.on("after_train_iter", print, offload="thread")
+    with pytest.raises(LaneClosedError) as caught:
+        bus.publish(EVENT)
+    assert "in print (thread, priority 50" in noted(caught.value)
+
+
+def test_replaced_routes_leave_no_source_behind():
+    bus = Bus()
+    before = {name for name in linecache.cache if name.startswith("<trainbus")}
+    for _ in range(20):
+        with bus.on("after_train_iter", lambda event: None):
+            bus.publish(EVENT)
+    assert len({name for name in linecache.cache if name.startswith("<trainbus")} - before) <= 1
+
+
+def test_an_abandoned_bus_is_collected_with_all_that_its_handlers_refer_to():
+    class Model: ...
+
+    def use() -> weakref.ref:
+        model, bus = Model(), Bus()
+        bus.on("after_train_iter", lambda event: (model, bus))
+        bus.publish(EVENT)
+        return weakref.ref(model)
+
+    model = use()
+    gc.collect()
+    assert model() is None
+
+
+def test_an_abandoned_bus_that_was_open_is_collected():
+    class Model: ...
+
+    def use() -> weakref.ref:
+        model, bus = Model(), Bus()
+        bus.on("after_train_iter", lambda event: (model, bus), offload="thread")
+
+        @bus.on("after_train_iter")
+        async def handler(event, held=(model, bus)): ...
+
+        with bus:
+            bus.publish(EVENT)
+        return weakref.ref(model)
+
+    model = use()
+    gc.collect()
+    assert model() is None

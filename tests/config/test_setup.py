@@ -1,0 +1,257 @@
+"""A loop from a configuration, made of this module's parts."""
+
+import sys
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from eventloop import ConfigurationError, Hook, SubscribeError, register
+from eventloop.config.setup import Setup
+from hooks import CheckpointHook, EMAHook, LoggerHook, OptimizerHook
+
+PARTS = "parts_of_setup_tests"
+DEFAULTS = {
+    "optimizer": {"type": "OptimizerHook"},
+    "logger": {"type": "LoggerHook", "interval": 7},
+    "checkpoint": {"type": "CheckpointHook", "interval": 1},
+}
+
+
+class Net(torch.nn.Module):
+    def __init__(self, width: int = 2, activation: type[torch.nn.Module] = torch.nn.ReLU):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(2, width), activation(), torch.nn.Linear(width, 1))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def loader(batches: int = 2) -> DataLoader:
+    return DataLoader(TensorDataset(torch.ones(2 * batches, 2)), batch_size=2)
+
+
+def step(model, batch, scale: float = 1.0):
+    return {"loss": scale * model(batch[0]).square().mean(), "n": torch.tensor(1.0)}
+
+
+class Mean:
+    def __init__(self, offset: float = 0.0):
+        self.offset = offset
+        self.reset()
+
+    def reset(self):
+        self.values = []
+
+    def update(self, n):
+        self.values.append(n)
+
+    def compute(self):
+        return float(sum(self.values) / len(self.values)) + self.offset
+
+
+def pair_of_models(kind):
+    return Net()
+
+
+@register(name="HookOfSetupTests")
+class Mine(Hook):
+    def __init__(self, model: torch.nn.Module, every: int = 1):
+        self.model = model
+
+    def after_run(self, event):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def parts(monkeypatch):
+    """This module under a name that a configuration can import."""
+    monkeypatch.setitem(sys.modules, PARTS, sys.modules[__name__])
+
+
+def config(**parts):
+    return {
+        "imports": [PARTS, "torch.optim"],
+        "model": f"{PARTS}:Net",
+        "optimizer": {"type": "torch.optim:SGD", "lr": 0.1},
+        "data": {"train": f"{PARTS}:loader"},
+        "step": f"{PARTS}:step",
+        "loop": {"max_epochs": 1},
+        **parts,
+    }
+
+
+def make(**parts):
+    return Setup(config(**parts)).make()
+
+
+def said(**parts):
+    with pytest.raises((ConfigurationError, SubscribeError)) as caught:
+        make(**parts)
+    return str(caught.value)
+
+
+def test_what_is_described_trains():
+    loop = make(
+        model={"type": f"{PARTS}:Net", "width": 5},
+        data={"train": {"type": f"{PARTS}:loader", "batches": 3}, "val": f"{PARTS}:loader"},
+        step={"type": f"{PARTS}:step", "scale": 2},
+        metrics={"mean": f"{PARTS}:Mean", "more": {"type": f"{PARTS}:Mean", "offset": 1}},
+    )
+    metrics = loop.run()
+    assert loop.counters.iter == 3
+    assert loop.model.body[0].out_features == 5
+    assert (metrics["mean"], metrics["more"]) == (1.0, 2.0)
+
+
+def test_the_seed_holds_for_the_weights_too():
+    one, same, other = (make(loop={"max_epochs": 1, "seed": seed}).model.body[0].weight for seed in (3, 3, 4))
+    assert one.equal(same)
+    assert not one.equal(other)
+
+
+def test_the_loops_own_arguments_are_its_options(tmp_path):
+    loop = make(loop={"max_iters": 3, "val_interval": 2, "work_dir": str(tmp_path), "name": "x", "device": "cpu"})
+    assert (loop.max_iters, loop.val_interval) == (3, 2)
+    assert loop._options["name"] == "x"
+    assert loop._options["config"]["loop"]["max_iters"] == 3
+
+
+def test_models_and_optimizers_by_name_belong_together():
+    names = ("one", "other")
+    optimizer = {name: {"type": "torch.optim:SGD", "lr": 0.1} for name in names}
+    loop = make(model=dict.fromkeys(names, f"{PARTS}:Net"), optimizer=optimizer)
+    for name in names:
+        owned = loop._optimizer[name].param_groups[0]["params"]
+        assert [id(one) for one in owned] == [id(one) for one in loop.model[name].parameters()]
+
+
+def test_hooks_of_the_users_get_the_model():
+    loop = make(custom_hooks=[{"type": "HookOfSetupTests", "every": 2}])
+    assert loop.bus.hooks[0].model is loop.model
+
+
+# ------------------------------------------------------------------------------------------------------- default hooks
+
+
+def hooks_with(changes):
+    return Setup(config(default_hooks=changes), default_hooks=DEFAULTS).make().bus.hooks
+
+
+def test_default_hooks_come_first_and_in_their_order():
+    hooks = Setup(config(custom_hooks=["EMAHook"]), default_hooks=DEFAULTS).make().bus.hooks
+    assert [type(hook) for hook in hooks] == [OptimizerHook, LoggerHook, CheckpointHook, EMAHook]
+
+
+def test_a_table_without_type_changes_options_and_keeps_the_others():
+    hooks = hooks_with({"checkpoint": {"save_begin": 2}})
+    assert (hooks[2].interval, hooks[2].save_begin) == (1, 2)
+
+
+def test_a_table_with_type_replaces_the_hook():
+    assert hooks_with({"checkpoint": {"type": "CheckpointHook"}})[2].interval == -1
+    assert type(hooks_with({"logger": "EMAHook"})[1]) is EMAHook
+
+
+@pytest.mark.parametrize("off", [False, None])
+def test_false_or_null_switches_a_default_hook_off(off):
+    assert [type(hook) for hook in hooks_with({"logger": off})] == [OptimizerHook, CheckpointHook]
+
+
+def test_a_further_name_with_type_is_a_further_hook():
+    assert [type(hook) for hook in hooks_with({"ema": {"type": "EMAHook"}})][3:] == [EMAHook]
+
+
+@pytest.mark.parametrize("change", [{"interval": 3}, False])
+def test_an_unknown_default_hook_names_the_nearest(change):
+    with pytest.raises(
+        ConfigurationError, match=r"default_hooks.loger: there is no default hook 'loger' \(did you mean 'logger'\?\)"
+    ):
+        hooks_with({"loger": change})
+
+
+def test_mmengines_default_hooks_are_accepted_as_they_are():
+    scheduler = {"type": "torch.optim.lr_scheduler:StepLR", "step_size": 2}
+    hooks = hooks_with(
+        dict(  # noqa: C408 - as people write it
+            timer=dict(type="IterTimerHook"),  # noqa: C408
+            logger=dict(type="LoggerHook", interval=50),  # noqa: C408
+            param_scheduler=dict(type="ParamSchedulerHook", by="epoch", scheduler=scheduler),  # noqa: C408
+            checkpoint=dict(type="CheckpointHook", interval=2, priority="VERY_LOW"),  # noqa: C408
+            sampler_seed=dict(type="DistSamplerSeedHook"),  # noqa: C408
+        )
+    )
+    assert [hook.label for hook in hooks] == [
+        "OptimizerHook",
+        "LoggerHook",
+        "CheckpointHook",
+        "IterTimerHook",
+        "ParamSchedulerHook",
+        "DistSamplerSeedHook",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------ what is wrong
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"modle": 1}, "modle: a configuration has no option 'modle' (did you mean 'model'"),
+        ({"max_epochs": 3}, "max_epochs: a configuration has no option 'max_epochs' (did you mean 'loop.max_epochs'?)"),
+        ({"default_hooks": {1: {}}}, "default_hooks.1: there is no default hook 1; there are"),
+        ({"nonsense": 3}, "nonsense: a configuration has no option 'nonsense'; there are imports, model, wrap, optimizer"),
+        ({"wrap": 3}, "wrap: expected a function or class, as module:attribute, or false, got int 3"),
+        ({"wrap": f"{PARTS}:nothing"}, f"wrap: the module '{__name__}' has no 'nothing'"),
+        ({"metrics": {"m": f"{PARTS}:Net"}}, "metrics: metric 'm' (Net) has no update"),
+        ({"model": None}, 'model: is missing: what is trained, such as model = "my_module:network"'),
+        ({"step": None}, "step: is missing: the function of (model, batch) that returns the loss"),
+        ({"data": {}}, "data.train: is missing: what to train on"),
+        ({"data": {"train": "x:y", "vall": 1}}, "data.vall: data has no option 'vall' (did you mean 'val'?)"),
+        ({"data": 3}, "data: expected a table, got int 3"),
+        ({"data": {"train": f"{PARTS}:Mean"}}, "data.train: expected an iterable of batches, such as a DataLoader, got <"),
+        ({"model": f"{PARTS}:Mean"}, "model: expected a Module, got <"),
+        ({"model": {"type": f"{PARTS}:Net", "widht": 3}}, "model.widht: Net has no option 'widht' (did you mean 'width'?)"),
+        ({"model": {"type": f"{PARTS}:Net", "width": "x"}}, "model.width: expected int, got str 'x'"),
+        ({"model": {"typ": f"{PARTS}:Net", "width": 3}}, "model.type: is missing (is 'typ' it, misspelt?): say what to make"),
+        ({"model": f"{PARTS}:pair_of_models"}, "model.kind: is missing: pair_of_models needs it"),
+        ({"model": "torch.nn:Identity"}, "model: 'torch.nn:Identity' is in a module that is not listed under imports"),
+        ({"optimizer": "torch.optim:SDG"}, "optimizer: the module 'torch.optim' has no 'SDG' (did you mean 'SGD'"),
+        ({"optimizer": f"{PARTS}:Mean"}, "optimizer: expected an Optimizer, got <"),
+        ({"optimizer": {"type": "torch.optim:SGD", "lr": "high"}}, "optimizer.lr: expected float | Tensor, got str 'high'"),
+        ({"optimizer": {"type": "torch.optim:SGD", "l": 1}}, "optimizer.l: SGD has no option 'l'"),
+        ({"step": f"{PARTS}:Net"}, "step: Net is a class: name a function, or write a table with it as type"),
+        ({"step": {"type": f"{PARTS}:step", "scal": 2}}, "step.scal: step has no option 'scal' (did you mean 'scale'?)"),
+        ({"step": 3}, "step: expected a function, as module:attribute, got int 3"),
+        ({"metrics": {"m": f"{PARTS}:step"}}, "metrics.m.model: is missing: step needs it"),
+        ({"metrics": [1]}, "metrics: expected a table, got a list"),
+        ({"loop": {"max_epoch": 1}}, "loop.max_epoch: loop has no option 'max_epoch' (did you mean 'max_epochs'?)"),
+        ({"loop": {"max_epochs": "x"}}, "loop.max_epochs: expected int | None, got str 'x'"),
+        ({"loop": {"max_epochs": 0}}, "loop: max_epochs=0: give an integer of at least 1"),
+        ({"loop": {}}, "loop: how long to train? give max_epochs=, or max_iters= for iteration-based training"),
+        (
+            {"loop": {"max_epochs": 1, "device": "cdua"}},
+            "loop: device='cdua' is not a device that torch has here (Expected one of cpu",
+        ),
+        ({"loop": {"max_epochs": 1, "device": "cuda:99"}}, "loop: device='cuda:99' is not a device that torch has here ("),
+        ({"loop": {"model": 1}}, "loop.model: loop has no option 'model'"),
+        ({"custom_hooks": [{"type": "EMAHook", "begin_iter": "x"}]}, "custom_hooks[0].begin_iter: expected int, got str 'x'"),
+        ({"custom_hooks": {"type": "EMAHook"}}, "custom_hooks: expected a list of hooks, got a table"),
+        (
+            {"default_hooks": {"ema": "EMAHook"}, "custom_hooks": ["EMAHook"]},
+            "custom_hooks: two hooks with state are named 'EMAHook', and a checkpoint keeps state by name; give one of them "
+            "another `name`; or change default_hooks.ema, which is there already, instead",
+        ),
+        ({"custom_hooks": ["EMAHook", "EMAHook"]}, "two hooks with state are named 'EMAHook'"),
+        ({"default_hooks": ["EMAHook"]}, "default_hooks: expected a table of hooks by name, got a list"),
+        ({"default_hooks": {"ema": 3}}, "default_hooks.ema: expected a table of options, or false for no such hook, got int 3"),
+        ({"imports": "torch"}, "imports: expected a list of modules, such as [\"my_module\"], got 'torch'"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place(change, message):
+    assert said(**change).startswith(message), said(**change)
+
+
+def test_a_part_whose_name_is_a_number_as_yaml_may_have_it_is_none():
+    with pytest.raises(ConfigurationError, match="1: a configuration has no option '1'; there are imports, model"):
+        Setup({1: 2})

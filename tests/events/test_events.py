@@ -1,0 +1,273 @@
+import types
+
+import msgspec
+import pytest
+import torch
+
+from eventloop import (
+    AfterIter,
+    AfterTrainIter,
+    AfterValEpoch,
+    AfterValIter,
+    Bus,
+    CheckpointCommitted,
+    Event,
+    EventDefinitionError,
+    Live,
+    Progress,
+    UnknownEventError,
+    mount_points,
+)
+from eventloop.events import lineage, mount_name, resolve
+
+MMENGINE = [
+    "before_run",
+    "after_run",
+    "before_train",
+    "after_train",
+    "before_val",
+    "after_val",
+    "before_test",
+    "after_test",
+    "before_train_epoch",
+    "after_train_epoch",
+    "before_val_epoch",
+    "after_val_epoch",
+    "before_test_epoch",
+    "after_test_epoch",
+    "before_train_iter",
+    "after_train_iter",
+    "before_val_iter",
+    "after_val_iter",
+    "before_test_iter",
+    "after_test_iter",
+    "before_save_checkpoint",
+    "after_load_checkpoint",
+]
+
+FURTHER = [
+    "before_forward",
+    "after_forward",
+    "before_backward",
+    "after_backward",
+    "before_optimizer_step",
+    "after_optimizer_step",
+    "checkpoint_staged",
+    "checkpoint_committed",
+    "checkpoint_failed",
+    "checkpoint_skipped",
+    "on_exception",
+    "before_module_forward",
+    "after_module_forward",
+    "before_module_backward",
+    "after_module_backward",
+]
+
+
+def test_all_22_mount_points_of_mmengine_and_the_further_ones_exist():
+    assert len(MMENGINE) == 22
+    assert set(MMENGINE) | set(FURTHER) <= set(mount_points())
+
+
+def test_mount_points_are_listed_in_the_order_of_a_run():
+    order = [
+        "before_run",
+        "after_load_checkpoint",
+        "before_train",
+        "before_train_epoch",
+        "before_train_iter",
+        "before_forward",
+        "after_forward",
+        "after_train_iter",
+        "before_backward",
+        "after_backward",
+        "before_optimizer_step",
+        "after_optimizer_step",
+        "after_train_epoch",
+        "before_val",
+        "before_val_epoch",
+        "before_val_iter",
+        "after_val_iter",
+        "after_val_epoch",
+        "after_val",
+        "before_save_checkpoint",
+        "checkpoint_staged",
+        "checkpoint_committed",
+        "after_train",
+        "before_test",
+        "before_test_epoch",
+        "before_test_iter",
+        "after_test_iter",
+        "after_test_epoch",
+        "after_test",
+        "after_run",
+    ]
+    listed = [name for name in mount_points() if name in order]
+    assert listed == order
+
+
+def test_groups_are_no_mount_points_but_can_be_resolved():
+    assert "after_iter" not in mount_points()
+    assert resolve("after_iter") is AfterIter
+    assert resolve("event") is Event
+
+
+@pytest.mark.parametrize(
+    ("class_name", "name"),
+    [
+        ("AfterTrainIter", "after_train_iter"),
+        ("Densify", "densify"),
+        ("HTTPReady", "http_ready"),
+        ("Top5Reached", "top5_reached"),
+    ],
+)
+def test_the_mount_point_is_the_class_name_in_snake_case(class_name, name):
+    assert mount_name(class_name) == name
+
+
+def test_an_event_knows_its_mount_point():
+    assert AfterTrainIter(progress=Progress()).mount_point == "after_train_iter"
+
+
+def test_events_cannot_be_changed():
+    event = AfterTrainIter(progress=Progress(), batch_idx=1)
+    with pytest.raises(AttributeError):
+        event.batch_idx = 2
+
+
+def test_events_are_compared_by_identity_so_that_tensors_in_them_do_no_harm():
+    one = AfterTrainIter(progress=Progress(), outputs={"loss": torch.ones(3)})
+    other = AfterTrainIter(progress=Progress(), outputs={"loss": torch.ones(3)})
+    assert one != other
+    assert one == one
+    assert len({one, other}) == 2
+
+
+def test_the_repr_is_short_and_leaves_out_what_is_not_there():
+    event = AfterTrainIter(progress=Progress(iter=3), outputs={"logits": torch.zeros(100, 10), "loss": 0.5})
+    text = repr(event)
+    assert "tensor(100, 10)" in text
+    assert "loss: 0.5" in text
+    assert "run" not in text
+    assert len(text) < 300
+
+
+def test_a_typo_gets_the_nearest_names():
+    with pytest.raises(UnknownEventError, match=r"'after_train_iteration'.*did you mean 'after_train_iter'"):
+        resolve("after_train_iteration")
+
+
+def test_a_name_that_resembles_nothing_says_how_to_declare_one():
+    with pytest.raises(UnknownEventError, match=r"subclassing Event.*mount_points"):
+        resolve("zzzzzzzz")
+
+
+def test_what_is_neither_class_nor_name_is_refused():
+    with pytest.raises(TypeError, match=r"expected an event class or a mount-point name, got 3"):
+        resolve(3)
+
+
+def test_subclassing_event_declares_a_mount_point(registry):
+    class PointsAdded(Event):
+        points: int
+
+    assert resolve("points_added") is PointsAdded
+    assert mount_points()[-1] == "points_added"
+    heard = []
+    bus = Bus()
+    bus.on("points_added", heard.append)
+    bus.on(PointsAdded, heard.append)
+    bus.publish(event := PointsAdded(points=512))
+    assert heard == [event, event]
+
+
+def test_defining_an_event_again_in_its_module_replaces_it_and_keeps_subscriptions(registry):
+    class PointsAdded(Event):
+        points: int
+
+    first = PointsAdded
+    heard = []
+    bus = Bus()
+    bus.on(PointsAdded, heard.append)
+    bus.publish(PointsAdded(points=1))
+
+    class PointsAdded(Event):
+        points: int
+        colour: str = "red"
+
+    assert resolve("points_added") is PointsAdded is not first
+    bus.publish(new := PointsAdded(points=2))
+    assert heard[-1] is new
+
+
+def test_another_module_cannot_take_a_mount_point():
+    body = {"__module__": "somewhere.else"}
+    with pytest.raises(
+        EventDefinitionError, match=r"'after_train_iter' is already declared by eventloop.events.catalogue.AfterTrainIter"
+    ):
+        type(Event)("AfterTrainIter", (Event,), body)
+    assert resolve("after_train_iter") is AfterTrainIter
+
+
+def test_another_class_of_the_same_module_cannot_take_a_mount_point(registry):
+    class HttpReady(Event):
+        pass
+
+    with pytest.raises(EventDefinitionError, match=r"http_ready"):
+
+        class HTTPReady(Event):
+            pass
+
+    assert resolve("http_ready") is HttpReady
+
+
+def test_an_event_cannot_be_named_event():
+    with pytest.raises(EventDefinitionError, match=r"'event' is already declared"):
+        type(Event)("Event", (Event,), {"__module__": __name__})
+
+
+def test_a_subclass_is_heard_under_the_names_of_its_bases():
+    assert lineage(AfterTrainIter) == ["after_train_iter", "after_iter", "run_event", "event"]
+
+
+def test_a_subclass_of_a_group_is_a_mount_point_of_its_own(registry):
+    class AfterCalibrationIter(AfterIter):
+        pass
+
+    assert "after_calibration_iter" in mount_points()
+    assert not AfterCalibrationIter.group
+
+
+@pytest.mark.parametrize(
+    "event", [AfterTrainIter(progress=Progress(), run=object()), AfterValIter(progress=Progress(), batch=object())]
+)
+def test_live_state_cannot_be_encoded(event):
+    with pytest.raises(TypeError, match=r"live training state"):
+        event.to_json()
+    with pytest.raises(TypeError, match=r"live training state"):
+        event.to_msgpack()
+
+
+def test_metrics_default_to_a_fresh_dict():
+    one, other = AfterValEpoch(progress=Progress()), AfterValEpoch(progress=Progress())
+    assert one.metrics == {}
+    assert one.metrics is not other.metrics
+
+
+def test_plain_events_encode_without_being_detached():
+    event = CheckpointCommitted(progress=Progress(iter=9), path="a.safetensors", names=["a"], bytes=3, seconds=0.5)
+    decoded = msgspec.json.decode(event.to_json())
+    assert decoded["event"] == "checkpoint_committed"
+    assert decoded["names"] == ["a"]
+    assert decoded["progress"]["iter"] == 9
+
+
+def test_an_event_declared_in_a_script_may_have_live_fields(registry):
+    module = types.ModuleType("a_script")
+
+    class Rendered(Event):
+        image: Live[torch.Tensor]
+        view: int = 0
+
+    module.Rendered = Rendered
+    assert "tensor(2, 2)" in repr(Rendered(image=torch.zeros(2, 2)))

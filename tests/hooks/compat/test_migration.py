@@ -1,0 +1,126 @@
+"""The table of other systems' hooks is complete, and everything that it names is here."""
+
+import importlib
+import importlib.util
+import inspect
+from pathlib import Path
+
+import pytest
+
+import eventloop
+import hooks
+from eventloop import OptionChange, find
+from hooks.compat.migration import IMIX, MMENGINE, POINTRIX, TABLE, table
+
+# Names and options of MMEngine 0.10 (mmengine.hooks.__all__ and its signatures), and CheckInvalidLossHook of its tutorial.
+MMENGINE_HOOKS = {
+    "Hook": "",
+    "IterTimerHook": "",
+    "DistSamplerSeedHook": "",
+    "ParamSchedulerHook": "",
+    "SyncBuffersHook": "",
+    "EmptyCacheHook": "before_epoch after_epoch after_iter",
+    "CheckpointHook": "interval by_epoch save_optimizer save_param_scheduler out_dir max_keep_ckpts save_last save_best rule "
+    "greater_keys less_keys file_client_args filename_tmpl backend_args published_keys save_begin",
+    "LoggerHook": "interval ignore_last interval_exp_name out_dir out_suffix keep_local file_client_args log_metric_by_epoch "
+    "backend_args",
+    "NaiveVisualizationHook": "interval draw_gt draw_pred",  # these are of hooks that are not here
+    "EMAHook": "ema_type strict_load begin_iter begin_epoch momentum interval update_buffers gamma",
+    "RuntimeInfoHook": "",
+    "ProfilerHook": "by_epoch profile_times activity_with_cpu activity_with_cuda schedule on_trace_ready record_shapes "
+    "profile_memory with_stack with_flops json_trace_path",
+    "PrepareTTAHook": "tta_cfg",
+    "NPUProfilerHook": "",
+    "EarlyStoppingHook": "monitor rule min_delta strict check_finite patience stopping_threshold",
+    "CheckInvalidLossHook": "interval",
+}
+IMIX_HOOKS = {
+    "OptimizerHook": "grad_clip",
+    "Fp16OptimizerHook": "grad_clip grad_scaler_config",
+    "LRSchedulerHook": "optimizer scheduler",
+    "MomentumSchedulerHook": "",
+    "IterationTimerHook": "warmup_iter",
+    "PeriodicLogger": "loggers log_config_period",
+    "CommonMetricLogger": "max_iter max_epoch",
+    "JSONLogger": "json_file window_size",
+    "TensorboardLogger": "log_dir window_size",
+    "CheckPointHook": "period iter_period epoch_period max_num_checkpoints prefix",
+    "EvaluateHook": "eval_period eval_function eval_json_file",
+    "AutogradAnomalyDetectHook": "mode",
+    "AutogradProfilerHook": "enable_predicate output_dir use_cuda",
+    "EMAIterHook": "config",
+    "EMAEpochHook": "config",
+    "CallBackHook": "",
+}
+POINTRIX_HOOKS = {"LogHook": "", "CheckPointHook": "", "Writer": "", "TensorboardWriter": "", "ProgressLogger": ""}
+THEIRS = {MMENGINE: MMENGINE_HOOKS, IMIX: IMIX_HOOKS, POINTRIX: POINTRIX_HOOKS}
+
+
+@pytest.mark.parametrize("system", THEIRS)
+def test_every_hook_of_every_system_is_in_the_table_once(system: str) -> None:
+    assert sorted(entry.name for entry in TABLE if entry.system == system) == sorted(THEIRS[system])
+
+
+@pytest.mark.parametrize("entry", TABLE, ids=lambda entry: f"{entry.system}-{entry.name}")
+def test_every_option_of_theirs_is_accounted_for(entry) -> None:
+    if entry.ours:
+        assert set(entry.options) == set(THEIRS[entry.system][entry.name].split())
+
+
+@pytest.mark.parametrize("entry", TABLE, ids=lambda entry: f"{entry.system}-{entry.name}")
+def test_everything_it_names_is_here(entry) -> None:
+    found = [getattr(hooks, name, None) or getattr(eventloop, name) for name in entry.ours]
+    options = {option for cls in found for option in inspect.signature(cls).parameters}
+    named = {entry.renamed(option) for option in entry.options} | set(entry.preset)
+    named |= {name for change in entry.options.values() if isinstance(change, OptionChange) for name in change.also}
+    assert named - {""} <= options
+
+
+@pytest.mark.parametrize("entry", TABLE, ids=lambda entry: f"{entry.system}-{entry.name}")
+def test_an_option_that_is_not_here_says_what_to_write_instead(entry) -> None:
+    gone = [change for change in entry.options.values() if isinstance(change, OptionChange) and not change.ours]
+    assert all(change.instead or change.says_nothing is None for change in gone)
+
+
+def test_what_we_do_not_have_says_why() -> None:
+    assert [entry.name for entry in TABLE if not entry.ours] == ["NaiveVisualizationHook", "PrepareTTAHook", "NPUProfilerHook"]
+    assert all(entry.note.startswith("none: ") for entry in TABLE if not entry.ours)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [one for one in TABLE if one.ours and one.name not in ("Hook", "Writer", "CallBackHook")],
+    ids=lambda entry: f"{entry.system}-{entry.name}",
+)
+def test_a_configuration_can_use_the_name_of_the_other_system(entry) -> None:
+    writers = {"CommonMetricLogger", "JSONLogger", "TensorboardLogger", "TensorboardWriter"}
+    for name in (entry.name, *entry.aliases):
+        assert find("writer" if entry.name in writers else "hook", name) is getattr(hooks, entry.ours[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("EarlyStoppingHook", "larger than `min_delta`"),
+        ("EMAHook", "after each optimizer step; there after each iteration"),
+        ("CheckpointHook", "needs `rule=`"),
+    ],
+)
+def test_an_option_of_the_same_name_that_differs_in_a_case_says_so(name: str, says: str) -> None:
+    (row,) = [row for row in table().splitlines() if row.startswith(f"| MMEngine `{name}`")]
+    assert says in row
+
+
+def test_the_readme_shows_the_table() -> None:
+    assert table() in (Path(__file__).parents[3] / "README.md").read_text()
+
+
+def test_the_lists_are_those_of_mmengine() -> None:
+    if importlib.util.find_spec("mmengine") is None:
+        pytest.skip("mmengine is not installed")
+    theirs = importlib.import_module("mmengine.hooks")
+    assert set(theirs.__all__) == set(MMENGINE_HOOKS) - {"CheckInvalidLossHook"}
+    for name in set(theirs.__all__) - {"EMAHook", "NPUProfilerHook"}:
+        parameters = inspect.signature(getattr(theirs, name)).parameters.values()
+        named = {one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
+        assert named == set(MMENGINE_HOOKS[name].split()), name

@@ -1,0 +1,312 @@
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from eventloop import (
+    AfterLoadCheckpoint,
+    AfterModuleForward,
+    AfterRun,
+    AfterTrainIter,
+    AfterValEpoch,
+    BeforeOptimizerStep,
+    CheckpointCommitted,
+    Event,
+    Live,
+    LiveFieldError,
+    OnException,
+    Owned,
+    Progress,
+    RunEvent,
+    Scalars,
+    detach,
+    from_json,
+    from_msgpack,
+)
+from eventloop.offload.snapshot import detached_type
+from eventloop.offload.staged import Staged, stage
+
+P = Progress(epoch=2, iter=30, stage="train")
+
+
+class Measured(Event):
+    """A mount point of a user's own, with every kind of field."""
+
+    value: float = 0.0
+    values: list[float] = []  # noqa: RUF012 - msgspec copies it
+    best: float | None = None
+    name: str = ""
+    by_name: dict[str, float] = {}  # noqa: RUF012 - msgspec copies it
+    notes: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies it
+    model: Live[Any] = msgspec.UNSET
+    outputs: Scalars = msgspec.UNSET
+    losses: Scalars = msgspec.UNSET
+    anything: Any = None
+    either: list[float | str] = []  # noqa: RUF012 - msgspec copies it
+    pair: tuple[Any, ...] = ()
+
+
+def arrived(event: Event) -> Any:
+    """The event as its offloaded handler gets it."""
+    detached = detach(event)
+    return detached.resolve() if isinstance(detached, Staged) else detached
+
+
+def test_a_detached_event_is_still_an_instance_of_its_class():
+    event = arrived(AfterTrainIter(run=object(), progress=P, batch_idx=3, batch=object(), outputs={"loss": 0.5}))
+    assert isinstance(event, AfterTrainIter)
+    assert event.mount_point == "after_train_iter"
+    assert (event.progress, event.batch_idx, event.outputs) == (P, 3, {"loss": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("event", "field"),
+    [
+        (AfterTrainIter(run=object(), progress=P, outputs={}), "run"),
+        (AfterTrainIter(batch=object(), progress=P, outputs={}), "batch"),
+        (AfterRun(run=object(), progress=P), "run"),
+        (AfterLoadCheckpoint(checkpoint={}, progress=P), "checkpoint"),
+        (AfterModuleForward(module=object()), "module"),
+        (OnException(exception=ValueError(), progress=P), "exception"),
+    ],
+)
+def test_touching_a_live_field_is_an_error_that_names_capture(event, field):
+    with pytest.raises(LiveFieldError, match=rf"event.{field} of {event.mount_point} .*capture=lambda event: event.{field}"):
+        getattr(arrived(event), field)
+
+
+def test_an_event_without_live_fields_is_passed_as_it_is():
+    class Plain(Event):
+        number: int
+
+    assert detach(event := Plain(number=3)) is event
+
+
+def test_what_is_detached_can_be_detached_again():
+    event = arrived(arrived(AfterTrainIter(run=object(), progress=P, outputs={"loss": torch.tensor(0.5)})))
+    assert event.outputs == {"loss": 0.5}
+    assert detached_type(type(event)) is type(event)
+
+
+def test_outputs_arrive_as_numbers_in_their_order_and_without_what_is_no_scalar():
+    outputs = {
+        "loss": torch.tensor(0.5, requires_grad=True) * 2,
+        "acc": 0.75,
+        "logits": torch.zeros(4, 10),
+        "correct": torch.tensor(12),
+        "double": torch.tensor(1 / 3, dtype=torch.float64),
+        "done": torch.tensor(True),
+        "half": torch.tensor(0.5, dtype=torch.bfloat16),
+        "numpy": np.float32(0.25),
+        "numpy64": np.float64(0.125),
+        "array": np.array(7),
+        "vector": np.zeros(3),
+        "count": 3,
+        "flag": False,
+        "phase": "warmup",
+        "model": torch.nn.Linear(1, 1),
+        "lr": torch.tensor(1e-3),
+    }
+    event = arrived(AfterTrainIter(progress=P, outputs=outputs))
+    assert list(event.outputs) == [
+        "loss", "acc", "correct", "double", "done", "half", "numpy", "numpy64", "array", "count", "flag", "phase", "lr"
+    ]  # fmt: skip
+    numbers = event.outputs
+    assert numbers["loss"] == 1.0
+    assert numbers["correct"] == 12
+    assert type(numbers["correct"]) is int
+    assert numbers["double"] == 1 / 3
+    assert numbers["done"] is True
+    assert numbers["lr"] == pytest.approx(1e-3)
+    assert {type(value) for value in numbers.values()} == {float, int, bool, str}
+
+
+def test_values_are_those_of_the_moment_of_detaching():
+    loss, metrics = torch.tensor(1.0), {"acc": 0.5, "curve": [1, 2]}
+    outputs = {"loss": loss, "acc": 0.5}
+    one = detach(AfterTrainIter(progress=P, outputs=outputs))
+    other = detach(AfterValEpoch(progress=P, metrics=metrics))
+    loss.fill_(9.0)
+    outputs["acc"] = 0.9
+    outputs["late"] = 1.0
+    metrics["curve"].append(3)
+    assert one.resolve().outputs == {"loss": 1.0, "acc": 0.5}
+    assert arrived(other).metrics == {"acc": 0.5, "curve": [1, 2]}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_outputs_of_every_grad_mode_are_taken_and_the_mode_is_left_as_it_was(mode):
+    with mode():
+        enabled = torch.is_grad_enabled()
+        event = arrived(AfterTrainIter(progress=P, outputs={"a": torch.tensor(1.0), "b": torch.tensor(2.0)}))
+        assert torch.is_grad_enabled() == enabled
+    assert event.outputs == {"a": 1.0, "b": 2.0}
+    assert arrived(AfterTrainIter(progress=P, outputs={"a": torch.tensor(1.0)})).outputs == {"a": 1.0}
+
+
+def test_publishing_never_waits_for_a_tensor(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("a host sync on the publishing thread")
+
+    with monkeypatch.context() as patched:
+        for name in ("item", "tolist", "cpu", "__float__", "__int__", "__bool__", "numpy"):
+            patched.setattr(torch.Tensor, name, refuse)
+        staged = detach(AfterTrainIter(progress=P, outputs={"loss": torch.tensor(2.0), "n": torch.tensor(3)}))
+    assert staged.resolve().outputs == {"loss": 2.0, "n": 3}
+
+
+@pytest.mark.parametrize("made", [arrived, lambda event: event], ids=["detached", "live"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("model", r"event\.run\.model; .*capture=lambda event: event\.run\.model"),
+        ("optimizer", r"event\.run\.optimizers; .*capture="),
+        ("work_dir", r"event\.run\.work_dir"),
+        ("stop", r"event\.run\.stop, in an inline handler$"),
+        ("iter", r"event\.progress\.iter$"),
+        ("epoch", r"event\.progress\.epoch$"),
+    ],
+)
+def test_what_the_run_has_and_not_the_event_is_an_error_that_names_the_way(made, name, way):
+    event = made(AfterTrainIter(run=object(), progress=P, outputs={}))
+    with pytest.raises(AttributeError, match=rf"after_train_iter has no field '{name}': write {way}"):
+        getattr(event, name)
+    assert not hasattr(event, name)
+
+
+def test_an_event_may_have_fields_with_such_names(registry):
+    class Moved(RunEvent):
+        model: str
+        device: str = "cpu"
+
+        def stop(self) -> str:
+            return "mine"
+
+    event = Moved(model="a", progress=P)
+    assert (event.model, event.device, event.stop()) == ("a", "cpu", "mine")
+    with pytest.raises(TypeError, match="model"):
+        Moved(progress=P)
+    event = BeforeOptimizerStep(progress=P, name="first", optimizer="adam")
+    assert (event.name, event.optimizer) == ("first", "adam")
+
+
+def test_an_event_without_outputs_detaches():
+    event = arrived(AfterTrainIter(progress=P))
+    assert event.outputs is msgspec.UNSET
+
+
+@pytest.mark.parametrize("encode", [(Event.to_json, from_json), (Event.to_msgpack, from_msgpack)])
+@pytest.mark.parametrize(
+    "event",
+    [
+        AfterTrainIter(run=object(), progress=P, batch_idx=3, outputs={"loss": torch.tensor(0.5), "acc": 1.0}),
+        AfterTrainIter(progress=P, outputs={"nan": math.nan, "inf": math.inf, "minus": torch.tensor(-math.inf)}),
+        AfterValEpoch(progress=P, metrics={"accuracy": 0.9, "per_class": {"cat": math.nan, "dog": [1.0, math.inf]}}),
+        CheckpointCommitted(progress=P, path="NaN", names=["Infinity"], seconds=math.inf),
+        Measured(value=math.nan, values=[1.0, -math.inf], best=math.nan, name="NaN", by_name={"a": math.inf}, model=object()),
+        Measured(outputs={"a": torch.tensor(1.0)}, losses={"b": torch.tensor(2), "c": math.nan}, notes={"x": [None, "y"]}),
+        Measured(notes={"a": "NaN", "b": [math.nan, "-Infinity", "\\\\NaN", "\\\\"], "Infinity": math.inf}),
+        Measured(anything="NaN", either=["Infinity", math.inf, "\\NaN"], pair=("NaN", math.nan)),
+        Measured(anything=math.nan),
+        AfterRun(progress=P),
+    ],
+)
+def test_a_detached_event_survives_encoding_also_with_nan(event, encode):
+    write, read = encode
+    detached = arrived(event)
+    decoded = read(write(detached))
+    assert isinstance(decoded, type(event))
+    for name in event.__struct_fields__:
+        if not isinstance(getattr(type(decoded), name), property):
+            assert repr(getattr(decoded, name)) == repr(getattr(detached, name)), name
+
+
+def test_live_fields_of_a_decoded_event_raise():
+    decoded = from_json(arrived(AfterTrainIter(run=object(), progress=P, outputs={"loss": 1.0})).to_json())
+    with pytest.raises(LiveFieldError, match=r"event.run"):
+        _ = decoded.run
+
+
+def test_nan_is_written_as_nan_and_never_as_null():
+    line = arrived(AfterTrainIter(progress=P, outputs={"loss": torch.tensor(math.nan)})).to_json()
+    assert b'"NaN"' in line
+    assert b"null" not in line.split(b'"outputs"')[1]
+
+
+def test_decoding_an_unknown_mount_point_names_the_nearest():
+    with pytest.raises(msgspec.ValidationError, match=r"'after_trian_iter'.*after_train_iter"):
+        from_json(b'{"event":"after_trian_iter"}')
+    with pytest.raises(msgspec.ValidationError, match=r"'after_trian_iter'.*after_train_iter"):
+        from_msgpack(msgspec.msgpack.encode({"event": "after_trian_iter"}))
+
+
+def test_an_event_whose_annotations_cannot_be_resolved_is_a_clear_error(registry):
+    class Odd(Event):
+        thing: "NowhereToBeFound"  # noqa: F821
+
+    from eventloop import EventDefinitionError
+
+    with pytest.raises(EventDefinitionError, match=r"Odd cannot be resolved .*NowhereToBeFound"):
+        detach(Odd(thing=1))
+
+
+# ------------------------------------------------------------------------------------------------------- capture
+
+
+def test_captured_tensors_arrive_as_copies_on_the_cpu_without_their_graph():
+    weight = torch.ones(3, requires_grad=True)
+    staged = stage({"w": weight * 2, "nested": [weight, (1, "a")], "array": (array := np.zeros(2))})
+    with torch.no_grad():
+        weight.fill_(5)
+    array += 1
+    value = staged.resolve()
+    assert value["w"].tolist() == [2, 2, 2]
+    assert not value["w"].requires_grad
+    assert value["nested"][0].tolist() == [1, 1, 1]
+    assert value["nested"][1] == (1, "a")
+    assert value["array"].tolist() == [0, 0]
+
+
+def test_what_is_owned_is_passed_on_without_a_copy():
+    tensor = torch.ones(2)
+    assert stage(Owned(tensor)).resolve() is tensor
+
+
+def test_other_objects_are_deep_copied():
+    class Box:
+        def __init__(self):
+            self.items = [1]
+
+    staged = stage(box := Box())
+    box.items.append(2)
+    assert staged.resolve().items == [1]
+
+
+@pytest.mark.parametrize(
+    ("live", "name"),
+    [
+        (torch.nn.Linear(2, 2), "Linear"),
+        ({"head": torch.nn.Linear(2, 2)}, "Linear"),
+        (torch.optim.SGD([torch.zeros(1, requires_grad=True)]), "SGD"),
+    ],
+)
+def test_capturing_a_live_module_or_optimizer_is_a_clear_error(live, name):
+    with pytest.raises(TypeError, match=f"capture= returned a live {name}; return the tensors you need"):
+        stage(live)
+
+
+def test_capturing_the_whole_event_is_a_clear_error():
+    with pytest.raises(TypeError, match=r"returned the whole AfterTrainIter.*leave capture= out"):
+        stage(AfterTrainIter(progress=P))
+
+
+def test_capturing_what_cannot_be_copied_is_a_clear_error():
+    with pytest.raises(TypeError, match=r"returned a generator, which cannot be copied"):
+        stage(number for number in range(3))
+
+
+def test_a_captured_progress_is_passed_as_it_is():
+    assert stage(P).resolve() is P

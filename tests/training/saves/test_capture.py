@@ -1,0 +1,218 @@
+"""When a requested save is made, what is in it, and what a failing write does."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from eventloop import Bus, CheckpointError, CheckpointValueError, ConfigurationError, Progress, Run, Update
+from eventloop.checkpoint import Turns, load, write
+from eventloop.training.saves.capture import SavePoints
+from eventloop.training.saves.request import SaveRequest
+
+
+def test_a_save_holds_what_the_last_subscriber_of_the_mount_point_left(parts, bus, tmp_path):
+    model = parts.model()
+    bus.on("after_train_epoch", lambda e: e.run.request_save("here.safetensors"), priority=0)
+
+    @bus.on("after_train_epoch", priority=100)
+    def change(event):
+        with torch.no_grad():
+            model[0].bias.fill_(5.0)
+
+    parts.loop(bus, model=model, val_data=None, max_epochs=1, work_dir=tmp_path).run()
+    assert torch.equal(load(tmp_path / "here.safetensors")["state_dict"]["0.bias"], torch.full((8,), 5.0))
+
+
+def test_two_requests_of_one_moment_are_one_write(parts, bus, trace, tmp_path):
+    for name in ("one", "two"):
+        bus.on("after_train_epoch", lambda e, name=name: e.run.request_save(f"{name}.safetensors"))
+    parts.loop(bus, val_data=None, max_epochs=1, work_dir=tmp_path).run()
+    assert (tmp_path / "one.safetensors").samefile(tmp_path / "two.safetensors")
+    assert len(trace.of("before_save_checkpoint")) == 1
+    (committed,) = trace.of("checkpoint_committed")
+    assert committed.names == [str(tmp_path / "one.safetensors"), str(tmp_path / "two.safetensors")]
+
+
+def test_a_request_inside_a_window_waits_for_its_step(parts, bus, tmp_path):
+    bus.add(Update(accumulate=4))
+    bus.on("after_train_iter", lambda e: e.run.request_save("here.safetensors"), once=2)
+    parts.loop(bus, train_data=parts.batches(8), val_data=None, max_epochs=1, work_dir=tmp_path).run()
+    progress = load(tmp_path / "here.safetensors")["progress"]
+    assert (progress["iter"], progress["update"]) == (4, 1)
+
+
+def test_checkpoint_now_from_another_thread(parts, bus, tmp_path):
+    loop = parts.loop(bus, val_data=None, max_epochs=1, work_dir=tmp_path)
+
+    def ask(event):
+        thread = threading.Thread(target=loop.checkpoint_now)
+        thread.start()
+        thread.join()
+
+    bus.on("before_forward", ask, once=2)
+    loop.run()
+    assert load(tmp_path / "iter_2.safetensors")["progress"]["iter"] == 2
+
+
+def test_checkpoint_now_without_a_work_dir_says_so_to_its_caller(parts, bus):
+    run = Run(bus, model=parts.model())
+    with pytest.raises(ConfigurationError, match="give the run a work_dir"), run:
+        run.checkpoint_now()
+
+
+def test_request_save_outside_of_a_run_is_an_error(parts, bus, tmp_path):
+    with pytest.raises(ConfigurationError, match="inside a run"):
+        Run(bus, model=parts.model(), work_dir=tmp_path).request_save("x.safetensors")
+
+
+def failing(parts, bus, tmp_path, on_error):
+    (tmp_path / "file").write_text("")
+    bus.on(
+        "after_train_iter",
+        lambda e: e.run.request_save("x.safetensors", directory=tmp_path / "file" / "below", on_error=on_error),
+        once=1,
+    )
+    return parts.loop(bus, val_data=None, max_epochs=3, work_dir=tmp_path)
+
+
+def test_a_write_that_fails_is_published_and_ends_the_run(parts, bus, trace, tmp_path):
+    with pytest.raises(CheckpointError, match="cannot"):
+        failing(parts, bus, tmp_path, "raise").run()
+    assert len(trace.of("checkpoint_failed")) == 1
+
+
+def test_a_write_that_fails_with_on_error_log_is_published_and_the_run_goes_on(parts, bus, trace, tmp_path):
+    failing(parts, bus, tmp_path, "log").run()
+    assert len(trace.of("checkpoint_failed")) == 1
+    assert trace.of("after_run")[0].progress.iter == 9
+
+
+def test_a_handler_that_refuses_a_staged_checkpoint_leaves_nobody_waiting(parts, bus, tmp_path):
+    def refuse(event):
+        raise ValueError("no")
+
+    bus.on("checkpoint_staged", refuse)
+    bus.on("after_train_iter", lambda e: e.run.request_save("x.safetensors"), once=1)
+    bus.on("on_exception", lambda e: e.run.wait_for_saves())
+    with pytest.raises(ValueError, match="no"):
+        parts.loop(bus, work_dir=tmp_path).run()
+
+
+def test_check_savable_names_what_no_checkpoint_can_hold(parts, bus, tmp_path):
+    class Odd:
+        def state_dict(self):
+            return {"thing": object()}
+
+        def load_state_dict(self, state): ...
+
+    run = Run(bus, model=parts.model(), work_dir=tmp_path, stateful={"odd": Odd()})
+    with pytest.raises(CheckpointValueError, match=r"stateful.*odd.*thing"), run:
+        run.check_savable()
+
+
+def test_before_save_checkpoint_may_add_to_what_is_saved(parts, bus, tmp_path):
+    bus.on("before_save_checkpoint", lambda e: e.checkpoint.update(extra=[1, 2]))
+    bus.on("after_train_epoch", lambda e: e.run.request_save("here.safetensors", save_optimizer=False))
+    parts.loop(bus, max_epochs=1, work_dir=tmp_path).run()
+    state = load(tmp_path / "here.safetensors")
+    assert state["extra"] == [1, 2]
+    assert "optimizer" not in state
+
+
+def test_everything_asked_for_is_durable_when_run_returns(parts, bus, tmp_path):
+    bus.on("after_run", lambda e: e.run.checkpoint_now())
+    parts.loop(bus, max_epochs=1, work_dir=tmp_path).run()
+    assert (tmp_path / "last_checkpoint").read_text() == "iter_3.safetensors"
+    assert load(tmp_path / "iter_3.safetensors")["progress"]["epoch"] == 1
+
+
+def test_a_run_on_a_bus_that_stays_open_ends_with_its_last_checkpoint_on_disk(tmp_path):
+    with Bus() as bus:
+        with Run(bus, model=torch.nn.Linear(2, 2), work_dir=tmp_path) as run:
+            for _ in run.train([1]):
+                pass
+            run.request_save("again.safetensors")
+        assert (tmp_path / "last_checkpoint").read_text() == "again.safetensors"
+
+
+def test_buffers_that_were_made_in_inference_mode_are_saved(parts, bus, tmp_path):
+    model = parts.model()
+    with torch.inference_mode():
+        model.register_buffer("scale", torch.ones(2))
+    bus.on("after_train_epoch", lambda e: e.run.request_save("here.safetensors"))
+    parts.loop(bus, model=model, max_epochs=1, work_dir=tmp_path).run()
+    assert torch.equal(load(tmp_path / "here.safetensors")["state_dict"]["scale"], torch.ones(2))
+
+
+@pytest.mark.parametrize("stage", ["val", "test"])
+def test_only_a_training_saves(parts, bus, trace, tmp_path, stage):
+    """What handlers or other threads ask for in `val()` and `test()` is told, published and not written."""
+    loop = parts.loop(bus, test_data=parts.batches(1), work_dir=tmp_path)
+    bus.on(f"after_{stage}_epoch", lambda e: e.run.request_save("mine.safetensors"))
+    bus.on(f"after_{stage}_iter", lambda e: loop.checkpoint_now(), once=1)
+    with capture_logs() as logs:
+        getattr(loop, stage)()
+    assert not list(tmp_path.iterdir())
+    assert {event.names[0] for event in trace.of("checkpoint_skipped")} == {
+        str(tmp_path / "mine.safetensors"),
+        str(tmp_path / "iter_0.safetensors"),
+    }
+    assert {entry["reason"] for entry in logs} == {"only a training saves, and this run has not trained"}
+
+
+def test_an_interrupt_after_the_lane_has_taken_a_save_leaves_it_its_memory(bus, tmp_path, monkeypatch):
+    taken, go = threading.Event(), threading.Event()
+
+    def held(*arguments):
+        taken.set()
+        assert go.wait(30)
+        return write(*arguments)
+
+    monkeypatch.setattr("eventloop.training.saves.write.write", held)
+    weight = torch.ones(1000)
+    points = SavePoints(bus, lambda request: {"w": weight})
+
+    def publish(event, **payload):
+        bus.publish(event(progress=Progress(), **payload))
+        assert taken.wait(30)
+        raise KeyboardInterrupt
+
+    with bus:
+        points.request(SaveRequest(tmp_path / "a.safetensors"))
+        with pytest.raises(KeyboardInterrupt):
+            points.save(1, publish, Progress())
+        points.check(SaveRequest(tmp_path / "b.safetensors"), copy=True)  # copies what has changed meanwhile into free memory
+        weight.zero_()
+        points.check(SaveRequest(tmp_path / "b.safetensors"), copy=True)
+        go.set()
+        points.wait()
+    assert torch.equal(load(tmp_path / "a.safetensors")["w"], torch.ones(1000))
+
+
+def test_an_interrupt_before_the_lane_has_a_save_leaves_nobody_waiting(bus, tmp_path, monkeypatch):
+    points = SavePoints(bus, lambda request: {"w": 1})
+    real = Turns.enter
+
+    def interrupt(turns, job):
+        monkeypatch.undo()
+        real(turns, job)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Turns, "enter", interrupt)
+
+    def publish(event, **payload):
+        bus.publish(event(progress=Progress(), **payload))
+
+    with bus:
+        for name in ("a", "b"):
+            points.request(SaveRequest(tmp_path / name))
+            if name == "a":
+                with pytest.raises(KeyboardInterrupt):
+                    points.save(1, publish, Progress())
+            else:
+                points.save(2, publish, Progress())
+    assert [path.name for path in tmp_path.iterdir() if path.name != "last_checkpoint"] == ["b"]
