@@ -1,6 +1,7 @@
 import functools
 import gc
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -15,6 +16,10 @@ from blockbuster import blockbuster_ctx
 from eventloop import Event, events
 
 from .scripts import run_script
+
+# Here, and in the processes that tests start: the models are so small that waiting for a second thread takes most of the time.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Of the one fork server that the tests of a run share: with these a process of theirs starts in a tenth of a second.
 multiprocessing.set_forkserver_preload(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
@@ -28,12 +27,3 @@ def load_example(name: str) -> ModuleType:
 @pytest.fixture
 def example() -> Callable[[str], ModuleType]:
     return load_example
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The networks are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

@@ -317,8 +317,5 @@ class Job:
 
 
 @pytest.fixture
-def job() -> Iterator[Job]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Job()
-    torch.set_num_threads(threads)
+def job() -> Job:
+    return Job()

@@ -123,11 +123,8 @@ class Parts:
 
 
 @pytest.fixture(scope="session")
-def parts() -> Iterator[type[Parts]]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the models are so small that waiting for a second one takes most of the time
-    yield Parts
-    torch.set_num_threads(threads)
+def parts() -> type[Parts]:
+    return Parts
 
 
 @pytest.fixture
