@@ -74,7 +74,7 @@ class EvaluateHook(Hook):
         by_epoch: count epochs.
         monitor: name of the metric that tells the best; by default the first one of the first result.
         rule: ``"greater"`` or ``"less"`` is better; by default it goes by the name, see :func:`hooks.rules.find_rule`. Where
-            neither tells, a warning says that there is no best.
+            neither tells, a warning says that no best result is kept.
         json_file: name of the file in the work dir, None for none.
         name: of this hook in checkpoints, where there are several of its kind.
 

@@ -38,7 +38,7 @@ class PreemptionHook(Hook):
     and ``loop.run()`` returns; ``run.info["stop_reason"]`` and :attr:`received` tell of it. The same in the middle of a
     validation, which a resumed run begins anew. Without a work dir the run only ends, and the log says so. A run that
     does not train (``loop.test()``) only ends, too. A second signal has the effect that it would have had without the
-    hook: it ends the process at once, as a rule. The same one again within a second is no second signal: where a scheduler
+    hook: it ends the process at once, as a rule. The same one again within a second counts as one: where a scheduler
     signals each process of a job and ``torchrun`` hands that on, each process gets it twice.
 
     Handlers are installed when a run begins, and the ones before come back when it ends, however it ends. Python calls

@@ -1,4 +1,4 @@
-"""What hooks that go by metrics of validations say where there is no validation."""
+"""Errors and warnings of hooks that need validations, in a training without them."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Final, TypeGuard
 from eventloop.errors import CheckpointDamagedError
 
 MAX_TREE_BYTES: Final = 1 << 32
-"""Of all that is no tensor in a checkpoint; more than that MessagePack cannot have in one place."""
+"""Bytes of everything in a checkpoint except its tensors. MessagePack cannot hold more in one piece."""
 
 _LONGEST_NAME: Final = 255
 _KINDS: Final = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
@@ -79,7 +79,7 @@ def file_size(path: Path, *, follow: bool = False) -> int:
 
     Raises:
         OSError: it cannot be looked at.
-        CheckpointDamagedError: it is no regular file; see `check_regular`. With ``follow`` it may be a link to one.
+        CheckpointDamagedError: it is not a regular file; see `check_regular`. With ``follow`` a link to one is allowed.
     """
     status = path.stat(follow_symlinks=follow)
     if not stat.S_ISREG(status.st_mode):

@@ -41,7 +41,7 @@ def shards_of(state: Mapping[str, Any], path: Path) -> Path:
     """Return the directory with the sharded tensors of the checkpoint ``path``.
 
     Raises:
-        CheckpointDamagedError: what the checkpoint names is no directory of its own.
+        CheckpointDamagedError: the checkpoint names a directory that does not belong to it.
     """
     name = state[SHARDS]
     if not (is_plain_name(name) and name.endswith(SUFFIX)):

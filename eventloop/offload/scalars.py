@@ -2,7 +2,7 @@
 
 Numbers are taken as they are. Tensors of one element are copied into a row on their device (:mod:`.ring`), one row
 for each dtype and device; a consumer turns rows into numbers later, many at a time. A name whose value had another number of
-elements once is no scalar with one element either, as long as it has dimensions: it is the last, smaller batch of an epoch.
+elements once does not count as a scalar with one element either, while it has dimensions: it is the smaller last batch.
 
 What is a scalar among the outputs of an iteration is nearly always what was one before, so it is noted down in a plan, and an
 iteration only checks that the plan still holds. A row has the dtype of its tensors: a conversion on the way costs little by

@@ -113,7 +113,7 @@ class ThreadConsumer(Consumer):
             context.run(self._handler, arrived if self._batch is not None else arrived[0])
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is reported, and the lane goes on
             if self._abandoned:
-                self._count_failed(len(items))  # the bus has closed and said so; nobody is left to tell
+                self._count_failed(len(items))  # the bus has closed and said so
             else:
                 self._fail(error, items, arrived)
         except BaseException:

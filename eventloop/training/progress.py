@@ -58,7 +58,7 @@ class Counters(msgspec.Struct):
 
 
 def how_far(state: Any) -> tuple[int, ...]:
-    """Return how far the run of a checkpoint had come, for comparison; () if this is no checkpoint of a run."""
+    """Return how far the run of a checkpoint had come, for comparison; () for another kind of file."""
     progress = state.get("progress") if isinstance(state, Mapping) else None
     if not isinstance(progress, Mapping):
         return ()

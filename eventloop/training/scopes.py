@@ -40,7 +40,7 @@ class Scopes:
 
         Raises:
             RuntimeError: no scope is open.
-            TypeError: ``undo`` is no function, but what one has returned.
+            TypeError: ``undo`` is the result of a call instead of a function.
         """
         if not callable(undo):
             raise TypeError(f"run.defer() takes a function to call later, not {undo!r}: write run.defer(f), not run.defer(f())")

@@ -62,7 +62,7 @@ def set_epoch(loader: Iterable[Any], epoch: int) -> None:
 
 
 def _seeded(loader: Iterable[Any]) -> Iterator[SeededDataset]:
-    """Find them among the attributes of what can be iterated or indexed: a wrapper of data is no other."""
+    """Find them among the attributes of what can be iterated or indexed: a wrapper of data is one of these."""
     seen: set[int] = set()
     waiting: list[Any] = [loader]
     while waiting:

@@ -36,7 +36,7 @@ def open_to_append(path: Path) -> IO[bytes]:
 
 
 def check_in_place(file: IO[Any], path: Path) -> None:
-    """Raise FileNotFoundError if ``path`` does not name the open ``file`` any more: nobody will ever read what is written."""
+    """Raise FileNotFoundError if ``path`` does not name the open ``file`` any more: what is written to it would be lost."""
     try:
         in_place = os.path.samestat(os.fstat(file.fileno()), path.lstat())
     except FileNotFoundError:

@@ -30,7 +30,7 @@ def find_checkpoint(*directories: Place, known: Iterable[Place] = ()) -> tuple[P
 
     Raises:
         CheckpointDamagedError: there are checkpoints, and none of them can be read.
-        CheckpointError: a remote directory does not answer. An older checkpoint may be there, but nobody asked for that.
+        CheckpointError: a remote directory does not answer. An older checkpoint may be there, but was not asked for.
     """
     damage: list[str] = []
     for path in _newest_first(directories, known, damage):
