@@ -89,9 +89,10 @@ class ThreadConsumer(Consumer):
             self._worker.stop()
 
     def _finish(self) -> bool:
-        if self.lane.finished():
-            # While the bus, as it closes, still waits for this thread. Should another event come, another worker is started.
-            self._stop_worker()
+        if not self.lane.finished():
+            return False  # if that changes now, this thread is rung
+        # While the bus, as it closes, still waits for this thread. Should another event come, another worker is started.
+        self._stop_worker()
         with self._starting:
             if not self.lane.finished():
                 return False

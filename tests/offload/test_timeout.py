@@ -108,6 +108,27 @@ def test_a_thread_that_is_done_just_when_it_is_given_up_ends():
     assert not threads[0].is_alive()
 
 
+def test_the_second_thread_ends_though_the_lane_is_retired_between_two_looks_at_it(monkeypatch, release):
+    bus = Bus()
+    subscription, finished = hanging(bus, "thread", set(), release, timeout=30)
+    look, looked = subscription.lane.finished, []
+
+    def finished_a_moment_later():
+        looked.append(look())
+        if len(looked) == 1:
+            subscription.cancel()
+        return looked[-1]
+
+    with bus:
+        monkeypatch.setattr(subscription.lane, "finished", finished_a_moment_later)
+        bus.publish(iteration(0))
+        subscription.lane.wake()
+        bus.drain()
+    assert finished == [0]
+    assert looked[0] is False
+    # The fixture joins all threads of the bus.
+
+
 def test_after_three_threads_left_behind_the_handler_is_retired_and_what_waits_is_dropped(release):
     bus = Bus()
     subscription, finished = hanging(bus, "thread", set(range(100)), release, timeout=0.05, on_error="log")
