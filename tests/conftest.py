@@ -12,6 +12,7 @@ import pytest
 import structlog
 import torch
 from blockbuster import blockbuster_ctx
+from hypothesis import HealthCheck, settings
 
 from eventloop import Event, events
 
@@ -20,6 +21,11 @@ from .scripts import run_script
 # Here, and in the processes that tests start: the models are so small that waiting for a second thread takes most of the time.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# `pytest --hypothesis-profile nightly` looks longer.
+for profile, examples in (("quick", 50), ("nightly", 300)):
+    settings.register_profile(profile, max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("quick")
 
 # Of the one fork server that the tests of a run share: with these a process of theirs starts in a tenth of a second.
 multiprocessing.set_forkserver_preload(

@@ -4,7 +4,7 @@ import threading
 from dataclasses import dataclass, field
 
 import anyio
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
@@ -72,7 +72,6 @@ def model(planned: list[Planned], events: int) -> dict[int, list[int]]:
     return heard
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(planned=plans, events=st.integers(1, 12), backend=st.sampled_from(["asyncio", "asyncio", "trio"]))
 def test_everything_arrives_as_the_model_says(planned, events, backend):
     bus = Bus(backend=backend)
@@ -135,7 +134,6 @@ def test_everything_arrives_as_the_model_says(planned, events, backend):
             assert stats.dropped == stats.pending == 0
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     mode=st.sampled_from(["async", "thread"]),
     full=st.sampled_from(FULL),
@@ -191,7 +189,6 @@ def test_from_several_threads_counts_add_up_and_the_order_of_each_thread_is_kept
         assert mine == sorted(set(mine))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     hosted=st.booleans(),
     backend=st.sampled_from(["asyncio", "trio"]),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -133,13 +133,11 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("container") / "c.safetensors"
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(tree=trees)
 def test_every_tree_comes_back_bit_for_bit(file, tree):
     assert canonical(round_trip(tree, file)) == canonical(tree)
 
 
-@settings(max_examples=40, deadline=None)
 @given(first=trees, second=trees)
 def test_a_buffer_that_saw_another_tree_changes_nothing(file, first, second):
     buffer = StageBuffer()
@@ -298,7 +296,6 @@ def test_safetensors_opens_the_file_and_returns_the_same_tensors(file):
         assert handle.metadata() == {"format": "trainbus.checkpoint", "version": "1", "digest": "crc32"}
 
 
-@settings(max_examples=60, deadline=None)
 @given(tree=trees)
 def test_safetensors_opens_whatever_is_written(file, tree):
     save(tree, file)

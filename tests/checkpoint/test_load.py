@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eventloop.checkpoint import inspect, load, outline, save, verify
@@ -73,7 +73,6 @@ def test_every_truncation_of_a_small_file_is_detected(good, path):
         assert_damaged(path, good[:length])
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_random_damage_to_a_larger_file_is_detected(large, path, data):
     offset = data.draw(st.integers(0, len(large) - 1))
@@ -93,7 +92,6 @@ def test_random_damage_to_a_larger_file_is_detected(large, path, data):
         assert_damaged(path, bytes(damaged))
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.binary(max_size=200))
 def test_arbitrary_bytes_are_refused(path, data):
     assert_damaged(path, data)

@@ -143,12 +143,10 @@ def mutate(data: bytes, changes: list[tuple[str, int, bytes]]) -> bytes:
     return data
 
 
-quick = settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+one_file_for_all = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@quick
+@one_file_for_all
 @given(data=st.data())
 def test_a_tree_with_any_damage(good, path, data):
     tree = tree_of(good)
@@ -189,13 +187,13 @@ foreign = st.one_of(
 )
 
 
-@quick
+@one_file_for_all
 @given(tree=st.tuples(slots, foreign, values))
 def test_a_tree_of_any_values(good, path, tree):
     assert not read(path, with_tree(good, msgspec.msgpack.encode(tree))).wasteful
 
 
-@quick
+@one_file_for_all
 @given(data=st.data())
 def test_a_header_with_any_damage(good, path, data):
     header, body = split(good)
@@ -215,7 +213,7 @@ entries = st.one_of(
 )
 
 
-@quick
+@one_file_for_all
 @given(data=st.data())
 def test_a_header_with_other_entries(good, path, data):
     header, body = split(good)
@@ -230,7 +228,7 @@ def test_a_header_with_other_entries(good, path, data):
     assert not read(path, seal(text, body)).wasteful
 
 
-@quick
+@one_file_for_all
 @given(data=st.data())
 def test_damage_without_a_right_digest_is_always_found(good, path, data):
     damaged = mutate(good, data.draw(mutations(len(good))))

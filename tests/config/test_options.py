@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eventloop import Hook, registered
@@ -30,7 +30,6 @@ def plain(value):
 
 
 @pytest.mark.parametrize("codec", [(json.dumps, json.loads), (yaml.safe_dump, yaml.safe_load)], ids=["json", "yaml"])
-@settings(deadline=None)
 @given(st.data())
 def test_any_choice_of_a_hooks_defaults_round_trips_through_text_and_its_struct(codec, data):
     encode, decode = codec

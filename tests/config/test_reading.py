@@ -5,7 +5,7 @@ import os
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eventloop import ConfigurationError
@@ -230,7 +230,6 @@ def test_a_change_of_the_wrong_type_is_an_error_with_its_place(annotation, text,
     assert said(typed, annotation, text) == message
 
 
-@settings(deadline=None)
 @given(st.recursive(st.booleans() | st.integers() | st.text("abc", max_size=3), lambda inner: st.lists(inner, max_size=3)))
 def test_a_value_in_json_comes_through_where_the_signature_says_nothing(value):
     text = json.dumps(value)

@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eventloop import Bus, ConfigurationError
@@ -129,7 +129,6 @@ values = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(["LoggerHook", "ParamSchedulerHook", "EMAHook", "CheckpointHook", "OptimizerHook", "os:system"]),
     st.dictionaries(

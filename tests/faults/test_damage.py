@@ -69,7 +69,7 @@ def damage(data: bytes, kind: str, at: int, bit: int) -> bytes:
     return bytes(changed)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(job, run_dir, data):
     work_dir = run_dir()

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import anyio
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
@@ -58,7 +58,6 @@ def subscribe(bus: Bus, mode: str, released: threading.Event, options: dict):
     return bus.on("after_train_iter", handle, offload="thread" if mode == "thread" else "inline", **options)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     mode=st.sampled_from(["async", "thread", "process"]),
     full=st.sampled_from(["block", "drop_old", "drop_new", "latest"]),
@@ -120,7 +119,6 @@ def test_the_counts_add_up_at_every_moment(mode, full, queue, batch, linger, dee
         assert stats.failed >= (bad if batch is None else -(-bad // batch))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     full=st.sampled_from(["block", "drop_old", "drop_new", "latest"]),
     queue=st.integers(1, 6),
