@@ -30,11 +30,11 @@ from eventloop import (
     register,
 )
 from eventloop.checkpoint import (
+    AnyPath,
     Busy,
-    Place,
     Staging,
+    as_path,
     is_sharded,
-    place_of,
     store_of,
     sweep_shards,
 )
@@ -136,7 +136,7 @@ class CheckpointHook(Hook):
         self.save_begin = save_begin
         self.save_last = save_last
         self.on_error: Literal["raise", "log"] = on_error
-        self._out_dir = None if out_dir is None else place_of(out_dir)
+        self._out_dir = None if out_dir is None else as_path(out_dir)
         self._options: dict[str, Any] = {
             "save_optimizer": save_optimizer,
             "save_param_scheduler": save_param_scheduler,
@@ -291,7 +291,7 @@ class CheckpointHook(Hook):
     def _saves(self) -> bool:
         return self.interval > 0 or self.save_last or self._kept.best.wanted
 
-    def _directory(self, work_dir: Path | None) -> Place | None:
+    def _directory(self, work_dir: Path | None) -> AnyPath | None:
         """Return where this run's files go: in ``out_dir``, which other runs may have, too, a folder of its own."""
         out_dir = None if self._out_dir is None else self._out_dir.absolute()
         if out_dir is None or work_dir is None or out_dir == work_dir:
@@ -310,7 +310,7 @@ class CheckpointHook(Hook):
         return self._template.format(event.progress.epoch) if by_epoch else self._best_by_iter.format(event.progress.iter)
 
     @contextmanager
-    def _errors(self, what: str, path: Place | str) -> Iterator[None]:
+    def _errors(self, what: str, path: AnyPath | str) -> Iterator[None]:
         """Log errors of the file system instead of raising them, with ``on_error="log"``."""
         try:
             yield

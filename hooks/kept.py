@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from eventloop import CheckpointError, Slot, get_logger
-from eventloop.checkpoint import Place, check_regular, is_plain_name, place_of
+from eventloop.checkpoint import AnyPath, as_path, check_regular, is_plain_name
 from hooks.best import Best
 from hooks.checkpoint_options import SUFFIX
 from hooks.retention import Shelf
@@ -26,14 +26,14 @@ class Kept:
     """
 
     def __init__(self, keep: int | None, new_best: Callable[[], Best]) -> None:
-        self.directory: Place | None = None
+        self.directory: AnyPath | None = None
         self.best = new_best()
         self.files = Shelf(keep)
         self._keep = keep
         self._new_best = new_best
         self._all: list[Kept] = [self]
 
-    def begin(self, directory: Place | None, everybody: list[Kept]) -> None:
+    def begin(self, directory: AnyPath | None, everybody: list[Kept]) -> None:
         """Begin a run; if it saves elsewhere than the one before, that one's files and scores are forgotten.
 
         Args:
@@ -53,7 +53,7 @@ class Kept:
 
     def own(self, paths: Iterable[str]) -> Collection[str]:
         """Return the names of those files that are in the directory."""
-        return {path.name for path in map(place_of, paths) if path.parent == self.directory}
+        return {path.name for path in map(as_path, paths) if path.parent == self.directory}
 
     def committed(self, paths: Iterable[str]) -> list[str]:
         """Note that files are durable; return the names of those that nobody keeps any more."""

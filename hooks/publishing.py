@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from eventloop import CheckpointError, get_logger
-from eventloop.checkpoint import TEMPORARY_PREFIX, Place, load, load_whole, save, store_of, sweep_shards
+from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, load, load_whole, save, store_of, sweep_shards
 
 log = get_logger()
 
@@ -17,7 +17,7 @@ _STILL = 60.0  # seconds without a change after which nobody can be writing a te
 _PART = 16 << 20  # bytes that are read at a time
 
 
-def publish_checkpoint(path: Place, keys: Iterable[str]) -> Place:
+def publish_checkpoint(path: AnyPath, keys: Iterable[str]) -> AnyPath:
     """Write a copy with only ``keys``, beside the checkpoint, named ``<name>-<first 8 hex digits of its SHA-256>``.
 
     Args:
@@ -63,7 +63,7 @@ def keys_to_publish(keys: Iterable[str], there: Iterable[str], checkpoint: str) 
     return [key for key in wanted if key not in missing]
 
 
-def sweep(directory: Place) -> bool:
+def sweep(directory: AnyPath) -> bool:
     """Remove what a killed process has left in ``directory``: temporary files, and parts of sharded checkpoints.
 
     Those changed within the last minute stay: another process (an evaluation beside the training) may be writing them. So do

@@ -9,32 +9,34 @@ from eventloop.checkpoint.commit import TEMPORARY_PREFIX, commit_bytes, link, ma
 from eventloop.checkpoint.container import CommitInfo, save, write
 from eventloop.checkpoint.export import export_tree, export_weights, is_weights
 from eventloop.checkpoint.kind import file_kind
-from eventloop.checkpoint.load import Description, inspect, load, outline, verify
+from eventloop.checkpoint.load import CheckpointInfo, inspect, load, outline, verify
 from eventloop.checkpoint.overlap import Overlap, Staging, check_staging
 from eventloop.checkpoint.pth import load_pth
 from eventloop.checkpoint.remote import RemotePath
 from eventloop.checkpoint.saver import AsyncSaver
-from eventloop.checkpoint.shards import is_sharded, sweep_shards
-from eventloop.checkpoint.stage import StageBuffer, Staged, stage
-from eventloop.checkpoint.store import Place, Store, place_of, store_of
+from eventloop.checkpoint.shards import SHARDS, is_sharded, sweep_shards, verify_shards
+from eventloop.checkpoint.stage import StageBuffer, StagedTree, stage
+from eventloop.checkpoint.store import AnyPath, Store, as_path, store_of
 from eventloop.checkpoint.turns import Busy, Turns, check_busy
 from eventloop.checkpoint.whole import load_whole
 from eventloop.checkpoint.wrappers import without_wrappers
 
 __all__ = [
+    "SHARDS",
     "TEMPORARY_PREFIX",
+    "AnyPath",
     "AsyncSaver",
     "Busy",
+    "CheckpointInfo",
     "CommitInfo",
-    "Description",
     "Overlap",
-    "Place",
     "RemotePath",
     "StageBuffer",
-    "Staged",
+    "StagedTree",
     "Staging",
     "Store",
     "Turns",
+    "as_path",
     "check_busy",
     "check_regular",
     "check_staging",
@@ -52,13 +54,13 @@ __all__ = [
     "load_whole",
     "make_directory",
     "outline",
-    "place_of",
     "remove",
     "save",
     "stage",
     "store_of",
     "sweep_shards",
     "verify",
+    "verify_shards",
     "without_wrappers",
     "write",
 ]

@@ -8,20 +8,20 @@ import time
 import msgspec
 
 from eventloop.checkpoint.digest import readable
-from eventloop.checkpoint.stage import Staged, stage
-from eventloop.checkpoint.store import Place, place_of, store_of
+from eventloop.checkpoint.stage import StagedTree, stage
+from eventloop.checkpoint.store import AnyPath, as_path, store_of
 
 
 class CommitInfo(msgspec.Struct, frozen=True):
     """A checkpoint that is on disk: where, its size in bytes, its digest, and the seconds it took without staging."""
 
-    path: Place
+    path: AnyPath
     bytes: int
     digest: str
     seconds: float
 
 
-def write(staged: Staged, path: str | os.PathLike[str] | Place) -> CommitInfo:
+def write(staged: StagedTree, path: str | os.PathLike[str] | AnyPath) -> CommitInfo:
     """Write a staged tree to `path`, a file here or a URL, durably and atomically, and release it.
 
     Blocking; meant for a thread beside the training. The GIL is free during nearly all of it. When it fails, what had
@@ -32,13 +32,13 @@ def write(staged: Staged, path: str | os.PathLike[str] | Place) -> CommitInfo:
         ConfigurationError: `path` is a URL, and what reaches it is not installed.
     """
     start = time.perf_counter()
-    place = place_of(path)
+    place = as_path(path)
     digest = store_of(place).write(place, staged.bytes, staged.pieces())
     staged.release()
     return CommitInfo(place, staged.bytes, readable(digest), time.perf_counter() - start)
 
 
-def save(tree: object, path: str | os.PathLike[str] | Place) -> CommitInfo:
+def save(tree: object, path: str | os.PathLike[str] | AnyPath) -> CommitInfo:
     """Stage `tree` and write it to `path`.
 
     Raises:

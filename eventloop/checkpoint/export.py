@@ -12,7 +12,7 @@ import torch
 
 from eventloop.checkpoint.load import inspect
 from eventloop.checkpoint.plain import weights_only, write_pth, write_safetensors
-from eventloop.checkpoint.store import Place, place_of, store_of
+from eventloop.checkpoint.store import AnyPath, as_path, store_of
 from eventloop.checkpoint.tree import text_of
 from eventloop.checkpoint.whole import load_whole
 from eventloop.checkpoint.wrappers import without_wrappers
@@ -23,7 +23,7 @@ WEIGHTS: Final = "state_dict"
 RAW: Final = "ema_state_dict"
 """Where it has the weights that were not averaged, if ``"state_dict"`` has the averaged ones."""
 
-_Path = str | os.PathLike[str] | Place
+_Path = str | os.PathLike[str] | AnyPath
 _PTH: Final = (".pth", ".pt")
 _SAFETENSORS: Final = ".safetensors"
 
@@ -123,7 +123,7 @@ def _of_model(weights: Any, model: str | None) -> Mapping[str, Any]:
     raise CheckpointError(f"the checkpoint has no model {model!r} but {names}")
 
 
-def _write(out: Place, write: Callable[[Path], None]) -> None:
+def _write(out: AnyPath, write: Callable[[Path], None]) -> None:
     if isinstance(out, Path):
         write(out)
         return
@@ -133,8 +133,8 @@ def _write(out: Place, write: Callable[[Path], None]) -> None:
         store_of(out).copy(file, out)
 
 
-def _checked_out(out: _Path, suffixes: tuple[str, ...]) -> Place:
-    place = place_of(out)
+def _checked_out(out: _Path, suffixes: tuple[str, ...]) -> AnyPath:
+    place = as_path(out)
     if place.suffix not in suffixes:
         raise CheckpointError(f"{out}: the name must end in {' or '.join(suffixes)}")
     return place

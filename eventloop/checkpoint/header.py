@@ -69,7 +69,7 @@ class NewerError(Exception):
     """A file says that it needs a newer program than this; or a bit of it has flipped."""
 
 
-class Entry(msgspec.Struct, frozen=True):
+class TensorInfo(msgspec.Struct, frozen=True):
     """One tensor of the header: its dtype by safetensors' name, its shape, and its bytes within the data."""
 
     dtype: str
@@ -88,11 +88,11 @@ class Header(msgspec.Struct, frozen=True):
     """A header that was read and found sound: every entry in the order of the data, without holes."""
 
     version: int
-    entries: dict[str, Entry]
+    entries: dict[str, TensorInfo]
     bytes: int
 
 
-def render_start(entries: dict[str, Entry]) -> bytes:
+def render_start(entries: dict[str, TensorInfo]) -> bytes:
     """The JSON of the user's tensors: the part of a header that stays the same while the set of tensors does.
 
     Raises:
@@ -149,7 +149,7 @@ def parse(text: bytes, data_bytes: int) -> Header:
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(raw.pop(METADATA, b"{}"), type=dict[str, str])
         version = _version(metadata)
-        entries = {name: msgspec.json.decode(entry, type=Entry) for name, entry in raw.items()}
+        entries = {name: msgspec.json.decode(entry, type=TensorInfo) for name, entry in raw.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointDamagedError(f"the header cannot be read: {error}") from error
     _check_entries(entries, data_bytes)
@@ -174,7 +174,7 @@ def _version(metadata: dict[str, str]) -> int:
     return int(text)
 
 
-def _check_entries(entries: dict[str, Entry], data_bytes: int) -> None:
+def _check_entries(entries: dict[str, TensorInfo], data_bytes: int) -> None:
     end = 0
     for name, entry in entries.items():
         dtype = SAFE_DTYPES.get(entry.dtype)
@@ -190,6 +190,6 @@ def _check_entries(entries: dict[str, Entry], data_bytes: int) -> None:
         raise CheckpointDamagedError(f"the header promises a tree of {after - begin:,} bytes; {MAX_TREE_BYTES:,} are the most")
 
 
-def _check_last(last: Sequence[str], entries: dict[str, Entry]) -> None:
+def _check_last(last: Sequence[str], entries: dict[str, TensorInfo]) -> None:
     if last != [TREE, DIGEST] or entries[DIGEST].shape != (DIGEST_BYTES,) or entries[DIGEST].dtype != "U8":
         raise CheckpointDamagedError("the header does not end with the tree and the digest")

@@ -9,7 +9,7 @@ import msgspec
 
 from eventloop.checkpoint.header import FORMAT, LENGTH_BYTES, METADATA, header_bytes
 from eventloop.checkpoint.pth import LEGACY, ZIP
-from eventloop.checkpoint.store import Place, place_of, store_of
+from eventloop.checkpoint.store import AnyPath, as_path, store_of
 from eventloop.errors import CheckpointDamagedError
 
 Kind = Literal["checkpoint", "plain safetensors", "torch.save", "unknown"]
@@ -18,7 +18,7 @@ Kind = Literal["checkpoint", "plain safetensors", "torch.save", "unknown"]
 _FOREIGN_FORMATS: Final = frozenset({None, "pt", "np", "numpy", "tf", "flax", "mlx"})
 
 
-def file_kind(path: str | os.PathLike[str] | Place) -> Kind:
+def file_kind(path: str | os.PathLike[str] | AnyPath) -> Kind:
     """What a file is, by its beginning: a checkpoint, weights of another program, or a file of ``torch.save``.
 
     A damaged checkpoint is one, or unknown; so is what is not a regular file.
@@ -27,7 +27,7 @@ def file_kind(path: str | os.PathLike[str] | Place) -> Kind:
         OSError: the file cannot be read.
         CheckpointError: its store does not answer.
     """
-    place = place_of(path)
+    place = as_path(path)
     try:
         with store_of(place).opened(place) as (file, size):
             start = file.read(LENGTH_BYTES)

@@ -16,8 +16,8 @@ from eventloop.checkpoint.header import (
     FOREIGN_NAMES,
     RESERVED,
     SAFE_NAMES,
-    Entry,
     Foreign,
+    TensorInfo,
     render_start,
 )
 from eventloop.checkpoint.tree import Flat, join
@@ -145,15 +145,15 @@ class Layout:
             others = []
         yield from [(False, others)] if others else []
 
-    def _entries(self, flat: Flat) -> tuple[int, dict[str, Entry]]:
-        entries: dict[str, Entry] = {}
+    def _entries(self, flat: Flat) -> tuple[int, dict[str, TensorInfo]]:
+        entries: dict[str, TensorInfo] = {}
         end = 0
         for index in self.order:
             shape, dtype = self.shapes[index], self.dtypes[index]
             begin, end = end, end + math.prod(shape) * dtype.itemsize
             stored = shape if dtype in SAFE_NAMES else (end - begin,)
             name = _unique_name(join(flat.parents[index], flat.keys[index]), entries)
-            entries[name] = Entry(SAFE_NAMES.get(dtype, "U8"), stored, (begin, end))
+            entries[name] = TensorInfo(SAFE_NAMES.get(dtype, "U8"), stored, (begin, end))
         return end, entries
 
     def _pack_slots(self) -> msgspec.Raw:
@@ -281,7 +281,7 @@ def _problem(tensor: torch.Tensor) -> tuple[str, str]:
     return "", ""
 
 
-def _unique_name(path: str, taken: dict[str, Entry]) -> str:
+def _unique_name(path: str, taken: dict[str, TensorInfo]) -> str:
     # JSON cannot hold lone surrogates; the tree keeps the exact key, the name is for people.
     wanted = path.encode("utf-8", "replace").decode() or "tensor"
     name, number = wanted, 2

@@ -21,32 +21,32 @@ from eventloop.checkpoint.header import (
     LENGTH_BYTES,
     SAFE_DTYPES,
     TREE,
-    Entry,
     Foreign,
     Header,
     NewerError,
+    TensorInfo,
     foreign_dtype,
     header_bytes,
     parse,
 )
 from eventloop.checkpoint.packed import check_packed
 from eventloop.checkpoint.rebuild import unflatten
-from eventloop.checkpoint.store import Place, place_of, store_of
+from eventloop.checkpoint.store import AnyPath, as_path, store_of
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 
-_Path = str | os.PathLike[str] | Place
+_Path = str | os.PathLike[str] | AnyPath
 _Data = np.ndarray[tuple[int], np.dtype[np.uint8]]
 _OWN: Final = (TREE, DIGEST)
 
 
-class Description(msgspec.Struct, frozen=True):
+class CheckpointInfo(msgspec.Struct, frozen=True):
     """What a checkpoint file says about itself. Sizes and offsets are in bytes."""
 
-    path: Place
+    path: AnyPath
     bytes: int
     version: int
     digest: str
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorInfo]
     """By dotted path; a dtype that safetensors lacks is described as the U8 it is stored as."""
 
 
@@ -100,7 +100,7 @@ def verify(path: _Path) -> None:
         _check_rest(file, size - header.bytes, digest)
 
 
-def inspect(path: _Path) -> Description:
+def inspect(path: _Path) -> CheckpointInfo:
     """Describe a checkpoint from its header alone. The data are not read, so damage to them is not seen.
 
     Raises:
@@ -108,13 +108,13 @@ def inspect(path: _Path) -> Description:
         CheckpointDamagedError: the header is damaged, or not that of a checkpoint.
         CheckpointError: a newer trainbus wrote it.
     """
-    path = place_of(path)
+    path = as_path(path)
     with _opened(path) as (file, size):
         header, _ = _read_header(file, size)
         file.seek(size - DIGEST_BYTES)
         digest = readable(file.read(DIGEST_BYTES))
     tensors = {name: entry for name, entry in header.entries.items() if name not in _OWN}
-    return Description(path, size, header.version, digest, tensors)
+    return CheckpointInfo(path, size, header.version, digest, tensors)
 
 
 def outline(path: _Path) -> Any:
@@ -143,7 +143,7 @@ def outline(path: _Path) -> Any:
 
 @contextmanager
 def _opened(path: _Path) -> Iterator[tuple[BinaryIO, int]]:
-    place = place_of(path)
+    place = as_path(path)
     with store_of(place).opened(place) as (file, size):
         try:
             try:
@@ -225,7 +225,7 @@ def _body(packed: bytearray | memoryview) -> _Body:
     return msgspec.msgpack.decode(packed, type=_Body)
 
 
-def _user_entries(header: Header) -> list[Entry]:
+def _user_entries(header: Header) -> list[TensorInfo]:
     return [entry for name, entry in header.entries.items() if name not in _OWN]
 
 
@@ -233,7 +233,7 @@ def _tensors(header: Header, data: _Data, foreign: dict[int, Foreign]) -> list[t
     return [_tensor(data, entry, foreign.get(rank)) for rank, entry in enumerate(_user_entries(header))]
 
 
-def _form(entry: Entry, foreign: Foreign | None) -> tuple[torch.dtype, tuple[int, ...]]:
+def _form(entry: TensorInfo, foreign: Foreign | None) -> tuple[torch.dtype, tuple[int, ...]]:
     dtype = SAFE_DTYPES[entry.dtype] if foreign is None else foreign_dtype(foreign.dtype)
     shape = entry.shape if foreign is None else foreign.shape
     begin, end = entry.data_offsets
@@ -243,7 +243,7 @@ def _form(entry: Entry, foreign: Foreign | None) -> tuple[torch.dtype, tuple[int
     return dtype, shape
 
 
-def _tensor(data: _Data, entry: Entry, foreign: Foreign | None) -> torch.Tensor:
+def _tensor(data: _Data, entry: TensorInfo, foreign: Foreign | None) -> torch.Tensor:
     dtype, shape = _form(entry, foreign)
     begin, end = entry.data_offsets
     if begin == end:

@@ -14,15 +14,15 @@ import torch
 
 from eventloop.checkpoint.container import CommitInfo, write
 from eventloop.checkpoint.overlap import Overlap
-from eventloop.checkpoint.stage import StageBuffer, Staged, stage
-from eventloop.checkpoint.store import Place, place_of
+from eventloop.checkpoint.stage import StageBuffer, StagedTree, stage
+from eventloop.checkpoint.store import AnyPath, as_path
 from eventloop.checkpoint.turns import Busy, Turns, check_busy
 from eventloop.errors import CheckpointError
 
 
 class _Job(NamedTuple):
-    staged: Staged
-    path: Place
+    staged: StagedTree
+    path: AnyPath
     future: Future[CommitInfo]
 
 
@@ -70,7 +70,7 @@ class AsyncSaver:
             self._bell.put(None)  # after Ctrl-C the thread may run all the same, and nobody else will end it
             raise
 
-    def save(self, tree: object, path: str | os.PathLike[str] | Place) -> Future[CommitInfo]:
+    def save(self, tree: object, path: str | os.PathLike[str] | AnyPath) -> Future[CommitInfo]:
         """Copy ``tree`` and have it written to ``path``, a file or a URL; its directory must exist.
 
         Returns:
@@ -82,7 +82,7 @@ class AsyncSaver:
         """
         self._check_usable()
         self._raise_failures()
-        place = place_of(path)
+        place = as_path(path)
         future: Future[CommitInfo] = Future()
         if self._busy == "wait":
             self.wait()

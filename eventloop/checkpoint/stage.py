@@ -30,11 +30,11 @@ class _Memory:
         self.flat = torch.empty(layout.bytes, dtype=torch.uint8, pin_memory=layout.pinned)
         self.views = layout.views(self.flat)
         self.targets = [self._target(batch) for batch in layout.batches]
-        # Weak: a Staged that is dropped without release() gives its memory back as well.
-        self.lease: weakref.ref[Staged] | None = None
+        # Weak: a StagedTree that is dropped without release() gives its memory back as well.
+        self.lease: weakref.ref[StagedTree] | None = None
         # Copies from CUDA devices that may be under way.
         self.events: list[torch.cuda.Event] = []
-        # What an Overlap copies here; it goes on when the Staged is released meanwhile.
+        # What an Overlap copies here; it goes on when the StagedTree is released meanwhile.
         self.late: Copy | None = None
 
     def _target(self, batch: Batch) -> list[torch.Tensor] | torch.Tensor:
@@ -61,8 +61,8 @@ class StageBuffer:
     """Staging memory kept between saves.
 
     As long as names, shapes, dtypes and aliases of the tensors stay the same, the memory and the layout are used again.
-    Memory that a `Staged` holds is never written: another is allocated beside it, and kept. `stage` with one buffer is
-    for one thread at a time; `Staged.release` is for any thread.
+    Memory that a `StagedTree` holds is never written: another is allocated beside it, and kept. `stage` with one buffer is
+    for one thread at a time; `StagedTree.release` is for any thread.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class StageBuffer:
         return sum(memory.flat.numel() for memory in self._memories)
 
     def clear(self) -> None:
-        """Forget memory and layout; a `Staged` keeps its own memory alive."""
+        """Forget memory and layout; a `StagedTree` keeps its own memory alive."""
         self._layout = None
         self._memories = []
 
@@ -92,7 +92,7 @@ class StageBuffer:
         return self._memories[-1]
 
 
-class Staged:
+class StagedTree:
     """A copy of a tree at one moment, ready to be written.
 
     `write` releases it after the commit; whoever does not write it (or whose write failed) calls `release`.
@@ -122,14 +122,14 @@ class Staged:
         """
         memory = self._memory
         if memory is None:
-            raise CheckpointError("this Staged was released (it was written already?); stage the tree again")
+            raise CheckpointError("this StagedTree was released (it was written already?); stage the tree again")
         if memory.late is not None:
             memory.late.finish()
         memory.wait()
         return self._header, memory.flat.numpy().data, self._tree
 
 
-def stage(tree: object, buffer: StageBuffer | None = None, *, overlap: Overlap | None = None) -> Staged:
+def stage(tree: object, buffer: StageBuffer | None = None, *, overlap: Overlap | None = None) -> StagedTree:
     """Copy `tree` so that the caller may change it at once.
 
     Tensors that are the same memory with the same shape, strides and dtype (tied weights) are copied once and are one
@@ -155,7 +155,7 @@ def stage(tree: object, buffer: StageBuffer | None = None, *, overlap: Overlap |
         # and then making a new layout says why.
         buffer.clear()
         layout, memory = _fill(flat, buffer, overlap)
-    staged = Staged(layout, memory, _pack((layout.packed_slots, layout.packed_foreign, flat.rest)))
+    staged = StagedTree(layout, memory, _pack((layout.packed_slots, layout.packed_foreign, flat.rest)))
     memory.lease = weakref.ref(staged)
     return staged
 
@@ -165,7 +165,7 @@ def _fill(flat: Flat, buffer: StageBuffer, overlap: Overlap | None) -> tuple[Lay
     layout = buffer._layout_for(flat)
     layout.check_places(flat)
     memory = buffer._memory(layout)
-    memory.wait()  # for copies of a Staged that nobody wrote, on what may have been another stream
+    memory.wait()  # for copies of a StagedTree that nobody wrote, on what may have been another stream
     memory.late = None
     if overlap is None and not layout.pinned:
         for (_, sources), target in zip(layout.matched(flat), memory.targets, strict=True):

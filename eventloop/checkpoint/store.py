@@ -16,7 +16,7 @@ from eventloop.checkpoint.digest import CHUNK
 from eventloop.checkpoint.remote import RemotePath, RemoteStore
 from eventloop.checkpoint.sealed import Pieces, write_sealed
 
-Place = Path | RemotePath
+AnyPath = Path | RemotePath
 """A file or a directory, here or elsewhere."""
 
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -37,7 +37,7 @@ class Store(Protocol):
     def write_bytes(self, path: Any, data: bytes) -> None:
         """Create or replace a small file."""
 
-    def copy(self, existing: Place, new: Any) -> None:
+    def copy(self, existing: AnyPath, new: Any) -> None:
         """Give what is in the file ``existing`` the second name ``new``, without moving bytes where that is possible."""
 
     def remove(self, path: Any) -> None:
@@ -77,7 +77,7 @@ class LocalStore:
         """Create or replace a small file."""
         commit.commit_bytes(path, data)
 
-    def copy(self, existing: Place, new: Path) -> None:
+    def copy(self, existing: AnyPath, new: Path) -> None:
         """Link, copy or download ``existing``."""
         if isinstance(existing, RemotePath):
             _download(existing, new)
@@ -105,12 +105,12 @@ _LOCAL: Final = LocalStore()
 _REMOTE: Final = RemoteStore()
 
 
-def store_of(place: Place) -> Store:
+def store_of(place: AnyPath) -> Store:
     """The store of a file or directory."""
     return cast(Store, _REMOTE) if isinstance(place, RemotePath) else _LOCAL
 
 
-def place_of(location: str | os.PathLike[str] | Place) -> Place:
+def as_path(location: str | os.PathLike[str] | AnyPath) -> AnyPath:
     """What a user has named: a path, or a URL such as ``s3://bucket/run``. ``file://`` is a path.
 
     Raises:

@@ -11,10 +11,10 @@ import torch
 
 from eventloop.checkpoint.load import load
 from eventloop.checkpoint.shards import SHARDS, verify_shards
-from eventloop.checkpoint.store import Place
+from eventloop.checkpoint.store import AnyPath
 
 
-def load_whole(path: str | os.PathLike[str] | Place) -> Any:
+def load_whole(path: str | os.PathLike[str] | AnyPath) -> Any:
     """Read a checkpoint on one process, with whole tensors also where the run that wrote it had them sharded.
 
     Raises:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import TypeAlias
 
-from eventloop.checkpoint import Place, place_of
+from eventloop.checkpoint import AnyPath, as_path
 from eventloop.config import shortened
 from eventloop.errors import ConfigurationError
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
-def place(text: str) -> Place:
+def place(text: str) -> AnyPath:
     """Return what a path or a URL names; a URL that nothing here can reach is a usage error."""
     try:
-        return place_of(text)
+        return as_path(text)
     except ConfigurationError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

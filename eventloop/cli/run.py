@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eventloop.checkpoint import Place, place_of
+from eventloop.checkpoint import AnyPath, as_path
 from eventloop.cli.arguments import Subparsers
 from eventloop.cli.checkpoint.output import check_kind
 from eventloop.cli.folders import free, resumable, to_resume
@@ -99,11 +99,11 @@ def _work_dir(loop: dict[str, Any], config: Path, resume: str | None) -> tuple[P
     if resume is not None and Path(resume).is_dir():
         return to_resume(Path(resume), default), "auto"
     if resume is not None:
-        _check_checkpoint(place_of(resume), default.parent)
+        _check_checkpoint(as_path(resume), default.parent)
     return free(default if chosen is None else Path(chosen)), resume
 
 
-def _check_checkpoint(path: Place, runs: Path) -> None:
+def _check_checkpoint(path: AnyPath, runs: Path) -> None:
     if path.is_dir():  # of a store: the newest in it
         return
     if not path.exists():

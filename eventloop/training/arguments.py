@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from eventloop.bus import Bus
-from eventloop.checkpoint import RemotePath, place_of
+from eventloop.checkpoint import RemotePath, as_path
 from eventloop.errors import ConfigurationError
 from eventloop.log import get_logger
 
@@ -49,7 +49,7 @@ def integer_seed(seed: int) -> int:
 
 def checked_work_dir(work_dir: str | Path) -> Path:
     """Return the directory; raise ConfigurationError if it is a URL."""
-    place = place_of(work_dir)
+    place = as_path(work_dir)
     if isinstance(place, RemotePath):
         raise ConfigurationError(
             f"work_dir={str(place)!r}: give a directory of this machine, for logs and the like, and the URL to "

@@ -21,7 +21,7 @@ import torch
 
 from eventloop import events as ev
 from eventloop.bus import Bus
-from eventloop.checkpoint import Busy, Place, Staging
+from eventloop.checkpoint import AnyPath, Busy, Staging
 from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.events import Event, Progress, RunEvent
@@ -122,7 +122,7 @@ class Run:
         """Whether validations belong to the training; None in a loop of the user's own that has made none yet."""
         self.trains = bool(self.optimizers)
         """Whether this run begins for a training, and has its directories to itself from its beginning on."""
-        self.resumed_from: Place | None = None
+        self.resumed_from: AnyPath | None = None
         self.options = options_given(self.optimizers, seed)
         self._feeds = Feeds(self.device)
         self._told: set[str] = set()
@@ -318,7 +318,7 @@ class Run:
         self,
         name: str,
         *,
-        directory: str | Place | None = None,
+        directory: str | AnyPath | None = None,
         save_optimizer: bool = True,
         save_param_scheduler: bool = True,
         on_error: OnError = "raise",
@@ -348,7 +348,7 @@ class Run:
         path = self._checkpoints.place(directory) / name
         self._checkpoints.request(SaveRequest(path, save_optimizer, save_param_scheduler, on_error, staging=staging, busy=busy))
 
-    def keeps_checkpoints_in(self, directory: str | Place) -> None:
+    def keeps_checkpoints_in(self, directory: str | AnyPath) -> None:
         """Have ``resume="auto"`` look there, too; for hooks that save elsewhere than in the work dir, before the run begins."""
         self._checkpoints.look_in(directory)
 
@@ -361,7 +361,7 @@ class Run:
         """
         self.options |= by_place(options, owner)
 
-    def check_savable(self, *, directory: str | Place | None = None, **options: Any) -> list[str]:
+    def check_savable(self, *, directory: str | AnyPath | None = None, **options: Any) -> list[str]:
         """Raise now what a save with these options of :meth:`request_save` would raise hours later.
 
         Returns:

@@ -17,10 +17,10 @@ from eventloop.checkpoint import (
     TEMPORARY_PREFIX,
     AsyncSaver,
     RemotePath,
+    as_path,
     inspect,
     load,
     outline,
-    place_of,
     save,
     store_of,
     verify,
@@ -136,8 +136,8 @@ def test_an_upload_that_is_too_short_never_gets_the_name(memory: MemoryFileSyste
 def test_a_second_name_is_copied_within_the_store_and_moved_between_places(memory: MemoryFileSystem, tmp_path: Path) -> None:
     local, remote, other = (
         tmp_path / "l.safetensors",
-        place_of("memory://b/r.safetensors"),
-        place_of("failing://b/o.safetensors"),
+        as_path("memory://b/r.safetensors"),
+        as_path("failing://b/o.safetensors"),
     )
     save(tree(), local)
     store_of(remote).copy(local, remote)
@@ -150,7 +150,7 @@ def test_a_second_name_is_copied_within_the_store_and_moved_between_places(memor
 
 
 def test_removing_what_is_not_there_is_fine_and_a_store_that_refuses_is_an_error() -> None:
-    path = place_of("failing://bucket/a.safetensors")
+    path = as_path("failing://bucket/a.safetensors")
     store_of(path).remove(path)
     Failing.calls.clear()
     Failing.fail_at, Failing.error = 0, PermissionError("not yours")
@@ -174,13 +174,13 @@ def test_an_async_saver_takes_urls() -> None:
 
 
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:
-    assert place_of(f"file://{tmp_path}/a%20b.safetensors") == tmp_path / "a b.safetensors"
+    assert as_path(f"file://{tmp_path}/a%20b.safetensors") == tmp_path / "a b.safetensors"
     save(tree(), f"file://{tmp_path}/a%20b.safetensors")
     verify(tmp_path / "a b.safetensors")
 
 
 def test_a_remote_path_has_parts_and_goes_to_other_processes() -> None:
-    path = place_of("memory://bucket/run/") / "epoch_3.safetensors"
+    path = as_path("memory://bucket/run/") / "epoch_3.safetensors"
     assert isinstance(path, RemotePath)
     assert (path.name, path.stem, path.suffix, str(path.parent)) == (
         "epoch_3.safetensors",
@@ -189,15 +189,15 @@ def test_a_remote_path_has_parts_and_goes_to_other_processes() -> None:
         "memory://bucket/run",
     )
     assert pickle.loads(pickle.dumps(path)) == path  # noqa: S301
-    assert len({path, place_of("memory://bucket/run/epoch_3.safetensors")}) == 1
+    assert len({path, as_path("memory://bucket/run/epoch_3.safetensors")}) == 1
 
 
 def test_without_fsspec_a_url_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(ConfigurationError, match=r'pip install "trainbus\[remote\]"'):
-        place_of("s3://bucket/run")
+        as_path("s3://bucket/run")
 
 
 def test_an_unknown_protocol_is_an_error_that_names_it() -> None:
     with pytest.raises(ConfigurationError, match="nowhere"):
-        place_of("nowhere://bucket/run")
+        as_path("nowhere://bucket/run")

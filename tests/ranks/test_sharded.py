@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from eventloop import CheckpointDamagedError, ConfigurationError, Hook
-from eventloop.checkpoint import export_weights, load, load_whole, sharded, sweep_shards
-from eventloop.checkpoint.shards import verify_shards
+from eventloop.checkpoint import export_weights, load, load_whole, sharded, sweep_shards, verify_shards
 from hooks import CheckpointHook
 
 from . import jobs

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.filesize import decimal
 
-from eventloop.checkpoint import Place, RemotePath, export_tree, export_weights, is_weights, load_pth, save
+from eventloop.checkpoint import AnyPath, RemotePath, export_tree, export_weights, is_weights, load_pth, save
 from eventloop.cli.checkpoint.output import check_file, check_kind, say, status_of, to_terminal
 from eventloop.errors import CheckpointError
 from eventloop.training.saves.mmengine import from_mmengine, is_mmengine
@@ -92,7 +92,7 @@ def _note(console: Console, name: str, text: str) -> None:
     say(console, (f"{name:10}", "dim"), text)
 
 
-def _check_free(file: Place, out: Place, *, force: bool) -> None:
+def _check_free(file: AnyPath, out: AnyPath, *, force: bool) -> None:
     """Refuse to overwrite.
 
     Raises:

@@ -12,8 +12,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from eventloop.checkpoint import TEMPORARY_PREFIX, Place, file_kind, outline, store_of, verify
-from eventloop.checkpoint.shards import verify_shards
+from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, file_kind, outline, store_of, verify, verify_shards
 from eventloop.cli.checkpoint.output import Status, check_file, check_kind, printable, say, status_of, to_terminal
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 from eventloop.training.progress import how_far
@@ -37,7 +36,7 @@ _OTHERS = 48
 class Found(msgspec.Struct):
     """A file (several names may be one file), and what was found out about it."""
 
-    names: list[Place]
+    names: list[AnyPath]
     status: Status
     state: State = "complete"
     problem: str = ""
@@ -46,7 +45,7 @@ class Found(msgspec.Struct):
 
 def ls(options: argparse.Namespace) -> int:
     """List a directory; 1 if a file is damaged."""
-    directory: Place = options.directory
+    directory: AnyPath = options.directory
     files = sorted((_examined(found, every_byte=options.verify) for found in _find(directory)), key=_age)
     console = to_terminal()
     text = read_pointer(directory) or None
@@ -89,7 +88,7 @@ def verify_all(options: argparse.Namespace) -> int:
     return int(bad > 0)
 
 
-def _named(paths: list[Place]) -> Iterator[Found]:
+def _named(paths: list[AnyPath]) -> Iterator[Found]:
     """The files that a user has named, and those of directories. To verify none at all is a mistake."""
     for path in paths:
         if path.is_dir():
@@ -103,7 +102,7 @@ def _named(paths: list[Place]) -> Iterator[Found]:
         yield Found([path], status_of(path))
 
 
-def _find(directory: Place) -> list[Found]:
+def _find(directory: AnyPath) -> list[Found]:
     """The checkpoint files of a directory by name, one for all names that a file has."""
     if not directory.exists():
         raise CheckpointError(f"{directory}: no such directory")
@@ -127,7 +126,7 @@ def _age(found: Found) -> tuple[bool, tuple[int, ...], float]:
     return not progress, progress, found.status.modified or 0.0
 
 
-def _natural(path: Place) -> tuple[bool, int, str]:
+def _natural(path: AnyPath) -> tuple[bool, int, str]:
     """Sort the names of one file so that the regular one comes before ``best_…``, and epoch_9 before epoch_10."""
     return path.name.startswith("best_"), len(path.name), path.name
 
@@ -156,7 +155,7 @@ def _progress(tree: Any) -> Mapping[str, Any]:
     return progress if isinstance(progress, Mapping) else {}
 
 
-def _table(files: list[Found], newest: Place | None, width: int) -> Table:
+def _table(files: list[Found], newest: AnyPath | None, width: int) -> Table:
     longest = max(len(found.names[0].name) for found in files)
     gap = 2 if longest + _OTHERS <= width else 1
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
@@ -180,7 +179,7 @@ def _table(files: list[Found], newest: Place | None, width: int) -> Table:
     return table
 
 
-def _lines(names: list[Place]) -> Iterator[str]:
+def _lines(names: list[AnyPath]) -> Iterator[str]:
     yield printable(names[0].name)
     yield from (f"= {printable(path.stem)}" for path in names[1:])
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from eventloop.checkpoint import Place, RemotePath, file_kind
+from eventloop.checkpoint import AnyPath, RemotePath, file_kind
 from eventloop.errors import CheckpointError
 
 WIDE = 200
@@ -55,7 +55,7 @@ class Status(NamedTuple):
     modified: float | None
 
 
-def status_of(path: Place, modified: float | None = None) -> Status:
+def status_of(path: AnyPath, modified: float | None = None) -> Status:
     """Look at a file; ``modified`` is what is known of it already, where a store is asked for its size only.
 
     Raises:
@@ -68,7 +68,7 @@ def status_of(path: Place, modified: float | None = None) -> Status:
     return Status((status.st_dev, status.st_ino), status.st_size, status.st_mtime)
 
 
-def check_file(path: Place) -> None:
+def check_file(path: AnyPath) -> None:
     """Refuse what is no file at all.
 
     Raises:
@@ -80,7 +80,7 @@ def check_file(path: Place) -> None:
         raise CheckpointError(f"{path}: no such file")
 
 
-def check_kind(path: Place) -> None:
+def check_kind(path: AnyPath) -> None:
     """Refuse a file that is something else than a checkpoint; one that may be a damaged checkpoint passes.
 
     Raises:

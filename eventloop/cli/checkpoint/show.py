@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.filesize import decimal
 
-from eventloop.checkpoint import Description, inspect, outline
+from eventloop.checkpoint import CheckpointInfo, inspect, outline
 from eventloop.cli.checkpoint.output import check_file, check_kind, printable, say, to_terminal
 from eventloop.errors import CheckpointError
 
@@ -47,7 +47,7 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show_json(console: Console, about: Description, places: Places, path: str, part: Any, depth: int | None) -> None:
+def _show_json(console: Console, about: CheckpointInfo, places: Places, path: str, part: Any, depth: int | None) -> None:
     facts = {"file": str(about.path), "bytes": about.bytes, "version": about.version, "digest": about.digest, "key": path}
     tree = as_json(places, path, part, depth or math.inf)
     console.out(json.dumps({**facts, "tree": tree}, indent=2), highlight=False)

@@ -8,7 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from eventloop.bus import Bus
-from eventloop.checkpoint.shards import is_sharded
+from eventloop.checkpoint import is_sharded
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import Agreement, Ranks, check_initialized, join, this_rank, world_size
 from eventloop.training.state import Order

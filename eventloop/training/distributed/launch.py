@@ -12,7 +12,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from eventloop.checkpoint.shards import is_sharded
+from eventloop.checkpoint import is_sharded
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import this_rank, world_size
 

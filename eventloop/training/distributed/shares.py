@@ -10,7 +10,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from eventloop.checkpoint.shards import is_sharded
+from eventloop.checkpoint import is_sharded
 from eventloop.errors import TrainingError
 
 

@@ -17,7 +17,7 @@ import torch
 from eventloop.bus import Bus
 from eventloop.bus.priority import Priority
 from eventloop.bus.subscription import Subscription
-from eventloop.checkpoint import Overlap, Place, StageBuffer, Turns, check_busy, check_staging, stage
+from eventloop.checkpoint import AnyPath, Overlap, StageBuffer, Turns, check_busy, check_staging, stage
 from eventloop.errors import ConfigurationError
 from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointSkipped, CheckpointStaged, Progress
 from eventloop.log import get_logger
@@ -57,8 +57,8 @@ class SavePoints:
         self._overlap = Overlap(optimizers)
         self._turns: Turns[SaveJob] = Turns()
         self._written: tuple[object, SaveRequest, SaveJob] | None = None
-        self._given: set[Place] = set()  # the names of the last write, links included
-        self._broken: set[Place] = set()
+        self._given: set[AnyPath] = set()  # the names of the last write, links included
+        self._broken: set[AnyPath] = set()
         self._late: set[Subscription] = set()  # handlers of checkpoint_staged that took too long
         self.skipped = 0
         """Saves that were asked for and not made: another was being written, or the run had not trained."""
@@ -157,7 +157,7 @@ class SavePoints:
             self._call_off(job)  # nobody has it, so nobody would ever say so
             raise
 
-    def _stage(self, paths: list[Place], progress: Progress, wanted: SaveRequest, *, at_once: bool) -> SaveJob:
+    def _stage(self, paths: list[AnyPath], progress: Progress, wanted: SaveRequest, *, at_once: bool) -> SaveJob:
         state = self._capture(wanted)
         if wanted.busy == "wait":
             self.wait()
@@ -212,7 +212,7 @@ class SavePoints:
         """Make one job durable, unless it was replaced; runs on the writing lane."""
         if job.staged is not None and not self._turns.begin(job):
             return
-        done: list[Place] = []
+        done: list[AnyPath] = []
         try:
             if job.source is not None and job.source.given_up:
                 job.given_up = job.source.given_up
@@ -246,7 +246,7 @@ class SavePoints:
                 self._late.add(one)
                 log.warning("a checkpoint does not wait any longer for a handler of its event", handler=one.label)
 
-    def _commit(self, job: SaveJob, done: list[Place]) -> None:
+    def _commit(self, job: SaveJob, done: list[AnyPath]) -> None:
         """Write or link every name, noting those that are durable in ``done``, and tell of them all the same if one fails."""
         start = time.perf_counter()
         source, size = None if job.source is None else job.source.paths[0], 0
@@ -262,11 +262,11 @@ class SavePoints:
             if done:
                 self._tell_committed(job, done, size, time.perf_counter() - start)
 
-    def _tell_committed(self, job: SaveJob, done: list[Place], size: int, seconds: float) -> None:
+    def _tell_committed(self, job: SaveJob, done: list[AnyPath], size: int, seconds: float) -> None:
         names = [str(path) for path in done]
         self._bus.publish(CheckpointCommitted(progress=job.progress, path=names[0], names=names, bytes=size, seconds=seconds))
 
-    def _tell_failed(self, job: SaveJob, failed: list[Place], error: Exception) -> None:
+    def _tell_failed(self, job: SaveJob, failed: list[AnyPath], error: Exception) -> None:
         if not failed:  # all are durable: it was a handler of checkpoint_committed
             log.error("a handler of checkpoint_committed failed", path=str(job.paths[0]), exc_info=error)
             return

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from eventloop import events as ev
-from eventloop.checkpoint import Place, load, place_of
-from eventloop.checkpoint.shards import SHARDS, is_sharded, verify_shards
+from eventloop.checkpoint import SHARDS, AnyPath, as_path, is_sharded, load, verify_shards
 from eventloop.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from eventloop.events import Event, Progress
 from eventloop.log import get_logger
@@ -33,7 +32,7 @@ class Saved(resume.Resumable, Protocol):
     """The run whose checkpoints these are."""
 
     work_dir: Path | None
-    resumed_from: Place | None
+    resumed_from: AnyPath | None
 
     @property
     def progress(self) -> Progress:
@@ -57,7 +56,7 @@ class RunCheckpoints:
 
     def __init__(self, run: Saved, source: str | Path | None, *, strict: bool) -> None:
         self._run = run
-        self._source = source if source is None or source == "auto" else place_of(source).absolute()
+        self._source = source if source is None or source == "auto" else as_path(source).absolute()
         if source == "auto" and run.work_dir is None:
             raise ConfigurationError('resume="auto" looks for checkpoints in the work_dir; give one, or a path as resume=')
         if isinstance(self._source, Path) and self._source.suffix in _OF_TORCH and not self._source.is_dir():
@@ -66,7 +65,7 @@ class RunCheckpoints:
                 f"`trainbus checkpoint import {source} {self._source.stem}.safetensors`, and resume from that"
             )
         self._strict = strict
-        self._kept: list[Place] = []
+        self._kept: list[AnyPath] = []
         self._saves: SavePoints | None = None
         self._ranks: Ranks | None = None
         self._rank_states: Sequence[Any] = ()
@@ -100,22 +99,22 @@ class RunCheckpoints:
             raise ConfigurationError("checkpoints are made inside a run: use `with Run(...) as run:`, or TrainLoop")
         return self._saves
 
-    def place(self, directory: str | Place | None = None) -> Place:
+    def place(self, directory: str | AnyPath | None = None) -> AnyPath:
         """Return the directory, or the work dir where it is None; raises ConfigurationError where there is neither."""
         if directory is not None:
-            return place_of(directory)
+            return as_path(directory)
         if self._run.work_dir is None:
             raise ConfigurationError("there is no place for checkpoints: give the run a work_dir")
         return self._run.work_dir
 
     @property
-    def directories(self) -> list[Place]:
+    def directories(self) -> list[AnyPath]:
         """Where the checkpoints of this run go: the work dir, if there is one, and where hooks save."""
         return list(dict.fromkeys(([self._run.work_dir] if self._run.work_dir is not None else []) + self._kept))
 
-    def look_in(self, directory: str | Place) -> None:
+    def look_in(self, directory: str | AnyPath) -> None:
         """Look for checkpoints to go on from in this directory, too."""
-        self._kept.append(place_of(directory))
+        self._kept.append(as_path(directory))
 
     # -------------------------------------------------------------------------------------------------------- save
 
@@ -237,14 +236,14 @@ class RunCheckpoints:
         self._run.order.progress = run.counters.snapshot()
         log.info("resumed", path=str(path), epoch=run.counters.epoch, iter=run.counters.iter)
 
-    def _find(self) -> tuple[Place, Any] | None:
+    def _find(self) -> tuple[AnyPath, Any] | None:
         """Load what to go on from: what rank 0 finds, on all ranks."""
-        found: tuple[Place, Any] | None = None
+        found: tuple[AnyPath, Any] | None = None
         if self._ranks is None or not self._ranks.rank:
             if self._source == "auto":
                 found = find_checkpoint(self.place(), *self._kept)
             elif self._source is not None:
-                found = self._load_named(place_of(self._source))
+                found = self._load_named(as_path(self._source))
         if self._ranks is None:
             return found
         path = self._ranks.from_first(None if found is None else found[0])
@@ -253,7 +252,7 @@ class RunCheckpoints:
         state = load(path) if found is None else found[1]
         return path, resume.state_of_rank(state, this_rank(), world_size())
 
-    def _load_named(self, place: Place) -> tuple[Place, Any]:
+    def _load_named(self, place: AnyPath) -> tuple[AnyPath, Any]:
         if not place.is_dir():
             try:
                 state = load(place)

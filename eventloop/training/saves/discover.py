@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from eventloop.checkpoint import Place, check_regular, load, outline, store_of
-from eventloop.checkpoint.shards import verify_shards
+from eventloop.checkpoint import AnyPath, check_regular, load, outline, store_of, verify_shards
 from eventloop.errors import CheckpointDamagedError
 from eventloop.log import get_logger
 from eventloop.training.progress import how_far
@@ -17,7 +16,7 @@ from eventloop.training.saves.write import LAST
 log = get_logger()
 
 
-def find_checkpoint(*directories: Place, known: Iterable[Place] = ()) -> tuple[Place, dict[str, Any]] | None:
+def find_checkpoint(*directories: AnyPath, known: Iterable[AnyPath] = ()) -> tuple[AnyPath, dict[str, Any]] | None:
     """Load the newest good checkpoint in some directories; None if there is none at all.
 
     Args:
@@ -55,7 +54,7 @@ def find_checkpoint(*directories: Place, known: Iterable[Place] = ()) -> tuple[P
     return None
 
 
-def _newest_first(directories: Iterable[Place], known: Iterable[Place], damage: list[str]) -> Iterator[Place]:
+def _newest_first(directories: Iterable[AnyPath], known: Iterable[AnyPath], damage: list[str]) -> Iterator[AnyPath]:
     files = {place: [path for path, _ in store_of(place).files(place)] for place in directories}
     pointers = [place for place in files if place / LAST in files[place]]
     named = [_pointed_to(place, [*files, *known], damage) for place in pointers]
@@ -81,7 +80,7 @@ class _Rank(NamedTuple):
     name: str
 
 
-def _rank(path: Place) -> _Rank:
+def _rank(path: AnyPath) -> _Rank:
     regular = not path.name.startswith("best_")
     try:
         check_regular(path)
@@ -90,7 +89,7 @@ def _rank(path: Place) -> _Rank:
         return _Rank(True, (), regular, path.name)
 
 
-def _pointed_to(directory: Place, known: Iterable[Place], damage: list[str]) -> Place | None:
+def _pointed_to(directory: AnyPath, known: Iterable[AnyPath], damage: list[str]) -> AnyPath | None:
     """Return the file that ``last_checkpoint`` names, there or not, if the run may have written it."""
     way = read_pointer(directory)
     if way is None:

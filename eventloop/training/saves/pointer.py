@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from eventloop.checkpoint import Place, RemotePath, check_regular, is_plain_name, store_of
+from eventloop.checkpoint import AnyPath, RemotePath, check_regular, is_plain_name, store_of
 from eventloop.errors import CheckpointDamagedError
 from eventloop.log import get_logger
 from eventloop.training.saves.write import LAST
@@ -17,7 +17,7 @@ _MOST: Final = 1 << 16  # bytes
 log = get_logger()
 
 
-def read_pointer(directory: Place) -> str | None:
+def read_pointer(directory: AnyPath) -> str | None:
     """Return what ``last_checkpoint`` in ``directory`` says; None, with a warning, where that cannot be read.
 
     Raises:
@@ -35,7 +35,7 @@ def read_pointer(directory: Place) -> str | None:
         return None
 
 
-def file_named(directory: Place, way: str, known: Iterable[Place]) -> Place | None:
+def file_named(directory: AnyPath, way: str, known: Iterable[AnyPath]) -> AnyPath | None:
     """Return the file, there or not, that ``last_checkpoint`` in ``directory`` names by ``way``; None if it is elsewhere.
 
     Args:

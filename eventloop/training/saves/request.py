@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from eventloop.checkpoint import Busy, Place, RemotePath, Staging
+from eventloop.checkpoint import AnyPath, Busy, RemotePath, Staging
 from eventloop.errors import ConfigurationError
 
 OnError = Literal["raise", "log"]
@@ -15,7 +15,7 @@ OnError = Literal["raise", "log"]
 class SaveRequest(msgspec.Struct, frozen=True):
     """One hook's wish: a file, and what should be in it."""
 
-    path: Place
+    path: AnyPath
     save_optimizer: bool = True
     save_param_scheduler: bool = True
     on_error: OnError = "raise"

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from eventloop.checkpoint import Place, RemotePath, Staged, store_of, write
+from eventloop.checkpoint import AnyPath, RemotePath, StagedTree, store_of, write
 from eventloop.events import Progress
 from eventloop.offload.collectives import collectives_allowed
 from eventloop.training.saves.request import OnError
@@ -22,10 +22,10 @@ URL."""
 class SaveJob(msgspec.Struct, eq=False):
     """What the writing lane gets: staged state (or the job before it whose file holds it already) and the names to give it."""
 
-    paths: list[Place]
+    paths: list[AnyPath]
     progress: Progress
     on_error: OnError
-    staged: Staged | None = None
+    staged: StagedTree | None = None
     source: SaveJob | None = None
     given_up: str = ""
     """Why it is not to be written any more."""
@@ -59,13 +59,13 @@ class CheckpointFiles:
 
     def __init__(self, work_dir: Path | None) -> None:
         self._work_dir = work_dir
-        self._made: set[Place] = set()  # directories that a power cut cannot take away any more
+        self._made: set[AnyPath] = set()  # directories that a power cut cannot take away any more
 
-    def made(self, directory: Place) -> bool:
+    def made(self, directory: AnyPath) -> bool:
         """Return True if the directory was made (or found) before."""
         return directory in self._made
 
-    def write(self, job: SaveJob, staged: Staged, path: Place) -> int:
+    def write(self, job: SaveJob, staged: StagedTree, path: AnyPath) -> int:
         """Write what was staged, with this process's part of what is spread over several; return the bytes of the file."""
 
         def write_file() -> int:
@@ -81,7 +81,7 @@ class CheckpointFiles:
         staged.release()  # written or not: on other ranks nobody else does
         return size
 
-    def copy(self, job: SaveJob, source: Place, path: Place) -> None:
+    def copy(self, job: SaveJob, source: AnyPath, path: AnyPath) -> None:
         """Have the file ``source`` under the name ``path``, too; rank 0 sees to it."""
         if job.first:
             self._make(path.parent)
@@ -89,13 +89,13 @@ class CheckpointFiles:
             if source.parent != path.parent:
                 self._point_to(path)
 
-    def _point_to(self, path: Place, home: Path | None = None) -> None:
+    def _point_to(self, path: AnyPath, home: Path | None = None) -> None:
         """Make ``path`` the newest checkpoint of its directory, and of the work dir ``home``."""
         for directory in dict.fromkeys((path.parent, home or path.parent)):
             self._make(directory)
             store_of(directory).write_bytes(directory / LAST, _way(directory, path))
 
-    def _make(self, directory: Place) -> None:
+    def _make(self, directory: AnyPath) -> None:
         # One of this machine may have been removed meanwhile. In a store of objects there is nothing to remove.
         if directory in self._made and (isinstance(directory, RemotePath) or directory.is_dir()):
             return
@@ -103,7 +103,7 @@ class CheckpointFiles:
         self._made.add(directory)
 
 
-def _way(directory: Place, path: Place) -> bytes:
+def _way(directory: AnyPath, path: AnyPath) -> bytes:
     """What ``last_checkpoint`` in ``directory`` says of ``path``: the way from there, or a URL."""
     if directory == path.parent:
         return os.fsencode(path.name)
