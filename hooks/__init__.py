@@ -30,7 +30,7 @@ from hooks.autograd import AutogradAnomalyDetectHook, AutogradProfilerHook
 from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WeightAverage
 from hooks.check_loss import CheckInvalidLossHook
 from hooks.checkpoint import CheckpointHook
-from hooks.compat.migration import TABLE as _TABLE  # noqa: F401 - has lists of hooks of other systems understood
+from hooks.compat import register_other_systems
 from hooks.early_stopping import EarlyStoppingHook
 from hooks.ema import EMAHook
 from hooks.empty_cache import EmptyCacheHook
@@ -83,3 +83,5 @@ __all__ = [
     "WeightAverage",
     "Writer",
 ]
+
+register_other_systems()

@@ -49,7 +49,7 @@ from hooks.validated import check_validated, warn_unvalidated
 log = get_logger()
 
 
-@register(aliases=("CheckPointHook",))
+@register
 class CheckpointHook(Hook):
     """Saves checkpoints: every ``interval`` epochs or iterations, at the end, and when a metric is the best so far.
 

@@ -63,7 +63,7 @@ _tokens = count(1)
 _NUMBERS = frozenset((int, float))
 
 
-@register(aliases=("PeriodicLogger", "LogHook"))
+@register
 class LoggerHook(Hook):
     """Hands every scalar to writers: of iterations what was reported in ``outputs``, of validations and tests the metrics.
 

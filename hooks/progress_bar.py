@@ -44,7 +44,7 @@ class BarMoved(RunEvent, kw_only=True):
     outputs: Scalars
 
 
-@register(aliases=("ProgressLogger",))
+@register
 class ProgressBar(Hook):
     """A bar for the epoch, validation or test under way, with its losses and when the training will be over.
 

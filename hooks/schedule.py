@@ -61,7 +61,7 @@ KEY = "param_schedulers"
 """Where checkpoints hold the states of schedulers, by name."""
 
 
-@register(aliases=("LRSchedulerHook", "MomentumSchedulerHook"))
+@register
 class ParamSchedulerHook(Hook):
     """Steps schedulers after the optimizer, as often as ``by`` says.
 

@@ -37,7 +37,7 @@ log = get_logger()
 _AFTER_UPDATE = int(Priority.HIGH) + 1
 
 
-@register(aliases=("IterationTimerHook",))
+@register
 class IterTimerHook(Hook):
     """Measures every iteration on the host's clock.
 

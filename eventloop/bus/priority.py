@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 from enum import IntEnum
 
@@ -25,33 +26,26 @@ class Priority(IntEnum):
     LOWEST = 100
 
     @classmethod
-    def parse(cls, value: PriorityLike) -> int:
+    def parse(cls, value: PriorityLike, names: Mapping[str, int] | None = None) -> int:
         """Return ``value`` as an integer from 0 to 100.
+
+        Args:
+            value: the priority.
+            names: a scale to use instead of this one: its names, in capitals, and their numbers.
 
         Raises:
             SubscribeError: an unknown name, a number outside 0–100, or another type.
         """
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise SubscribeError(
-                f"priority={value!r}: a priority is an integer from 0 to 100 or one of {', '.join(cls.__members__)}, "
+                f"priority={value!r}: a priority is an integer from 0 to 100 or one of {', '.join(names or cls.__members__)}, "
                 f"not {type(value).__name__}"
             )
         if isinstance(value, str):
-            return cls._from_name(value, {name: int(member) for name, member in cls.__members__.items()})
+            return cls._from_name(value, cls.__members__ if names is None else names)
         if not 0 <= value <= 100:
             raise SubscribeError(f"priority={value}: priorities go from 0 (runs first) to 100 (runs last)")
         return int(value)
-
-    @classmethod
-    def imix(cls, name: str) -> int:
-        """Return the number of one of iMIX's seven level names (``"HIGHER"``, ``"LOWER"`` …), any case.
-
-        iMIX spaces its names differently (its NORMAL is 30), so they have an entry of their own and are never guessed.
-
-        Raises:
-            SubscribeError: the name is none of iMIX's.
-        """
-        return cls._from_name(name, _IMIX)
 
     @classmethod
     def label(cls, value: int) -> str:
@@ -60,9 +54,9 @@ class Priority(IntEnum):
         return below.name if below == value else f"{below.name}+{value - below}"
 
     @staticmethod
-    def _from_name(name: str, table: dict[str, int]) -> int:
+    def _from_name(name: str, table: Mapping[str, int]) -> int:
         try:
-            return table[name.strip().upper()]
+            return int(table[name.strip().upper()])
         except KeyError:
             near = get_close_matches(name.upper(), table, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
@@ -72,5 +66,3 @@ class Priority(IntEnum):
 
 
 PriorityLike = int | str
-
-_IMIX = {"HIGHEST": 0, "HIGHER": 10, "HIGH": 20, "NORMAL": 30, "LOW": 40, "LOWER": 50, "LOWEST": 60}

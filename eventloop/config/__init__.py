@@ -6,7 +6,7 @@ signature, ``references`` resolves ``module:attribute``, ``make`` makes objects 
 """
 
 from eventloop.config.annotations import describe
-from eventloop.config.elsewhere import Migration, OptionChange, register_migrations
+from eventloop.config.elsewhere import Migration, OptionChange, PriorityScale, register_migrations, register_priorities
 from eventloop.config.hook_list import Chosen, add_hooks, hook_from, hooks_in, merged
 from eventloop.config.make import Maker
 from eventloop.config.options import Option, Options, OptionsOf
@@ -27,6 +27,7 @@ __all__ = [
     "OptionChange",
     "Options",
     "OptionsOf",
+    "PriorityScale",
     "add_hooks",
     "check_keys",
     "describe",
@@ -39,6 +40,7 @@ __all__ = [
     "override",
     "read",
     "register_migrations",
+    "register_priorities",
     "settle",
     "shortened",
     "wrong",

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from eventloop.config.places import inside, wrong
+from eventloop.config.registry import add_aliases, load_builtin
 from eventloop.config.values import kind_of, settle
 
 
@@ -55,16 +56,45 @@ class Migration(msgspec.Struct, frozen=True):
         return change if isinstance(change, str) else change.ours
 
 
+class PriorityScale(msgspec.Struct, frozen=True):
+    """The priorities of another system.
+
+    Attributes:
+        system: its name.
+        key: under which a table of a hook has one there, instead of ``priority``.
+        names: in capitals, and their numbers.
+    """
+
+    system: str
+    key: str
+    names: dict[str, int]
+
+
 _by_name: dict[str, list[Migration]] = {}
+_scales: dict[str, PriorityScale] = {}
 
 
 def register_migrations(table: Iterable[Migration]) -> None:
-    """Let lists of hooks use the options of other systems. Their names are aliases, see :func:`eventloop.register`."""
+    """Let lists of hooks use the names and options of other systems. Register the classes that these stand for before."""
     for entry in table:
-        for name in (entry.name, *entry.aliases):
+        names = (entry.name, *entry.aliases)
+        for ours in entry.ours[:1]:
+            add_aliases(ours, names)
+        for name in names:
             known = _by_name.setdefault(name, [])
             if entry not in known:
                 known.append(entry)
+
+
+def register_priorities(scale: PriorityScale) -> None:
+    """Let the tables of hooks give their priority on the scale of another system, under its key."""
+    _scales[scale.key] = scale
+
+
+def priority_scales() -> dict[str, PriorityScale]:
+    """Return the scales of other systems by their keys."""
+    load_builtin()
+    return _scales
 
 
 def why_not_here(name: object) -> str:

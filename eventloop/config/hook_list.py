@@ -10,7 +10,7 @@ from eventloop.bus import Bus
 from eventloop.bus.hook import Hook
 from eventloop.bus.priority import Priority, PriorityLike
 from eventloop.config.described import missing_type
-from eventloop.config.elsewhere import translated
+from eventloop.config.elsewhere import priority_scales, translated
 from eventloop.config.make import Maker
 from eventloop.config.options import Options
 from eventloop.config.places import inside, wrong
@@ -22,7 +22,6 @@ from eventloop.errors import SubscribeError
 Chosen = tuple[Hook, PriorityLike | None]
 """A hook, and the priority that the configuration gives it; None leaves it the hook's own."""
 
-_OURS = ("type", "priority", "level", "name")
 registrable("hook")(Hook)
 
 
@@ -41,7 +40,7 @@ def add_hooks(
     Args:
         bus: gets them.
         hooks: tables with the ``type`` of a hook (its registered name, its class, or ``module:attribute``), its options,
-            and perhaps a ``priority`` (or ``level``, by iMIX's names and numbers) and a ``name``; or a name alone.
+            and perhaps a ``priority`` and a ``name``; or a name alone.
             Options are typed by the constructor's signature. One that is an object is a table with a ``type`` of its own.
         imports: modules that ``module:attribute`` may name.
         model: what objects with a parameter ``model`` get, if they need one.
@@ -81,11 +80,12 @@ def hook_from(entry: Any, maker: Maker, place: str) -> Chosen:
         )
     cls = maker.class_(table["type"], Hook, inside(place, "type"))
     called = table["type"] if isinstance(table["type"], str) else name_of(cls)
-    options = translated(called, {key: value for key, value in table.items() if key not in _OURS}, place)
+    ours = ("type", "priority", *priority_scales(), "name")
+    options = translated(called, {key: value for key, value in table.items() if key not in ours}, place)
     priority = _priority(table, place)
     if "name" in table and "name" in Options(cls).known:
         options["name"] = table["name"]
-    hook = maker.call(cls, options, place, also_known=_OURS)
+    hook = maker.call(cls, options, place, also_known=ours)
     if "name" in table and "name" not in options:
         hook.name = _name(table["name"], inside(place, "name"))
     return hook, priority
@@ -126,25 +126,26 @@ def _check_known(name: str, defaults: Mapping[str, Any], place: str) -> None:
 
 
 def _priority(table: Mapping[str, Any], place: str) -> int | None:
-    if "priority" in table and "level" in table:
-        raise wrong(inside(place, "level"), "priority is given, too: level is iMIX's name for it, on iMIX's scale; give one")
-    for key, parse in (("priority", Priority.parse), ("level", _level)):
-        if table.get(key) is not None:
-            try:
-                return parse(_plain(table[key]))
-            except SubscribeError as error:
-                raise wrong(inside(place, key), str(error)) from None
-    return None
+    scales = {key: scale for key, scale in priority_scales().items() if table.get(key) is not None}
+    for key, scale in scales.items():
+        if "priority" in table:
+            advice = f"{key} is {scale.system}'s name for it, on {scale.system}'s scale; give one"
+            raise wrong(inside(place, key), f"priority is given, too: {advice}")
+        return _parsed(table[key], inside(place, key), scale.names)
+    return None if table.get("priority") is None else _parsed(table["priority"], inside(place, "priority"))
 
 
-def _level(value: Any) -> int:
-    return Priority.imix(value) if isinstance(value, str) else Priority.parse(value)
+def _parsed(value: Any, place: str, names: Mapping[str, int] | None = None) -> int:
+    try:
+        return Priority.parse(_plain(value), names)
+    except SubscribeError as error:
+        raise wrong(place, str(error)) from None
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, FromText):
         return settle(value)
-    # A member of somebody else's enumeration, such as iMIX's PriorityStatus, goes by its name.
+    # A member of somebody else's enumeration, goes by its name.
     return value.name if isinstance(value, Enum) and not isinstance(value, int) else value
 
 

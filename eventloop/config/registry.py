@@ -59,7 +59,7 @@ def register(cls: C | None = None, /, *, name: str | None = None, aliases: Itera
     Args:
         cls: the class.
         name: how to call it; the class's name by default.
-        aliases: further names, such as those that other systems use.
+        aliases: further names.
 
     Raises:
         RegistrationError: the class is of no kind that can be registered, or another class has the name. Registering a
@@ -88,6 +88,16 @@ def _register(cls: C, name: str | None, aliases: tuple[str, ...]) -> C:
     return cls
 
 
+def add_aliases(name: str, aliases: Iterable[str]) -> None:
+    """Let the classes that are registered under a name be found under further ones, unless these are taken."""
+    for named in _found.values():
+        if name in named:
+            entry = named[name]
+            fresh = [one for one in aliases if one not in named]
+            longer = msgspec.structs.replace(entry, aliases=(*entry.aliases, *fresh))
+            named.update({one: longer for one, found in named.items() if found is entry} | dict.fromkeys(fresh, longer))
+
+
 def _same(one: type, other: type) -> bool:
     return (one.__module__, one.__name__) == (other.__module__, other.__name__)
 
@@ -111,7 +121,7 @@ def _check_name(name: str, cls: type) -> None:
 
 def kind_of_base(base: type | None) -> str | None:
     """Return the kind that a base was declared for, ``"writer"`` for ``Writer``; None for any other class."""
-    _load_builtin()
+    load_builtin()
     return next((kind for kind, declared in _bases.items() if declared is base), None)
 
 
@@ -121,7 +131,7 @@ def registered(kind: str) -> list[Registered]:
     Raises:
         UnknownNameError: there is no such kind.
     """
-    _load_builtin()
+    load_builtin()
     if kind not in _found:
         raise UnknownNameError(f"there is no kind {kind!r}{did_you_mean(kind, _found)}; there are {', '.join(_found)}")
     return list({id(entry): entry for entry in _found[kind].values()}.values())
@@ -129,7 +139,7 @@ def registered(kind: str) -> list[Registered]:
 
 def name_of(cls: type) -> str | None:
     """Return the name under which a class is registered; None if it is not."""
-    _load_builtin()
+    load_builtin()
     return next((entry.name for named in _found.values() for entry in named.values() if entry.cls is cls), None)
 
 
@@ -157,7 +167,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(repr(lower[one]) for one in near)}?)" if near else ""
 
 
-def _load_builtin() -> None:
+def load_builtin() -> None:
     """Import the hooks that come with trainbus, once.
 
     They announce themselves by an entry point of the distribution, because this package must not know them.

@@ -17,7 +17,7 @@ from hooks.writers.base import Where, Writer
 _LAST = ("time", "data_time", "eta")
 
 
-@register(aliases=("CommonMetricLogger", "CommonMetricLoggerHook"))
+@register
 class ConsoleWriter(Writer):
     """Prints ``epoch 3/20  iter 40/57  lr 1.2e-03  loss 0.1234  time 0.0021  data_time 0.0003  eta 0:00:12``.
 

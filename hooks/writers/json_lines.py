@@ -16,7 +16,7 @@ from hooks.writers.base import RunFacts, Where, Writer
 from hooks.writers.files import check_in_place, open_to_append, replace, sync
 
 
-@register(aliases=("JSONLogger", "JSONLoggerHook"))
+@register
 class JSONLinesWriter(Writer):
     """Appends ``{"step": 41, "epoch": 1, "iter": 41, "train/loss": 0.25, ...}`` to ``<work_dir>/scalars.jsonl``.
 

@@ -14,7 +14,7 @@ _QUEUE = 10_000  # events in TensorBoard's own queue to its writing thread; more
 _NEVER = 10**6  # seconds; the logger says when to flush
 
 
-@register(aliases=("TensorboardWriter", "TensorboardLogger", "TensorboardLoggerHook"))
+@register
 class TensorBoardWriter(Writer):
     """Event files in a folder of the work dir, for ``tensorboard --logdir``; needs the extra ``tensorboard``.
 

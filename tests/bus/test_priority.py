@@ -6,7 +6,6 @@ MMENGINE = {
     "HIGHEST": 0, "VERY_HIGH": 10, "HIGH": 30, "ABOVE_NORMAL": 40, "NORMAL": 50, "BELOW_NORMAL": 60, "LOW": 70, "VERY_LOW": 90,
     "LOWEST": 100,
 }  # fmt: skip
-IMIX = {"HIGHEST": 0, "HIGHER": 10, "HIGH": 20, "NORMAL": 30, "LOW": 40, "LOWER": 50, "LOWEST": 60}
 
 
 @pytest.mark.parametrize(("name", "number"), MMENGINE.items())
@@ -18,12 +17,13 @@ def test_there_are_no_other_names():
     assert {name: int(member) for name, member in Priority.__members__.items()} == MMENGINE
 
 
-@pytest.mark.parametrize(("name", "number"), IMIX.items())
-def test_the_names_of_imix_have_an_entry_of_their_own(name, number):
-    assert Priority.imix(name) == Priority.imix(name.lower()) == number
+def test_names_of_another_scale_are_taken_where_that_scale_is_given():
+    assert Priority.parse("lower", {"LOWER": 50}) == 50
+    with pytest.raises(SubscribeError, match="'HIGH' is not a priority name; use an integer from 0 to 100 or one of LOWER"):
+        Priority.parse("HIGH", {"LOWER": 50})
 
 
-def test_names_of_imix_alone_are_not_guessed():
+def test_names_of_imix_are_not_guessed():
     with pytest.raises(SubscribeError, match="'LOWER' is not a priority name"):
         Priority.parse("LOWER")
 

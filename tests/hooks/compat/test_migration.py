@@ -9,8 +9,10 @@ import pytest
 
 import eventloop
 import hooks
-from eventloop import OptionChange, find
-from hooks.compat.migration import IMIX, MMENGINE, POINTRIX, TABLE, table
+from eventloop import find
+from eventloop.config import OptionChange
+from hooks.compat import TABLE
+from hooks.compat.migration import markdown
 
 # Names and options of MMEngine 0.10 (mmengine.hooks.__all__ and its signatures), and CheckInvalidLossHook of its tutorial.
 MMENGINE_HOOKS = {
@@ -53,7 +55,7 @@ IMIX_HOOKS = {
     "CallBackHook": "",
 }
 POINTRIX_HOOKS = {"LogHook": "", "CheckPointHook": "", "Writer": "", "TensorboardWriter": "", "ProgressLogger": ""}
-THEIRS = {MMENGINE: MMENGINE_HOOKS, IMIX: IMIX_HOOKS, POINTRIX: POINTRIX_HOOKS}
+THEIRS = {"MMEngine": MMENGINE_HOOKS, "iMIX": IMIX_HOOKS, "Pointrix": POINTRIX_HOOKS}
 
 
 @pytest.mark.parametrize("system", THEIRS)
@@ -107,12 +109,12 @@ def test_a_configuration_can_use_the_name_of_the_other_system(entry) -> None:
     ],
 )
 def test_an_option_of_the_same_name_that_differs_in_a_case_says_so(name: str, says: str) -> None:
-    (row,) = [row for row in table().splitlines() if row.startswith(f"| MMEngine `{name}`")]
+    (row,) = [row for row in markdown(TABLE).splitlines() if row.startswith(f"| MMEngine `{name}`")]
     assert says in row
 
 
 def test_the_readme_shows_the_table() -> None:
-    assert table() in (Path(__file__).parents[3] / "README.md").read_text()
+    assert markdown(TABLE) in (Path(__file__).parents[3] / "README.md").read_text()
 
 
 def test_the_lists_are_those_of_mmengine() -> None:
