@@ -44,9 +44,13 @@ from hooks.kept import KEPT, Kept
 from hooks.options import NonNegativeInt
 from hooks.publishing import keys_to_publish, publish_checkpoint, sweep
 from hooks.rules import Rule
+from hooks.schedule import KEY as SCHEDULES
 from hooks.validated import check_validated, warn_unvalidated
 
 log = get_logger()
+
+OPTIMIZER = "optimizer"
+"""Where a checkpoint holds the states of optimizers."""
 
 
 @register
@@ -138,8 +142,7 @@ class CheckpointHook(Hook):
         self.on_error: Literal["raise", "log"] = on_error
         self._out_dir = None if out_dir is None else as_path(out_dir)
         self._options: dict[str, Any] = {
-            "save_optimizer": save_optimizer,
-            "save_param_scheduler": save_param_scheduler,
+            "leave_out": [key for key, saved in ((OPTIMIZER, save_optimizer), (SCHEDULES, save_param_scheduler)) if not saved],
             "on_error": on_error,
             "staging": staging,
             "busy": busy,

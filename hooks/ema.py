@@ -32,6 +32,9 @@ from hooks.options import NonNegativeInt
 
 log = get_logger()
 
+RAW_WEIGHTS = "ema_state_dict"
+"""The key of a checkpoint under which it has the weights that were trained; its ``state_dict`` has their averages."""
+
 _BUILTIN = (ExponentialMovingAverage, StochasticWeightAverage, MomentumAnnealingEMA)
 
 
@@ -155,17 +158,17 @@ class EMAHook(Hook):
             other = weights | {key: tensor for key, tensor in average.tensors.items() if key in weights}
             averaged, raw = (weights, other) if average.swapped else (other, weights)
         self._put(event.run, checkpoint, "state_dict", averaged)
-        self._put(event.run, checkpoint, "ema_state_dict", raw)
+        self._put(event.run, checkpoint, RAW_WEIGHTS, raw)
 
     def after_load_checkpoint(self, event: AfterLoadCheckpoint) -> None:
         """Take the averaged weights out of ``state_dict`` and put the raw ones there, for the model."""
         checkpoint, run = event.checkpoint, event.run
-        saved = checkpoint.get("ema_state_dict", {})
+        saved = checkpoint.get(RAW_WEIGHTS, {})
         self._in_checkpoint = bool(saved) and self._name_in(run) in self._by_model(run, saved)
         average = self._average or self._make_average()
         average.steps = 0
         if not self._in_checkpoint:
-            log.warning("the checkpoint has no averaged weights (ema_state_dict); the average begins with its weights")
+            log.warning(f"the checkpoint has no averaged weights ({RAW_WEIGHTS}); the average begins with its weights")
             return
         average.load_tensors(self._part(run, checkpoint["state_dict"]), strict=self.strict_load)
         self._put(run, checkpoint, "state_dict", self._part(run, saved))

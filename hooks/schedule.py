@@ -162,7 +162,7 @@ class ParamSchedulerHook(Hook):
             scheduler.step(float(value))
 
     def before_save_checkpoint(self, event: BeforeSaveCheckpoint) -> None:
-        """Put the schedulers' states into the checkpoint; ``save_param_scheduler=False`` leaves them out again."""
+        """Put the schedulers' states into the checkpoint; a save that leaves this key out drops them again."""
         saved = event.checkpoint.setdefault(KEY, {})
         taken = saved.keys() & self.schedulers.keys()
         if taken:

@@ -8,6 +8,7 @@ from eventloop.checkpoint.bounds import check_regular, is_plain_name
 from eventloop.checkpoint.commit import TEMPORARY_PREFIX, commit_bytes, link, make_directory, remove
 from eventloop.checkpoint.container import CommitInfo, save, write
 from eventloop.checkpoint.export import export_tree, export_weights, is_weights
+from eventloop.checkpoint.foreign import ForeignFormat, convert_foreign, register_format
 from eventloop.checkpoint.kind import file_kind
 from eventloop.checkpoint.load import CheckpointInfo, inspect, load, outline, verify
 from eventloop.checkpoint.overlap import Overlap, Staging, check_staging
@@ -29,6 +30,7 @@ __all__ = [
     "Busy",
     "CheckpointInfo",
     "CommitInfo",
+    "ForeignFormat",
     "Overlap",
     "RemotePath",
     "StageBuffer",
@@ -41,6 +43,7 @@ __all__ = [
     "check_regular",
     "check_staging",
     "commit_bytes",
+    "convert_foreign",
     "export_tree",
     "export_weights",
     "file_kind",
@@ -54,6 +57,7 @@ __all__ = [
     "load_whole",
     "make_directory",
     "outline",
+    "register_format",
     "remove",
     "save",
     "stage",

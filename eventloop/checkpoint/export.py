@@ -19,9 +19,7 @@ from eventloop.checkpoint.wrappers import without_wrappers
 from eventloop.errors import CheckpointError
 
 WEIGHTS: Final = "state_dict"
-"""Where a checkpoint has the weights of its model, or a mapping of names to weights; the averaged ones, if it has those."""
-RAW: Final = "ema_state_dict"
-"""Where it has the weights that were not averaged, if ``"state_dict"`` has the averaged ones."""
+"""The key under which a checkpoint has the weights of its model, or a mapping of names to weights."""
 
 _Path = str | os.PathLike[str] | AnyPath
 _PTH: Final = (".pth", ".pt")
@@ -49,14 +47,14 @@ def export_tree(path: _Path, out: _Path) -> None:
     _write(place, lambda file: write_pth(tree, file, size))
 
 
-def export_weights(path: _Path, out: _Path, *, raw: bool = False, strip: bool = False, model: str | None = None) -> None:
+def export_weights(path: _Path, out: _Path, *, key: str = WEIGHTS, strip: bool = False, model: str | None = None) -> None:
     """Write the weights in a checkpoint, a plain ``state_dict``, as ``.pth`` or plain ``.safetensors``.
 
     Args:
         path: a checkpoint, or its URL. It is verified.
         out: the new file, or its URL; the suffix (``.pth``, ``.pt`` or ``.safetensors``) decides. Tied weights stay tied in a
             ``.pth`` and are written under each name in a ``.safetensors``.
-        raw: the weights that were trained, where the checkpoint's ``state_dict`` has their averages.
+        key: under which the checkpoint has them; a hook may keep other weights under a key of its own.
         strip: leave ``module.`` and ``_orig_mod.``, the names of wrappers, out of the keys.
         model: the name of the model, where the checkpoint has several.
 
@@ -67,7 +65,7 @@ def export_weights(path: _Path, out: _Path, *, raw: bool = False, strip: bool = 
         CheckpointError: there are no such weights, ``out`` has another suffix, or cannot be written.
     """
     place = _checked_out(out, (*_PTH, _SAFETENSORS))
-    weights = _weights(load_whole(path), raw=raw, model=model)
+    weights = _weights(load_whole(path), key, model)
     if strip:
         weights = strip_wrappers(weights)
     if place.suffix == _SAFETENSORS:
@@ -97,11 +95,8 @@ def is_weights(value: object) -> bool:
     return isinstance(value, Mapping) and any(isinstance(each, torch.Tensor) for each in value.values())
 
 
-def _weights(tree: Any, *, raw: bool, model: str | None) -> Mapping[str, Any]:
-    key = RAW if raw else WEIGHTS
+def _weights(tree: Any, key: str, model: str | None) -> Mapping[str, Any]:
     there = tree if isinstance(tree, Mapping) else {}
-    if key not in there and raw and WEIGHTS in there:
-        raise CheckpointError("there are no averages in this checkpoint: its state_dict has the trained weights already")
     if key not in there:
         raise CheckpointError(f"the checkpoint has no weights ({key}) but {', '.join(map(text_of, there)) or 'no keys'}")
     return _of_model(there[key], model)

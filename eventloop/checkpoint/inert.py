@@ -2,7 +2,8 @@
 
 ``torch.load(weights_only=True)`` calls nothing but a list of torch's own functions; anything else that a pickle names must be
 put in the list by hand. Here that is never the real thing: a stand-in takes down what it was called with, and `revive`
-makes plain data of that. So an MMEngine checkpoint is read without MMEngine, and numpy's arrays without numpy's unpickler.
+makes plain data of that. So numpy's arrays are read without numpy's unpickler, and objects of other systems without those
+(see `foreign`).
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 import torch
 
 from eventloop.checkpoint.bounds import check_memory
+from eventloop.checkpoint.foreign import foreign_objects
 from eventloop.checkpoint.rebuild import set_attributes
 from eventloop.checkpoint.tree import MAX_DEPTH, MAX_VALUES, join
 from eventloop.errors import CheckpointError
@@ -43,15 +45,14 @@ class Inert:
 
 def stand_ins() -> list[tuple[type[Inert], str]]:
     """For ``torch.serialization.safe_globals``: a stand-in for every name that `revive` understands."""
-    return [(type("StandIn", (Inert,), {"name": name}), name) for name in (*_REVIVE, *_PARTS)]
+    return [(type("StandIn", (Inert,), {"name": name}), name) for name in (*_REVIVE, *foreign_objects(), *_PARTS)]
 
 
 def revive(value: Any, size: int) -> Any:
     """Return a copy of a tree with plain data in place of stand-ins. Tensors are not copied.
 
-    numpy's arrays and scalars become what they were; MMEngine's ``HistoryBuffer`` a dict of ``log_history``,
-    ``count_history`` and ``max_length``, its ``MessageHub`` a dict of ``log_scalars``, ``runtime_info`` and
-    ``resumed_keys``, its ``ConfigDict`` a dict. A ``bytearray``, which no checkpoint holds, becomes bytes.
+    numpy's arrays and scalars become what they were, objects of other systems what their `ForeignFormat` makes of them. A
+    ``bytearray``, which no checkpoint holds, becomes bytes.
 
     Args:
         value: what torch has read.
@@ -75,6 +76,7 @@ _REPEATED: Final = 1_000_000
 class _Reviver:
     def __init__(self, size: int) -> None:
         self._size = size
+        self._foreign = foreign_objects()
         # A pickle may hold one list a thousand times within another that it holds a thousand times …; as a tree without end.
         # What it holds once takes a byte of it at least.
         self._left = self._most = min(MAX_VALUES, size + _REPEATED)
@@ -124,10 +126,12 @@ class _Reviver:
         return revived
 
     def _inert(self, path: str, value: Inert, depth: int) -> Any:
-        plain = _REVIVE.get(value.name)
+        plain, foreign = _REVIVE.get(value.name), self._foreign.get(value.name)
         try:
             if plain is not None:
                 return self.value(path, plain(value), depth)
+            if foreign is not None:
+                return self.value(path, foreign(value.args, value.state), depth)
         except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
             raise CheckpointError(f"{path or 'the tree'}: this {value.name} cannot be read ({error})") from error
         raise _refusal(path, value.name)
@@ -165,24 +169,6 @@ def _bytes(value: Inert) -> bytes:
     return b""
 
 
-def _history(value: Inert) -> dict[str, Any]:
-    # Beside these it has the functions that take statistics of them, which are MMEngine's.
-    return {name: value.state[f"_{name}"] for name in ("log_history", "count_history")} | {
-        "max_length": value.state["max_length"]
-    }
-
-
-def _message_hub(value: Inert) -> dict[str, Any]:
-    return {name: value.state[f"_{name}"] for name in ("log_scalars", "runtime_info", "resumed_keys")}
-
-
-def _config(value: Inert) -> dict[Any, Any]:
-    (mapping,) = value.args
-    if not isinstance(mapping, Mapping):
-        raise TypeError(f"a {type(mapping).__name__} in place of a dict")
-    return dict(mapping)
-
-
 # numpy 2 has renamed numpy.core.
 _REVIVE: Final[dict[str, Callable[[Inert], Any]]] = {
     "numpy.core.multiarray._reconstruct": _array,
@@ -190,9 +176,6 @@ _REVIVE: Final[dict[str, Callable[[Inert], Any]]] = {
     "numpy.core.multiarray.scalar": _scalar,
     "numpy._core.multiarray.scalar": _scalar,
     "builtins.bytes": _bytes,
-    "mmengine.logging.history_buffer.HistoryBuffer": _history,
-    "mmengine.logging.message_hub.MessageHub": _message_hub,
-    "mmengine.config.config.ConfigDict": _config,
 }
-# These mean something only within one of the above. getattr: how protocol 2 names HistoryBuffer's functions.
+# These mean something only within one of the above. getattr: how protocol 2 names the methods of objects.
 _PARTS: Final = ("numpy.ndarray", "numpy.dtype", "builtins.getattr")

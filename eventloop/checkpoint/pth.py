@@ -41,9 +41,9 @@ _NONSENSE: Final = (
 def load_pth(path: str | os.PathLike[str]) -> Any:
     """Read a file of ``torch.save`` by ``torch.load(weights_only=True)``, and check the checksums in it first.
 
-    Beyond what torch allows, numpy's arrays and scalars and MMEngine's message hub are read, through stand-ins (see
-    `inert`): no code of the file is run, and MMEngine is not needed. For the time of the call the stand-ins are in
-    ``torch.serialization``'s list, which is one for all threads.
+    Beyond what torch allows, numpy's arrays and scalars and the objects of every `ForeignFormat` are read, through stand-ins
+    (see `inert`): no code of the file runs, and the system that wrote it is not needed. For the time of the call the stand-ins
+    are in ``torch.serialization``'s list, which is one for all threads.
 
     Returns:
         The tree, with all tensors on the CPU.

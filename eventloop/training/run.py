@@ -12,7 +12,7 @@ publishes the same events around the user's own body that ``TrainLoop`` publishe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -319,8 +319,7 @@ class Run:
         name: str,
         *,
         directory: str | AnyPath | None = None,
-        save_optimizer: bool = True,
-        save_param_scheduler: bool = True,
+        leave_out: Collection[str] = (),
         on_error: OnError = "raise",
         staging: Staging = "block",
         busy: Busy = "wait",
@@ -334,8 +333,8 @@ class Run:
         Args:
             name: file name.
             directory: here, or a URL; the work dir by default.
-            save_optimizer: False leaves optimizers out (no resuming then).
-            save_param_scheduler: False leaves schedules out.
+            leave_out: keys of the checkpoint that are not to be in it, such as ``"optimizer"`` (a run cannot resume exactly
+                then) or those that hooks add.
             on_error: ``"raise"`` ends the run when the file cannot be written, ``"log"`` goes on.
             staging: ``"block"`` copies the state now; ``"overlap"`` copies what only optimizers change during the next
                 forward and backward pass (not in a validation or test; see :mod:`eventloop.checkpoint.overlap`).
@@ -346,7 +345,7 @@ class Run:
             ConfigurationError: neither a directory nor a work dir, or outside of ``with run:``.
         """
         path = self._checkpoints.place(directory) / name
-        self._checkpoints.request(SaveRequest(path, save_optimizer, save_param_scheduler, on_error, staging=staging, busy=busy))
+        self._checkpoints.request(SaveRequest(path, frozenset(leave_out), on_error, staging=staging, busy=busy))
 
     def keeps_checkpoints_in(self, directory: str | AnyPath) -> None:
         """Have ``resume="auto"`` look there, too; for hooks that save elsewhere than in the work dir, before the run begins."""
@@ -356,7 +355,7 @@ class Run:
         """Note options that a checkpoint overrides; a resume warns of those that the program gives in another way now.
 
         Args:
-            owner: the name of what they are of, such as ``"param_schedulers"``.
+            owner: the name of what they are of: a key of the checkpoint, such as ``"optimizer"``.
             options: mappings, lists and plain values in any nesting; anything else is left out.
         """
         self.options |= by_place(options, owner)
@@ -371,6 +370,7 @@ class Run:
             CheckpointValueError: the state holds something that no checkpoint can hold; with its path.
             ConfigurationError: a sharded model cannot be saved like this.
         """
+        options["leave_out"] = frozenset(options.get("leave_out", ()))
         request = SaveRequest(self._checkpoints.place(directory), **options)
         return self._checkpoints.points.check(request, copy=not self.rank)
 

@@ -1,13 +1,16 @@
 """Names, options, priorities and files of other systems: of MMEngine, iMIX and Pointrix."""
 
+from eventloop.checkpoint import register_format
 from eventloop.config import Migration, register_migrations, register_priorities
 from hooks.compat import imix, mmengine, pointrix
+from hooks.compat.mmengine_checkpoints import MMENGINE_CHECKPOINTS
 
 TABLE: tuple[Migration, ...] = (*mmengine.TABLE, *imix.TABLE, *pointrix.TABLE)
 """Every hook of theirs: where it is here, and what its options are called."""
 
 
 def register_other_systems() -> None:
-    """Let configurations use the names, options and priorities of other systems; register the hooks of ours before."""
+    """Let configurations use the names, options and priorities of other systems, and runs their checkpoints."""
     register_migrations(TABLE)
     register_priorities(imix.PRIORITIES)
+    register_format(MMENGINE_CHECKPOINTS)

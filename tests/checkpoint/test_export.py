@@ -149,7 +149,7 @@ def test_the_state_of_a_real_optimizer_loads_from_an_export(tmp_path):
 # ------------------------------------------------------------------------------------------------------------ weights
 
 AVERAGED, TRAINED = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
-RUN = {"state_dict": {"w": AVERAGED}, "ema_state_dict": {"w": TRAINED}, "progress": {"epoch": 1}}
+RUN = {"state_dict": {"w": AVERAGED}, "trained": {"w": TRAINED}, "progress": {"epoch": 1}}
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
@@ -160,13 +160,13 @@ def test_weights_are_the_averages_and_nothing_else(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_raw_weights_are_those_that_were_trained(tmp_path, suffix):
-    assert weights_of(RUN, tmp_path, suffix, raw=True)["w"].equal(TRAINED)
+def test_weights_under_another_key_are_exported_when_it_is_named(tmp_path, suffix):
+    assert weights_of(RUN, tmp_path, suffix, key="trained")["w"].equal(TRAINED)
 
 
-def test_raw_weights_of_a_checkpoint_without_averages_are_an_error_that_says_so(tmp_path):
-    with pytest.raises(CheckpointError, match="its state_dict has the trained weights already"):
-        weights_of({"state_dict": {"w": TRAINED}}, tmp_path, raw=True)
+def test_a_key_that_the_checkpoint_does_not_have_is_an_error_that_names_those_it_has(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no weights \(trained\) but 'state_dict'"):
+        weights_of({"state_dict": {"w": TRAINED}}, tmp_path, key="trained")
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])

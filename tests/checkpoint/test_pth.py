@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import hooks  # noqa: F401 - registers the format of MMEngine
 from eventloop.checkpoint import inert, load, load_pth, save
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 

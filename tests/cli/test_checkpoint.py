@@ -400,6 +400,13 @@ def test_a_mistake_in_an_export_ends_with_status_2_and_leaves_nothing(trainbus, 
     assert [path.name for path in Path().iterdir()] == ["a.safetensors"]
 
 
+def test_raw_weights_of_a_checkpoint_without_averages_are_a_mistake_that_says_so(trainbus):
+    save({"state_dict": {"w": torch.ones(2)}}, "a.safetensors")
+    result = trainbus("export", "a.safetensors", "w.pth", "--weights", "--raw")
+    assert result.status == 2
+    assert "its state_dict has the trained weights already" in result.err
+
+
 # ------------------------------------------------------------------------------------------------------------- import
 
 

@@ -9,10 +9,19 @@ from typing import Any
 from rich.console import Console
 from rich.filesize import decimal
 
-from eventloop.checkpoint import AnyPath, RemotePath, export_tree, export_weights, is_weights, load_pth, save
+from eventloop.checkpoint import (
+    AnyPath,
+    RemotePath,
+    convert_foreign,
+    export_tree,
+    export_weights,
+    is_weights,
+    load_pth,
+    outline,
+    save,
+)
 from eventloop.cli.checkpoint.output import check_file, check_kind, say, status_of, to_terminal
 from eventloop.errors import CheckpointError
-from eventloop.training.saves.mmengine import from_mmengine, is_mmengine
 from eventloop.training.saves.restore import is_resumable
 
 
@@ -27,7 +36,8 @@ def export(options: argparse.Namespace) -> int:
     check_kind(options.file)
     _check_free(options.file, options.out, force=options.force)
     if options.weights:
-        export_weights(options.file, options.out, raw=options.raw, strip=options.strip, model=options.model)
+        key = _raw_key(options.file) if options.raw else "state_dict"
+        export_weights(options.file, options.out, key=key, strip=options.strip, model=options.model)
     else:
         export_tree(options.file, options.out)
     what = "weights" if options.weights else "the whole checkpoint"
@@ -42,6 +52,8 @@ def import_(options: argparse.Namespace) -> int:
         raise CheckpointError(f"{options.out}: the name of a checkpoint ends in .safetensors")
     check_file(options.file)
     _check_free(options.file, options.out, force=options.force)
+    import hooks  # noqa: F401 - registers the formats of other systems
+
     tree = load_pth(options.file)
     state, notes = _converted(tree)
     written = save(state, options.out)
@@ -52,11 +64,24 @@ def import_(options: argparse.Namespace) -> int:
     return 0
 
 
+def _raw_key(file: AnyPath) -> str:
+    """Return the key of the trained weights in a checkpoint that has averages, too.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    from hooks.ema import RAW_WEIGHTS
+
+    tree = outline(file)
+    if isinstance(tree, Mapping) and RAW_WEIGHTS not in tree and "state_dict" in tree:
+        raise CheckpointError("there are no averages in this checkpoint: its state_dict has the trained weights already")
+    return RAW_WEIGHTS
+
+
 def _converted(tree: Any) -> tuple[Any, dict[str, str]]:
-    """What to save of `tree`, and what to say about it."""
-    if is_mmengine(tree):
-        state = from_mmengine(tree)
-        return state, _notes_on_mmengine(tree, state)
+    """Return what to save of ``tree``, and what to say about it."""
+    if (converted := convert_foreign(tree)) is not None:
+        return converted
     if is_weights(tree):
         return {"state_dict": dict(tree)}, {"from": "a state_dict, now under that key", "resumes": "nothing but the weights"}
     if is_resumable(tree):
@@ -69,23 +94,6 @@ def _converted(tree: Any) -> tuple[Any, dict[str, str]]:
     else:
         resumes = "nothing; eventloop.checkpoint.load reads it"
     return tree, {"from": f"a dict, as it is: {keys}", "resumes": resumes}
-
-
-def _notes_on_mmengine(tree: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, str]:
-    progress, hooks = state["progress"], state["bus"]["hooks"]
-    resumed = ["weights"]
-    if "EMAHook" in hooks:
-        resumed.append(f"averages of {hooks['EMAHook']['steps']} updates (EMAHook)")
-    if "optimizer" in state:
-        resumed.append("optimizer")
-    resumed.append(f"epoch {progress['epoch']}, iteration {progress['iter']}")
-    kept = ", ".join(key for key in state["mmengine"])
-    return {
-        "from": f"MMEngine {tree['meta']['mmengine_version']}",
-        "resumes": "; ".join(resumed),
-        "afresh": "schedules, random states, the place in the data (the beginning of an epoch), other hooks",
-        "kept": f"under 'mmengine': {kept}",
-    }
 
 
 def _note(console: Console, name: str, text: str) -> None:

@@ -285,8 +285,7 @@ class SavePoints:
         """True if the last write has this state and at least what is wanted of it."""
         if self._written is None or self._written[0] != version or self._written[1].path in self._broken:
             return False
-        has = self._written[1]
-        return has.save_optimizer >= wanted.save_optimizer and has.save_param_scheduler >= wanted.save_param_scheduler
+        return self._written[1].leave_out <= wanted.leave_out
 
 
 def _job(event: CheckpointStaged) -> Any:

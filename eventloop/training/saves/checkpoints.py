@@ -200,13 +200,13 @@ class RunCheckpoints:
         return SaveRequest(self.place() / f"iter_{self._run.counters.iter}.safetensors")
 
     def _capture(self, request: SaveRequest) -> dict[str, Any]:
-        state = resume.gather(self._run, request)
+        state = resume.gather(self._run, optimizers="optimizer" not in request.leave_out)
         if self._rank_states:
             state["ranks"] = list(self._rank_states)
         self._run.publish(ev.BeforeSaveCheckpoint, path=str(request.path), checkpoint=state)
-        if not request.save_param_scheduler:
-            state.pop("param_schedulers", None)
-            resume.forget_options(state["options"], "param_schedulers")
+        for key in request.leave_out:
+            state.pop(key, None)
+            resume.forget_options(state["options"], key)
         return state
 
     def _take_shards(self, state: dict[str, Any], path: Path) -> tuple[dict[str, Any], Parts]:

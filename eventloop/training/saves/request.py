@@ -16,8 +16,8 @@ class SaveRequest(msgspec.Struct, frozen=True):
     """One hook's wish: a file, and what should be in it."""
 
     path: AnyPath
-    save_optimizer: bool = True
-    save_param_scheduler: bool = True
+    leave_out: frozenset[str] = frozenset()
+    """Keys of the checkpoint that are not to be in it."""
     on_error: OnError = "raise"
     staging: Staging = "block"
     busy: Busy = "wait"
@@ -44,8 +44,7 @@ def merged(requests: list[SaveRequest]) -> SaveRequest:
     """Return one request with everything that somebody wants, under the first name."""
     return SaveRequest(
         path=requests[0].path,
-        save_optimizer=any(request.save_optimizer for request in requests),
-        save_param_scheduler=any(request.save_param_scheduler for request in requests),
+        leave_out=frozenset.intersection(*(request.leave_out for request in requests)),
         on_error=_strictest(*(request.on_error for request in requests)),
         # The most careful one of each: what one of them must have at once, or must not miss, none of them misses.
         staging="overlap" if all(request.staging == "overlap" for request in requests) else "block",

@@ -17,7 +17,6 @@ from eventloop.training.arguments import stepping
 from eventloop.training.given import tell_changed
 from eventloop.training.progress import Count, Counters
 from eventloop.training.rng import get_rng_state, other_rng_state, set_rng_state
-from eventloop.training.saves.request import SaveRequest
 from eventloop.training.state import Order
 
 FORMAT = 1
@@ -45,7 +44,7 @@ class Resumable(Protocol):
         """Go on at this place in the data."""
 
 
-def gather(run: Resumable, request: SaveRequest) -> dict[str, Any]:
+def gather(run: Resumable, *, optimizers: bool = True) -> dict[str, Any]:
     """Return the state of ``run`` by reference.
 
     ``"state_dict"`` holds the weights of the only model, or a mapping of names to weights where there are several; names of
@@ -63,9 +62,7 @@ def gather(run: Resumable, request: SaveRequest) -> dict[str, Any]:
         "info": {name: value for name, value in run.info.items() if _plain(value)},
         "options": dict(run.options),
     }
-    if not request.save_optimizer:
-        forget_options(state["options"], "optimizer")
-    else:
+    if optimizers:
         state["optimizer"] = {name: optimizer.state_dict() for name, optimizer in run.optimizers.items()}
     return state
 

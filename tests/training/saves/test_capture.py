@@ -116,7 +116,7 @@ def test_check_savable_names_what_no_checkpoint_can_hold(parts, bus, tmp_path):
 
 def test_before_save_checkpoint_may_add_to_what_is_saved(parts, bus, tmp_path):
     bus.on("before_save_checkpoint", lambda e: e.checkpoint.update(extra=[1, 2]))
-    bus.on("after_train_epoch", lambda e: e.run.request_save("here.safetensors", save_optimizer=False))
+    bus.on("after_train_epoch", lambda e: e.run.request_save("here.safetensors", leave_out=["optimizer"]))
     parts.loop(bus, max_epochs=1, work_dir=tmp_path).run()
     state = load(tmp_path / "here.safetensors")
     assert state["extra"] == [1, 2]

@@ -9,11 +9,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from eventloop import Bus, TrainLoop, load_weights
-from eventloop.checkpoint import export_tree, load, load_pth, save
-from eventloop.training.saves.mmengine import from_mmengine, is_mmengine
-from hooks import CheckpointHook, EMAHook
+from eventloop.checkpoint import load, load_pth, save
+from hooks import EMAHook
+from hooks.compat.mmengine_checkpoints import from_mmengine, is_mmengine
 
-DATA = Path(__file__).parent.parent / "checkpoint" / "data"
+DATA = Path(__file__).parents[2] / "checkpoint" / "data"
 
 
 @pytest.fixture(scope="module")
@@ -175,22 +175,3 @@ def test_a_checkpoint_without_an_optimizer_has_none_afterwards(tree):
 def test_other_trees_are_not_taken_for_mmengines(other, tree):
     assert is_mmengine(tree)
     assert not is_mmengine(other)
-
-
-def test_a_run_of_ours_goes_on_bitwise_from_an_export_that_was_imported_again(tmp_path, parts):
-    data = torch.utils.data.TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
-
-    def train(name: str, epochs: int, resume: Path | None = None) -> Any:
-        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
-        bus = Bus()
-        bus.add(EMAHook(), CheckpointHook(interval=1))
-        model = parts.model(dropout=0.3)
-        loop = parts.loop(bus, model=model, train_data=loader, max_epochs=epochs, work_dir=tmp_path / name, seed=0)
-        loop.run(resume=resume)
-        return model.state_dict()
-
-    whole = train("whole", 3)
-    train("half", 2)
-    export_tree(tmp_path / "half" / "epoch_2.safetensors", tmp_path / "half.pth")
-    save(load_pth(tmp_path / "half.pth"), tmp_path / "back.safetensors")
-    parts.assert_same(whole, train("rest", 3, tmp_path / "back.safetensors"))

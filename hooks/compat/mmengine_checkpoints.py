@@ -1,0 +1,145 @@
+"""Checkpoints of MMEngine: reading them without MMEngine, and converting them to the state of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from eventloop.checkpoint import ForeignFormat
+from hooks.ema import RAW_WEIGHTS, EMAHook
+
+_AVERAGED: Final = "module."  # the prefix of MMEngine's averaged models
+_MMENGINE_RAW: Final = "ema_state_dict"
+_USED: Final = frozenset({"state_dict", _MMENGINE_RAW, "optimizer"})
+
+
+def is_mmengine(tree: Any) -> bool:
+    """Return True if MMEngine's Runner has saved ``tree``."""
+    if not isinstance(tree, Mapping) or not isinstance(tree.get("state_dict"), Mapping):
+        return False
+    meta = tree.get("meta")
+    return isinstance(meta, Mapping) and "mmengine_version" in meta and _count(meta, "epoch") is not None
+
+
+def from_mmengine(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a checkpoint of MMEngine to the state of a run.
+
+    A run can go on from it with the weights, the optimizers' states (of a model whose parameters have the same order and
+    groups), the counts of epochs and iterations, and the averaged weights of an ``EMAHook``: as in ours, MMEngine's
+    ``state_dict`` has the averages and its ``ema_state_dict`` the weights that were trained. Each iteration counts as an
+    update. What means something to MMEngine only (its schedulers, message hub, meta data, loss scaler) is kept under
+    ``"mmengine"``. Random states and the position in the data are not in its files: the run goes on at the beginning of an
+    epoch.
+
+    Args:
+        tree: as `load_pth` reads it; `is_mmengine` says that it is one.
+    """
+    meta = tree["meta"]
+    iterations = _count(meta, "iter") or 0
+    progress = {"epoch": _count(meta, "epoch") or 0, "iter": iterations, "update": iterations}
+    state: dict[str, Any] = {
+        "format": 1,
+        "state_dict": dict(tree["state_dict"]),
+        "progress": {**progress, "batches": 0, "validations": 0, "tests": 0, "phase": "train"},
+        "data": None,
+        "rng": None,
+        "bus": {"hooks": {}, "publishes": {}},
+        "stateful": {},
+        "info": {},
+    }
+    rest = {key: value for key, value in tree.items() if key not in _USED}
+    averaged = tree.get(_MMENGINE_RAW)
+    if isinstance(averaged, Mapping):
+        state[RAW_WEIGHTS] = _raw_weights(averaged, state["state_dict"])
+        state["bus"]["hooks"][EMAHook.__name__] = {"steps": _steps(averaged)}
+    optimizers, other = _optimizers(tree.get("optimizer"))
+    if optimizers:
+        state["optimizer"] = optimizers
+    if other:
+        rest["optimizer"] = other
+    return {**state, "mmengine": rest}
+
+
+def _converted(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    state = from_mmengine(tree)
+    progress, averages = state["progress"], state["bus"]["hooks"].get(EMAHook.__name__)
+    resumed = [
+        "weights",
+        *([f"averages of {averages['steps']} updates (EMAHook)"] if averages is not None else []),
+        *(["optimizer"] if "optimizer" in state else []),
+        f"epoch {progress['epoch']}, iteration {progress['iter']}",
+    ]
+    return state, {
+        "from": f"MMEngine {tree['meta']['mmengine_version']}",
+        "resumes": "; ".join(resumed),
+        "afresh": "schedules, random states, the place in the data (the beginning of an epoch), other hooks",
+        "kept": f"under 'mmengine': {', '.join(state['mmengine'])}",
+    }
+
+
+def _raw_weights(averaged: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weights that were trained. Without an average (buffers, ``update_buffers=False``) a tensor is in both."""
+    raw = {key.removeprefix(_AVERAGED): value for key, value in averaged.items() if key.startswith(_AVERAGED)}
+    return {key: raw.get(key, value) for key, value in weights.items()}
+
+
+def _steps(averaged: Mapping[str, Any]) -> int:
+    steps = averaged.get("steps", 0)
+    if isinstance(steps, torch.Tensor) and steps.numel() == 1 and steps.dtype is torch.int64:
+        steps = steps.item()
+    return steps if isinstance(steps, int) and steps >= 0 else 0
+
+
+def _optimizers(saved: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the states of torch's optimizers by name, and what MMEngine's wrappers have put beside them."""
+    if not isinstance(saved, Mapping):
+        return {}, {}
+    if "param_groups" in saved:
+        saved = {"optimizer": saved}
+    ours: dict[str, Any] = {}
+    other: dict[str, Any] = {}
+    for name, one in saved.items():
+        if not isinstance(one, Mapping) or not {"state", "param_groups"} <= one.keys():
+            other[name] = one
+            continue
+        ours[name] = {key: one[key] for key in ("state", "param_groups")}
+        if beside := {key: value for key, value in one.items() if key not in ours[name]}:
+            other[name] = beside
+    return ours, other
+
+
+def _count(meta: Mapping[str, Any], name: str) -> int | None:
+    value = meta.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+# --------------------------------------------------------------------------------------------- objects in its pickles
+
+
+def _history(args: tuple[Any, ...], state: Any) -> dict[str, Any]:
+    # Beside these it has the functions that take statistics of them, which are MMEngine's.
+    return {name: state[f"_{name}"] for name in ("log_history", "count_history")} | {"max_length": state["max_length"]}
+
+
+def _message_hub(args: tuple[Any, ...], state: Any) -> dict[str, Any]:
+    return {name: state[f"_{name}"] for name in ("log_scalars", "runtime_info", "resumed_keys")}
+
+
+def _config(args: tuple[Any, ...], state: Any) -> dict[Any, Any]:
+    (mapping,) = args
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"a {type(mapping).__name__} in place of a dict")
+    return dict(mapping)
+
+
+MMENGINE_CHECKPOINTS: Final = ForeignFormat(
+    recognises=is_mmengine,
+    convert=_converted,
+    objects={
+        "mmengine.logging.history_buffer.HistoryBuffer": _history,
+        "mmengine.logging.message_hub.MessageHub": _message_hub,
+        "mmengine.config.config.ConfigDict": _config,
+    },
+)
