@@ -1,4 +1,4 @@
-"""The name that programs import: every public name of ``eventloop`` and ``hooks``, each loaded when it is first used.
+"""The name that programs import: the public names of ``eventloop``, the mount points and the hooks, loaded when used.
 
 ``python -m trainbus`` is the command ``trainbus``; in several processes, ``torchrun -m trainbus run`` is.
 """
@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eventloop import *  # noqa: F403
+    from eventloop.events import *  # noqa: F403
     from hooks import *  # noqa: F403
 
     __version__: str
 
 _PACKAGES = ("eventloop", "hooks")
+_PUBLIC = ("eventloop", "eventloop.events", "hooks")
 _HOME = Path(__file__).resolve().parent
 
 
@@ -42,7 +44,9 @@ def main() -> int:
 
 
 def _is_own(spec: ModuleSpec | None) -> bool:
-    return spec is not None and spec.origin is not None and Path(spec.origin).resolve().parent.parent == _HOME
+    return (
+        spec is not None and spec.origin is not None and Path(spec.origin).resolve().parents[1 + spec.name.count(".")] == _HOME
+    )
 
 
 def _own(name: str) -> ModuleType:
@@ -78,14 +82,14 @@ def _find(name: str) -> Any:
     if name in _PACKAGES:
         return _own(name)
     if not name.startswith("_"):
-        for package in map(_own, _PACKAGES):
+        for package in map(_own, _PUBLIC):
             if name in package.__all__:
                 return getattr(package, name)
     raise AttributeError(f"module 'trainbus' has no attribute {name!r}")
 
 
 def _public() -> list[str]:
-    return [name for package in map(_own, _PACKAGES) for name in package.__all__]
+    return list(dict.fromkeys(name for package in map(_own, _PUBLIC) for name in package.__all__))
 
 
 def _version() -> str:

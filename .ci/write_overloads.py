@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from eventloop import events
+from eventloop.events.event import registry
 
 TARGET = Path(__file__).parent.parent / "eventloop" / "bus" / "overloads.py"
 
@@ -184,7 +184,7 @@ STREAM_TAIL = '''    @overload
 
 def overloads() -> str:
     """Return the whole module."""
-    names = {name: event.__name__ for name, event in events.registry.items()} | {"event": "Event"}
+    names = {name: event.__name__ for name, event in registry.items()} | {"event": "Event"}
     named = "".join(NAME.format(name=name, event=event) for name, event in names.items())
     streamed = "".join(STREAMED.format(name=name, event=event) for name, event in names.items())
     return HEAD + named + "\n" + TAIL + streamed + STREAM_TAIL

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch.autograd.profiler import profile
 
-from eventloop import AfterTrainIter, BeforeTrain, BeforeTrainIter, ConfigurationError, Hook, Priority, check_options, register
+from eventloop import ConfigurationError, Hook, Priority, check_options, register
+from eventloop.events import AfterTrainIter, BeforeTrain, BeforeTrainIter
 from hooks.profiling import Session
 
 

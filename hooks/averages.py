@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from eventloop import CheckpointError, TrainingError, check_options, get_logger, register, registrable
+from eventloop import CheckpointError, TrainingError, check_options, get_logger, register
+from eventloop.config import registrable
 from hooks.options import PositiveInt, Share
 from hooks.pairs import Pairs, Tensors
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable
 from operator import attrgetter
 
-from eventloop import AfterTrainIter, ConfigurationError, Hook, Priority, TrainingError, check_options, mount, register
+from eventloop import ConfigurationError, Hook, Priority, TrainingError, check_options, mount, register
+from eventloop.events import AfterTrainIter
 from hooks.options import PositiveInt
 
 

@@ -8,7 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from eventloop import (
+from eventloop import CheckpointError, ConfigurationError, Hook, Priority, check_options, get_logger, register
+from eventloop.checkpoint import (
+    AnyPath,
+    Busy,
+    Staging,
+    as_path,
+    is_sharded,
+    store_of,
+    sweep_shards,
+)
+from eventloop.events import (
     AfterLoadCheckpoint,
     AfterRun,
     AfterTrain,
@@ -18,25 +28,9 @@ from eventloop import (
     BeforeRun,
     BeforeTrain,
     CheckpointCommitted,
-    CheckpointError,
     CheckpointFailed,
     CheckpointSkipped,
-    ConfigurationError,
-    Hook,
-    Priority,
     RunView,
-    check_options,
-    get_logger,
-    register,
-)
-from eventloop.checkpoint import (
-    AnyPath,
-    Busy,
-    Staging,
-    as_path,
-    is_sharded,
-    store_of,
-    sweep_shards,
 )
 from hooks.best import Best, names
 from hooks.checkpoint_options import SUFFIX, MetricNames, check_count, checked_template, warn_of_late_begin

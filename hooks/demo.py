@@ -16,7 +16,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from eventloop import AfterRun, Bus, ConfigurationError, Description, TrainLoop
+from eventloop import Bus, ConfigurationError, TrainLoop
+from eventloop.bus import Description
+from eventloop.events import AfterRun
 from hooks.check_loss import CheckInvalidLossHook
 from hooks.checkpoint import CheckpointHook
 from hooks.ema import EMAHook

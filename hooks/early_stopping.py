@@ -6,18 +6,8 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from eventloop import (
-    AfterRun,
-    AfterValEpoch,
-    BeforeTrain,
-    Hook,
-    Priority,
-    RunView,
-    TrainingError,
-    check_options,
-    get_logger,
-    register,
-)
+from eventloop import Hook, Priority, TrainingError, check_options, get_logger, register
+from eventloop.events import AfterRun, AfterValEpoch, BeforeTrain, RunView
 from hooks.options import Distance, Finite, Name, PositiveInt
 from hooks.rules import Rule, find_rule, is_better
 from hooks.validated import check_validated, warn_unvalidated

@@ -8,7 +8,10 @@ from typing import Annotated, Any
 
 import torch
 
-from eventloop import (
+from eventloop import ConfigurationError, Hook, Priority, check_options, get_logger, register
+from eventloop.config import OptionsOf, find
+from eventloop.errors import UnknownNameError
+from eventloop.events import (
     AfterLoadCheckpoint,
     AfterTrainIter,
     BeforeRun,
@@ -16,16 +19,7 @@ from eventloop import (
     BeforeTestEpoch,
     BeforeTrainEpoch,
     BeforeValEpoch,
-    ConfigurationError,
-    Hook,
-    OptionsOf,
-    Priority,
     RunView,
-    UnknownNameError,
-    check_options,
-    find,
-    get_logger,
-    register,
 )
 from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WeightAverage
 from hooks.options import NonNegativeInt

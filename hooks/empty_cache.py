@@ -6,7 +6,8 @@ from collections.abc import Collection
 
 import torch
 
-from eventloop import AfterEpoch, AfterIter, BeforeEpoch, ConfigurationError, Hook, Priority, check_options, register
+from eventloop import ConfigurationError, Hook, Priority, check_options, register
+from eventloop.events import AfterEpoch, AfterIter, BeforeEpoch
 
 
 @register

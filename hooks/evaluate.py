@@ -11,22 +11,8 @@ from typing import Any
 import msgspec
 import torch
 
-from eventloop import (
-    AfterTrain,
-    AfterTrainEpoch,
-    AfterTrainIter,
-    BeforeTrain,
-    ConfigurationError,
-    Hook,
-    Priority,
-    RunEvent,
-    RunView,
-    TrainingError,
-    check_options,
-    get_logger,
-    mount,
-    register,
-)
+from eventloop import ConfigurationError, Hook, Priority, TrainingError, check_options, get_logger, mount, register
+from eventloop.events import AfterTrain, AfterTrainEpoch, AfterTrainIter, BeforeTrain, RunEvent, RunView
 from hooks.options import Name, NonNegativeInt
 from hooks.rules import Rule, find_rule, is_better
 

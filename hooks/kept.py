@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from eventloop import CheckpointError, Slot, get_logger
+from eventloop import CheckpointError, get_logger
 from eventloop.checkpoint import AnyPath, as_path, check_regular, is_plain_name
+from eventloop.events import Slot
 from hooks.best import Best
 from hooks.checkpoint_options import SUFFIX
 from hooks.retention import Shelf

@@ -18,7 +18,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from eventloop import (
+from eventloop import ConfigurationError, Hook, Priority, Progress, check_options, get_logger, mount, register
+from eventloop.config import registered
+from eventloop.events import (
     AfterRun,
     AfterTestEpoch,
     AfterTrainEpoch,
@@ -27,19 +29,10 @@ from eventloop import (
     BeforeRun,
     BeforeTrainEpoch,
     CheckpointStaged,
-    ConfigurationError,
-    Hook,
     ImageReported,
     OnException,
-    Priority,
-    Progress,
     RunView,
     Slot,
-    check_options,
-    get_logger,
-    mount,
-    register,
-    registered,
 )
 from hooks.evaluate import Evaluated
 from hooks.options import PositiveInt

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from eventloop import AfterTrainEpoch, AfterTrainIter, BeforeRun, ConfigurationError, Hook, Priority, check_options, register
+from eventloop import ConfigurationError, Hook, Priority, check_options, register
+from eventloop.events import AfterTrainEpoch, AfterTrainIter, BeforeRun
 from hooks.options import Name
 
 

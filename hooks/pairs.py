@@ -8,7 +8,7 @@ from operator import is_not
 
 import torch
 
-from eventloop import checkpoint_keys
+from eventloop.training import checkpoint_keys
 
 Tensors = list[torch.Tensor]
 

@@ -11,17 +11,8 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from eventloop import (
-    AfterRun,
-    BeforeRun,
-    ConfigurationError,
-    Hook,
-    Priority,
-    RunView,
-    get_logger,
-    mount,
-    register,
-)
+from eventloop import ConfigurationError, Hook, Priority, get_logger, mount, register
+from eventloop.events import AfterRun, BeforeRun, RunView
 from eventloop.training import WorkerSignals
 
 _ONE_REQUEST = 1.0  # seconds in which a signal is the same request once more

@@ -12,18 +12,8 @@ from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile, supported_activities, tensorboard_trace_handler
 from torch.profiler import schedule as profiler_schedule
 
-from eventloop import (
-    AfterTrainEpoch,
-    AfterTrainIter,
-    BeforeTrain,
-    ConfigurationError,
-    Hook,
-    Priority,
-    RunView,
-    check_options,
-    get_logger,
-    register,
-)
+from eventloop import ConfigurationError, Hook, Priority, check_options, get_logger, register
+from eventloop.events import AfterTrainEpoch, AfterTrainIter, BeforeTrain, RunView
 from hooks.options import PositiveInt
 from hooks.profiling import Session, guarded
 

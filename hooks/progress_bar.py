@@ -14,20 +14,8 @@ from rich import get_console
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from eventloop import (
-    AfterEpoch,
-    AfterIter,
-    BeforeEpoch,
-    BeforeRun,
-    Hook,
-    Priority,
-    RunEvent,
-    Scalars,
-    check_options,
-    get_logger,
-    mount,
-    register,
-)
+from eventloop import Hook, Priority, Scalars, check_options, get_logger, mount, register
+from eventloop.events import AfterEpoch, AfterIter, BeforeEpoch, BeforeRun, RunEvent
 
 log = get_logger()
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from eventloop import (
+from eventloop import Hook, Priority, register
+from eventloop.events import (
     AfterTestEpoch,
     AfterTrainIter,
     AfterValEpoch,
@@ -18,11 +19,8 @@ from eventloop import (
     BeforeTrainEpoch,
     BeforeTrainIter,
     BeforeVal,
-    Hook,
-    Priority,
     RunEvent,
     RunView,
-    register,
 )
 
 

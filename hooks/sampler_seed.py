@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from eventloop import BeforeTrainEpoch, Hook, Priority, register, set_sampler_epoch
+from eventloop import Hook, Priority, register
+from eventloop.events import BeforeTrainEpoch
+from eventloop.training import set_sampler_epoch
 
 
 @register

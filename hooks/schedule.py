@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Protocol, get_args, runtime_checkabl
 import torch
 from msgspec import Meta
 
-from eventloop import (
+from eventloop import ConfigurationError, Hook, Priority, TrainingError, check_options, get_logger, register
+from eventloop.events import (
     AfterLoadCheckpoint,
     AfterRun,
     AfterTrainEpoch,
@@ -18,15 +19,8 @@ from eventloop import (
     BeforeRun,
     BeforeSaveCheckpoint,
     BeforeTrain,
-    ConfigurationError,
-    Hook,
-    Priority,
     RunView,
     Slot,
-    TrainingError,
-    check_options,
-    get_logger,
-    register,
 )
 from hooks.validated import check_validated, warn_unvalidated
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import distributed
 
-from eventloop import AfterTrainEpoch, BeforeTrain, BeforeVal, Hook, Priority, RunView, register
+from eventloop import Hook, Priority, register
+from eventloop.events import AfterTrainEpoch, BeforeTrain, BeforeVal, RunView
 
 
 @register

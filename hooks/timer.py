@@ -7,7 +7,8 @@ from datetime import timedelta
 from time import perf_counter
 from typing import Any
 
-from eventloop import (
+from eventloop import Hook, Priority, check_options, get_logger, mount, register
+from eventloop.events import (
     AfterTestIter,
     AfterTrain,
     AfterTrainIter,
@@ -20,13 +21,7 @@ from eventloop import (
     BeforeVal,
     BeforeValEpoch,
     BeforeValIter,
-    Hook,
-    Priority,
     RunEvent,
-    check_options,
-    get_logger,
-    mount,
-    register,
 )
 from hooks.logger import LOGGER
 from hooks.options import NonNegativeInt

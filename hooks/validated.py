@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from eventloop import AfterRun, AfterTrain, BeforeTrain, ConfigurationError, get_logger
+from eventloop import ConfigurationError, get_logger
+from eventloop.events import AfterRun, AfterTrain, BeforeTrain
 
 log = get_logger()
 

@@ -14,7 +14,8 @@ import torch
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, settings
 
-from eventloop import Event, events
+from eventloop import Event
+from eventloop.events.event import registry as registered
 
 from .scripts import run_script
 
@@ -82,10 +83,10 @@ def _log_not_configured() -> Iterator[None]:
 @pytest.fixture
 def registry() -> Iterator[dict[str, type[Event]]]:
     """The registry of mount points, as it was afterwards."""
-    before = dict(events.registry)
-    yield events.registry
-    events.registry.clear()
-    events.registry.update(before)
+    before = dict(registered)
+    yield registered
+    registered.clear()
+    registered.update(before)
 
 
 @pytest.fixture

@@ -12,14 +12,18 @@ import hooks
 import trainbus
 from eventloop.cli import main
 
-PUBLIC = [*eventloop.__all__, *hooks.__all__]
+PUBLIC = {*eventloop.__all__, *eventloop.events.__all__, *hooks.__all__}
 
 
-def test_it_has_every_public_name_of_both_packages():
+def test_it_has_the_public_names_of_both_packages_and_the_mount_points():
     assert sorted(trainbus.__all__) == sorted(PUBLIC)
     assert set(PUBLIC) < set(dir(trainbus))
-    for package in (eventloop, hooks):
+    for package in (eventloop, eventloop.events, hooks):
         assert all(getattr(trainbus, name) is getattr(package, name) for name in package.__all__)
+
+
+def test_eventloop_has_few_names_and_its_subpackages_the_others():
+    assert len(eventloop.__all__) <= 45
 
 
 def test_names_are_imported_one_by_one_and_all_at_once():

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from benchmarks.digits import MOMENTUM, Job
 from benchmarks.harness import SUBJECT
 from benchmarks.peers import HandOff, HandOffs, Logged, Logs, Receive, Saver, Statement, direct, no_op_handlers
-from eventloop import AfterTrainIter, Bus, Event, Run, TrainLoop
+from eventloop import Bus, Event, Run, TrainLoop
 from eventloop.checkpoint import AsyncSaver, load
+from eventloop.events import AfterTrainIter
 from hooks import (
     CheckpointHook,
     EMAHook,

@@ -1,5 +1,24 @@
 """Who hears an event: subscriptions, their priorities and filters, and the function compiled of them."""
 
 from eventloop.bus.bus import Bus
+from eventloop.bus.describe import Description
+from eventloop.bus.hook import Hook, mount
+from eventloop.bus.options import Options, StreamOptions
+from eventloop.bus.priority import Priority
+from eventloop.bus.stream import Stream
+from eventloop.bus.subscription import Stats, Subscription
+from eventloop.bus.watch import Watch
 
-__all__ = ["Bus"]
+__all__ = [
+    "Bus",
+    "Description",
+    "Hook",
+    "Options",
+    "Priority",
+    "Stats",
+    "Stream",
+    "StreamOptions",
+    "Subscription",
+    "Watch",
+    "mount",
+]

@@ -24,7 +24,8 @@ from eventloop.bus.subscription import Stats, Subscription
 from eventloop.bus.watch import KINDS, Watch, Watches
 from eventloop.checks import check_flag, check_options
 from eventloop.errors import BusStateError, SubscribeError
-from eventloop.events import Event, lineage, name_of, resolve
+from eventloop.events import Event
+from eventloop.events.event import lineage, name_of, resolve
 from eventloop.offload import Lane, Runtime
 from eventloop.offload.loops import Backend
 

@@ -10,7 +10,9 @@ from rich.table import Table
 
 from eventloop.bus.priority import Priority
 from eventloop.bus.subscription import Stats, Subscription
-from eventloop.events import BUILTIN, Event, lineage, mount_points, resolve
+from eventloop.events import Event
+from eventloop.events.event import lineage, mount_points, resolve
+from eventloop.events.mount_points import BUILTIN
 from eventloop.offload.sized import SizedLane
 
 

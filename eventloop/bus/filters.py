@@ -28,7 +28,8 @@ import msgspec
 
 from eventloop.callables import check_picks
 from eventloop.errors import SubscribeError
-from eventloop.events import Counter, Event
+from eventloop.events import Event
+from eventloop.events.event import Counter
 
 COUNTS: dict[Counter, str] = {
     "iter": "event.progress.iter + 1",

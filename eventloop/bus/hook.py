@@ -11,7 +11,9 @@ from typing import Any, ClassVar, TypeVar
 from eventloop.bus.options import Where
 from eventloop.bus.priority import Priority, PriorityLike
 from eventloop.errors import SubscribeError
-from eventloop.events import BUILTIN, Event, name_of, registry, resolve, suggest
+from eventloop.events import Event
+from eventloop.events.event import name_of, registry, resolve, suggest
+from eventloop.events.mount_points import BUILTIN
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

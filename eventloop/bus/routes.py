@@ -25,7 +25,8 @@ from typing import Any, Protocol
 from eventloop.bus.filters import Filter, count_of
 from eventloop.bus.priority import Priority
 from eventloop.errors import stopped
-from eventloop.events import Event, moment, name_of
+from eventloop.events import Event
+from eventloop.events.event import moment, name_of
 
 Route = Callable[[Any], None]
 

@@ -17,7 +17,8 @@ from eventloop.bus.priority import Priority, PriorityLike
 from eventloop.bus.routes import annotate, is_offloaded, note_offloaded
 from eventloop.callables import check_arity
 from eventloop.errors import HandlerTimeoutError, SubscribeError, WorkerDiedError, stopped
-from eventloop.events import Event, moment, name_of
+from eventloop.events import Event
+from eventloop.events.event import moment, name_of
 from eventloop.log import get_logger
 from eventloop.offload.collectives import refuses_collectives
 from eventloop.offload.consumer import Delivery, Sources

@@ -19,7 +19,9 @@ from eventloop.bus.priority import Priority
 from eventloop.cli.arguments import Subparsers
 from eventloop.config import Imports, Option, Options, describe, find_files_in
 from eventloop.config.registry import Registered, registered
-from eventloop.events import BUILTIN, Event, mount_points, resolve
+from eventloop.events import Event
+from eventloop.events.event import mount_points, resolve
+from eventloop.events.mount_points import BUILTIN
 
 _TITLES = {"hook": "Hooks", "writer": "Writers (for the loggers' writers)", "average": "Averages (for EMAHook's ema_type)"}
 

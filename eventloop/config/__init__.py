@@ -14,6 +14,7 @@ from eventloop.config.overrides import override
 from eventloop.config.places import check_keys, inside, shortened, wrong
 from eventloop.config.read import SUFFIXES, read
 from eventloop.config.references import Imports, find_files_in
+from eventloop.config.registry import Registered, find, register, registered, registrable
 from eventloop.config.values import FromText, kind_of, settle
 
 __all__ = [
@@ -28,9 +29,11 @@ __all__ = [
     "Options",
     "OptionsOf",
     "PriorityScale",
+    "Registered",
     "add_hooks",
     "check_keys",
     "describe",
+    "find",
     "find_files_in",
     "hook_from",
     "hooks_in",
@@ -39,8 +42,11 @@ __all__ = [
     "merged",
     "override",
     "read",
+    "register",
     "register_migrations",
     "register_priorities",
+    "registered",
+    "registrable",
     "settle",
     "shortened",
     "wrong",

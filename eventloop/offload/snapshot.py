@@ -15,7 +15,8 @@ import msgspec
 import torch
 
 from eventloop.errors import EventDefinitionError, LiveFieldError
-from eventloop.events import ABSENT, Event, Progress, hints_of, mixed_fields, name_of, registry, suggest, unspell
+from eventloop.events import Event, Progress
+from eventloop.events.event import ABSENT, hints_of, mixed_fields, name_of, registry, suggest, unspell
 from eventloop.offload.ring import Cell
 from eventloop.offload.scalars import Scalars, Taken
 from eventloop.offload.staged import IMMUTABLE, Copies, Owned, Staged, fences, stage

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from eventloop import check_options, registrable
+from eventloop import check_options
+from eventloop.config import registrable
 from hooks.options import PositiveInt
 
 Image = np.ndarray[Any, np.dtype[np.uint8]]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from eventloop import RunEvent, Scalars
+from eventloop import Scalars
+from eventloop.events import RunEvent
 
 
 class LogEvent(RunEvent, kw_only=True):

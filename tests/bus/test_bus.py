@@ -4,18 +4,8 @@ import threading
 import pytest
 from structlog.testing import capture_logs
 
-from eventloop import (
-    AfterIter,
-    AfterRun,
-    AfterTrainIter,
-    AfterValIter,
-    BeforeRun,
-    Bus,
-    ConfigurationError,
-    Event,
-    Progress,
-    UnknownEventError,
-)
+from eventloop import Bus, ConfigurationError, Event, Progress, UnknownEventError
+from eventloop.events import AfterIter, AfterRun, AfterTrainIter, AfterValIter, BeforeRun
 
 P = Progress()
 EVENT = AfterTrainIter(progress=P)
@@ -262,7 +252,8 @@ def test_handlers_of_another_stage_are_not_called():
 
 def test_a_bus_that_is_open_at_interpreter_exit_delivers_warns_and_does_not_hang(script):
     done = script("""
-        from eventloop import AfterRun, Bus, Progress
+        from eventloop import Bus, Progress
+        from eventloop.events import AfterRun
         bus = Bus()
         bus.on("after_run", lambda event: print("thread heard"), offload="thread")
         @bus.on("after_run")
@@ -279,7 +270,8 @@ def test_a_bus_that_is_open_at_interpreter_exit_delivers_warns_and_does_not_hang
 def test_a_handler_that_never_returns_does_not_keep_the_interpreter_from_exiting(script):
     done = script("""
         import threading
-        from eventloop import AfterRun, Bus, Progress
+        from eventloop import Bus, Progress
+        from eventloop.events import AfterRun
         bus = Bus(abort_timeout=0.05)
         started = threading.Event()
         bus.on("after_run", lambda event: (started.set(), threading.Event().wait()), offload="thread")
@@ -295,7 +287,8 @@ def test_a_handler_that_never_returns_does_not_keep_the_interpreter_from_exiting
 def test_after_a_fork_the_childs_copy_is_inert(script):
     done = script("""
         import os, sys
-        from eventloop import AfterRun, BeforeRun, Bus, Progress
+        from eventloop import Bus, Progress
+        from eventloop.events import AfterRun, BeforeRun
         P = Progress()
         bus = Bus()
         bus.on("after_run", lambda event: print("inline", flush=True))

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from eventloop import AfterTrainIter, Bus, LaneClosedError, Progress
+from eventloop import Bus, Progress
+from eventloop.errors import LaneClosedError
+from eventloop.events import AfterTrainIter
 
 MODES = ["inline", "async", "thread"]
 FULL = ["block", "drop_old", "drop_new", "latest"]

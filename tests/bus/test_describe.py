@@ -1,7 +1,8 @@
 import pytest
 from rich.console import Console
 
-from eventloop import AfterTrainIter, Bus, Event, Hook, Progress, mount
+from eventloop import Bus, Event, Hook, Progress, mount
+from eventloop.events import AfterTrainIter
 
 
 class Both(Hook):

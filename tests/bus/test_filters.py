@@ -3,7 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eventloop import (
+from eventloop import Bus, Event, Progress, SubscribeError
+from eventloop.bus.filters import make_filter
+from eventloop.events import (
     AfterBackward,
     AfterOptimizerStep,
     AfterRun,
@@ -12,12 +14,7 @@ from eventloop import (
     AfterVal,
     AfterValIter,
     BeforeRun,
-    Bus,
-    Event,
-    Progress,
-    SubscribeError,
 )
-from eventloop.bus.filters import make_filter
 
 
 def heard(filters: dict, counts: range = range(1, 31)) -> list[int]:

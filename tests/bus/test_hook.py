@@ -1,6 +1,7 @@
 import pytest
 
-from eventloop import (
+from eventloop import Bus, Event, Hook, Progress, SubscribeError, UnknownEventError, mount
+from eventloop.events import (
     AfterRun,
     AfterTestIter,
     AfterTrainEpoch,
@@ -12,13 +13,6 @@ from eventloop import (
     BeforeTrainIter,
     BeforeValEpoch,
     BeforeValIter,
-    Bus,
-    Event,
-    Hook,
-    Progress,
-    SubscribeError,
-    UnknownEventError,
-    mount,
 )
 
 P = Progress()

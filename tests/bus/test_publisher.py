@@ -13,7 +13,8 @@ import weakref
 
 import pytest
 
-from eventloop import AfterRun, AfterTrainIter, AfterValIter, BeforeRun, Bus, Event, Progress
+from eventloop import Bus, Event, Progress
+from eventloop.events import AfterRun, AfterTrainIter, AfterValIter, BeforeRun
 
 P = Progress(epoch=1, iter=7)
 EVENT = AfterTrainIter(progress=P)
@@ -411,7 +412,8 @@ def test_a_handler_that_is_cancelled_is_let_go_at_once():
 def test_a_forked_child_hears_nothing_of_what_the_parent_had_published(script):
     source = """
         import os
-        from eventloop import AfterRun, Bus, Progress
+        from eventloop import Bus, Progress
+        from eventloop.events import AfterRun
         bus = Bus()
         bus.on("after_run", lambda event: print("heard", flush=True))
         event = AfterRun(progress=Progress())

@@ -8,20 +8,10 @@ import weakref
 import pytest
 from structlog.testing import capture_logs
 
-from eventloop import (
-    AfterRun,
-    AfterTrainEpoch,
-    AfterTrainIter,
-    AfterValIter,
-    BeforeModuleForward,
-    BeforeRun,
-    Bus,
-    Event,
-    Hook,
-    LaneClosedError,
-    Progress,
-)
+from eventloop import Bus, Event, Hook, Progress
 from eventloop.bus.routes import Source
+from eventloop.errors import LaneClosedError
+from eventloop.events import AfterRun, AfterTrainEpoch, AfterTrainIter, AfterValIter, BeforeModuleForward, BeforeRun
 
 EVENT = AfterTrainIter(progress=Progress(epoch=1, iter=7))
 

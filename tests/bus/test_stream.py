@@ -5,7 +5,8 @@ import threading
 import anyio
 import pytest
 
-from eventloop import AfterTrainIter, Bus, BusStateError, LiveFieldError, Progress, SubscribeError, UnknownEventError
+from eventloop import Bus, BusStateError, LiveFieldError, Progress, SubscribeError, UnknownEventError
+from eventloop.events import AfterTrainIter
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_blocking")]
 

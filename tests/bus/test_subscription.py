@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 from structlog.testing import capture_logs
 
-from eventloop import AfterRun, AfterTrainIter, Bus, Progress, SubscribeError
+from eventloop import Bus, Progress, SubscribeError
+from eventloop.events import AfterRun, AfterTrainIter
 
 EVENT = AfterTrainIter(progress=Progress())
 

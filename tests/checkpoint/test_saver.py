@@ -10,8 +10,9 @@ from concurrent.futures import wait
 import pytest
 import torch
 
-from eventloop import CheckpointError, CheckpointValueError, ConfigurationError
+from eventloop import CheckpointError, ConfigurationError
 from eventloop.checkpoint import AsyncSaver, load
+from eventloop.errors import CheckpointValueError
 
 
 class Disk:

@@ -12,7 +12,8 @@ from rich import get_console
 import eventloop
 from eventloop.checkpoint import load
 from eventloop.cli import main
-from eventloop.events import registry
+from eventloop.config import registered
+from eventloop.events.event import registry
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning:sklearn")
 
@@ -265,7 +266,7 @@ def test_hooks_lists_every_registered_hook_with_options_types_defaults_and_mount
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= width
     for kind in ("hook", "writer", "average"):
-        for entry in eventloop.registered(kind):
+        for entry in registered(kind):
             assert re.search(rf"^{re.escape(entry.name)}\b", printed, re.MULTILINE), entry.name
     assert re.search(r"momentum +float +0\.0002", printed)
     assert re.search(r"monitor +str +required", printed)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop import Bus, ConfigurationError, Migration, OptionChange, register_migrations
-from eventloop.config import add_hooks, merged
+from eventloop import Bus, ConfigurationError
+from eventloop.config import Migration, OptionChange, add_hooks, merged, register_migrations
 from hooks import (
     AutogradAnomalyDetectHook,
     AutogradProfilerHook,

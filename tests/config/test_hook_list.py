@@ -10,8 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from eventloop import Bus, ConfigurationError, Hook, OptionsOf, Priority, SubscribeError, mount, register
-from eventloop.config import add_hooks
+from eventloop import Bus, ConfigurationError, Hook, Priority, SubscribeError, mount, register
+from eventloop.config import OptionsOf, add_hooks
 from hooks import (
     CheckpointHook,
     ConsoleWriter,

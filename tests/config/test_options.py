@@ -9,8 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eventloop import Hook, registered
-from eventloop.config import Imports, Maker, Options
+from eventloop import Hook
+from eventloop.config import Imports, Maker, Options, registered
 from hooks import CheckpointHook, EMAHook, LoggerHook
 
 if TYPE_CHECKING:

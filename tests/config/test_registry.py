@@ -1,6 +1,8 @@
 import pytest
 
-from eventloop import ConfigurationError, Hook, RegistrationError, UnknownNameError, find, register, registered, registrable
+from eventloop import ConfigurationError, Hook, register
+from eventloop.config import find, registered, registrable
+from eventloop.errors import RegistrationError, UnknownNameError
 from hooks import EMAHook, ExponentialMovingAverage, Writer
 
 

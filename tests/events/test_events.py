@@ -4,21 +4,10 @@ import msgspec
 import pytest
 import torch
 
-from eventloop import (
-    AfterIter,
-    AfterTrainIter,
-    AfterValEpoch,
-    AfterValIter,
-    Bus,
-    CheckpointCommitted,
-    Event,
-    EventDefinitionError,
-    Live,
-    Progress,
-    UnknownEventError,
-    mount_points,
-)
-from eventloop.events import lineage, mount_name, resolve
+from eventloop import Bus, Event, Live, Progress, UnknownEventError, mount_points
+from eventloop.errors import EventDefinitionError
+from eventloop.events import AfterIter, AfterTrainIter, AfterValEpoch, AfterValIter, CheckpointCommitted
+from eventloop.events.event import lineage, mount_name, resolve
 
 MMENGINE = [
     "before_run",
@@ -203,7 +192,7 @@ def test_defining_an_event_again_in_its_module_replaces_it_and_keeps_subscriptio
 def test_another_module_cannot_take_a_mount_point():
     body = {"__module__": "somewhere.else"}
     with pytest.raises(
-        EventDefinitionError, match=r"'after_train_iter' is already declared by eventloop.events.catalogue.AfterTrainIter"
+        EventDefinitionError, match=r"'after_train_iter' is already declared by eventloop.events.mount_points.AfterTrainIter"
     ):
         type(Event)("AfterTrainIter", (Event,), body)
     assert resolve("after_train_iter") is AfterTrainIter

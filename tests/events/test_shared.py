@@ -10,7 +10,8 @@ import torch
 from structlog.testing import capture_logs
 
 import hooks
-from eventloop import Bus, ConfigurationError, Hook, Run, Slot, TrainingError, TrainLoop
+from eventloop import Bus, ConfigurationError, Hook, Run, TrainingError, TrainLoop
+from eventloop.events import Slot
 
 NORM = Slot("gradient norm", torch.Tensor)
 COUNT = Slot("count", int)

@@ -12,18 +12,9 @@ import torch
 from structlog.testing import capture_logs
 from torch import nn
 
-from eventloop import (
-    Bus,
-    CheckpointError,
-    CheckpointValueError,
-    ConfigurationError,
-    Hook,
-    Run,
-    TrainingError,
-    TrainLoop,
-    mount,
-)
+from eventloop import Bus, CheckpointError, ConfigurationError, Hook, Run, TrainingError, TrainLoop, mount
 from eventloop.checkpoint import TEMPORARY_PREFIX, load, save
+from eventloop.errors import CheckpointValueError
 from hooks import EarlyStoppingHook, EMAHook, IterTimerHook, LoggerHook, RuntimeInfoHook
 from hooks.checkpoint import CheckpointHook
 from hooks.rules import find_rule

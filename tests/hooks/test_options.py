@@ -9,7 +9,8 @@ import pytest
 from torch import nn
 
 import hooks  # noqa: F401 - registers them
-from eventloop import ConfigurationError, registered
+from eventloop import ConfigurationError
+from eventloop.config import registered
 
 GIVEN = {
     "enable_predicate": lambda event: False,

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from eventloop import AfterTrainIter, Bus, Progress, Stats
+from eventloop import Bus, Progress
+from eventloop.bus import Stats
+from eventloop.events import AfterTrainIter
 from eventloop.offload import process
 
 from . import workers

@@ -6,7 +6,8 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from eventloop import AfterTrainIter, Bus, Progress
+from eventloop import Bus, Progress
+from eventloop.events import AfterTrainIter
 
 variable: ContextVar[str] = ContextVar("variable", default="nothing")
 

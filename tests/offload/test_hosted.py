@@ -9,18 +9,10 @@ import pytest
 from blockbuster import BlockingError
 from structlog.testing import capture_logs
 
-from eventloop import (
-    AfterRun,
-    AfterTrainIter,
-    BeforeRun,
-    Bus,
-    BusStateError,
-    DrainReport,
-    LaneClosedError,
-    LaneFullError,
-    OffloadError,
-    Progress,
-)
+from eventloop import Bus, BusStateError, LaneFullError, OffloadError, Progress
+from eventloop.errors import LaneClosedError
+from eventloop.events import AfterRun, AfterTrainIter, BeforeRun
+from eventloop.offload import DrainReport
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_blocking")]
 

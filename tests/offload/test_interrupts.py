@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import eventloop
-from eventloop import AfterTrainIter, Bus, Progress
+from eventloop import Bus, Progress
+from eventloop.events import AfterTrainIter
 from eventloop.offload import Runtime
 
 from . import workers

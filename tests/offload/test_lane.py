@@ -3,7 +3,8 @@ import threading
 
 import pytest
 
-from eventloop import LaneClosedError, LaneFullError
+from eventloop import LaneFullError
+from eventloop.errors import LaneClosedError
 from eventloop.offload import Lane, LaneStats
 from eventloop.offload.deadline import Deadline
 

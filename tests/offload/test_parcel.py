@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from eventloop import AfterTrainIter, AfterValEpoch, Event, Progress, detach
+from eventloop import Event, Progress
+from eventloop.events import AfterTrainIter, AfterValEpoch
+from eventloop.offload import detach
 from eventloop.offload.parcel import pack, unpack
 from eventloop.offload.segment import Segment, lay_out
 from eventloop.offload.staged import Staged

@@ -9,16 +9,9 @@ import types
 import pytest
 from structlog.testing import capture_logs
 
-from eventloop import (
-    AfterRun,
-    AfterTrainIter,
-    Bus,
-    HandlerTimeoutError,
-    OffloadError,
-    Progress,
-    SubscribeError,
-    WorkerDiedError,
-)
+from eventloop import Bus, HandlerTimeoutError, OffloadError, Progress, SubscribeError
+from eventloop.errors import WorkerDiedError
+from eventloop.events import AfterRun, AfterTrainIter
 from eventloop.offload import process
 
 from . import workers
@@ -57,7 +50,8 @@ def test_a_spawned_worker_gets_events_in_order_and_a_clean_exit_delivers_all_of_
 
 SCRIPT = """
 import os, sys, torch
-from eventloop import AfterTrainIter, Bus, Progress
+from eventloop import Bus, Progress
+from eventloop.events import AfterTrainIter
 
 class Mine(Exception): ...
 

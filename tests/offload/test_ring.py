@@ -4,7 +4,8 @@ import threading
 import pytest
 import torch
 
-from eventloop import AfterTrainIter, Bus, Progress
+from eventloop import Bus, Progress
+from eventloop.events import AfterTrainIter
 from eventloop.offload.ring import ROWS, make_ring
 from eventloop.offload.scalars import Scalars
 

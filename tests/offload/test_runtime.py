@@ -8,19 +8,10 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import (
-    AfterRun,
-    AfterTrainIter,
-    BeforeRun,
-    Bus,
-    BusStateError,
-    DrainReport,
-    LaneClosedError,
-    LaneFullError,
-    LiveFieldError,
-    OffloadError,
-    Progress,
-)
+from eventloop import Bus, BusStateError, LaneFullError, LiveFieldError, OffloadError, Progress
+from eventloop.errors import LaneClosedError
+from eventloop.events import AfterRun, AfterTrainIter, BeforeRun
+from eventloop.offload import DrainReport
 from eventloop.offload.lane import Lane
 
 P = Progress()

@@ -7,7 +7,9 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import AfterRun, BeforeRun, Bus, LaneFullError, Owned, Progress, SubscribeError
+from eventloop import Bus, LaneFullError, Progress, SubscribeError
+from eventloop.events import AfterRun, BeforeRun
+from eventloop.offload import Owned
 from eventloop.offload.sized import nbytes
 
 KB = torch.zeros(250)  # 1000 bytes

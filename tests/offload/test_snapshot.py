@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from eventloop import (
+from eventloop import Event, Live, LiveFieldError, Progress, Scalars, from_json, from_msgpack
+from eventloop.events import (
     AfterLoadCheckpoint,
     AfterModuleForward,
     AfterRun,
@@ -14,18 +15,10 @@ from eventloop import (
     AfterValEpoch,
     BeforeOptimizerStep,
     CheckpointCommitted,
-    Event,
-    Live,
-    LiveFieldError,
     OnException,
-    Owned,
-    Progress,
     RunEvent,
-    Scalars,
-    detach,
-    from_json,
-    from_msgpack,
 )
+from eventloop.offload import Owned, detach
 from eventloop.offload.snapshot import detached_type
 from eventloop.offload.staged import Staged, stage
 
@@ -247,7 +240,7 @@ def test_an_event_whose_annotations_cannot_be_resolved_is_a_clear_error(registry
     class Odd(Event):
         thing: "NowhereToBeFound"  # noqa: F821
 
-    from eventloop import EventDefinitionError
+    from eventloop.errors import EventDefinitionError
 
     with pytest.raises(EventDefinitionError, match=r"Odd cannot be resolved .*NowhereToBeFound"):
         detach(Odd(thing=1))

@@ -6,7 +6,8 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from eventloop import AfterTrainIter, Bus, BusStateError, HandlerTimeoutError, Progress, SubscribeError
+from eventloop import Bus, BusStateError, HandlerTimeoutError, Progress, SubscribeError
+from eventloop.events import AfterTrainIter
 from eventloop.offload import worker
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from eventloop import AfterTrainIter, Event, Hook, mount
+from eventloop import Event, Hook, mount
+from eventloop.events import AfterTrainIter
 
 heard: list[int] = []
 

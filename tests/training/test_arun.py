@@ -9,7 +9,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import AfterTest, Bus, BusStateError, Progress, Run, RunCancelled, TrainingError
+from eventloop import Bus, BusStateError, Progress, Run, RunCancelled, TrainingError
+from eventloop.events import AfterTest
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_blocking")]
 

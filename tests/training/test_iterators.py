@@ -5,7 +5,9 @@ import torch
 from structlog.testing import capture_logs
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from eventloop import AfterRun, Bus, Progress, Run, StopIterationError
+from eventloop import Bus, Progress, Run
+from eventloop.errors import StopIterationError
+from eventloop.events import AfterRun
 
 MOUNT_POINTS = [
     *("before_run", "before_train", "before_train_epoch", "before_train_iter", "before_forward", "after_forward"),

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop import AfterTrainIter, Event, Hook, TrainLoop, Update
+from eventloop import Event, Hook, TrainLoop, Update
+from eventloop.events import AfterTrainIter
 
 ITER = "before_train_iter after_train_iter"
 VAL = "before_val before_val_epoch 2*(before_val_iter after_val_iter) after_val_epoch after_val"

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 from torch.utils.data import DataLoader, Dataset
 
-from eventloop import AfterTrainIter, Bus, Event, TrainLoop
+from eventloop import Bus, Event, TrainLoop
+from eventloop.events import AfterTrainIter
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux"),

@@ -5,7 +5,8 @@ from typing import Any, assert_type
 
 import torch
 
-from eventloop import AfterIter, AfterModuleForward, AfterTrainIter, AfterValIter, Bus, Event, Hook, Subscription, mount
+from eventloop import Bus, Event, Hook, Subscription, mount
+from eventloop.events import AfterIter, AfterModuleForward, AfterTrainIter, AfterValIter
 from trainbus import Bus as TheBus
 from trainbus import EMAHook, __version__
 

@@ -1,6 +1,7 @@
 """Only type-checked: each statement marked `error` must fail mypy --strict, and no other."""
 
-from eventloop import AfterTrainIter, AfterValIter, Bus, Event, Priority
+from eventloop import Bus, Event, Priority
+from eventloop.events import AfterTrainIter, AfterValIter
 from trainbus import CheckpointHook, NoHookOfOurs  # noqa: F401  # error
 
 bus = Bus()

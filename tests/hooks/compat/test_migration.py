@@ -9,8 +9,7 @@ import pytest
 
 import eventloop
 import hooks
-from eventloop import find
-from eventloop.config import OptionChange
+from eventloop.config import OptionChange, find
 from hooks.compat import TABLE
 from hooks.compat.migration import markdown
 

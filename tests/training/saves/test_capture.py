@@ -8,8 +8,9 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, CheckpointError, CheckpointValueError, ConfigurationError, Progress, Run, Update
+from eventloop import Bus, CheckpointError, ConfigurationError, Progress, Run, Update
 from eventloop.checkpoint import Turns, load, write
+from eventloop.errors import CheckpointValueError
 from eventloop.training.saves.capture import SavePoints
 from eventloop.training.saves.request import SaveRequest
 

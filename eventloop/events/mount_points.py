@@ -10,6 +10,53 @@ import torch
 from eventloop.events.event import ABSENT, Counter, Event, Live, Progress, Scalars, name_of, registry
 from eventloop.events.run_view import RunView
 
+__all__ = [
+    "AfterBackward",
+    "AfterEpoch",
+    "AfterForward",
+    "AfterIter",
+    "AfterLoadCheckpoint",
+    "AfterModuleBackward",
+    "AfterModuleForward",
+    "AfterOptimizerStep",
+    "AfterRun",
+    "AfterTest",
+    "AfterTestEpoch",
+    "AfterTestIter",
+    "AfterTrain",
+    "AfterTrainEpoch",
+    "AfterTrainIter",
+    "AfterVal",
+    "AfterValEpoch",
+    "AfterValIter",
+    "BeforeBackward",
+    "BeforeEpoch",
+    "BeforeForward",
+    "BeforeIter",
+    "BeforeModuleBackward",
+    "BeforeModuleForward",
+    "BeforeOptimizerStep",
+    "BeforeRun",
+    "BeforeSaveCheckpoint",
+    "BeforeTest",
+    "BeforeTestEpoch",
+    "BeforeTestIter",
+    "BeforeTrain",
+    "BeforeTrainEpoch",
+    "BeforeTrainIter",
+    "BeforeVal",
+    "BeforeValEpoch",
+    "BeforeValIter",
+    "CheckpointCommitted",
+    "CheckpointFailed",
+    "CheckpointSkipped",
+    "CheckpointStaged",
+    "ImageReported",
+    "ModuleEvent",
+    "OnException",
+    "RunEvent",
+]
+
 
 class RunEvent(Event, kw_only=True):
     """Base of everything a run publishes: who runs, and how far it has come."""
