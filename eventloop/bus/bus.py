@@ -26,8 +26,7 @@ from eventloop.checks import check_flag, check_options
 from eventloop.errors import BusStateError, SubscribeError
 from eventloop.events import Event
 from eventloop.events.event import lineage, name_of, resolve
-from eventloop.offload import Lane, Runtime
-from eventloop.offload.loops import Backend
+from eventloop.offload import Backend, Lane, Runtime
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 

@@ -13,7 +13,7 @@ from eventloop.bus.subscription import Stats, Subscription
 from eventloop.events import Event
 from eventloop.events.event import lineage, mount_points, resolve
 from eventloop.events.mount_points import BUILTIN
-from eventloop.offload.sized import SizedLane
+from eventloop.offload import SizedLane
 
 
 class Row(msgspec.Struct, frozen=True):

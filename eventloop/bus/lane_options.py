@@ -8,10 +8,7 @@ from typing import Any
 import msgspec
 
 from eventloop.errors import SubscribeError
-from eventloop.offload.lane import FULL, Full, Lane
-from eventloop.offload.sized import SizedLane
-from eventloop.offload.snapshot import detacher
-from eventloop.offload.staged import check_capture
+from eventloop.offload import FULL, Full, Lane, SizedLane, check_capture, detacher
 
 
 class LaneOptions(msgspec.Struct, frozen=True):

@@ -15,10 +15,7 @@ from eventloop.bus.failures import Failures, raise_all
 from eventloop.checks import check_flag
 from eventloop.errors import BusStateError, OffloadError
 from eventloop.log import get_logger
-from eventloop.offload import DrainReport, Runtime
-from eventloop.offload.deadline import Deadline
-from eventloop.offload.in_thread import in_thread
-from eventloop.offload.loops import Backend, HostLoop
+from eventloop.offload import Backend, Deadline, DrainReport, HostLoop, Runtime, in_thread
 
 _CLOSER_POLL = 0.01  # seconds between looks at whether another thread has closed the bus
 

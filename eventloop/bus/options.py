@@ -10,7 +10,7 @@ from eventloop.bus.filters import FILTERS
 from eventloop.bus.priority import PriorityLike
 from eventloop.errors import SubscribeError
 from eventloop.events import Event
-from eventloop.offload.lane import Full
+from eventloop.offload import Full
 
 Where = Literal["all", "rank0"]
 

@@ -15,9 +15,7 @@ import anyio.lowlevel
 
 from eventloop.bus.subscription import Stats, Subscription
 from eventloop.errors import BusStateError
-from eventloop.offload.consumer import arrive, copied
-from eventloop.offload.lane import Lane
-from eventloop.offload.loops import threadsafe_call
+from eventloop.offload import Lane, arrive, copied, threadsafe_call
 
 T_co = TypeVar("T_co", covariant=True)
 

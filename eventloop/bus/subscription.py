@@ -20,16 +20,21 @@ from eventloop.errors import HandlerTimeoutError, SubscribeError, WorkerDiedErro
 from eventloop.events import Event
 from eventloop.events.event import moment, name_of
 from eventloop.log import get_logger
-from eventloop.offload.collectives import refuses_collectives
-from eventloop.offload.consumer import Delivery, Sources
-from eventloop.offload.lane import Full
-from eventloop.offload.process import ProcessWorker
-from eventloop.offload.reports import LaneStats
-from eventloop.offload.runtime import Runtime
-from eventloop.offload.sized import SizedLane
-from eventloop.offload.snapshot import is_plain
-from eventloop.offload.target import target_of
-from eventloop.offload.worker import MakeThread, ThreadWorker, Worker
+from eventloop.offload import (
+    Delivery,
+    Full,
+    LaneStats,
+    MakeThread,
+    ProcessWorker,
+    Runtime,
+    SizedLane,
+    Sources,
+    ThreadWorker,
+    Worker,
+    is_plain,
+    refuses_collectives,
+    target_of,
+)
 
 _MOST_TIMEOUTS = 3  # handlers that hang in threads left behind, or worker processes that do not start, before it is retired
 

@@ -13,7 +13,7 @@ from eventloop.errors import ConfigurationError, LaneFullError
 from eventloop.events import Event
 from eventloop.events.shared import Shared
 from eventloop.log import get_logger
-from eventloop.offload.deadline import Deadline
+from eventloop.offload import Deadline
 from eventloop.training.arguments import tell_useless
 from eventloop.training.distributed.joining import join_ranks
 from eventloop.training.distributed.ranks import Ranks, tell_failure, this_rank, world_size

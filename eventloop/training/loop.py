@@ -14,7 +14,7 @@ from eventloop.bus import Bus
 from eventloop.checks import check_options
 from eventloop.errors import BusStateError, ConfigurationError, RunCancelled, TrainingError, stopped
 from eventloop.events import AfterForward, BeforeForward
-from eventloop.offload.in_thread import in_thread
+from eventloop.offload import in_thread
 from eventloop.training.arguments import Config, Count, Data, Models, OnBus, Optimizers, Resume, Stateful, Step, check_step
 from eventloop.training.iterators import EvaluationBatches
 from eventloop.training.metrics import Metrics, NamedMetrics

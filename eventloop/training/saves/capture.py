@@ -21,8 +21,7 @@ from eventloop.checkpoint import AnyPath, Overlap, StageBuffer, Turns, check_bus
 from eventloop.errors import ConfigurationError
 from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointSkipped, CheckpointStaged, Progress
 from eventloop.log import get_logger
-from eventloop.offload.deadline import Deadline
-from eventloop.offload.snapshot import Owned
+from eventloop.offload import Deadline, Owned
 from eventloop.training.saves.request import SaveRequest, check_together, merged
 from eventloop.training.saves.write import CheckpointFiles, Parts, SaveJob
 

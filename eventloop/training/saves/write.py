@@ -11,7 +11,7 @@ import msgspec
 
 from eventloop.checkpoint import AnyPath, RemotePath, StagedTree, store_of, write
 from eventloop.events import Progress
-from eventloop.offload.collectives import collectives_allowed
+from eventloop.offload import collectives_allowed
 from eventloop.training.saves.request import OnError
 
 LAST = "last_checkpoint"
