@@ -6,7 +6,7 @@ import argparse
 from typing import TypeAlias
 
 from eventloop.checkpoint import AnyPath, as_path
-from eventloop.config import shortened
+from eventloop.config.words import shortened
 from eventloop.errors import ConfigurationError
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"

@@ -17,7 +17,7 @@ from rich.text import Text
 from eventloop.bus.hook import mount_points_of
 from eventloop.bus.priority import Priority
 from eventloop.cli.arguments import Subparsers
-from eventloop.config import Imports, Option, Options, describe, find_files_in
+from eventloop.config import Imports, Option, Signature, describe, find_files_in
 from eventloop.config.registry import Registered, registered
 from eventloop.events import Event
 from eventloop.events.event import mount_points, resolve
@@ -51,7 +51,7 @@ def _hooks(options: argparse.Namespace) -> int:
     for kind, title in _TITLES.items():
         entries = registered(kind)
         console.rule(f"[bold]{title}", align="left")
-        width = max((len(name) for entry in entries for name in Options(entry.cls).known), default=0)
+        width = max((len(name) for entry in entries for name in Signature(entry.cls).options), default=0)
         for entry in entries:
             console.print(_described(entry, width))
             console.print()
@@ -78,7 +78,7 @@ def _options(entry: Registered, width: int) -> Table:
     table.add_column(width=width, no_wrap=True)
     table.add_column(ratio=3, overflow="fold")
     table.add_column(ratio=2, overflow="fold")
-    options = Options(entry.cls)
+    options = Signature(entry.cls)
     for option in _settable(entry.kind, options):
         default = Text("required", style="red") if option.required else Text(_default(option.default), style="green")
         table.add_row(option.name, Text(describe(option.annotation), style="dim"), default)
@@ -87,9 +87,9 @@ def _options(entry: Registered, width: int) -> Table:
     return table
 
 
-def _settable(kind: str, options: Options) -> list[Option]:
+def _settable(kind: str, options: Signature) -> list[Option]:
     """Without the model that an average is made for."""
-    return [option for option in options.known.values() if not (kind == "average" and option.name == "model")]
+    return [option for option in options.options.values() if not (kind == "average" and option.name == "model")]
 
 
 def _default(value: Any) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from eventloop.config import shortened
+from eventloop.config.words import shortened
 from eventloop.errors import ConfigurationError
 
 

@@ -1,44 +1,35 @@
-"""From text to hooks, models and loops: what a configuration names, typed by the signatures of what it names.
+"""From text to hooks, models and loops: the objects that a configuration names, typed by their own signatures.
 
-``read`` reads TOML, YAML and JSON, ``overrides`` what is changed on the command line; ``options`` derives a typed struct from a
-signature, ``references`` resolves ``module:attribute``, ``make`` makes objects of both; ``hook_list`` does it for hooks,
-``elsewhere`` for hooks as other systems write them.
+``read`` reads files and applies changes of the command line, ``signature`` finds the options of a class or function,
+``imports`` resolves ``module:attribute``, ``make`` makes the objects; ``hook_list`` makes hooks, ``setup`` a whole loop.
 """
 
-from eventloop.config.annotations import describe
-from eventloop.config.elsewhere import Migration, OptionChange, PriorityScale, register_migrations, register_priorities
 from eventloop.config.hook_list import Chosen, add_hooks, hook_from, hooks_in, merged
+from eventloop.config.imports import Imports, find_files_in
 from eventloop.config.make import Maker
-from eventloop.config.options import Option, Options, OptionsOf
-from eventloop.config.overrides import override
-from eventloop.config.places import check_keys, inside, shortened, wrong
-from eventloop.config.read import SUFFIXES, read
-from eventloop.config.references import Imports, find_files_in
+from eventloop.config.migrations import Migration, OptionChange, PriorityScale, register_migrations, register_priorities
+from eventloop.config.read import SUFFIXES, override, read, settle
 from eventloop.config.registry import Registered, find, register, registered, registrable
-from eventloop.config.values import FromText, kind_of, settle
+from eventloop.config.signature import Option, OptionsOf, Signature, describe
 
 __all__ = [
     "SUFFIXES",
     "Chosen",
-    "FromText",
     "Imports",
     "Maker",
     "Migration",
     "Option",
     "OptionChange",
-    "Options",
     "OptionsOf",
     "PriorityScale",
     "Registered",
+    "Signature",
     "add_hooks",
-    "check_keys",
     "describe",
     "find",
     "find_files_in",
     "hook_from",
     "hooks_in",
-    "inside",
-    "kind_of",
     "merged",
     "override",
     "read",
@@ -48,6 +39,4 @@ __all__ = [
     "registered",
     "registrable",
     "settle",
-    "shortened",
-    "wrong",
 ]

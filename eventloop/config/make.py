@@ -1,295 +1,299 @@
-"""Makes what a configuration describes: objects, functions and classes, with options typed by their own signatures."""
+"""Makes the objects that a configuration describes, with options typed by the signatures of their classes and functions."""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import operator
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from eventloop.config import annotations as of
-from eventloop.config.described import (
-    MISSING,
-    alone,
-    an,
-    as_it_is,
-    is_callable,
-    is_meant_as_text,
-    missing_type,
-    parsed,
-    raised_within,
-)
-from eventloop.config.elsewhere import translated, why_not_here
-from eventloop.config.options import Option, Options
-from eventloop.config.places import check_keys, inside, wrong
-from eventloop.config.references import Imports, is_reference
-from eventloop.config.registry import did_you_mean, find, kind_of_base
-from eventloop.config.values import FromText, check, kind_of, settle, unexpected
-from eventloop.errors import ConfigurationError, TrainbusError
+from eventloop.config.imports import Imports, is_reference
+from eventloop.config.migrations import translated, why_not_here
+from eventloop.config.read import FromText, parse, settle
+from eventloop.config.registry import find, kind_of_base
+from eventloop.config.signature import Member, Option, Signature, describe, members
+from eventloop.config.words import check_keys, did_you_mean, inside, kind_of, wrong
+from eventloop.errors import TrainbusError
+
+_NOT_IT: Any = object()
 
 
 class Maker:
     """Makes objects from tables such as ``{type = "torch.optim:AdamW", lr = 0.001}``, or from a name alone.
 
-    ``type`` is a registered name, where the option asks for a hook, writer or average, or ``module:attribute``; everything
-    else is an option of it, and is made in the same way where it has to be an object itself.
-
-    A parameter ``model`` or ``optimizer`` without default, which the table does not give, gets what is given here.
+    ``type`` is ``module:attribute``, or a registered name where a hook, writer or average is expected. All other keys are
+    options. An option that is an object is described in the same way.
 
     Args:
-        imports: where ``module:attribute`` may come from.
-        model: a module, or several by name.
-        optimizer: an optimizer, or several by name; a text for a parameter ``optimizer`` is the name of one.
+        imports: the modules that ``module:attribute`` may name.
+        model: for a required parameter ``model`` that the table does not give; a module, or several by name.
+        optimizer: the same for ``optimizer``. Of several by name, a text selects one.
     """
 
     def __init__(self, imports: Imports | None = None, *, model: Any = None, optimizer: Any = None) -> None:
         self.imports = imports or Imports()
-        self.given = {} if model is None else {"model": model}
-        self.optimizers: Mapping[str, Any] = optimizer if isinstance(optimizer, Mapping) else {}
-        if optimizer is not None and not self.optimizers:
-            self.given["optimizer"] = optimizer
+        self._given = {} if model is None else {"model": model}
+        self._optimizers: Mapping[str, Any] = optimizer if isinstance(optimizer, Mapping) else {}
+        if optimizer is not None and not self._optimizers:
+            self._given["optimizer"] = optimizer
 
-    # -------------------------------------------------------------------------------- what a name or table stands for
+    # -------------------------------------------------------------------------------------------- names and tables
 
-    def make(self, value: Any, place: str, *, expected: type | None = None, given: Mapping[str, Any] | None = None) -> Any:
-        """Return the object that ``value`` describes: what ``type`` names, called with the options beside it.
+    def make(self, value: Any, where: str, *, expected: type | None = None, given: Mapping[str, Any] | None = None) -> Any:
+        """Return the object that ``value`` describes: the result of calling ``type`` with the options beside it.
 
-        What is named but is no class or function (an object in a module) is taken as it is, and so is an object that is
-        already one.
+        An object that ``type`` names (neither class nor function) is not called, and an object given as ``value`` is returned.
 
         Raises:
             ConfigurationError: unknown names and options, wrong types, or another class than ``expected``.
         """
-        name, options = self._split(value, place)
+        name, options = self._split(value, where)
         if name is None:
             made = value
         else:
-            target = self.named(value, place, expected)
+            made = self.named(value, where, expected)
             if kind_of_base(expected) is not None:
-                options = translated(name, options, place)
-            made = self.call(target, options, place, given=given) if is_callable(target) else alone(target, options, place)
+                options = translated(name, options, where)
+            if isinstance(made, type | functools.partial) or inspect.isroutine(made):
+                made = self.call(made, options, where, given=given)
+            elif options:
+                raise wrong(where, f"{made!r} is an object, which takes no options ({', '.join(options)})")
         if expected is not None and not isinstance(made, expected):
-            raise wrong(place, f"expected {an(expected)}, got {made!r}")
+            article = "an" if expected.__name__[0] in "AEIOU" else "a"
+            raise wrong(where, f"expected {article} {expected.__name__}, got {made!r}")
         return made
 
-    def function(self, value: Any, place: str) -> Callable[..., Any]:
+    def function(self, value: Any, where: str) -> Callable[..., Any]:
         """Return the function that ``value`` names; one with options has them filled in, a class with options is called."""
-        name, options = self._split(value, place)
-        found = value if name is None else self.named(value, place)
+        name, options = self._split(value, where)
+        found = value if name is None else self.named(value, where)
         if isinstance(value, Mapping):
             if isinstance(found, type):
-                found = self.call(found, options, place)
+                found = self.call(found, options, where)
             elif callable(found):
-                found = functools.partial(found, **self.decode(Options(found), options, place, partly=True)[1])
+                found = functools.partial(found, **self.decode(Signature(found), options, where, partly=True)[1])
         if not callable(found):
-            raise wrong(place, f"expected a function, as module:attribute, got {kind_of(found)}")
+            raise wrong(where, f"expected a function, as module:attribute, got {kind_of(found)}")
         return found  # type: ignore[no-any-return]
 
-    def class_(self, value: Any, base: type, place: str) -> type:
+    def class_(self, value: Any, base: type, where: str) -> type:
         """Return the class derived from ``base`` that ``value`` names."""
-        found = self.target(value, place, base) if isinstance(value, str) else value
+        found = self.named(value, where, base) if isinstance(value, str) else value
         if not (isinstance(found, type) and issubclass(found, base)):
-            raise wrong(place, f"expected a class derived from {base.__name__}, got {kind_of(found)}")
+            raise wrong(where, f"expected a class derived from {base.__name__}, got {kind_of(found)}")
         return found
 
-    def named(self, value: str | Mapping[str, Any], place: str, expected: type | None = None) -> Any:
-        """Return what a name, or the ``type`` of a table, stands for."""
-        name, _ = self._split(value, place)
-        return self.target(name, place if isinstance(value, str) else inside(place, "type"), expected)
-
-    def target(self, name: Any, place: str, expected: type | None = None) -> Any:
-        """Return what a name stands for: a registered class of the kind of ``expected``, or ``module:attribute``."""
+    def named(self, value: str | Mapping[str, Any], where: str, expected: type | None = None) -> Any:
+        """Return the class, function or object that a name, or the ``type`` of a table, stands for."""
+        name, _ = self._split(value, where)
         if not isinstance(name, str):
             return name
-        kind = None if expected is None else kind_of_base(expected)
+        where = where if isinstance(value, str) else inside(where, "type")
+        kind = kind_of_base(expected)
         if kind is None or ":" in name:
-            return self.imports.resolve(str(name), place)
+            return self.imports.resolve(str(name), where)
         try:
             return find(kind, str(name))
         except TrainbusError as error:
-            raise wrong(
-                place, f"{error}{why_not_here(name)}; a class that is not registered is written as module:attribute"
-            ) from None
+            hint = f"{why_not_here(name)}; a class that is not registered is written as module:attribute"
+            raise wrong(where, f"{error}{hint}") from None
 
-    def _split(self, value: Any, place: str) -> tuple[Any, dict[str, Any]]:
-        """Return name and options of a description; None as the name of anything else."""
+    def _split(self, value: Any, where: str) -> tuple[Any, dict[str, Any]]:
+        """Return name and options of a description; None as the name of any other value."""
         if isinstance(value, str):
             return str(value), {}
         if not isinstance(value, Mapping):
             return None, {}
         options = dict(value)
         if "type" not in options:
-            what = f"is missing{missing_type(options)}: say what to make, as module:attribute or a registered name"
-            raise wrong(inside(place, "type"), what)
+            hint = f"is missing{missing_type(options)}: say what to make, as module:attribute or a registered name"
+            raise wrong(inside(where, "type"), hint)
         return options.pop("type"), options
 
-    # --------------------------------------------------------------------------------------------------- its options
+    # ----------------------------------------------------------------------------------------------------- options
 
     def call(
         self,
         target: Callable[..., Any],
         options: Mapping[str, Any],
-        place: str,
+        where: str,
         *,
         given: Mapping[str, Any] | None = None,
         also_known: tuple[str, ...] = (),
     ) -> Any:
-        """Call ``target`` with options decoded for its signature; an error of its own says at which place."""
-        described = Options(target)
-        positional, named = self.decode(described, options, place, given=given, also_known=also_known)
+        """Call ``target`` with options decoded for its signature; its own errors get ``where`` added."""
+        signature = Signature(target)
+        positional, named = self.decode(signature, options, where, given=given, also_known=also_known)
         try:
             return target(*positional, **named)
         except TrainbusError as error:
-            raise type(error)(f"{place} ({described.label}): {error}") from error
+            raise type(error)(f"{where} ({signature.label}): {error}") from error
         except Exception as error:
-            if isinstance(error, TypeError | ValueError) and raised_within(error, "torch"):  # of what its constructor was given
-                raise wrong(place, f"{described.label} does not take these options: {error}") from error
-            error.add_note(f"while making {described.label} for {place}")
+            if isinstance(error, TypeError | ValueError) and _raised_within_torch(error):
+                raise wrong(where, f"{signature.label} does not take these options: {error}") from error
+            error.add_note(f"while making {signature.label} for {where}")
             raise
 
     def decode(
         self,
-        options: Options,
+        signature: Signature,
         table: Mapping[str, Any],
-        place: str,
+        where: str,
         *,
         given: Mapping[str, Any] | None = None,
         also_known: tuple[str, ...] = (),
         partly: bool = False,
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Return positional and named arguments from a table, typed by the signature.
+        """Return positional and named arguments from a table.
 
         Args:
-            options: of whom.
-            table: what was given.
-            place: of the table.
-            given: objects for parameters that have no default and are not in the table, before the maker's own.
+            signature: of the function that gets them.
+            table: the options.
+            where: the position of the table.
+            given: objects for required parameters that are not in the table; they come before the maker's own.
             also_known: keys that the caller has taken out, for the hints.
             partly: leave out what is missing.
 
         Raises:
             ConfigurationError: an unknown or missing option, or a value of the wrong type.
         """
-        own = {name: value for name, value in table.items() if name in options.known}
-        further = {name: value for name, value in table.items() if name not in options.known}
-        values = {name: self.fill(value, options.known[name], inside(place, name)) for name, value in own.items()}
-        extra = self._further(options, further, values, place, also_known)
+        known = signature.options
+        values = {key: self._option(value, known[key], inside(where, key)) for key, value in table.items() if key in known}
+        further = {key: value for key, value in table.items() if key not in known}
+        extra = self._further(signature, further, values, where, also_known)
         if not partly:
-            values = self._completed(options, values, place, {**self.given, **(given or {})})
-            record = msgspec.convert(values, options.struct)
-            values = {name: getattr(record, name) for name in values}
-        positional = [values.pop(name) for name in options.positional if name in values]
+            self._complete(signature, values, where, {**self._given, **(given or {})})
+        positional = [values.pop(name) for name in signature.positional if name in values]
         return positional, values | extra
 
     def _further(
-        self, options: Options, further: Mapping[str, Any], values: Mapping[str, Any], place: str, also_known: tuple[str, ...]
+        self,
+        signature: Signature,
+        further: Mapping[str, Any],
+        values: Mapping[str, Any],
+        where: str,
+        also_known: tuple[str, ...],
     ) -> dict[str, Any]:
-        """Decode what goes into ``**options``."""
-        if options.rest is None or options.rest_of is None:
-            if options.rest is None:
-                check_keys(further, [*options.known, *also_known], place, options.label)
-            rest = Option("", options.rest, None, "")
-            return {name: self.fill(value, rest, inside(place, name)) for name, value in further.items()}
-        chosen = values.get(options.rest_of, options.known[options.rest_of].default)
-        theirs = Options(chosen)
-        required = [option.name for option in theirs.known.values() if option.required]
-        names = [name for name in theirs.known if name not in required]
-        check_keys(further, [*options.known, *names, *also_known], place, f"{options.label} with {theirs.label}")
-        return self.decode(theirs, further, place, partly=True)[1]
+        """Decode the values of ``**options``."""
+        if (owner := signature.rest_of) is None:
+            if signature.rest is None:
+                check_keys(further, [*signature.options, *also_known], where, signature.label)
+            return {key: self._value(value, signature.rest, inside(where, key)) for key, value in further.items()}
+        theirs = Signature(values.get(owner, signature.options[owner].default))
+        names = [name for name, option in theirs.options.items() if not option.required]
+        check_keys(further, [*signature.options, *names, *also_known], where, f"{signature.label} with {theirs.label}")
+        return self.decode(theirs, further, where, partly=True)[1]
 
-    def _completed(self, options: Options, values: dict[str, Any], place: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        for option in options.known.values():
-            if option.required and option.name not in values:
-                if option.name not in given:
-                    what = f" ({option.written})" if option.written else ""
-                    several = ", ".join(self.optimizers if option.name == "optimizer" else ())
-                    which = f"; name one of {several}" if several else ""
-                    raise wrong(inside(place, option.name), f"is missing: {options.label} needs it{what}{which}")
-                values[option.name] = given[option.name]
-        return values
+    def _complete(self, signature: Signature, values: dict[str, Any], where: str, given: Mapping[str, Any]) -> None:
+        for name, option in signature.options.items():
+            if option.required and name not in values:
+                if name not in given:
+                    type_ = "" if option.annotation is Any else f" ({describe(option.annotation)})"
+                    which = f"; name one of {', '.join(self._optimizers)}" if name == "optimizer" and self._optimizers else ""
+                    raise wrong(inside(where, name), f"is missing: {signature.label} needs it{type_}{which}")
+                values[name] = given[name]
 
-    def fill(self, value: Any, option: Option, place: str) -> Any:
-        """Return the value of an option: text as it is, names and tables as what they stand for."""
-        if option.name == "optimizer" and isinstance(value, str) and self.optimizers:
-            if value not in self.optimizers:
-                raise wrong(
-                    place,
-                    f"there is no optimizer {str(value)!r}{did_you_mean(value, self.optimizers)}; "
-                    f"there are {', '.join(self.optimizers)}",
-                )
-            return self.optimizers[value]
-        return self._value(value, option.annotation, place)
+    def _option(self, value: Any, option: Option, where: str) -> Any:
+        if option.name == "optimizer" and isinstance(value, str) and self._optimizers:
+            if value not in self._optimizers:
+                hint = did_you_mean(value, self._optimizers)
+                there = ", ".join(self._optimizers)
+                raise wrong(where, f"there is no optimizer {str(value)!r}{hint}; there are {there}")
+            return self._optimizers[value]
+        return self._value(value, option.annotation, where)
 
-    # ------------------------------------------------------------------------------------------------ by annotation
+    # -------------------------------------------------------------------------------------- values, by annotation
 
-    def _value(self, value: Any, annotation: Any, place: str) -> Any:
-        options = of.members(annotation)
-        if Any in options:
-            return self._anything(settle(value), place)
-        if isinstance(value, FromText):
-            value = parsed(value, options)
-        texts = [one for one in options if of.is_text(one)]
-        others = [one for one in options if not of.is_text(one)]
+    def _value(self, value: Any, annotation: Any, where: str) -> Any:
+        kinds = members(annotation)
+        forms = {one.form for one in kinds}
+        if "any" in forms:
+            return self._anything(settle(value), where)
+        if isinstance(value, FromText) and forms - {"text", "path"} and isinstance(found := parse(value), list | dict):
+            value = found
+        texts = [one.annotation for one in kinds if one.form == "text"]
+        others = [one for one in kinds if one.form != "text"]
         if isinstance(value, Mapping) and not is_reference(value.get("type")):
-            # Where an option takes tables, too, one that names no function and no class is such a table.
-            others.sort(key=lambda one: of.table_value(one) is None)
+            others.sort(key=lambda one: one.form != "table")  # a table without module:attribute is an option that is a table
         for one in others:
-            found = self._other(value, one, place, text_will_do=is_meant_as_text(value, one, texts))
-            if found is not MISSING:
+            found = self._described(
+                value, one, where, is_name=isinstance(value, str) and not _is_meant_as_text(value, one, texts)
+            )
+            if found is not _NOT_IT:
                 return found
-        if not texts:
-            raise wrong(place, unexpected(value, annotation))
-        union = functools.reduce(lambda one, other: one | other, texts)
-        try:
-            return check(value, union, place)
-        except ConfigurationError:
-            if others and not isinstance(value, dict | list):
-                raise wrong(place, unexpected(value, annotation)) from None
-            raise
+        typed = isinstance(value, FromText)
+        if texts:
+            try:
+                return msgspec.convert(str(value) if typed else value, functools.reduce(operator.or_, texts), strict=not typed)
+            except msgspec.ValidationError:
+                pass  # told below, with the value
+        raise wrong(where, _unexpected(value, annotation))
 
-    def _other(self, value: Any, annotation: Any, place: str, *, text_will_do: bool) -> Any:
-        """Return the value for one member of a union that is more than text; MISSING if it is none of it."""
-        listed, inner = of.list_item(annotation), of.table_value(annotation)
-        if listed is not None:
-            return self._list(value, *listed, place) if isinstance(value, list | tuple | set) else MISSING
-        if inner is not None:
+    def _described(self, value: Any, kind: Member, where: str, *, is_name: bool) -> Any:
+        """Return the value for one member of a union that is more than text; ``_NOT_IT`` for another kind of value."""
+        if kind.form == "list":
+            return self._list(value, kind, where) if isinstance(value, list | tuple | set) else _NOT_IT
+        if kind.form == "table":
             if not isinstance(value, Mapping):
-                return MISSING
-            return {key: self._value(entry, inner, inside(place, str(key))) for key, entry in value.items()}
-        if of.is_path(annotation):
-            return (value if text_will_do else Path(value)) if isinstance(value, str) else as_it_is(value, annotation)
-        if of.is_function(annotation):
-            described = (isinstance(value, str) and not text_will_do) or isinstance(value, Mapping)
-            return self.function(value, place) if described or callable(value) else MISSING
-        base = of.class_asked_for(annotation)
-        if base is not None:
-            named = isinstance(value, str) and (not text_will_do or kind_of_base(base) is not None)
-            return self.class_(value, base, place) if named or isinstance(value, type) else MISSING
-        return self._object(value, of.object_asked_for(annotation), place, text_will_do=text_will_do)
+                return _NOT_IT
+            return {key: self._value(entry, kind.inner, inside(where, str(key))) for key, entry in value.items()}
+        if kind.form == "path" and isinstance(value, str):
+            return Path(value) if is_name else value
+        if kind.form == "function":
+            return self.function(value, where) if is_name or isinstance(value, Mapping) or callable(value) else _NOT_IT
+        if kind.form == "class":
+            is_name = is_name or (isinstance(value, str) and kind_of_base(kind.base) is not None)
+            return self.class_(value, kind.base or object, where) if is_name or isinstance(value, type) else _NOT_IT
+        if kind.form == "object" and (is_name or isinstance(value, Mapping)):
+            return self.make(value, where, expected=kind.base)
+        return value if kind.base is not None and isinstance(value, kind.base) else _NOT_IT
 
-    def _object(self, value: Any, expected: type | None, place: str, *, text_will_do: bool) -> Any:
-        if isinstance(value, Mapping) or (isinstance(value, str) and not text_will_do):
-            return self.make(value, place, expected=expected)
-        return MISSING if expected is None else as_it_is(value, expected)
-
-    def _list(self, value: Any, container: type, item: Any, place: str) -> Any:
+    def _list(self, value: Any, kind: Member, where: str) -> Any:
         items = list(value)
-        kinds = item if isinstance(item, list) else [item] * len(items)
+        kinds = kind.inner if isinstance(kind.inner, list) else [kind.inner] * len(items)
         if len(kinds) != len(items):
-            raise wrong(place, f"expected a list of {len(kinds)}, got one of {len(items)}")
-        made = [
-            self._value(one, kind, inside(place, index)) for index, (one, kind) in enumerate(zip(items, kinds, strict=True))
-        ]
-        return made if container is list else container(made)
+            raise wrong(where, f"expected a list of {len(kinds)}, got one of {len(items)}")
+        made = [self._value(one, of, inside(where, index)) for index, (one, of) in enumerate(zip(items, kinds, strict=True))]
+        return kind.base(made) if kind.base else made
 
-    def _anything(self, value: Any, place: str) -> Any:
-        """Where the signature does not say: tables whose ``type`` is ``module:attribute`` are made, the rest is as it is."""
+    def _anything(self, value: Any, where: str) -> Any:
+        """Make every table in an untyped value whose ``type`` is ``module:attribute``; the rest stays as it is."""
         if isinstance(value, dict):
             if is_reference(value.get("type")):
-                return self.make(value, place)
-            return {key: self._anything(entry, inside(place, str(key))) for key, entry in value.items()}
+                return self.make(value, where)
+            return {key: self._anything(entry, inside(where, str(key))) for key, entry in value.items()}
         if isinstance(value, list):
-            return [self._anything(entry, inside(place, index)) for index, entry in enumerate(value)]
+            return [self._anything(entry, inside(where, index)) for index, entry in enumerate(value)]
         return value
+
+
+def missing_type(table: Mapping[str, Any]) -> str:
+    """Return a hint if a key of ``table`` looks like a misspelt ``type``."""
+    near = [str(key) for key in table if did_you_mean(str(key), ["type"])]
+    return f" (is {near[0]!r} it, misspelt?)" if near else ""
+
+
+def _is_meant_as_text(value: str, kind: Member, texts: list[Any]) -> bool:
+    """True if a text names no object or class: where the option takes text, and the value looks like no name."""
+    if str in texts or kind.form == "path" or set(texts) <= {type(None)}:
+        return str in texts
+    return not is_reference(value) and kind_of_base(kind.base) is None
+
+
+def _unexpected(value: Any, annotation: Any) -> str:
+    choices = [
+        str(one) for kind in members(annotation) for one in getattr(kind.annotation, "__args__", ()) if isinstance(one, str)
+    ]
+    hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+    return f"expected {describe(annotation)}, got {kind_of(value)}{hint}"
+
+
+def _raised_within_torch(error: Exception) -> bool:
+    """True if every call from here to where ``error`` was raised is in torch."""
+    called = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
+    return bool(called) and all(f"{name}.".startswith("torch.") for name in called)

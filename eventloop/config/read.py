@@ -1,6 +1,6 @@
-"""Reads TOML, YAML and JSON. All three give tables, lists, text and numbers, and never anything that runs.
+"""A configuration as text: files in TOML, YAML and JSON, and changes to them such as ``loop.max_epochs=3``.
 
-A file is read within bounds: of its size, of how deep it is nested, and of what aliases in YAML repeat.
+All of them give tables, lists, text and numbers, and never run anything. Size, depth and repetition are bounded.
 """
 
 from __future__ import annotations
@@ -9,67 +9,79 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from eventloop.config.places import wrong
-from eventloop.config.registry import did_you_mean
-from eventloop.config.values import DEEPEST, check_bounds, kind_of
+from eventloop.config.words import did_you_mean, inside, kind_of, shortened, wrong
 from eventloop.errors import ConfigurationError
 
-SUFFIXES = (".toml", ".yaml", ".yml", ".json")
+_LARGEST_FILE = 10_000_000
+"""Bytes."""
 
-_LARGEST = 10_000_000
-"""Bytes of a file."""
+_LARGEST_INTEGER = 10_000
+"""Bits: fewer than Python refuses to write as a decimal number."""
 
-_MOST = 1_000_000
-"""Values in a YAML file whose aliases are written out."""
+_MOST_VALUES = 1_000_000
+"""In a YAML file whose aliases are written out."""
 
-# YAML 1.2's floats. PyYAML reads YAML 1.1, which takes 1e-3, the way everybody writes a learning rate, for text.
+_DEEPEST = 100
+"""Levels of tables and lists within each other."""
+
+_TOO_DEEP = f"nested too deeply; a configuration has at most {_DEEPEST} levels"
+
+# YAML 1.2's floats. PyYAML reads YAML 1.1, where 1e-3, the usual form of a learning rate, is text.
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+")
+_STEP = re.compile(r'(?:^|\.)(?:"([^"]+)"|([\w-]+))|\[(-?\d{1,9})\]')
+
+
+class FromText(str):
+    """A value typed on the command line; the option that it is for decides on its type."""
+
+    __slots__ = ()
+
+
+# ------------------------------------------------------------------------------------------------------------- files
 
 
 def read(path: Path) -> dict[str, Any]:
     """Return the configuration in a file, by its suffix: ``.toml``, ``.yaml`` or ``.yml``, ``.json``.
 
     Raises:
-        ConfigurationError: no such file, another suffix, a mistake in its syntax (with line and column), no table, or more
-            than fits a configuration.
+        ConfigurationError: no such file, another suffix, a mistake in its syntax (with line and column), no table, or a value
+            out of bounds.
     """
-    readers = dict(zip(SUFFIXES, (_toml, _yaml, _yaml, _json), strict=True))
-    reader = readers.get(path.suffix.lower())
+    reader = _READERS.get(path.suffix.lower())
     if reader is None:
         hint = "; a Python file is a program: run it with python" if path.suffix == ".py" else _those_there(path)
         raise wrong(str(path), f"a configuration is a .toml, .yaml or .json file{hint}")
     try:
-        _check_file(path)
-        text = path.read_text(encoding="utf-8")
+        text = _text(path)
+        found = reader(text) if text.strip() else None
+        _check_bounds(found)
     except OSError as error:
         raise wrong(str(path), f"cannot be read: {error.strerror}{_those_there(path)}") from None
-    except UnicodeDecodeError as error:
-        raise wrong(str(path), f"is not UTF-8 text: {error.reason} at byte {error.start}") from None
-    try:
-        found = reader(text, path) if text.strip() else None
-        check_bounds(found, str(path))
     except RecursionError:
-        raise wrong(str(path), f"is nested too deeply; a configuration has at most {DEEPEST} levels") from None
+        raise wrong(str(path), f"is {_TOO_DEEP}") from None
+    except ValueError as error:  # UnicodeDecodeError and the errors of the readers, too
+        raise wrong(str(path), _why(error)) from None
     if not isinstance(found, dict):
-        raise wrong(
-            str(path), f"expected a table with model, data, optimizer …, got {'nothing' if not found else kind_of(found)}"
-        )
+        got = "nothing" if not found else kind_of(found)
+        raise wrong(str(path), f"expected a table with model, data, optimizer …, got {got}")
     return found
 
 
-def _check_file(path: Path) -> None:
+def _text(path: Path) -> str:
     if path.exists() and not path.is_file():
-        raise wrong(str(path), "is a directory" if path.is_dir() else "is not a file but a device or a pipe")
-    if (size := path.stat().st_size) > _LARGEST:
-        raise wrong(str(path), f"is too large for a configuration: {size:,} bytes, at most {_LARGEST:,}")
+        raise ValueError("is a directory" if path.is_dir() else "is not a file but a device or a pipe")
+    if (size := path.stat().st_size) > _LARGEST_FILE:
+        raise ValueError(f"is too large for a configuration: {size:,} bytes, at most {_LARGEST_FILE:,}")
+    return path.read_text(encoding="utf-8")
 
 
 def _those_there(path: Path) -> str:
-    """Return the configurations in a folder, or beside a path that is none, as the end of a message."""
+    """Return the configurations in a folder, or in that of a file, as the end of a message."""
     folder = path if path.is_dir() else path.parent
     found = sorted(one.name for one in folder.glob("*") if one.suffix.lower() in SUFFIXES and one.is_file())
     if not found:
@@ -77,27 +89,38 @@ def _those_there(path: Path) -> str:
     return did_you_mean(path.name, found) or f"; in {folder} there are {', '.join(found)}"
 
 
-def _toml(text: str, path: Path) -> Any:
-    try:
-        return tomllib.loads(text)
-    except ValueError as error:  # TOMLDecodeError, or of a number
-        raise wrong(str(path), _why(error)) from None
+def _why(error: ValueError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"is not UTF-8 text: {error.reason} at byte {error.start}"
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} (at line {error.lineno}, column {error.colno})"
+    return "an integer has thousands of digits; text goes in quotes" if "int_max_str_digits" in str(error) else str(error)
 
 
-def _json(text: str, path: Path) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_table)
-    except json.JSONDecodeError as error:
-        raise wrong(str(path), f"{error.msg} (at line {error.lineno}, column {error.colno})") from None
-    except ValueError as error:
-        raise wrong(str(path), _why(error)) from None
+def _check_bounds(value: Any) -> None:
+    """Raise ValueError for what no option can take: deep nesting, huge integers, odd keys."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        if any(isinstance(one, int) and one.bit_length() > _LARGEST_INTEGER for one in level):
+            raise ValueError("an integer has thousands of digits; text goes in quotes")
+        tables = [one for one in level if isinstance(one, dict)]
+        for key in (key for table in tables for key in table if isinstance(key, bool | None)):
+            raise ValueError(f"a key is {key!r} (YAML reads on, off, yes and no as that); put it in quotes")
+        lists = [one for one in level if isinstance(one, list)]
+        level = [inner for one in (*lists, *(table.values() for table in tables)) for inner in one]
+        if not level:
+            return
+    raise ValueError(f"is {_TOO_DEEP}")
+
+
+def _json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_table)
 
 
 def _table(entries: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(entries)
-    if len(table) < len(entries):
-        raise ValueError(f"the key {_first_twice([name for name, _ in entries])!r} is there twice in one table")
-    return table
+    if (twice := _first_twice([name for name, _ in entries])) is not None:
+        raise ValueError(f"the key {twice!r} is there twice in one table")
+    return dict(entries)
 
 
 def _first_twice(names: Sequence[str]) -> str | None:
@@ -105,46 +128,38 @@ def _first_twice(names: Sequence[str]) -> str | None:
     return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
 
 
-def _why(error: Exception) -> str:
-    if "int_max_str_digits" in str(error):
-        return "an integer has thousands of digits; text goes in quotes"
-    return str(error)
-
-
-def _yaml(text: str, path: Path) -> Any:
+def _yaml(text: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise ConfigurationError(
-            f'{path}: YAML needs PyYAML: pip install "trainbus[yaml]"; TOML and JSON need nothing'
-        ) from None
+        raise ValueError('YAML needs PyYAML: pip install "trainbus[yaml]"; TOML and JSON need nothing') from None
 
     class Loader(yaml.SafeLoader):
         """The safe loader, with the floats of YAML 1.2."""
 
         def construct_document(self, node: yaml.Node) -> Any:
             """Return the configuration of a node that is within bounds."""
-            _check_node(node, path, {})
+            _check_node(node, {})
             try:
                 return super().construct_document(node)
             except (AttributeError, KeyError, ValueError) as error:  # such as 2026-13-01, or !!bool maybe
-                raise wrong(str(path), f"a value is not of its type: {_why(error)}") from None
+                why = _why(error) if isinstance(error, ValueError) else error
+                raise ValueError(f"a value is not of its type: {why}") from None
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
     try:
         return yaml.load(text, Loader=Loader)  # noqa: S506 - a SafeLoader
     except yaml.MarkedYAMLError as error:
-        where = "" if error.problem_mark is None else f" {_at(error.problem_mark)}"
-        raise wrong(str(path), f"{error.problem}{where}") from None
+        raise ValueError(f"{error.problem} {_at(error.problem_mark)}".rstrip()) from None
     except yaml.YAMLError as error:
-        raise wrong(str(path), str(error)) from None
+        raise ValueError(str(error)) from None
 
 
-def _check_node(node: Any, path: Path, sizes: dict[int, float]) -> float:
+def _check_node(node: Any, sizes: dict[int, float]) -> float:
     """Return the number of values in a YAML node with its aliases written out; an alias within itself has no end.
 
     Raises:
-        ConfigurationError: there are too many, or a key is there twice.
+        ValueError: there are too many, or a key is there twice.
     """
     if id(node) in sizes:
         return sizes[id(node)]
@@ -153,14 +168,102 @@ def _check_node(node: Any, path: Path, sizes: dict[int, float]) -> float:
     if node.id == "mapping":
         names = [key.value for key, _ in children if key.id == "scalar" and key.value != "<<"]
         if (twice := _first_twice(names)) is not None:
-            raise wrong(str(path), f"the key {twice!r} is there twice in one table {_at(node.start_mark)}")
+            raise ValueError(f"the key {twice!r} is there twice in one table {_at(node.start_mark)}")
         children = [value for _, value in children]
-    sizes[id(node)] = size = 1 + sum(_check_node(child, path, sizes) for child in children)
-    if size > _MOST:
-        what = "an alias stands within itself" if size == math.inf else f"aliases repeat more than {_MOST:,} values"
-        raise wrong(str(path), f"{what} {_at(node.start_mark)}")
+    sizes[id(node)] = size = 1 + sum(_check_node(child, sizes) for child in children)
+    if size > _MOST_VALUES:
+        what = "an alias stands within itself" if size == math.inf else f"aliases repeat more than {_MOST_VALUES:,} values"
+        raise ValueError(f"{what} {_at(node.start_mark)}")
     return size
 
 
 def _at(mark: Any) -> str:
-    return f"(at line {mark.line + 1}, column {mark.column + 1})"
+    return "" if mark is None else f"(at line {mark.line + 1}, column {mark.column + 1})"
+
+
+_READERS: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".yaml": _yaml, ".yml": _yaml, ".json": _json}
+SUFFIXES = tuple(_READERS)
+
+# ----------------------------------------------------------------------------------------------------------- changes
+
+
+def override(config: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
+    """Return ``config`` with changes such as ``custom_hooks[0].interval=5``. A value gets its type from the option it is for.
+
+    A table on the way that is missing is made. A name alone (``model = "mine:network"``) becomes a table with that ``type``
+    when an option is given to it.
+
+    Raises:
+        ConfigurationError: a change is not of that form, or its key leads nowhere.
+    """
+    changed = deepcopy(config)
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not equals:
+            raise ConfigurationError(f"{shortened(change)!r}: changes are written as key=value, such as loop.max_epochs=3")
+        value = FromText(text.strip())
+        try:
+            _check_bounds(parse(value))
+        except RecursionError:
+            raise wrong(key, f"is {_TOO_DEEP}") from None
+        except ValueError as error:
+            raise wrong(key, str(error)) from None
+        _put(changed, _steps(key.strip()), value)
+    return changed
+
+
+def parse(text: str) -> Any:
+    """Return ``text`` as a value of TOML or JSON; the text itself if it is neither."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except ValueError:
+        try:
+            return json.loads(text)
+        except ValueError:
+            return str(text)
+
+
+def settle(value: Any) -> Any:
+    """Return a value with every text of the command line in it parsed, without regard to its option."""
+    if isinstance(value, FromText):
+        return parse(value)
+    if isinstance(value, dict):
+        return {key: settle(entry) for key, entry in value.items()}
+    return [settle(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _steps(key: str) -> list[str | int]:
+    steps: list[str | int] = []
+    end = 0
+    while end < len(key) and (match := _STEP.match(key, end)):
+        quoted, name, index = match.groups()
+        steps.append(int(index) if index is not None else quoted or name)
+        end = match.end()
+    if end < len(key) or not steps or isinstance(steps[0], int) or len(steps) > _DEEPEST:
+        raise ConfigurationError(
+            f"{shortened(key)!r} is not a configuration key; write it like loop.max_epochs or custom_hooks[0].interval"
+        )
+    return steps
+
+
+def _put(table: Any, steps: list[str | int], value: FromText) -> None:
+    where = ""
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        container, where = where, inside(where, step)
+        if isinstance(step, int):
+            if not isinstance(table, list):
+                missing = "is not in the configuration" if table is None else f"is {kind_of(table)}, not a list"
+                raise wrong(where, f"{container} {missing}")
+            if not -len(table) <= step < len(table):
+                raise wrong(where, f"{container} has {len(table)} entries, counted from 0")
+        elif not isinstance(table, dict):
+            raise wrong(where, f"{container} is {kind_of(table)}, not a table")
+        if following is None:
+            table[step] = value
+            return
+        found = table[step] if isinstance(step, int) else table.get(step)
+        if isinstance(following, str) and (found is None or found is False):
+            found = table[step] = {}
+        elif isinstance(following, str) and isinstance(found, str):
+            found = table[step] = {"type": found}
+        table = found

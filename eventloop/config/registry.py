@@ -1,4 +1,4 @@
-"""Names for hooks, writers and averages, so that a configuration can ask for them.
+"""Names of hooks, writers and averages, for configurations.
 
     @register
     class Histograms(Hook): ...                  # {type = "Histograms"} in a configuration
@@ -6,19 +6,19 @@
     @register(name="histograms", aliases=("HistogramHook",))
     class Histograms(Hook): ...
 
-What can be registered derives from a base that was declared with :func:`registrable`: ``Hook`` is one, the package ``hooks``
+A registered class derives from a base that was declared with :func:`registrable`: ``Hook`` is one, the package ``hooks``
 declares ``Writer`` and ``WeightAverage``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from importlib import metadata
 from typing import Any, TypeVar, overload
 
 import msgspec
 
+from eventloop.config.words import did_you_mean
 from eventloop.errors import RegistrationError, UnknownNameError
 
 C = TypeVar("C", bound=type)
@@ -39,7 +39,7 @@ _loaded = False
 
 
 def registrable(kind: str) -> Callable[[C], C]:
-    """Declare, as a decorator, a base whose subclasses can be registered, and what one of them is called: ``"hook"``."""
+    """Declare, as a decorator, a base whose subclasses can be registered; ``kind`` names one of them, such as ``"hook"``."""
 
     def declare(base: C) -> C:
         _bases[kind] = base
@@ -58,12 +58,12 @@ def register(cls: C | None = None, /, *, name: str | None = None, aliases: Itera
 
     Args:
         cls: the class.
-        name: how to call it; the class's name by default.
+        name: its name in configurations; the name of the class by default.
         aliases: further names.
 
     Raises:
-        RegistrationError: the class is of no kind that can be registered, or another class has the name. Registering a
-            class of the same module and name again (a notebook cell) replaces it.
+        RegistrationError: the class derives from no registrable base, or another class has the name. Registering a class of
+            the same module and name again (a notebook cell) replaces it.
     """
     if cls is None:
         return lambda found: _register(found, name, tuple(aliases))
@@ -71,15 +71,17 @@ def register(cls: C | None = None, /, *, name: str | None = None, aliases: Itera
 
 
 def _register(cls: C, name: str | None, aliases: tuple[str, ...]) -> C:
-    kind = _kind(cls)
-    entry = Registered(kind, name or cls.__name__, cls, aliases)
-    named = _found[kind]
+    entry = Registered(_kind(cls), name or cls.__name__, cls, aliases)
+    named = _found[entry.kind]
     for one in (entry.name, *aliases):
-        _check_name(one, cls)
+        if not isinstance(one, str) or not one or ":" in one:
+            raise RegistrationError(
+                f"{cls.__qualname__} cannot be registered as {one!r}: give a name without a colon, which marks module:attribute"
+            )
         taken = named.get(one)
         if taken is not None and not _same(taken.cls, cls):
             raise RegistrationError(
-                f"the {kind} {one!r} is already registered by {taken.cls.__module__}.{taken.cls.__qualname__}; "
+                f"the {entry.kind} {one!r} is already registered by {taken.cls.__module__}.{taken.cls.__qualname__}; "
                 f'give {cls.__module__}.{cls.__qualname__} another name: @register(name="...")'
             )
     for one in [one for one, taken in named.items() if _same(taken.cls, cls)]:
@@ -103,20 +105,11 @@ def _same(one: type, other: type) -> bool:
 
 
 def _kind(cls: Any) -> str:
-    if isinstance(cls, type):
-        for kind, base in _bases.items():
-            if issubclass(cls, base):
-                return kind
-    bases = " or ".join(base.__name__ for base in _bases.values())
-    raise RegistrationError(f"@register is for classes derived from {bases}, not for {cls!r}")
-
-
-def _check_name(name: str, cls: type) -> None:
-    if not isinstance(name, str) or not name or ":" in name:
-        raise RegistrationError(
-            f"{cls.__qualname__} cannot be registered as {name!r}: give a name without a colon, which is what tells names from "
-            "module:attribute"
-        )
+    kinds = [kind for kind, base in _bases.items() if isinstance(cls, type) and issubclass(cls, base)]
+    if not kinds:
+        bases = " or ".join(base.__name__ for base in _bases.values())
+        raise RegistrationError(f"@register is for classes derived from {bases}, not for {cls!r}")
+    return kinds[0]
 
 
 def kind_of_base(base: type | None) -> str | None:
@@ -126,7 +119,7 @@ def kind_of_base(base: type | None) -> str | None:
 
 
 def registered(kind: str) -> list[Registered]:
-    """Return what is registered of a kind (``"hook"``, ``"writer"``, ``"average"``), in order of registration.
+    """Return the registered classes of a kind (``"hook"``, ``"writer"``, ``"average"``), in order of registration.
 
     Raises:
         UnknownNameError: there is no such kind.
@@ -159,26 +152,15 @@ def find(kind: str, name: str) -> type[Any]:
         raise UnknownNameError(f"no {kind} is registered as {name!r}{hint}{known}") from None
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``" (did you mean 'this' or 'that'?)"``, or nothing where no name is near."""
-    lower = {one.lower(): one for one in known}
-    near = get_close_matches(name.lower(), lower, n=2, cutoff=0.6)
-    near = near or [one for one in lower if len(name) > 2 and name.lower() in one][:2]
-    return f" (did you mean {' or '.join(repr(lower[one]) for one in near)}?)" if near else ""
-
-
 def load_builtin() -> None:
-    """Import the hooks that come with trainbus, once.
-
-    They announce themselves by an entry point of the distribution, because this package must not know them.
-    """
+    """Import the hooks of trainbus, once, by the entry point of the distribution: this package must not know them."""
     global _loaded
     if _loaded:
         return
     _loaded = True
     try:
         points = metadata.distribution("trainbus").entry_points.select(group="trainbus")
-    except metadata.PackageNotFoundError:  # run from a checkout: whoever wants them imports them
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed: `import hooks` registers them
         return
     for point in points:
         point.load()

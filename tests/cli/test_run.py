@@ -186,7 +186,7 @@ def test_changes_may_stand_before_and_behind_options(here, project, capsys):
             "imports[0]: there is no module 'user_parts_for_test' (did you mean 'user_parts_for_tests'?)",
         ),
         ("imports=[]", "model: 'user_parts_for_tests:net' is in a module that is not listed under imports; add it there"),
-        ("loop", "'loop': changes are written as place=value, such as loop.max_epochs=3"),
+        ("loop", "'loop': changes are written as key=value, such as loop.max_epochs=3"),
         ("optimizer.lr=-1", "optimizer: SGD does not take these options: Invalid learning rate: -1.0"),
         ("loop.seed=99999999999999999999", "seed=99999999999999999999: give an integer of 64 bits"),
         ("imports=['']", "imports[0]: '' is not the name of a module, such as my_module or my_package.my_module"),

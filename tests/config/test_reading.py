@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eventloop import ConfigurationError
-from eventloop.config import Maker, Options, override, read, settle
+from eventloop.config import Maker, Signature, override, read, settle
 
 CONFIG = {"loop": {"max_epochs": 3}, "custom_hooks": [{"type": "EMAHook"}, {"type": "LoggerHook"}], "model": "mine:net"}
 
@@ -160,19 +160,19 @@ def test_quoted_names_and_counts_from_the_end():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("loop", "'loop': changes are written as place=value, such as loop.max_epochs=3"),
-        ("loop..x=1", "'loop..x' is not a place in a configuration"),
-        ("[0].x=1", "'[0].x' is not a place in a configuration"),
-        ("=1", "'' is not a place in a configuration"),
+        ("loop", "'loop': changes are written as key=value, such as loop.max_epochs=3"),
+        ("loop..x=1", "'loop..x' is not a configuration key"),
+        ("[0].x=1", "'[0].x' is not a configuration key"),
+        ("=1", "'' is not a configuration key"),
         ("custom_hooks[2].x=1", "custom_hooks[2]: custom_hooks has 2 entries, counted from 0"),
         ("custom_hooks.x=1", "custom_hooks.x: custom_hooks is a list, not a table"),
         ("loop[0]=1", "loop[0]: loop is a table, not a list"),
         ("loop.max_epochs.x=1", "loop.max_epochs.x: loop.max_epochs is int 3, not a table"),
         ("nothing[0]=1", "nothing[0]: nothing is not in the configuration"),
-        (f"a={'[' * 5000}", "a: the value is nested too deeply; a configuration has at most 100 levels"),
+        (f"a={'[' * 5000}", "a: is nested too deeply; a configuration has at most 100 levels"),
         (f"a={'{a=' * 101}1{'}' * 101}", "a: is nested too deeply; a configuration has at most 100 levels"),
-        (f"{'.'.join('a' * 101)}=1", f"'{'a.' * 40}…' is not a place in a configuration"),
-        (f"custom_hooks[{'9' * 5000}]=1", f"'custom_hooks[{'9' * 67}…' is not a place in a configuration"),
+        (f"{'.'.join('a' * 101)}=1", f"'{'a.' * 40}…' is not a configuration key"),
+        (f"custom_hooks[{'9' * 5000}]=1", f"'custom_hooks[{'9' * 67}…' is not a configuration key"),
         (f"a=0x{'f' * 5000}", "a: an integer has thousands of digits; text goes in quotes"),
     ],
 )
@@ -186,7 +186,7 @@ def typed(annotation, text):
 
     target.__annotations__ = {"option": annotation}
     table = override({"x": {}}, [f"x.option={text}"])["x"]
-    return Maker().decode(Options(target), table, "x")[1]["option"]
+    return Maker().decode(Signature(target), table, "x")[1]["option"]
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_a_package_whose_name_begins_like_a_listed_one_is_not_listed(folder):
         ),
         ("torch.nn:Liner", "model: the module 'torch.nn' has no 'Liner' (did you mean 'Linear'"),
         ("torch.nn:Linear.forwrd", "model: the class 'Linear' has no 'forwrd' (did you mean 'forward'?)"),
-        ("torch.nn:functional", "model: 'functional' is a module: name what is in it, as torch.nn.functional:attribute"),
+        ("torch.nn:functional", "model: 'functional' is a module: name an object in it, as torch.nn.functional:attribute"),
         ("torch.nn:init.math.sqrt", "model: 'init' is a module"),
         ("torch.nn:Linear.__init__", "model: '__init__' is private"),
         ("torch.nn:Linear.forward.__globals__", "model: '__globals__' is private"),

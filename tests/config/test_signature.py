@@ -1,0 +1,82 @@
+"""Options derived from signatures, and that defaults survive the way through text."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eventloop import Hook
+from eventloop.config import Imports, Maker, Signature, registered
+
+if TYPE_CHECKING:
+    from decimal import Decimal
+
+BUILTIN = [
+    entry.cls
+    for kind in ("hook", "writer", "average")
+    for entry in registered(kind)
+    if entry.cls.__module__.startswith("hooks")
+]
+
+
+def plain(value):
+    """Lists and tuples are the same in text."""
+    return [plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def written(signature):
+    """The defaults as a configuration writes them: a class by its name, a path as text."""
+    defaults = {name: option.default for name, option in signature.options.items() if not option.required}
+    for name, value in defaults.items():
+        is_class = isinstance(value, type)
+        defaults[name] = f"{value.__module__}:{value.__qualname__}" if is_class else msgspec.to_builtins(value, enc_hook=str)
+    return defaults
+
+
+@pytest.mark.parametrize("codec", [(json.dumps, json.loads), (yaml.safe_dump, yaml.safe_load)], ids=["json", "yaml"])
+@given(st.data())
+def test_any_choice_of_a_hooks_defaults_round_trips_through_text(codec, data):
+    encode, decode = codec
+    signature = Signature(data.draw(st.sampled_from(BUILTIN), label="class"))
+    defaults = written(signature)
+    chosen = data.draw(st.sets(st.sampled_from(sorted(defaults))) if defaults else st.just(set()), label="options")
+    read = decode(encode({name: defaults[name] for name in chosen}))
+    _, named = Maker(Imports(["hooks"])).decode(signature, read, "", partly=True)
+    assert {name: plain(value) for name, value in named.items()} == {
+        name: plain(signature.options[name].default) for name in chosen
+    }
+
+
+def test_options_come_from_the_hooks_own_signature_as_it_is_now():
+    class Changing(Hook):
+        def __init__(self, one: int = 1):
+            pass
+
+    assert list(Signature(Changing).options) == ["one"]
+    Changing.__init__ = lambda self, two=2: None
+    assert list(Signature(Changing).options) == ["two"]
+
+
+def test_an_annotation_that_cannot_be_resolved_spoils_no_other():
+    def function(amount: "Decimal", count: "int" = 3):
+        return amount, count
+
+    assert Signature(function).options["count"].annotation is int
+    assert Maker().call(function, {"amount": "x", "count": 4}, "here") == ("x", 4)
+
+
+@pytest.mark.parametrize("target", [dict, print, type("Plain", (), {})])
+def test_what_has_no_signature_or_no_options_can_be_made_too(target):
+    assert Signature(target).label in ("dict", "print", "Plain")
+    assert Maker().call(target, {}, "here") is not False
+
+
+def test_positional_only_parameters_are_given_by_name_in_a_configuration():
+    def function(one: int, /, two: int) -> Any:
+        return one, two
+
+    assert Maker().call(function, {"two": 2, "one": 1}, "here") == (1, 2)
