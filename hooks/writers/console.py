@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from math import isfinite
 
@@ -22,13 +22,13 @@ class ConsoleWriter(Writer):
     """Prints ``epoch 3/20  iter 40/57  lr 1.2e-03  loss 0.1234  time 0.0021  data_time 0.0003  eta 0:00:12``.
 
     Args:
-        console: where to; by default rich's shared one, which is the progress bar's default too. The two must share
-            one: the bar then stays below the lines.
+        console: to print on; by default rich's shared one, as for the progress bar. If the two share a console, the bar stays
+            below the lines.
         interval: iterations between lines; None takes the logger's.
         num_digits: digits after the decimal point.
 
     Raises:
-        ConfigurationError: an interval that is not positive.
+        ConfigurationError: the interval is not positive, or the number of digits is negative.
     """
 
     @check_options
@@ -39,29 +39,23 @@ class ConsoleWriter(Writer):
         self._console = console
         self._digits = num_digits
 
-    @property
-    def console(self) -> Console:
-        """The console that lines are printed on."""
-        return self._console if self._console is not None else get_console()
-
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
         """Print a line."""
-        line = Text("  ").join([_place(where), *self._entries(scalars, where.stage)])
-        self._print(line)
+        short = {name.removeprefix(f"{where.stage}/"): value for name, value in scalars.items()}
+        # Learning rates first, times last; the sort is stable, so the rest stays in the order of the outputs.
+        names = sorted(short, key=lambda name: _LAST.index(name) + 2 if name in _LAST else not _is_rate(name))
+        values = [Text.assemble((name, "dim"), " ", format_number(name, short[name], self._digits)) for name in names]
+        self._print(Text("  ").join([_moment(where), *values]))
 
     def write_text(self, name: str, text: str, where: Where) -> None:
         """Print a line."""
         self._print(Text.assemble((name, "dim"), " ", text))
 
-    def _entries(self, scalars: Mapping[str, float], stage: str) -> Iterator[Text]:
-        short = {name.removeprefix(f"{stage}/"): value for name, value in scalars.items()}
-        for name in sorted(short, key=_rank):
-            yield Text.assemble((name, "dim"), " ", format_number(name, short[name], self._digits))
-
     def _print(self, line: Text) -> None:
+        console = self._console if self._console is not None else get_console()
         # Lines longer than the terminal go on in the next row; wrapped at words they could not be grepped.
         try:
-            self.console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
+            console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
         except SystemExit as error:  # what rich makes of a broken pipe; `| head` must not end the training
             raise BrokenPipeError("the reader of the console's output has closed it") from error
 
@@ -74,35 +68,30 @@ def format_number(name: str, value: float, digits: int = 4) -> str:
         return str(timedelta(seconds=round(value)))
     if isinstance(value, int):
         return str(int(value))
-    if name == "lr" or name.startswith("lr/") or "/lr" in name:
+    if _is_rate(name):
         return f"{value:.1e}"
-    small, large = 10.0**-digits, 1e6
-    return f"{value:.{digits}f}" if value == 0 or small <= abs(value) < large else f"{value:.{max(1, digits - 3)}e}"
+    in_range = value == 0 or 10.0**-digits <= abs(value) < 1e6
+    return f"{value:.{digits}f}" if in_range else f"{value:.{max(1, digits - 3)}e}"
 
 
-def _rank(name: str) -> tuple[int, int]:
-    """Sort key: learning rates first, times last; the sort is stable, so the rest stays in the order of the outputs."""
-    if name in _LAST:
-        return 2, _LAST.index(name)
-    return (0, 0) if name == "lr" or name.startswith("lr/") or "/lr" in name else (1, 0)
+def _is_rate(name: str) -> bool:
+    return name == "lr" or name.startswith("lr/") or "/lr" in name
 
 
-def _place(where: Where) -> Text:
+def _moment(where: Where) -> Text:
     """Return ``epoch 3/20  iter 40/57``, ``iter 400/5000`` of an iteration-based run, ``epoch 3/20  val`` of a validation."""
     training = where.stage == "train"
     counts = {}
-    if where.max_iters is None and (training or where.epoch):
-        counts["epoch"] = _of(where.epoch, where.max_epochs)
-        if training:
-            counts["iter"] = _of(where.batch, where.epoch_length)
-    elif where.max_iters is not None:
+    if where.max_iters is not None:
         counts["iter"] = _of(where.iter, where.max_iters)
+    elif training:
+        counts = {"epoch": _of(where.epoch, where.max_epochs), "iter": _of(where.batch, where.epoch_length)}
+    elif where.epoch:
+        counts["epoch"] = _of(where.epoch, where.max_epochs)
     parts = [Text.assemble((name, "dim"), " ", (count, "cyan")) for name, count in counts.items()]
     return Text("  ").join(parts if training else [*parts, Text(where.stage, "bold")])
 
 
 def _of(count: int, total: int | None) -> str:
-    if total is None:
-        return str(count)
     # Right-aligned, so that the columns of successive lines stand below each other.
-    return f"{count:>{len(str(total))}}/{total}"
+    return str(count) if total is None else f"{count:>{len(str(total))}}/{total}"

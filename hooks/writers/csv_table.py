@@ -2,66 +2,86 @@
 
 from __future__ import annotations
 
+import codecs
+import csv
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from eventloop import check_options, register
 from hooks.options import Name, PositiveInt
-from hooks.writers.base import RunFacts, Where, Writer
-from hooks.writers.table import Table
+from hooks.writers.base import Where
+from hooks.writers.files import FileWriter, GrowingFile
 
 
 @register
-class CSVWriter(Writer):
+class CSVWriter(FileWriter):
     """Appends rows to ``<work_dir>/scalars.csv``: ``step``, ``epoch``, ``iter``, and a column for each scalar.
 
-    Names that come later get columns of their own, at the right; for that the file is written anew, so give a name to
-    everything early if there are many. A cell is empty where there was no value; NaN and infinities are ``nan``, ``inf`` and
-    ``-inf``, which Python's ``float``, pandas and R read. Without a work dir nothing is written. A resumed run goes on at
-    the end of the file; rows of iterations that are made again come twice, and the later one holds. A symbolic link of the
-    file's name is an error, not followed.
+    A name that comes later gets a column at the right. The file is then written anew, so report all names early if there are
+    many. A cell is empty where there was no value; NaN and infinities are ``nan``, ``inf`` and ``-inf``, which Python's
+    ``float``, pandas and R read. Without a work dir nothing is written. A resumed run goes on at the end of the file; rows of
+    repeated iterations come twice, and the later one holds. A symbolic link of the file's name is an error.
 
     Args:
         filename: within the work dir.
         interval: iterations between rows; None takes the logger's.
 
     Raises:
-        ConfigurationError: an interval that is not positive, or an empty file name.
+        ConfigurationError: the interval is not positive, or the file name is empty.
     """
 
     @check_options
     def __init__(self, filename: Name = "scalars.csv", *, interval: PositiveInt | None = None) -> None:
-        super().__init__(interval)
-        self.filename = filename
-        self._directory: Path | None = None
-        self._table: Table | None = None
-
-    def open(self, run: RunFacts) -> None:
-        """Note the work dir; the file is made when there is something to write."""
-        self._directory = run.work_dir
+        super().__init__(filename, interval)
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
         """Append a row."""
-        if self._directory is None:
-            return
-        if self._table is None:
-            self._table = Table(self._directory / self.filename)
-        # True and False among numbers would make a column of text for most readers.
-        numbers = {name: int(value) if isinstance(value, bool) else value for name, value in scalars.items()}
-        self._table.append({"step": step, "epoch": where.epoch, "iter": where.iter, **numbers})
+        if self.directory is not None:
+            # True and False among numbers would make a column of text for most readers.
+            numbers = {name: int(value) if isinstance(value, bool) else value for name, value in scalars.items()}
+            self.file(Table, self.directory).append({"step": step, "epoch": where.epoch, "iter": where.iter, **numbers})
 
-    def flush(self) -> None:
-        """Hand the rows to the operating system."""
-        if self._table is not None:
-            self._table.flush()
 
-    def sync(self) -> None:
-        """Have the rows on disk."""
-        if self._table is not None:
-            self._table.flush(durable=True)
+class Table(GrowingFile):
+    """A CSV file with a header that grows in rows and in columns; an existing one is gone on with.
 
-    def close(self) -> None:
-        """Close the file."""
-        table, self._table = self._table, None
-        if table is not None:
-            table.close()
+    A row with new columns has the file written anew, under another name that then replaces it. So every row has all columns,
+    empty where there was no value.
+    """
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add a row."""
+        fresh = [name for name in row if name not in self._columns]
+        if fresh:
+            self._add_columns(fresh)
+        self._rows.writerow([row.get(name, "") for name in self._columns])
+
+    def _add_columns(self, names: list[str]) -> None:
+        self.close()
+        copy = self._path.with_name(f"{self._path.name}.tmp")
+        copy.unlink(missing_ok=True)  # a process that died left it, or it is a link to elsewhere
+        with self._path.open("r", encoding="utf-8", newline="") as old, copy.open("x", encoding="utf-8", newline="") as new:
+            rows, lines = csv.writer(new, lineterminator="\n"), csv.reader(old)
+            columns = [*next(lines, []), *names]
+            rows.writerow(columns)
+            rows.writerows(line + [""] * (len(columns) - len(line)) for line in lines)
+        copy.replace(self._path)
+        self._open()
+
+    def _open(self) -> None:
+        super()._open()
+        self._rows = csv.writer(codecs.getwriter("utf-8")(self._file), lineterminator="\n")
+        with self._path.open("r", encoding="utf-8", newline="") as file:
+            self._columns = next(csv.reader(file), [])
+
+
+def add_rows(source: Path, target: Path) -> None:
+    """Append the rows of one CSV file to another, each value in the column of its name."""
+    table = Table(target)
+    try:
+        with source.open("r", encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                table.append({name: value for name, value in row.items() if name is not None})
+    finally:
+        table.close()

@@ -1,4 +1,4 @@
-"""The logger's side behind the lane: smoothing, and who gets what when."""
+"""The logger's side behind the lane: smoothing, and which writer gets which scalars when."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import Any
 
 from eventloop import get_logger
 from hooks.smoothing import Smoother
-from hooks.writers.base import RunFacts, Where, Writer
-from hooks.writers.images import as_image
+from hooks.writers.base import RunFacts, Where, Writer, as_image
 from hooks.writers.target import Target
 
 log = get_logger()
 
 
 class Fanout:
-    """Passes what happens in a run on to writers. Used by one thread at a time.
+    """Passes the scalars and images of a run on to writers. Used by one thread at a time.
 
     Args:
         writers: in the order in which they are called.
@@ -35,12 +34,12 @@ class Fanout:
         new_smoother: Callable[[], Smoother],
     ) -> None:
         self._targets = [Target(writer, interval) for writer in writers]
-        self._names = _Names()
+        self._names = _TrainNames()
         self._ignore_last = ignore_last
         self._interval_exp_name = interval_exp_name
         self._new_smoother = new_smoother
         self._smoother = new_smoother()
-        # Who writes every iteration gets the values as they are: they can be smoothed later, means cannot be taken apart.
+        # A writer of every iteration gets the values as they are: they can be smoothed later, means cannot be taken apart.
         custom = self._smoother.customised
         self._raw = [target for target in self._targets if target.interval == 1 and not custom]
         self._smoothed = [target for target in self._targets if target.interval > 1 or custom]
@@ -64,8 +63,8 @@ class Fanout:
         if self._raw:
             named = self._named(scalars)
             for target in self._raw:
-                target.write(named, where.iter, where)
-        # This thread shares the GIL with the training, so what nobody reads is not kept.
+                target.give("write_scalars", named, where.iter, where)
+        # This thread shares the GIL with the training, so it keeps no values that no writer reads.
         if self._smoothed:
             self._smoother.push(scalars)
             for target in self._smoothed:
@@ -73,10 +72,10 @@ class Fanout:
                     self._write_train(target)
         if where.iter % self._interval_exp_name == 0:
             for target in self._targets:
-                target.call(lambda writer: writer.write_text("experiment", self._run.name, where))
+                target.give("write_text", "experiment", self._run.name, where)
 
     def end_epoch(self) -> None:
-        """Take the news that a training epoch has ended: its last iterations may be left to write."""
+        """Write the last iterations of a training epoch, where they are still to be written."""
         for target in self._targets:
             left = target.written < self._smoother.count
             if left and (not self._ignore_last or self._last.batch <= target.interval):
@@ -86,7 +85,7 @@ class Fanout:
         """Take the metrics of a validation or test."""
         named = {f"{where.stage}/{name}": value for name, value in scalars.items()}
         for target in self._targets:
-            target.write(named, step, where)
+            target.give("write_scalars", named, step, where)
 
     def image(self, name: str, image: Any, step: int, where: Where) -> None:
         """Take an image that was reported."""
@@ -94,11 +93,12 @@ class Fanout:
         if not takers and not self._warned:
             self._warned = True
             log.warning("an image was reported, and none of the writers takes images; TensorBoardWriter does", image=name)
+        pixels = as_image(image) if takers else None
         for target in takers:
-            target.call(lambda writer: writer.write_image(f"{where.stage}/{name}", as_image(image), step), image=True)
+            target.give("write_image", f"{where.stage}/{name}", pixels, step)
 
     def flush(self, *, durable: bool = False) -> None:
-        """Flush all writers; with ``durable`` what was written is to survive a power cut, where a writer can do that."""
+        """Flush all writers; with ``durable`` the written data survives a power cut, where a writer can do that."""
         for target in self._targets:
             target.flush(durable=durable)
 
@@ -110,15 +110,14 @@ class Fanout:
     def _write_train(self, target: Target) -> None:
         values = self._smoother.read(target.written, smooth=target.interval > 1)
         target.written = self._smoother.count
-        named = self._named(values)
-        target.write(named, self._last.iter, self._last)
+        target.give("write_scalars", self._named(values), self._last.iter, self._last)
 
     def _named(self, values: Mapping[str, float]) -> dict[str, float]:
         names = self._names
         return {names[name]: value for name, value in values.items()}
 
 
-class _Names(dict[str, str]):
+class _TrainNames(dict[str, str]):
     """Names of training scalars with their stage, each made once."""
 
     def __missing__(self, name: str) -> str:

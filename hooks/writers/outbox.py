@@ -1,33 +1,11 @@
-"""Taking the files of a finished run to another place."""
+"""Copies of a finished run's files in another folder."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
-from eventloop import ConfigurationError
-from hooks.writers.table import add_rows
-
-_APPENDED = (".jsonl", ".log")
-
-
-def check_out(out_dir: object, *, keep_local: bool) -> None:
-    """Raise ConfigurationError unless files can be copied (or left) as these options say."""
-    if out_dir is None and not keep_local:
-        raise ConfigurationError("keep_local=False deletes files once they are copied to out_dir=; give one, or keep them")
-
-
-def checked_suffixes(out_suffix: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the ends of file names.
-
-    Raises:
-        ConfigurationError: they are none.
-    """
-    suffixes = (out_suffix,) if isinstance(out_suffix, str) else tuple(out_suffix)
-    if not all(isinstance(suffix, str) and suffix for suffix in suffixes):
-        raise ConfigurationError(f'out_suffix={out_suffix!r}: give ends of file names, such as (".json", ".log")')
-    return suffixes
+from hooks.writers.csv_table import add_rows
 
 
 def send(work_dir: Path, out_dir: Path, suffixes: tuple[str, ...], *, keep_local: bool) -> list[Path]:
@@ -35,10 +13,10 @@ def send(work_dir: Path, out_dir: Path, suffixes: tuple[str, ...], *, keep_local
 
     Args:
         work_dir: of the run.
-        out_dir: where the folder is made.
+        out_dir: gets the folder.
         suffixes: of file names.
-        keep_local: False deletes each file once it is copied. What a later run of the same work dir adds to a log is then
-            added to the copy.
+        keep_local: False deletes each file once it is copied. A later run of the same work dir then adds its lines to the
+            copy.
 
     Returns:
         The copies.
@@ -46,24 +24,21 @@ def send(work_dir: Path, out_dir: Path, suffixes: tuple[str, ...], *, keep_local
     target = out_dir / work_dir.resolve().name
     # Listed before anything is copied: the target may lie inside the work dir, and its files are copies already.
     files = [path for path in sorted(work_dir.rglob("*")) if path.is_file() and path.name.endswith(suffixes)]
-    return [
-        _send_one(path, target / path.relative_to(work_dir), keep_local=keep_local)
-        for path in files
-        if not path.resolve().is_relative_to(target.resolve())
-    ]
+    files = [path for path in files if not path.resolve().is_relative_to(target.resolve())]
+    return [_send_one(path, target / path.relative_to(work_dir), keep_local=keep_local) for path in files]
 
 
 def _send_one(path: Path, copy: Path, *, keep_local: bool) -> Path:
     copy.parent.mkdir(parents=True, exist_ok=True)
     if copy.is_symlink():
         copy.unlink()  # a copy is a file of its own, and goes nowhere else
-    if not keep_local and path.suffix in _APPENDED and copy.exists():
-        with path.open("rb") as source, copy.open("ab") as end:
-            shutil.copyfileobj(source, end)
-    elif not keep_local and path.suffix == ".csv" and copy.exists():
+    if keep_local or not copy.exists() or path.suffix not in (".jsonl", ".log", ".csv"):
+        shutil.copyfile(path, copy)
+    elif path.suffix == ".csv":
         add_rows(path, copy)  # a header in the middle of a table would be a row
     else:
-        shutil.copyfile(path, copy)
+        with path.open("rb") as source, copy.open("ab") as end:
+            shutil.copyfileobj(source, end)
     if not keep_local:
         path.unlink()
     return copy

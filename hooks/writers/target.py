@@ -1,14 +1,13 @@
-"""One writer of a logger, and patience with it: what it could not take is kept in memory and tried again."""
+"""One writer of a logger, and patience with it: calls that it could not take are kept in memory and repeated."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
 from time import monotonic
-from typing import Final
+from typing import Any, Final
 
 from eventloop import get_logger
-from hooks.writers.base import RunFacts, Where, Writer
+from hooks.writers.base import RunFacts, Writer
 
 log = get_logger()
 
@@ -19,17 +18,21 @@ MOST_IMAGES: Final = 100
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # seconds before another try
 
-Entry = Callable[[Writer], object] | tuple[Mapping[str, float], int, Where]
-"""What a writer is to be given: arguments of ``write_scalars``, or a call."""
+Call = tuple[Any, ...]
+"""The name of a method of the writer, and its arguments."""
 
 
 class Target:
-    """Hands everything to a writer, in order. Raises nothing.
+    """Passes calls on to a writer, in order. Raises nothing.
 
-    What a writer has taken counts as written once a flush has worked. After a failure, all that comes is kept, and the writer
-    is tried again after half a second, then after pauses that grow to a minute. It gets the entry that failed once more; if
-    that does not help, or it was the flush that failed, it is closed, opened, and given everything since the last flush that
-    worked: entries may then come twice, but none is missing. An entry that is refused while the next one is taken is given up.
+    A call counts as done once a flush has worked after it. After a failure further calls are kept, and the writer is tried
+    again after half a second, then after pauses that grow to a minute. It gets the failed call once more. If that fails too,
+    or if a flush has failed, the writer is closed, opened, and given everything since the last flush that worked: calls may
+    then come twice, but none is missing. A call that is refused while the next one is taken is given up.
+
+    Args:
+        writer: the writer.
+        interval: iterations between training scalars, if the writer has none of its own.
     """
 
     def __init__(self, writer: Writer, interval: int) -> None:
@@ -37,6 +40,7 @@ class Target:
         self.takes_images = type(writer).write_image is not Writer.write_image
         self.written = 0
         self._writer = writer
+        self._name = type(writer).__name__
         self._reset(RunFacts("run"))
 
     def open(self, run: RunFacts) -> None:
@@ -45,36 +49,18 @@ class Target:
         self._reset(run)
         self._try()
 
-    def write(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
-        """Hand scalars over."""
-        # give(), written out: once an iteration, on a thread that takes the GIL from the training.
+    def give(self, *call: Any) -> None:
+        """Call a method of the writer, by its name and with its arguments, now or later."""
         if self._failures:
-            self._keep((scalars, step, where))
+            self._keep(call)
             return
         try:
-            self._writer.write_scalars(scalars, step, where)
+            self._do(call)
         except Exception:  # noqa: BLE001 - logged
-            self._keep((scalars, step, where))
+            self._keep(call)
             self._failed()
         else:
-            self._unsure.append((scalars, step, where))
-
-    def call(self, do: Callable[[Writer], object], *, image: bool = False) -> None:
-        """Hand something else over."""
-        if self._failures:
-            self._images += image
-            if image and self._images > MOST_IMAGES:
-                self._lost += 1
-            else:
-                self._keep(do)
-            return
-        try:
-            do(self._writer)
-        except Exception:  # noqa: BLE001 - logged
-            self._keep(do)
-            self._failed()
-        else:
-            self._unsure.append(do)
+            self._unsure.append(call)
 
     def flush(self, *, durable: bool = False) -> None:
         """Flush the writer; one in trouble is tried again when its pause is over (or at once, if ``durable``)."""
@@ -83,15 +69,13 @@ class Target:
                 self._try(durable=durable)
             return
         try:
-            _flush(self._writer, durable=durable)
+            self._flush(durable=durable)
         except Exception:  # noqa: BLE001 - logged
-            self._anew = True
+            self._reopen = True
             self._failed()
-        else:
-            self._unsure.clear()
 
     def close(self, *, finished: bool) -> None:
-        """Flush and close the writer, and say what it has lost."""
+        """Flush and close the writer, and log the number of lost calls."""
         self.flush()
         if self._failures:
             self._try()
@@ -107,35 +91,40 @@ class Target:
 
     def _reset(self, run: RunFacts) -> None:
         self._run = run
-        self._unsure: list[Entry] = []  # taken since the last flush that worked
-        self._kept: deque[Entry] = deque()  # not taken yet
-        self._anew = True  # it must be opened before it gets anything
+        self._unsure: list[Call] = []  # taken since the last flush that worked
+        self._kept: deque[Call] = deque()  # not taken yet
+        self._reopen = True  # it must be opened before it gets anything
         self._opened = False
         self._failures: int = 0  # in a row
         self._images: int = 0  # of those that are kept
         self._next_try: float = 0.0
         self._lost = 0
 
-    @property
-    def _name(self) -> str:
-        return type(self._writer).__name__
+    def _do(self, call: Call) -> None:
+        getattr(self._writer, call[0])(*call[1:])
+
+    def _flush(self, *, durable: bool) -> None:
+        if durable:
+            self._writer.sync()
+        else:
+            self._writer.flush()
+        self._unsure.clear()
 
     def _try(self, *, durable: bool = False) -> None:
         try:
-            if self._anew or self._failures > 1:
-                self._begin_anew()
+            if self._reopen or self._failures > 1:
+                self._open_again()
             self._give_kept()
-            _flush(self._writer, durable=durable)
+            self._flush(durable=durable)
         except Exception:  # noqa: BLE001 - logged
             self._failed()
             return
         if self._failures:
             log.warning("a writer works again", writer=self._name, failures=self._failures, lost=self._lost)
         self._failures = self._images = 0
-        self._unsure.clear()
 
-    def _begin_anew(self) -> None:
-        self._anew = True
+    def _open_again(self) -> None:
+        self._reopen = True
         self._kept.extendleft(reversed(self._unsure))
         self._unsure.clear()
         if self._opened:
@@ -146,49 +135,45 @@ class Target:
                 log.debug("a writer in trouble could not be closed", writer=self._name, error=repr(error))
         self._writer.open(self._run)
         self._opened = True
-        self._anew = False
-        self._kept.appendleft(self._write_config)
-
-    def _write_config(self, writer: Writer) -> None:
-        writer.write_config(self._run.config)
+        self._reopen = False
+        self._kept.appendleft(("write_config", self._run.config))
 
     def _give_kept(self) -> None:
-        told = False
+        logged = False
         while self._kept:
-            entry = self._kept[0]
+            call = self._kept[0]
             try:
-                self._give(entry)
+                self._do(call)
             except Exception as error:
                 if not self._takes_the_next():
                     raise
                 self._lost += 1
-                if not told:
+                if not logged:
                     log.exception("a writer does not take this, and goes on without it", writer=self._name, exc_info=error)
-                told = True
+                logged = True
             else:
-                self._unsure.append(entry)
+                self._unsure.append(call)
             self._kept.popleft()
 
     def _takes_the_next(self) -> bool:
-        """True if the entry after the first is taken, so that the fault is not with what the writer writes to."""
+        """Return True if the second of the kept calls is taken: then the fault is with the first, not with the target."""
         if len(self._kept) < 2:
             return False
         try:
-            self._give(self._kept[1])
+            self._do(self._kept[1])
         except Exception:  # noqa: BLE001 - the first one's error is raised
             return False
         self._unsure.append(self._kept[1])
         del self._kept[1]
         return True
 
-    def _give(self, entry: Entry) -> None:
-        if isinstance(entry, tuple):
-            self._writer.write_scalars(*entry)
-        else:
-            entry(self._writer)
-
-    def _keep(self, entry: Entry) -> None:
-        self._kept.append(entry)
+    def _keep(self, call: Call) -> None:
+        image = call[0] == "write_image"
+        self._images += image
+        if image and self._images > MOST_IMAGES:
+            self._lost += 1
+            return
+        self._kept.append(call)
         if len(self._kept) > MOST_KEPT:
             self._kept.popleft()
             self._lost += 1
@@ -206,10 +191,3 @@ class Target:
                 kept=len(self._kept) + len(self._unsure),
                 lost=self._lost,
             )
-
-
-def _flush(writer: Writer, *, durable: bool) -> None:
-    if durable:
-        writer.sync()
-    else:
-        writer.flush()

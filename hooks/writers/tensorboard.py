@@ -1,4 +1,4 @@
-"""Scalars for TensorBoard."""
+"""Scalars and images for TensorBoard."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from eventloop import ConfigurationError, check_options, register
+from eventloop import check_options, register
 from hooks.options import Name, PositiveInt
-from hooks.writers.base import Image, RunFacts, Where, Writer
+from hooks.writers.base import Image, RunFacts, Where, Writer, load
 
 _QUEUE = 10_000  # events in TensorBoard's own queue to its writing thread; more than the logger hands over at once
 _NEVER = 10**6  # seconds; the logger says when to flush
@@ -18,44 +18,49 @@ _NEVER = 10**6  # seconds; the logger says when to flush
 class TensorBoardWriter(Writer):
     """Event files in a folder of the work dir, for ``tensorboard --logdir``; needs the extra ``tensorboard``.
 
-    Scalars of one moment are one record, so six of them cost what one costs with ``SummaryWriter.add_scalar``. Without a
-    work dir nothing is written. A resumed run writes a further file into the same folder, which TensorBoard shows as one
-    run; of what was written before it shows the steps below the first that is trained now (that is SummaryWriter's
-    ``purge_step``), so iterations that are made again are not seen twice. The configuration and the experiment's name appear
-    under *Text*.
+    The scalars of one moment are one record, so six of them cost as much as one by ``SummaryWriter.add_scalar``. Without a
+    work dir nothing is written. A resumed run writes a further file into the folder, which TensorBoard shows as one run. Of
+    the earlier file it shows the steps below the first that is trained now (``purge_step`` of ``SummaryWriter``), so repeated
+    iterations appear once. The configuration and the experiment's name appear under *Text*.
 
     Args:
         directory: within the work dir.
         interval: iterations between training scalars; None takes the logger's.
 
     Raises:
-        ConfigurationError: tensorboard is not installed, an interval that is not positive, or an empty directory name.
+        ConfigurationError: tensorboard is not installed, the interval is not positive, or the directory name is empty.
     """
 
     @check_options
     def __init__(self, directory: Name = "tensorboard", *, interval: PositiveInt | None = None) -> None:
         super().__init__(interval)
-        _load()  # now, and not once the run is under way
         self.directory = directory
+        load("TensorBoardWriter", "tensorboard", "torch.utils.tensorboard", "tensorboard.compat.proto.summary_pb2")
         self._events: Any = None  # a SummaryWriter
         self._trains = False
 
     def open(self, run: RunFacts) -> None:
         """Begin an event file, if the run has a work dir."""
         if run.work_dir is not None:
-            summary_writer, _ = _load()
+            from torch.utils.tensorboard import SummaryWriter
+
+            path = str(run.work_dir / self.directory)
+            self._events = SummaryWriter(path, max_queue=_QUEUE, flush_secs=_NEVER)  # type: ignore[no-untyped-call]
             self._trains = False
-            self._events = summary_writer(str(run.work_dir / self.directory), max_queue=_QUEUE, flush_secs=_NEVER)
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
         """Add a record."""
-        if self._events is not None:
-            if where.stage == "train" and not self._trains:
-                self._trains = True
-                self._purge(step)
-            _, summary = _load()
-            values = [summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-            self._events.file_writer.add_summary(summary(value=values), step)
+        if self._events is None:
+            return
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if where.stage == "train" and not self._trains:
+            self._trains = True
+            # This is SummaryWriter's purge_step; where training goes on is known only when the first scalars come.
+            self._events.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._events.file_writer.add_summary(Summary(value=values), step)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Show the configuration as text, if there is one."""
@@ -74,7 +79,7 @@ class TensorBoardWriter(Writer):
             self._events.add_image(name, image, step, dataformats="HWC")
 
     def flush(self) -> None:
-        """Have TensorBoard's thread write everything."""
+        """Wait until TensorBoard's thread has written everything."""
         if self._events is not None:
             self._events.flush()
 
@@ -83,21 +88,3 @@ class TensorBoardWriter(Writer):
         events, self._events = self._events, None
         if events is not None:
             events.close()
-
-    def _purge(self, step: int) -> None:
-        # Not by SummaryWriter's option: where the training goes on is known only when the first scalars come.
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-        self._events.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
-
-
-def _load() -> tuple[Any, Any]:
-    """Return torch's SummaryWriter and TensorBoard's Summary, which are not there without tensorboard."""
-    try:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigurationError(
-            f'TensorBoardWriter needs tensorboard ({error}): pip install "trainbus[tensorboard]"'
-        ) from error
-    return SummaryWriter, Summary

@@ -10,51 +10,50 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from eventloop import ConfigurationError, check_options, register
+from eventloop import check_options, register
 from hooks.options import Name, PositiveInt
-from hooks.writers.base import Image, RunFacts, Where, Writer
-from hooks.writers.identity import run_id
-
-_STAGES = ("train", "val", "test", "eval")
+from hooks.writers.base import Image, RunFacts, Where, Writer, load
+from hooks.writers.files import run_id
 
 
 @register
 class WandbWriter(Writer):
     """A Weights & Biases run below ``<work_dir>/wandb``, made offline; needs the extra ``wandb``.
 
-    Nothing goes over the network: ``wandb sync <work_dir>/wandb/offline-run-...`` uploads it when you like. A resumed run
-    makes a further folder with the id of the first (kept in ``wandb/run_id``) and goes on with its steps; upload it with
-    ``wandb sync --append``. W&B's own step counts iterations; charts have ``train/step``, ``val/step`` and so on below
-    them. Without a work dir nothing is written.
+    Nothing goes over the network: ``wandb sync <work_dir>/wandb/offline-run-...`` uploads it. A resumed run makes a further
+    folder with the id of the first (kept in ``wandb/run_id``) and goes on with its steps; upload it with ``wandb sync
+    --append``. W&B's own step counts iterations, and charts use ``train/step``, ``val/step`` and so on. Without a work dir
+    nothing is written.
 
     Args:
         project: for the upload; None leaves it to ``wandb sync``.
         interval: iterations between training scalars; None takes the logger's.
 
     Raises:
-        ConfigurationError: wandb is not installed, or an interval that is not positive.
+        ConfigurationError: wandb is not installed, or the interval is not positive.
     """
 
     @check_options
     def __init__(self, project: Name | None = None, *, interval: PositiveInt | None = None) -> None:
         super().__init__(interval)
-        _load()  # now, and not once the run is under way
+        # W&B takes images only with PIL.
+        self._wandb: Any = load("WandbWriter", "wandb", "wandb", "PIL")[0]
         self.project = project
         self._run: Any = None
         self._iter = 0
         self._failed = False
 
     def open(self, run: RunFacts) -> None:
-        """Begin a run, if there is a work dir. It is W&B's, but not its global one, which the user may have."""
+        """Begin a run of W&B, if there is a work dir. The global one, which the user may have, is left alone."""
         if run.work_dir is None:
             return
-        wandb = _load()
         run.work_dir.mkdir(parents=True, exist_ok=True)
-        self._failed = False
-        self._iter = 0
+        self._iter, self._failed = 0, False
         noted = run_id(run.work_dir, "wandb/run_id", lambda: secrets.token_hex(4))
-        _wait_for_a_name(run.work_dir, noted)
-        self._run = wandb.init(
+        # W&B names a folder by the second and the id, and overwrites an existing one: that of a training, by its test.
+        while (run.work_dir / "wandb" / f"offline-run-{datetime.now().astimezone():%Y%m%d_%H%M%S}-{noted}").exists():
+            time.sleep(0.05)
+        self._run = self._wandb.init(
             mode="offline",
             dir=str(run.work_dir),
             project=self.project,
@@ -62,9 +61,9 @@ class WandbWriter(Writer):
             id=noted,
             reinit="create_new",
             # The terminal, the code and the machine are not the logger's to record.
-            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True, disable_git=True, save_code=False),
+            settings=self._wandb.Settings(console="off", silent=True, x_disable_stats=True, disable_git=True, save_code=False),
         )
-        for stage in _STAGES:
+        for stage in ("train", "val", "test", "eval"):
             self._run.define_metric(f"{stage}/step", hidden=True)
             self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
 
@@ -72,8 +71,7 @@ class WandbWriter(Writer):
         """Add to the row of the iteration."""
         if self._run is not None:
             self._iter = max(self._iter, where.iter)
-            row = {**scalars, f"{where.stage}/step": step, "epoch": where.epoch}
-            self._run.log(row, step=self._iter)
+            self._run.log({**scalars, f"{where.stage}/step": step, "epoch": where.epoch}, step=self._iter)
 
     def write_image(self, name: str, image: Image, step: int) -> None:
         """Add to the row of the iteration."""
@@ -82,7 +80,7 @@ class WandbWriter(Writer):
             if stage == "train":
                 self._iter = max(self._iter, step)
             pixels = image[..., 0] if image.shape[-1] == 1 else image
-            self._run.log({name: _load().Image(pixels), f"{stage}/step": step}, step=self._iter)
+            self._run.log({name: self._wandb.Image(pixels), f"{stage}/step": step}, step=self._iter)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Set the configuration of the run."""
@@ -90,7 +88,7 @@ class WandbWriter(Writer):
             self._run.config.update(dict(config), allow_val_change=True)
 
     def flush(self) -> None:
-        """Check that W&B's folder is still there: its own process writes what it gets, and would not tell."""
+        """Check that W&B's folder is still there: its own process writes the data, and would not report a loss."""
         if self._run is not None and not Path(self._run.dir).is_dir():
             raise FileNotFoundError(errno.ENOENT, "the folder was removed while the run wrote to it", self._run.dir)
 
@@ -103,18 +101,3 @@ class WandbWriter(Writer):
         run, self._run = self._run, None
         if run is not None:
             run.finish(exit_code=int(self._failed))
-
-
-def _wait_for_a_name(work_dir: Path, noted: str) -> None:
-    # W&B names a folder by the second and the id, and overwrites what is there: a training and the test right after it.
-    while (work_dir / "wandb" / f"offline-run-{datetime.now().astimezone():%Y%m%d_%H%M%S}-{noted}").exists():
-        time.sleep(0.05)
-
-
-def _load() -> Any:
-    try:
-        import PIL  # noqa: F401 - wandb takes images only with it
-        import wandb
-    except ImportError as error:
-        raise ConfigurationError(f'WandbWriter needs wandb ({error}): pip install "trainbus[wandb]"') from error
-    return wandb
