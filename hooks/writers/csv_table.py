@@ -67,10 +67,11 @@ class Table(GrowingFile):
             rows.writerow(columns)
             rows.writerows(line + [""] * (len(columns) - len(line)) for line in lines)
         copy.replace(self._path)
-        self._open()
+        self.open()
 
-    def _open(self) -> None:
-        super()._open()
+    def open(self) -> None:
+        """Open the file at its end, and read its header."""
+        super().open()
         self._rows = csv.writer(codecs.getwriter("utf-8")(self._file), lineterminator="\n")
         with self._path.open("r", encoding="utf-8", newline="") as file:
             self._columns = next(csv.reader(file), [])

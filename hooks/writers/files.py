@@ -26,7 +26,7 @@ class GrowingFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._open()
+        self.open()
 
     def write(self, line: bytes) -> None:
         """Append a line, which ends in a newline."""
@@ -52,7 +52,8 @@ class GrowingFile:
         """Flush and close the file."""
         self._file.close()
 
-    def _open(self) -> None:
+    def open(self) -> None:
+        """Open the file at its end."""
         path = self._path
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -64,8 +65,7 @@ class GrowingFile:
             raise OSError(error.errno, "this is a symbolic link, which is not followed; remove it", str(path)) from None
         self._file = os.fdopen(descriptor, "ab")
         try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(errno.EINVAL, "this is not a regular file; remove it", str(path))
+            _check_regular(descriptor, path)
             _cut_half_a_line(descriptor)
         except BaseException:
             self._file.close()
@@ -131,6 +131,11 @@ def run_id(work_dir: Path | None, filename: str, make: Callable[[], str], exists
     if path is not None:
         replace(path, f"{made}\n".encode())
     return made
+
+
+def _check_regular(descriptor: int, path: Path) -> None:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise OSError(errno.EINVAL, "this is not a regular file; remove it", str(path))
 
 
 def _cut_half_a_line(descriptor: int) -> None:

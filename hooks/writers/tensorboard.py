@@ -45,7 +45,7 @@ class TensorBoardWriter(Writer):
             from torch.utils.tensorboard import SummaryWriter
 
             path = str(run.work_dir / self.directory)
-            self._events = SummaryWriter(path, max_queue=_QUEUE, flush_secs=_NEVER)  # type: ignore[no-untyped-call]
+            self._events = SummaryWriter(path, max_queue=_QUEUE, flush_secs=_NEVER)
             self._trains = False
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:

@@ -6,8 +6,8 @@ import pytest
 from eventloop import ConfigurationError
 from hooks import CSVWriter
 from hooks.writers import RunFacts, Where
+from hooks.writers.csv_table import Table, add_rows
 from hooks.writers.outbox import send
-from hooks.writers.table import Table, add_rows
 
 
 def rows(path):

@@ -7,7 +7,7 @@ import torch
 
 from eventloop import Bus, Run
 from hooks import CSVWriter, LoggerHook, Writer
-from hooks.writers.images import as_image
+from hooks.writers.base import as_image
 
 
 class Album(Writer):
