@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Annotated, Any, cast
 
 import msgspec
@@ -17,8 +16,7 @@ from eventloop.bus.lifecycle import Lifecycle
 from eventloop.bus.options import check_stream_names, decorates
 from eventloop.bus.overloads import TypedOn
 from eventloop.bus.priority import PriorityLike
-from eventloop.bus.publisher import INLINED, Publisher
-from eventloop.bus.routes import Count, Route, Source, compile_route, ignore, route_source
+from eventloop.bus.routes import Count, Route, Source, compile_route, route_source
 from eventloop.bus.stream import Stream
 from eventloop.bus.subscription import Stats, Subscription
 from eventloop.bus.watch import KINDS, Watch, Watches
@@ -31,7 +29,7 @@ from eventloop.offload import Backend, Lane, Runtime
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
-class Bus(TypedOn, Lifecycle, Publisher):
+class Bus(TypedOn, Lifecycle):
     """An in-process event bus. Plain handlers run inline, in order of priority; async and blocking ones are offloaded.
 
     Inline handlers work at any time. Offloaded ones need the bus to be open: ``with bus:``, which a ``Run`` or
@@ -58,8 +56,8 @@ class Bus(TypedOn, Lifecycle, Publisher):
         abort_timeout: Seconds = 5.0,
     ) -> None:
         super().__init__(backend=backend, drain_timeout=drain_timeout, abort_timeout=abort_timeout)
-        self._routes: dict[type, Route] = {}  # what publish looks into; emptied to make the next publish come by _route
-        self._compiled: dict[type, Route] = {}
+        self._routes: dict[type, Route | None] = {}  # emptied, so that the next publish of each event comes by _publish_anew
+        self._compiled: dict[type, Route | None] = {}
         self._subscriptions: tuple[Subscription, ...] = ()
         self._hooks: tuple[Hook, ...] = ()
         self._counts: dict[str, Count] = {}
@@ -172,14 +170,35 @@ class Bus(TypedOn, Lifecycle, Publisher):
 
     # ------------------------------------------------------------------------------------------------ publishing
 
+    def publish(self, event: Event) -> None:
+        """Call the inline handlers of ``event`` and queue it for the offloaded ones, in order of priority.
+
+        Safe from any thread; never awaits.
+
+        Raises:
+            Exception: an inline handler raised it (unchanged, with a note that names handler, mount point and iteration), or
+                an offloaded handler with ``on_error="raise"`` did since the last publish.
+            LaneClosedError: an offloaded handler is subscribed and the bus is not open.
+        """
+        try:
+            route = self._routes[type(event)]
+        except KeyError:
+            route = self._publish_anew  # called below: what it raises is not in the context of this KeyError
+        if route is not None:
+            route(event)
+
+    # CPython begins the error of a call with wrong arguments with this. Taking any, to explain it, costs each publish 10 %.
+    publish.__qualname__ = (
+        "bus.publish takes an event that was made, bus.publish(Ev(x=1)); run.publish(Ev, x=1) makes one: publish"
+    )
+
     def wants(self, event: type[Event] | str) -> bool:
         """Return True if publishing ``event`` does anything; False lets a caller skip building it."""
         try:
-            return self._routes[event] is not ignore  # type: ignore[index]  # a name is in no route, so it takes the way below
+            return self._routes[event] is not None  # type: ignore[index]  # a name is no key
         except KeyError:
-            route = self._find_route(resolve(event))
-        # Publishing may raise what an offloaded handler left behind, though nobody hears it.
-        return route is not ignore or self._raises_here()
+            # Without a subscriber, publishing may still raise what an offloaded handler left behind.
+            return self._find_route(resolve(event)) is not None or self._raises_here()
 
     def may_change_state(self, event: type[Event] | str) -> bool:
         """Return True if an inline handler of ``event`` may change the state of a run (see :class:`Hook`'s ``observes``)."""
@@ -213,7 +232,7 @@ class Bus(TypedOn, Lifecycle, Publisher):
         with self._lock:
             self._timing = on
             self._compiled = {}
-            self._use_routes({})
+            self._routes.clear()
 
     # ---------------------------------------------------------------------------------------------- saved state
 
@@ -235,7 +254,7 @@ class Bus(TypedOn, Lifecycle, Publisher):
             if (rank, world_size) != (self._rank, self._world_size):
                 self._rank, self._world_size = rank, world_size
                 self._compiled = {}
-                self._use_routes({})
+                self._routes.clear()
 
     def fail(self, subscription: Subscription, error: BaseException) -> None:
         """Have ``error`` raised by the next publish or drain on the training thread, or by close.
@@ -246,8 +265,8 @@ class Bus(TypedOn, Lifecycle, Publisher):
         """
         with self._lock:
             self._failures.add(subscription, error)
-            # Emptied, so that the next publish misses and comes past raise_failures; costs nothing until then.
-            self._use_routes({})
+            # The next publish of any event misses and comes past raise_failures; costs nothing until then.
+            self._routes.clear()
 
     def remove(self, *subscriptions: Subscription) -> None:
         """Let go of subscriptions; of those that are gone already nothing happens."""
@@ -284,7 +303,7 @@ class Bus(TypedOn, Lifecycle, Publisher):
         names = {name for subscription in changed for name in subscription.mount_points}
         self._subscriptions = tuple(subscriptions)
         self._compiled = {kind: route for kind, route in self._compiled.items() if names.isdisjoint(lineage(kind))}
-        self._use_routes({} if self._failures else dict(self._compiled))
+        self._routes.clear()
         self._attach()
 
     def _attach(self) -> None:
@@ -310,32 +329,30 @@ class Bus(TypedOn, Lifecycle, Publisher):
             if not names.isdisjoint(subscription.mount_points) and (not self._rank or subscription.ranks == "all")
         ]
 
-    def _route(self, event_type: type) -> Route:
-        """Find the route of an event that has none cached, after raising what offloaded handlers left behind."""
+    def _publish_anew(self, event: Event) -> None:
+        """Publish an event whose route is not cached, after raising what offloaded handlers left behind."""
+        event_type: type = type(event)
         if not issubclass(event_type, Event):
             what = "a class: make an instance of it" if issubclass(event_type, type) else event_type.__name__
             raise TypeError(f"bus.publish takes an event, an instance of an Event class, not {what}")
         self.raise_failures()
-        return self._find_route(event_type)
+        route = self._find_route(event_type)
+        if route is not None:
+            route(event)
 
-    def _find_route(self, event_type: type[Event]) -> Route:
+    def _find_route(self, event_type: type[Event]) -> Route | None:
+        """Return the route of an event, None where it has no subscriber."""
         with self._lock:
             if self._inert:
-                return ignore
-            heard = self._heard_by(event_type)
-            compiled = partial(
-                compile_route,
-                event_type,
-                heard,
-                count=self._counts.setdefault(name_of(event_type), Count()).next,
-                timing=self._timing,
-            )
+                return None
             if event_type not in self._compiled:
-                self._compiled[event_type] = compiled()
+                heard = self._heard_by(event_type)
+                count = self._counts.setdefault(name_of(event_type), Count()).next
+                self._compiled[event_type] = (
+                    compile_route(event_type, heard, count=count, timing=self._timing) if heard else None
+                )
             if not self._failures:
                 self._routes[event_type] = self._compiled[event_type]
-                if self._may_inline(len(heard)):
-                    self._inline(event_type, compiled(template=INLINED), len(heard))
             return self._compiled[event_type]
 
     def _serve(self, runtime: Runtime) -> None:
@@ -345,11 +362,14 @@ class Bus(TypedOn, Lifecycle, Publisher):
     def _end_streams(self) -> None:
         self.remove(*(one for one in self._subscriptions if one.mode == "stream"))
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise TypeError("a bus cannot be copied or pickled: it has threads and subscribers; make one where it is needed")
+
     def become_inert(self) -> None:
         """Disable this copy of a bus in a forked child: it calls no handler any more."""
         super().become_inert()
         self._compiled = {}
-        self._use_routes({})
+        self._routes.clear()
         for subscription in self._subscriptions:
             if subscription.lane is not None:
                 subscription.lane.become_inert()

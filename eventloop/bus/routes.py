@@ -101,10 +101,6 @@ class Count:
             return self.value
 
 
-def ignore(event: Event) -> None:
-    """The route of an event that nobody hears."""
-
-
 def compile_route(
     event_type: type[Event],
     entries: Sequence[Entry],
@@ -113,7 +109,7 @@ def compile_route(
     timing: bool = False,
     template: str = FUNCTION,
 ) -> Callable[..., None]:
-    """Return the function that calls ``entries`` in their order; :func:`ignore` if there are none.
+    """Return the function that calls ``entries`` in their order.
 
     Args:
         event_type: the event; its ``counts`` says what filters compare.
@@ -122,8 +118,6 @@ def compile_route(
         timing: measure each call.
         template: source of the function that the route is part of; knows its ``event`` and the ``event_type``.
     """
-    if not entries:
-        return ignore
     writer = _Writer(event_type, entries, timing=timing, template=template)
     source = writer.source()
     filename = f"<trainbus {name_of(event_type)} #{next(_serial)}>"
