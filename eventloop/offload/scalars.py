@@ -1,107 +1,94 @@
-"""The scalars of an event, taken on the training thread as they are now, without waiting for a device.
+"""Take the scalars of an event on the training thread, as they are now, without waiting for a device.
 
-Numbers are taken as they are. Tensors of one element are copied into a row on their device (:mod:`.ring`), one row
-for each dtype and device; a consumer turns rows into numbers later, many at a time. A name whose value had another number of
-elements once does not count as a scalar with one element either, while it has dimensions: it is the smaller last batch.
+Numbers are taken as they are. Tensors of one element are stacked on their device, one stack for each dtype and device: that is
+one kernel, and no number reaches the host. The consumer reads the stacks later. From a GPU it fetches all stacks that wait
+with one copy.
 
-What is a scalar among the outputs of an iteration is nearly always what was one before, so it is noted down in a plan, and an
-iteration only checks that the plan still holds. A row has the dtype of its tensors: a conversion on the way costs little by
-itself, but after a training step its code is not in the caches any more, and comes at 4 µs. Only where dtypes have changed
-once, floating tensors on the CPU share rows of float64, which holds each of their values exactly (and integers that take
-their place, up to 2**53), so that they need no checking.
+The outputs of an iteration nearly always have the same scalars as those before. A plan notes which they are, and an iteration
+only checks that its plan still holds. A value that had several elements once is no scalar while it has dimensions, even with
+one element: that is the smaller last batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from operator import attrgetter, itemgetter
-from typing import Any, Literal, cast, get_args
+from typing import Any, Final, Literal, cast
 
+import msgspec
 import numpy as np
 import torch
 
-from eventloop.offload.ring import Cell, CudaRing, Ring, make_ring
-
-Kind = Literal["number", "tensor", "array", "other"]
-
-Taken = tuple["Plan", tuple[Any, ...], tuple[Cell, ...]]
-"""How to put them together again, the numbers, and where the tensors' values are."""
-
-_MOST_PLANS = 64  # for outputs whose names never repeat; planning anew costs some 10 µs
-
-_ANY_FLOAT = (torch.float64, torch.device("cpu"))
-
+_MOST_PLANS = 64  # for outputs whose names never repeat; a new plan costs some 10 µs
+_MOST_WAITING = 1024  # stacks on a GPU that one copy fetches at most: the events of a full lane
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
+# Looked up once: a hundred nanoseconds are a tenth of what an event may cost. Switching grad mode by hand is ten times cheaper
+# than entering torch.no_grad().
 _dtype = attrgetter("dtype")
-_device = attrgetter("device")
-_is_cpu = attrgetter("is_cpu")
+_stack = torch.stack
+_is_grad_enabled = torch.is_grad_enabled
+_set_grad_enabled = torch._C._set_grad_enabled
+_has_accelerator: Final = torch.accelerator.is_available()
+
+Stack = Any
+"""A stacked tensor on the CPU, or a :class:`DeviceStack`."""
 
 
-class Scalars:
+class ScalarTaker:
     """Takes the scalars of mappings that are mostly alike, such as the outputs of iterations."""
 
     def __init__(self) -> None:
-        self._plans: dict[tuple[str, ...], Plan] = {}
+        self._plans: dict[tuple[str, ...], ScalarPlan] = {}
         self._sized: set[str] = set()  # names whose values had another number of elements than one
-        self._rings: dict[tuple[torch.dtype, torch.device, int], Ring | CudaRing] = {}
 
     def take(self, outputs: Mapping[str, Any]) -> Taken:
-        """Take what is a scalar in ``outputs``; entries that are none (logits, batches, objects) are left out."""
+        """Take the scalars of ``outputs``; other entries (logits, batches, objects) are left out."""
         names = tuple(outputs)
         values = tuple(outputs.values())
         plan = self._plans.get(names)
         if plan is not None:
             try:
                 taken = plan.take(values)
-            except (RuntimeError, TypeError, AttributeError):  # what was a scalar tensor has another shape now, or is no tensor
+            except (
+                RuntimeError,
+                TypeError,
+                AttributeError,
+                ValueError,
+            ):  # a scalar has another shape now, or is something else
                 taken = None
             if taken is not None:
                 return taken
         self._sized.update(name for name, value in outputs.items() if _elements(value) != 1)
-        plan = Plan(names, values, self._ring, steady=plan is None, sized=self._sized)
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
-        self._plans[names] = plan
+        plan = self._plans[names] = ScalarPlan(names, values, self._sized)
         return cast("Taken", plan.take(values))
 
-    def _ring(self, dtype: torch.dtype, device: torch.device, width: int) -> Ring | CudaRing:
-        key = (dtype, device, width)
-        if key not in self._rings:
-            self._rings[key] = make_ring(dtype, device, width)
-        return self._rings[key]
 
+class ScalarPlan:
+    """Which values of a mapping with certain names are scalars, and how they are taken."""
 
-class Plan:
-    """What is a scalar in a mapping with these names, and how it is taken."""
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        values: Sequence[Any],
-        ring: Callable[[torch.dtype, torch.device, int], Ring | CudaRing],
-        *,
-        steady: bool,
-        sized: Container[str],
-    ) -> None:
+    def __init__(self, names: Sequence[str], values: Sequence[Any], sized: Collection[str]) -> None:
         kinds = [_kind(value, sized=name in sized) for name, value in zip(names, values, strict=True)]
-        of_kind = {kind: [i for i, found in enumerate(kinds) if found == kind] for kind in get_args(Kind)}
-        numbers = [*of_kind["number"], *of_kind["array"]]
-        self._number = _getter(numbers)
-        self._arrays = bool(of_kind["array"])
-        self._generic = any(isinstance(values[i], np.generic) for i in numbers)
-        # All but scalar tensors: those are known for what they are by copying them.
-        rest = [i for i, kind in enumerate(kinds) if kind != "tensor"]
+        tensors = [i for i, kind in enumerate(kinds) if kind == "tensor"]
+        numbers = [i for i, kind in enumerate(kinds) if kind == "number"]
+        rest = [i for i, kind in enumerate(kinds) if kind != "tensor"]  # stacking checks the tensors
         self._rest = _getter(rest) if rest else None
         self._rest_types = [type(values[i]) for i in rest]
-        # What has dimensions could have none the next time.
-        others = [i for i in of_kind["other"] if hasattr(values[i], "ndim")]
-        self._others = _getter(others) if others else None
-        self._shaped = [i for i in of_kind["tensor"] if values[i].ndim]
-        grouped = _grouped(of_kind["tensor"], values, steady=steady)
-        self._groups = [_Group(key, positions, ring, len(values)) for key, positions in grouped.items()]
-        self.waits = any(group.waits for group in self._groups)
-        """Whether a consumer has to wait for the values."""
+        self._others = _getter([i for i in rest if kinds[i] == "other" and hasattr(values[i], "ndim")])
+        self._number = _getter(numbers)
+        self._numpy = any(isinstance(values[i], np.generic | np.ndarray) for i in numbers)
+        self._shaped = [i for i in tensors if values[i].ndim]
+        keys: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for i in tensors:
+            keys.setdefault((values[i].dtype, values[i].device), []).append(i)
+        self._groups = [_Group(*key, positions, len(values)) for key, positions in keys.items()]
+        self.waits = any(group.on_gpu for group in self._groups)
+        """Whether reading the stacks means waiting for a copy."""
         taken = [*numbers, *(position for group in self._groups for position in group.positions)]
         self._names = [names[position] for position in sorted(taken)]
         self._order = None if taken == sorted(taken) else _getter([taken.index(position) for position in sorted(taken)])
@@ -110,93 +97,169 @@ class Plan:
         """Take what is planned; None if the values are of other kinds than planned.
 
         Raises:
-            RuntimeError, TypeError, AttributeError: what was planned as a scalar tensor is none.
+            RuntimeError, TypeError, AttributeError, ValueError: what was planned as a scalar is none.
         """
         numbers: tuple[Any, ...] = ()
         if self._rest is not None:
             if [*map(type, self._rest(values))] != self._rest_types:
                 return None
-            if self._others is not None:
-                for value in self._others(values):
-                    if not value.ndim:
-                        return None
+            if not all(value.ndim for value in self._others(values)):
+                return None  # it has become a scalar
             numbers = self._number(values)
-            if self._arrays:
-                if any(value.size != 1 for value in numbers if isinstance(value, np.ndarray)):
-                    return None
-                numbers = tuple([value.item() if isinstance(value, np.ndarray) else value for value in numbers])
+            if self._numpy:
+                numbers = tuple([_item(value) for value in numbers])
         if self._shaped:
-            values = self._reshaped(values)
-        cells: tuple[Cell, ...] = ()
+            reshaped = list(values)
+            for i in self._shaped:
+                reshaped[i] = values[i].detach().reshape(())
+            values = tuple(reshaped)
+        stacks = []
         for group in self._groups:
-            tensors = group.pick(values) if group.pick is not None else values
-            if group.checked and not group.fits(tensors):
+            stacked = group.stack(values)
+            if stacked is None:
                 return None
-            cells += (group.write(tensors),)
-        return self, numbers, cells
+            stacks.append(stacked)
+        return self, numbers, stacks
 
-    def _reshaped(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        reshaped = list(values)
-        for i in self._shaped:
-            reshaped[i] = values[i].detach().reshape(())
-        return tuple(reshaped)
-
-    def numbers(self, numbers: Iterable[Any], cells: Iterable[Cell]) -> dict[str, Any]:
-        """Put together what :meth:`take` has taken, in the order of the outputs; on the consumer's thread, which may wait."""
-        found = [value.item() if isinstance(value, np.generic) else value for value in numbers] if self._generic else [*numbers]
-        for cell in cells:
-            found += cell.numbers()
+    def read(self, numbers: Sequence[Any], stacks: Sequence[Stack]) -> dict[str, Any]:
+        """Return what :meth:`take` has taken, by name in the order of the outputs; on the consumer's thread, which may wait."""
+        found = [*numbers]
+        for stack in stacks:
+            found += stack.tolist()
         return dict(zip(self._names, found if self._order is None else self._order(found), strict=True))
 
 
+Taken = tuple[ScalarPlan, tuple[Any, ...], list[Stack]]
+"""The plan that reads them, the numbers, and the stacks of the tensors' values."""
+
+
 class _Group:
-    """The scalars that share a row."""
+    """The scalars of one dtype on one device."""
 
-    def __init__(
-        self,
-        key: tuple[torch.dtype, torch.device],
-        positions: list[int],
-        ring: Callable[[torch.dtype, torch.device, int], Ring | CudaRing],
-        width: int,
-    ) -> None:
-        dtype, device = key
+    def __init__(self, dtype: torch.dtype, device: torch.device, positions: list[int], width: int) -> None:
         self.positions = positions
-        self.pick = None if positions == list(range(width)) else _getter(positions)
-        self.write = ring(dtype, device, len(positions)).write
-        self._dtypes = None if key == _ANY_FLOAT else [dtype] * len(positions)
-        self._devices = [device] * len(positions)
-        self._on_cpu = device.type == "cpu"
-        self.waits = not self._on_cpu
-        self._elsewhere = torch.accelerator.is_available()  # where there is none, tensors are nowhere else
-        self.checked = self._dtypes is not None or self._elsewhere
+        self.on_gpu = device.type == "cuda"
+        self._pick = None if positions == list(range(width)) else _getter(positions)
+        self._dtypes = [dtype] * len(positions)
+        self._device = device
+        self._fetches = _Fetches(device) if self.on_gpu else None
 
-    def fits(self, tensors: tuple[torch.Tensor, ...]) -> bool:
-        """Return True if copying keeps every value as it is and crosses no devices (which would wait)."""
-        if self._dtypes is not None and [*map(_dtype, tensors)] != self._dtypes:
-            return False
-        if not self._elsewhere:
-            return True
-        return all(map(_is_cpu, tensors)) if self._on_cpu else [*map(_device, tensors)] == self._devices
-
-
-def _grouped(
-    positions: Iterable[int], values: Sequence[Any], *, steady: bool
-) -> dict[tuple[torch.dtype, torch.device], list[int]]:
-    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for position in positions:
-        value = values[position]
-        wide = not steady and value.is_cpu and value.is_floating_point()
-        groups.setdefault(_ANY_FLOAT if wide else (value.dtype, value.device), []).append(position)
-    return groups
+    def stack(self, values: tuple[Any, ...]) -> Stack | None:
+        """Copy the scalars; None if one has another dtype or device by now (a number that is converted may be another)."""
+        tensors = values if self._pick is None else self._pick(values)
+        if [*map(_dtype, tensors)] != self._dtypes:
+            return None
+        if _is_grad_enabled():
+            _set_grad_enabled(False)
+            try:
+                stacked = _stack(tensors)
+            finally:
+                _set_grad_enabled(True)
+        else:
+            stacked = _stack(tensors)
+        if stacked.ndim != 1 or (_has_accelerator and stacked.device != self._device):
+            return None
+        return stacked if self._fetches is None else self._fetches.wrap(stacked)
 
 
-def _kind(value: Any, *, sized: bool) -> Kind:
+class DeviceStack(msgspec.Struct, eq=False):
+    """Stacked scalars on a GPU. A consumer waits for them as for a ``torch.cuda.Event``."""
+
+    tensor: torch.Tensor
+    stream: torch.cuda.Stream
+    fetches: _Fetches
+    fetch: _Fetch | None = None
+    row: int = 0
+
+    def query(self) -> bool:
+        """Return True if :meth:`tolist` need not wait; begins the copy to the host."""
+        return bool(self.fetches.begin(self).arrived.query())  # type: ignore[no-untyped-call]
+
+    def synchronize(self) -> None:
+        """Wait until the numbers are on the host."""
+        self.fetches.begin(self).read()
+
+    def tolist(self) -> list[Any]:
+        """Return the numbers; waits for them."""
+        return self.fetches.begin(self).read()[self.row]
+
+
+class _Fetches:
+    """Copies of one group's stacks to the host: each takes all that wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._raw_stream = torch._C._cuda_getCurrentRawStream
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._waiting: deque[DeviceStack] = deque(maxlen=_MOST_WAITING)  # bounded: some may be of events that were dropped
+        self._lock = threading.Lock()
+
+    def wrap(self, tensor: torch.Tensor) -> DeviceStack:
+        """Return ``tensor`` with the stream that makes it; on the training thread."""
+        raw = self._raw_stream(self._index)
+        stream = self._streams.get(raw)
+        if stream is None:
+            stream = self._streams[raw] = torch.cuda.current_stream(self._device)
+        stack = DeviceStack(tensor, stream, self)
+        self._waiting.append(stack)
+        return stack
+
+    def begin(self, stack: DeviceStack) -> _Fetch:
+        """Return the copy that fetches ``stack``; begins it if there is none yet."""
+        with self._lock:
+            if stack.fetch is None:
+                stacks = [self._waiting.popleft() for _ in range(len(self._waiting))]
+                if stack not in stacks:
+                    stacks.append(stack)
+                fetch = _fetch([one.tensor for one in stacks], {one.stream for one in stacks})
+                for row, one in enumerate(stacks):
+                    one.fetch, one.row = fetch, row
+            return cast("_Fetch", stack.fetch)
+
+
+class _Fetch(msgspec.Struct, eq=False):
+    """One copy to the host. ``sources`` keep their memory until it has arrived: another stream would use it again."""
+
+    host: torch.Tensor
+    arrived: torch.cuda.Event
+    sources: list[torch.Tensor]
+    rows: list[list[Any]] | None = None
+
+    def read(self) -> list[list[Any]]:
+        if self.rows is None:
+            self.arrived.synchronize()
+            self.rows, self.sources = self.host.tolist(), []
+        return self.rows
+
+
+def _fetch(tensors: list[torch.Tensor], streams: set[torch.cuda.Stream]) -> _Fetch:
+    """Queue a copy behind what ``streams`` have queued, on a stream of its own: training does not wait for it."""
+    own = _fetch_stream(tensors[0].device)
+    for stream in streams:
+        own.wait_stream(stream)
+    with torch.cuda.stream(own):
+        return _Fetch(pinned(_stack(tensors)), own.record_event(), tensors)
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Queue a copy of ``tensor`` to the host on the current stream, and return where it will be."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor.detach(), non_blocking=True)
+
+
+@cache
+def _fetch_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _kind(value: Any, *, sized: bool) -> Literal["number", "tensor", "other"]:
     if isinstance(value, torch.Tensor):
         # One element of a sparse or a distributed tensor cannot be had without work.
         shaped = value.ndim and (sized or type(value) not in _PLAIN or value.layout is not torch.strided)
         return "other" if shaped else "tensor"
     if isinstance(value, np.ndarray):
-        return "other" if value.ndim and sized else "array"
+        return "other" if value.ndim and sized else "number"
     return "number" if isinstance(value, int | float | str | np.generic) else "other"
 
 
@@ -206,14 +269,12 @@ def _elements(value: Any) -> int:
     return value.size if isinstance(value, np.ndarray) else 1
 
 
+def _item(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic | np.ndarray) else value
+
+
 def _getter(positions: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    if not positions:
-        return _nothing
-    if len(positions) == 1:
-        (position,) = positions
-        return lambda values: (values[position],)
-    return itemgetter(*positions)
-
-
-def _nothing(values: Sequence[Any]) -> tuple[Any, ...]:
-    return ()
+    """Return ``lambda values: tuple(values[i] for i in positions)``, in C where there are several."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    return lambda values: tuple([values[i] for i in positions])

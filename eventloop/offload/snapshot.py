@@ -17,8 +17,7 @@ import torch
 from eventloop.errors import EventDefinitionError, LiveFieldError
 from eventloop.events import Event, Progress
 from eventloop.events.event import ABSENT, hints_of, mixed_fields, name_of, registry, suggest, unspell
-from eventloop.offload.ring import Cell
-from eventloop.offload.scalars import Scalars, Taken
+from eventloop.offload.scalars import DeviceStack, ScalarTaker, Taken
 from eventloop.offload.staged import IMMUTABLE, Copies, Owned, Staged, fences, stage
 
 __all__ = ["Owned", "Staged", "detach", "detached_type", "detacher", "from_json", "from_msgpack", "is_plain", "stage"]
@@ -154,7 +153,7 @@ def _taking(target: type[Event], keep: list[str], scalars: str) -> Detach:
     With plain floats for outputs the publisher makes the new event, else the consumer does, and the publisher takes values
     only.
     """
-    kept, take = _fields(keep), Scalars().take
+    kept, take = _fields(keep), ScalarTaker().take
     outputs_of = attrgetter(scalars)
     rebuilt, made = _rebuilding(target, keep, scalars)
 
@@ -168,11 +167,11 @@ def _taking(target: type[Event], keep: list[str], scalars: str) -> Detach:
         else:
             return rebuilt(event, {**outputs})
         taken = take(outputs)
-        return Staged((kept(event), taken), taken[2] if taken[0].waits else (), finish)
+        return Staged((kept(event), taken), tuple(taken[2]) if taken[0].waits else (), finish)
 
     def finish(taken: tuple[tuple[Any, ...], Taken]) -> Event:
-        values, (plan, numbers, cells) = taken
-        return made(values, plan.numbers(numbers, cells))
+        values, (plan, numbers, stacks) = taken
+        return made(values, plan.read(numbers, stacks))
 
     return detach_event
 
@@ -192,7 +191,7 @@ def _rebuilding(
 
 
 def _copying(target: type[Event], keep: list[str], copied: list[str], scalars: list[str]) -> Detach:
-    takers = {name: Scalars().take for name in scalars}
+    takers = {name: ScalarTaker().take for name in scalars}
 
     def detach_event(event: Event) -> Event | Staged:
         fields = {name: getattr(event, name) for name in keep}
@@ -203,12 +202,12 @@ def _copying(target: type[Event], keep: list[str], copied: list[str], scalars: l
         taken = {name: takers[name](values) for name, values in outputs.items() if values is not ABSENT}
         if not copies.devices and not taken:
             return target(**fields)
-        cells: tuple[Cell, ...] = tuple(cell for _, _, cells in taken.values() for cell in cells)
+        stacks = [stack for _, _, stacks in taken.values() for stack in stacks if isinstance(stack, DeviceStack)]
 
         def finish(fields: dict[str, Any]) -> Event:
-            return target(**fields, **{name: plan.numbers(*values) for name, (plan, *values) in taken.items()})
+            return target(**fields, **{name: plan.read(*values) for name, (plan, *values) in taken.items()})
 
-        return Staged(fields, (*fences(copies.devices), *cells), finish)
+        return Staged(fields, (*fences(copies.devices), *stacks), finish)
 
     return detach_event
 

@@ -17,6 +17,7 @@ import torch
 from eventloop.callables import check_picks
 from eventloop.errors import SubscribeError
 from eventloop.events import Event
+from eventloop.offload.scalars import pinned
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ class Owned(Generic[T]):
 
 
 class Copying(Protocol):
-    """A copy under way to the host: a ``torch.cuda.Event``, or a row of a ring."""
+    """A copy under way to the host: a ``torch.cuda.Event``, or a stack of scalars."""
 
     def query(self) -> bool:
         """Return True if it has arrived."""
@@ -130,8 +131,7 @@ class Copies:
         if tensor.device.type != "cuda":
             return tensor.detach().clone().cpu()
         self.devices.add(tensor.device)
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor.detach(), non_blocking=True)
+        return pinned(tensor)
 
 
 def _other(value: Any) -> Any:
