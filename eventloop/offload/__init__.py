@@ -3,6 +3,7 @@
 from eventloop.offload.collectives import collectives_allowed, refuses_collectives
 from eventloop.offload.consumer import Delivery, Sources, arrive, copied
 from eventloop.offload.deadline import Deadline
+from eventloop.offload.detach import detach, detacher, from_json, from_msgpack, is_plain
 from eventloop.offload.in_thread import in_thread
 from eventloop.offload.lane import FULL, Full, Lane
 from eventloop.offload.loops import Backend, HostLoop, threadsafe_call
@@ -10,8 +11,7 @@ from eventloop.offload.process import ProcessWorker
 from eventloop.offload.reports import DrainReport, LaneStats
 from eventloop.offload.runtime import Runtime
 from eventloop.offload.sized import SizedLane
-from eventloop.offload.snapshot import Owned, detach, detacher, from_json, from_msgpack, is_plain
-from eventloop.offload.staged import check_capture
+from eventloop.offload.snapshot import Owned, check_capture
 from eventloop.offload.target import target_of
 from eventloop.offload.worker import MakeThread, ThreadWorker, Worker
 

@@ -16,7 +16,7 @@ import anyio
 from eventloop.events import Event
 from eventloop.offload.lane import Lane
 from eventloop.offload.reports import LaneStats
-from eventloop.offload.staged import Staged
+from eventloop.offload.snapshot import Snapshot
 
 _COPY_POLL = 0.0005  # seconds between looks at a copy from a GPU; waiting for it would block the loop
 
@@ -109,7 +109,7 @@ def sources(items: list[Any], arrived: list[Any]) -> Sources:
     """Return of which events ``items`` of a lane are, which are ``arrived`` as far as they got."""
     found: Sources = []
     for item, value in zip_longest(items, arrived):
-        if isinstance(item, Staged) and item.source is not None:
+        if isinstance(item, Snapshot) and item.source is not None:
             found.append(item.source)
         elif isinstance(value, Event):
             found.append((type(value), getattr(value, "progress", None)))
@@ -118,10 +118,10 @@ def sources(items: list[Any], arrived: list[Any]) -> Sources:
 
 async def copied(item: Any) -> None:
     """Wait until ``item`` has arrived from its device."""
-    while isinstance(item, Staged) and not item.ready:  # noqa: ASYNC110 - a GPU sets no event of ours
+    while isinstance(item, Snapshot) and not item.ready:  # noqa: ASYNC110 - a GPU sets no event of ours
         await anyio.sleep(_COPY_POLL)
 
 
 def arrive(item: Any) -> Any:
     """Return what the handler gets of an item of its lane."""
-    return item.resolve() if isinstance(item, Staged) else item
+    return item.resolve() if isinstance(item, Snapshot) else item

@@ -13,8 +13,8 @@ import torch
 
 from eventloop.events import Event
 from eventloop.events.event import registry
+from eventloop.offload.detach import from_msgpack
 from eventloop.offload.segment import Bytes, Extent, Segment, lay_out
-from eventloop.offload.snapshot import from_msgpack
 from eventloop.offload.target import Origin, load, origin_of
 
 

@@ -7,12 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import torch
-
 from eventloop.errors import LaneFullError
 from eventloop.offload.lane import Lane
-from eventloop.offload.staged import Owned, Staged, stage
+from eventloop.offload.snapshot import Snapshot, capture, nbytes
 
 
 class SizedLane(Lane):
@@ -55,7 +52,7 @@ class SizedLane(Lane):
             with self._lock:
                 self._refuse()
 
-    def _captured(self, event: Any) -> Staged:
+    def _captured(self, event: Any) -> Snapshot:
         picked = self._capture(event)
         self._own.bytes = 0  # a capture may publish, too
         size = nbytes(picked)
@@ -72,7 +69,7 @@ class SizedLane(Lane):
                     break
             waited = True
             self._wait(bell)
-        staged = stage(picked)
+        staged = capture(picked)
         staged.nbytes = size
         staged.source = type(event), getattr(event, "progress", None)
         return staged
@@ -161,18 +158,3 @@ class _Own(threading.local):
 
 class _Refused(Exception):  # noqa: N818 - never leaves this module
     """There is no room for the newest, which is to be dropped."""
-
-
-def nbytes(value: Any) -> int:
-    """Return the bytes of all tensors and arrays in ``value``."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, np.ndarray):
-        return value.nbytes
-    if isinstance(value, Owned):
-        return nbytes(value.value)
-    if isinstance(value, dict):
-        return sum(map(nbytes, value.values()))
-    if isinstance(value, list | tuple | set | frozenset):
-        return sum(map(nbytes, value))
-    return 0

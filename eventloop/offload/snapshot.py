@@ -1,234 +1,170 @@
-"""What an offloaded handler may see of an event: everything but live training state.
+"""Snapshots: what an offloaded handler gets, copied on the publisher's thread.
 
-A detached event is made on the publishing thread at the subscription's priority slot, so nothing that happens later can
-change it, and nothing here waits for a device.
+Nothing here waits for a device. Copies from a GPU are queued behind what the training thread has queued before, and the
+consumer waits for them.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from functools import cache
-from operator import attrgetter
-from typing import Any, get_args, get_origin
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 import torch
 
-from eventloop.errors import EventDefinitionError, LiveFieldError
-from eventloop.events import Event, Progress
-from eventloop.events.event import ABSENT, hints_of, mixed_fields, name_of, registry, suggest, unspell
-from eventloop.offload.scalars import DeviceStack, ScalarTaker, Taken
-from eventloop.offload.staged import IMMUTABLE, Copies, Owned, Staged, fences, stage
+from eventloop.callables import check_picks
+from eventloop.errors import SubscribeError
+from eventloop.events import Event
+from eventloop.offload.scalars import pinned
 
-__all__ = ["Owned", "Staged", "detach", "detached_type", "detacher", "from_json", "from_msgpack", "is_plain", "stage"]
+T = TypeVar("T")
 
-Detach = Callable[[Any], Event | Staged]
+IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
 
 
-def detach(event: Event) -> Event | Staged:
-    """Return ``event`` without its live fields, for an offloaded handler.
+class Owned(Generic[T]):
+    """Wraps what a ``capture=`` returns when the handler may have it without a copy.
 
-    Events whose fields are all plain and immutable are returned as they are.
+    The handler receives ``value``. For captures that have made their own copy (a rendered figure, a cloned ``state_dict``):
+    no other code may change the value afterwards.
     """
-    return _detach(event)
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: T) -> None:
+        self.value = value
 
 
-def detacher() -> Detach:
-    """Return a :func:`detach` with a ring of its own: for one lane, whose consumer then reads rows in a row."""
-    known = _Known()
+class Pending(Protocol):
+    """A copy under way to the host: a ``torch.cuda.Event``, or a stack of scalars."""
 
-    def detach_one(event: Event) -> Event | Staged:
-        return known[type(event)](event)
+    def query(self) -> bool:
+        """Return True if it has arrived."""
 
-    return detach_one
-
-
-def is_plain(event_type: type[Event]) -> bool:
-    """True if all fields of ``event_type`` are plain and immutable, so that :func:`detach` has nothing to do."""
-    try:
-        return all(plan == "keep" for plan in _plans(event_type).values())
-    except EventDefinitionError:
-        return False  # told when one is published
+    def synchronize(self) -> None:
+        """Wait until it has."""
 
 
-def from_json(data: bytes | str) -> Event:
-    """Decode an event that :meth:`Event.to_json` encoded; live fields of the result raise, as in an offloaded handler.
+class Snapshot(msgspec.Struct, eq=False):
+    """A value under way to another thread; :meth:`resolve` waits for its copies and returns it, or ``finish(value)``.
+
+    A struct because they are made on the training thread, in a third of the time that an ``__init__`` takes.
+    """
+
+    value: Any
+    pending: tuple[Pending, ...] = ()
+    finish: Callable[[Any], Any] | None = None
+    nbytes: int = 0  # of captured tensors and arrays, where a lane counts them
+    source: tuple[type[Event], Any] | None = None  # kind and progress of the event that it was captured from, for errors
+
+    @property
+    def ready(self) -> bool:
+        """True if :meth:`resolve` need not wait."""
+        return all(one.query() for one in self.pending)
+
+    def resolve(self) -> Any:
+        """Return the value; called once, on the consumer's thread."""
+        for one in self.pending:
+            one.synchronize()
+        return self.value if self.finish is None else self.finish(self.value)
+
+
+def capture(value: Any) -> Snapshot:
+    """Copy what ``capture=`` returned: tensors (and numpy arrays) in any nesting of dicts, lists and tuples.
+
+    Tensors arrive on the CPU, detached from the graph, in the shape they had.
 
     Raises:
-        msgspec.ValidationError: not an event of a declared mount point.
-        msgspec.DecodeError: not JSON.
+        TypeError: the value holds a live module or optimizer, a whole event, or something that cannot be copied.
     """
-    event_type = _tagged(msgspec.json.decode(data, type=_Tag).event)
-    # Not strict, so that floats may be spelled as strings: NaN and the infinities are.
-    event = msgspec.convert(msgspec.json.decode(data), event_type, strict=False)
-    plans = _plans(event_type)
-    changes = {name: unspell(getattr(event, name)) for name in mixed_fields(event_type) if plans[name] != "live"}
-    decoded: Event = msgspec.structs.replace(event, **changes) if changes else event
-    return decoded
+    if isinstance(value, Owned):
+        return Snapshot(value.value)
+    copies = Copies()
+    with torch.no_grad():
+        copied = copies.copy(value)
+    return Snapshot(copied, copies.fences())
 
 
-def from_msgpack(data: bytes) -> Event:
-    """Decode an event that :meth:`Event.to_msgpack` encoded; raises msgspec.ValidationError if it is none."""
-    event: Event = msgspec.msgpack.decode(data, type=_tagged(msgspec.msgpack.decode(data, type=_Tag).event))
-    return event
-
-
-@cache
-def detached_type(event_type: type[Event]) -> type[Event]:
-    """Return the subclass of ``event_type`` whose live fields raise :class:`LiveFieldError` when touched.
-
-    The fields stay in the struct, unset, so the class encodes, decodes and passes isinstance like the original.
-    """
-    if "__detached__" in event_type.__dict__:
-        return event_type
-    namespace: dict[str, Any] = {
-        name: _live_property(event_type, name) for name, plan in _plans(event_type).items() if plan == "live"
-    }
-    namespace |= {name: getattr(event_type, name) for name in ("__module__", "__qualname__", "__doc__")}
-    meta: Any = type(event_type)
-    made: type[Event] = meta(event_type.__name__, (event_type,), namespace | {"__detached__": True})
-    return made
-
-
-# ------------------------------------------------------------------------------------------------------ internals
-
-
-class _Tag(msgspec.Struct):
-    event: str
-
-
-def _tagged(name: str) -> type[Event]:
-    if name not in registry:
-        raise msgspec.ValidationError(f"there is no mount point {name!r}{suggest(name)}")
-    return detached_type(registry[name])
-
-
-def _plans(event_type: type[Event]) -> dict[str, str]:
-    """Map each field to what detaching does with it: "live", "scalars", "keep" (immutable) or "copy"."""
-    return {name: _plan(hint) for name, hint in hints_of(event_type).items()}
-
-
-def _plan(hint: Any) -> str:
-    for meta in getattr(hint, "__metadata__", ()):
-        if isinstance(meta, msgspec.Meta) and meta.extra and "detach" in meta.extra:
-            return str(meta.extra["detach"])
-    parts = get_args(hint) or (hint,)
-    immutable = all(part in IMMUTABLE or part is Progress or isinstance(part, str | int) for part in parts)
-    return "keep" if immutable and get_origin(hint) not in (list, dict, set, tuple) else "copy"
-
-
-class _Known(dict[type[Event], Detach]):
-    """How events are detached, by their class; found out when the first one comes."""
-
-    def __missing__(self, event_type: type[Event]) -> Detach:
-        return self.setdefault(event_type, _make(event_type))
-
-
-def _make(event_type: type[Event]) -> Detach:
-    """Return the function that detaches events of one class: as little work as its fields ask for."""
-    plans = _plans(event_type)
-    if all(plan == "keep" for plan in plans.values()):
-        return _same
-    keep, copied, scalars = ([name for name in plans if plans[name] == kind] for kind in ("keep", "copy", "scalars"))
-    target = detached_type(event_type)
-    if copied or len(scalars) > 1:
-        return _copying(target, keep, copied, scalars)
-    return _taking(target, keep, scalars[0]) if scalars else _keeping(target, keep)
-
-
-def _same(event: Event) -> Event:
-    return event
-
-
-def _keeping(target: type[Event], keep: list[str]) -> Detach:
-    def detach_event(event: Event) -> Event:
-        return target(**{name: getattr(event, name) for name in keep})
-
-    return detach_event
-
-
-def _taking(target: type[Event], keep: list[str], scalars: str) -> Detach:
-    """For events like AfterTrainIter: one mapping of outputs, the rest plain. The one that has to be fast.
-
-    With plain floats for outputs the publisher makes the new event, else the consumer does, and the publisher takes values
-    only.
-    """
-    kept, take = _fields(keep), ScalarTaker().take
-    outputs_of = attrgetter(scalars)
-    rebuilt, made = _rebuilding(target, keep, scalars)
-
-    def detach_event(event: Event) -> Event | Staged:
-        outputs = outputs_of(event)
-        if outputs is ABSENT:
-            return rebuilt(event, ABSENT)
-        for value in outputs.values():
-            if type(value) is not float:
-                break
-        else:
-            return rebuilt(event, {**outputs})
-        taken = take(outputs)
-        return Staged((kept(event), taken), tuple(taken[2]) if taken[0].waits else (), finish)
-
-    def finish(taken: tuple[tuple[Any, ...], Taken]) -> Event:
-        values, (plan, numbers, stacks) = taken
-        return made(values, plan.read(numbers, stacks))
-
-    return detach_event
-
-
-def _rebuilding(
-    target: type[Event], keep: list[str], scalars: str
-) -> tuple[Callable[[Event, Any], Event], Callable[[tuple[Any, ...], Any], Event]]:
-    """Return ``lambda event, outputs: target(<keep>=event.<keep>, ..., <scalars>=outputs)``, and the same with values.
-
-    Generated: with the names spelled out it takes 0.1 µs, with ``**`` and a dictionary four times as long.
-    """
-    from_event = ", ".join([*(f"{name}=event.{name}" for name in keep), f"{scalars}=outputs"])
-    from_values = ", ".join([*(f"{name}=values[{index}]" for index, name in enumerate(keep)), f"{scalars}=outputs"])
-    made = f"lambda event, outputs: target({from_event}), lambda values, outputs: target({from_values})"
-    functions: tuple[Any, Any] = eval(made, {"target": target})  # noqa: S307 - fields of a struct
-    return functions
-
-
-def _copying(target: type[Event], keep: list[str], copied: list[str], scalars: list[str]) -> Detach:
-    takers = {name: ScalarTaker().take for name in scalars}
-
-    def detach_event(event: Event) -> Event | Staged:
-        fields = {name: getattr(event, name) for name in keep}
-        copies = Copies()
-        with torch.no_grad():
-            fields |= {name: copies.take(getattr(event, name)) for name in copied}
-        outputs = {name: getattr(event, name) for name in scalars}
-        taken = {name: takers[name](values) for name, values in outputs.items() if values is not ABSENT}
-        if not copies.devices and not taken:
-            return target(**fields)
-        stacks = [stack for _, _, stacks in taken.values() for stack in stacks if isinstance(stack, DeviceStack)]
-
-        def finish(fields: dict[str, Any]) -> Event:
-            return target(**fields, **{name: plan.read(*values) for name, (plan, *values) in taken.items()})
-
-        return Staged(fields, (*fences(copies.devices), *stacks), finish)
-
-    return detach_event
-
-
-def _fields(names: list[str]) -> Callable[[Event], tuple[Any, ...]]:
-    if len(names) > 1:
-        return attrgetter(*names)
-    return lambda event: tuple([getattr(event, name) for name in names])
-
-
-def _live_property(event_type: type[Event], name: str) -> property:
-    mount = name_of(event_type)
-
-    def touch(_self: Event) -> Any:
-        raise LiveFieldError(
-            f"event.{name} of {mount} is live training state, which an offloaded handler cannot see: it would change "
-            f"under it. Pick what you need when subscribing: capture=lambda event: event.{name}..., and the handler "
-            "gets a copy made at its priority slot; or make the handler a plain function and let it run inline"
+def check_capture(capture: object) -> None:
+    """Raise SubscribeError unless ``capture`` can be called."""
+    if not callable(capture):
+        raise SubscribeError(
+            f"capture={capture!r}: give a function that picks what the handler needs from the event, such as "
+            'lambda event: event.outputs["logits"]'
         )
+    check_picks("capture", capture, "what the handler needs")
 
-    return property(touch, doc=f"Raises LiveFieldError: {name} is live training state.")
+
+def nbytes(value: Any) -> int:
+    """Return the bytes of all tensors and arrays in ``value``."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, Owned):
+        return nbytes(value.value)
+    if isinstance(value, dict):
+        return sum(map(nbytes, value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return sum(map(nbytes, value))
+    return 0
 
 
-_detach = detacher()
+class Copies:
+    """Copies values so that no other code can change them, and remembers on which GPUs copies were queued."""
+
+    def __init__(self) -> None:
+        self._gpus: set[torch.device] = set()
+
+    def fences(self) -> tuple[Pending, ...]:
+        """Mark this moment on the streams on which copies were queued."""
+        return tuple([torch.cuda.current_stream(gpu).record_event() for gpu in self._gpus])
+
+    def copy(self, value: Any) -> Any:
+        """Return a copy of ``value``; call it without grad."""
+        if isinstance(value, IMMUTABLE):
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, dict):
+            return {key: self.copy(entry) for key, entry in value.items()}
+        if isinstance(value, list | set | frozenset):
+            return type(value)(self.copy(entry) for entry in value)
+        if isinstance(value, tuple):
+            entries = [self.copy(entry) for entry in value]
+            return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
+        if isinstance(value, np.ndarray):
+            return np.array(value)
+        return _copy_object(value)
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cuda":
+            return tensor.detach().clone().cpu()
+        self._gpus.add(tensor.device)
+        return pinned(tensor)
+
+
+def _copy_object(value: Any) -> Any:
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+        raise TypeError(
+            f"capture= returned a live {type(value).__name__}; return the tensors you need, for instance "
+            "event.run.model.head.weight or event.run.model.state_dict()"
+        )
+    if isinstance(value, Event):
+        raise TypeError(
+            f"capture= returned the whole {type(value).__name__}; pick what you need from it, or leave capture= out: the "
+            "handler then gets the event without its live fields"
+        )
+    if isinstance(value, msgspec.Struct) and type(value).__struct_config__.frozen:
+        fields = (getattr(value, name) for name in value.__struct_fields__)
+        if all(isinstance(field, IMMUTABLE) for field in fields):
+            return value  # Progress, above all
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise TypeError(
+            f"capture= returned a {type(value).__name__}, which cannot be copied ({error}); return tensors, numbers or "
+            "containers of them, or wrap it in Owned(...) if no other code changes it"
+        ) from error

@@ -10,7 +10,7 @@ from eventloop.events import AfterTrainIter, AfterValEpoch
 from eventloop.offload import detach
 from eventloop.offload.parcel import pack, unpack
 from eventloop.offload.segment import Segment, lay_out
-from eventloop.offload.staged import Staged
+from eventloop.offload.snapshot import Snapshot
 
 TENSORS = [
     torch.arange(6.0).reshape(2, 3),
@@ -78,7 +78,7 @@ def test_detached_events_arrive_as_events_of_their_class(ends):
         AfterTrainIter(progress=Progress(iter=i), batch_idx=i, outputs={"loss": torch.tensor(float(i))}, run=object())
         for i in range(3)
     ]
-    detached = [event.resolve() if isinstance(event := detach(one), Staged) else event for one in events]
+    detached = [event.resolve() if isinstance(event := detach(one), Snapshot) else event for one in events]
     arrived = through(ends, [*detached, AfterValEpoch(progress=Progress(epoch=2), metrics={"accuracy": float("nan")})])
     assert [type(event) for event in arrived[:3]] == [type(event) for event in detached]
     assert [event.outputs for event in arrived[:3]] == [{"loss": float(i)} for i in range(3)]

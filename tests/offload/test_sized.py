@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from eventloop import Bus, LaneFullError, Progress, SubscribeError
 from eventloop.events import AfterRun, BeforeRun
 from eventloop.offload import Owned
-from eventloop.offload.sized import nbytes
+from eventloop.offload.snapshot import nbytes
 
 KB = torch.zeros(250)  # 1000 bytes
 

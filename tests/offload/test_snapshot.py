@@ -19,8 +19,8 @@ from eventloop.events import (
     RunEvent,
 )
 from eventloop.offload import Owned, detach
-from eventloop.offload.snapshot import detached_type
-from eventloop.offload.staged import Staged, stage
+from eventloop.offload.detach import detached_type
+from eventloop.offload.snapshot import Snapshot, capture
 
 P = Progress(epoch=2, iter=30, stage="train")
 
@@ -45,7 +45,7 @@ class Measured(Event):
 def arrived(event: Event) -> Any:
     """The event as its offloaded handler gets it."""
     detached = detach(event)
-    return detached.resolve() if isinstance(detached, Staged) else detached
+    return detached.resolve() if isinstance(detached, Snapshot) else detached
 
 
 def test_a_detached_event_is_still_an_instance_of_its_class():
@@ -251,7 +251,7 @@ def test_an_event_whose_annotations_cannot_be_resolved_is_a_clear_error(registry
 
 def test_captured_tensors_arrive_as_copies_on_the_cpu_without_their_graph():
     weight = torch.ones(3, requires_grad=True)
-    staged = stage({"w": weight * 2, "nested": [weight, (1, "a")], "array": (array := np.zeros(2))})
+    staged = capture({"w": weight * 2, "nested": [weight, (1, "a")], "array": (array := np.zeros(2))})
     with torch.no_grad():
         weight.fill_(5)
     array += 1
@@ -265,7 +265,7 @@ def test_captured_tensors_arrive_as_copies_on_the_cpu_without_their_graph():
 
 def test_what_is_owned_is_passed_on_without_a_copy():
     tensor = torch.ones(2)
-    assert stage(Owned(tensor)).resolve() is tensor
+    assert capture(Owned(tensor)).resolve() is tensor
 
 
 def test_other_objects_are_deep_copied():
@@ -273,7 +273,7 @@ def test_other_objects_are_deep_copied():
         def __init__(self):
             self.items = [1]
 
-    staged = stage(box := Box())
+    staged = capture(box := Box())
     box.items.append(2)
     assert staged.resolve().items == [1]
 
@@ -288,18 +288,18 @@ def test_other_objects_are_deep_copied():
 )
 def test_capturing_a_live_module_or_optimizer_is_a_clear_error(live, name):
     with pytest.raises(TypeError, match=f"capture= returned a live {name}; return the tensors you need"):
-        stage(live)
+        capture(live)
 
 
 def test_capturing_the_whole_event_is_a_clear_error():
     with pytest.raises(TypeError, match=r"returned the whole AfterTrainIter.*leave capture= out"):
-        stage(AfterTrainIter(progress=P))
+        capture(AfterTrainIter(progress=P))
 
 
 def test_capturing_what_cannot_be_copied_is_a_clear_error():
     with pytest.raises(TypeError, match=r"returned a generator, which cannot be copied"):
-        stage(number for number in range(3))
+        capture(number for number in range(3))
 
 
 def test_a_captured_progress_is_passed_as_it_is():
-    assert stage(P).resolve() is P
+    assert capture(P).resolve() is P
