@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eventloop import *  # noqa: F403
     from eventloop.events import *  # noqa: F403
+    from eventloop.events.mount_points import *  # noqa: F403
     from hooks import *  # noqa: F403
 
     __version__: str

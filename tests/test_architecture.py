@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -144,3 +145,9 @@ def test_the_overloads_of_on_are_those_of_the_events():
     builtin = {name: kind for name, kind in writer.registry.items() if kind.__module__ == "eventloop.events.mount_points"}
     writer.registry = builtin
     assert writer.in_sync(), "run python .ci/write_overloads.py"
+
+
+def test_stubs_are_installed_with_the_package():
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    installed = {file for package, globs in data.items() for glob in globs for file in (ROOT / package).glob(glob)}
+    assert {ROOT / "eventloop" / "bus" / "overloads.pyi"} == set((ROOT / "eventloop").glob("**/*.pyi")) <= installed

@@ -3,7 +3,7 @@
 from eventloop.bus.bus import Bus
 from eventloop.bus.describe import Description
 from eventloop.bus.hook import Hook, mount
-from eventloop.bus.options import Options, StreamOptions
+from eventloop.bus.options import HandlerOptions, StreamOptions
 from eventloop.bus.priority import Priority
 from eventloop.bus.stream import Stream
 from eventloop.bus.subscription import Stats, Subscription
@@ -12,8 +12,8 @@ from eventloop.bus.watch import Watch
 __all__ = [
     "Bus",
     "Description",
+    "HandlerOptions",
     "Hook",
-    "Options",
     "Priority",
     "Stats",
     "Stream",

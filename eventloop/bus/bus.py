@@ -13,8 +13,8 @@ from eventloop.bus.handlers import stream
 from eventloop.bus.hook import Hook, subscriptions_of
 from eventloop.bus.hook_state import check_names, load_state, state_of
 from eventloop.bus.lifecycle import Lifecycle
-from eventloop.bus.options import check_stream_names, decorates
-from eventloop.bus.overloads import TypedOn
+from eventloop.bus.options import check_stream_names
+from eventloop.bus.overloads import TypedOn, decorates
 from eventloop.bus.priority import PriorityLike
 from eventloop.bus.routes import Count, Route, Source, compile_route, route_source
 from eventloop.bus.stream import Stream

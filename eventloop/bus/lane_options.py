@@ -12,7 +12,7 @@ from eventloop.offload import FULL, Full, Lane, SizedLane, check_capture, detach
 
 
 class LaneOptions(msgspec.Struct, frozen=True):
-    """What somebody asked for; None where nothing was said. See :class:`eventloop.Options`."""
+    """What somebody asked for; None where nothing was said. See :class:`eventloop.HandlerOptions`."""
 
     capture: Callable[[Any], Any] | None = None
     queue: int | None = None

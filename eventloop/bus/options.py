@@ -15,12 +15,8 @@ from eventloop.offload import Full
 Where = Literal["all", "rank0"]
 
 
-def decorates(event: Any) -> None:
-    """Stands in for the handler of ``bus.on`` where it is used as a decorator; None may be given by mistake."""
-
-
 class StreamOptions(TypedDict, total=False):
-    """Keyword options of ``bus.stream``, which also takes ``capture``: filters and the lane, as in :class:`Options`."""
+    """Keyword options of ``bus.stream``, which also takes ``capture``: filters and the lane, as in :class:`HandlerOptions`."""
 
     priority: PriorityLike
     every: int
@@ -35,7 +31,7 @@ class StreamOptions(TypedDict, total=False):
     linger: float
 
 
-class Options(StreamOptions, total=False):
+class HandlerOptions(StreamOptions, total=False):
     """Keyword options of ``bus.on`` and ``@mount``, which also take ``capture`` and ``batch`` (see ``Bus.on``).
 
     ``every``, ``once``, ``after``, ``before``, ``when``, ``every_seconds``: filters, see :mod:`eventloop.bus.filters`.
@@ -61,7 +57,7 @@ def check_names(filters: dict[str, Any]) -> None:
     """Check that what ``bus.on`` does not know by name are filters."""
     for name in filters:
         if name not in FILTERS:
-            known = [*Options.__annotations__, "capture", "batch"]
+            known = [*HandlerOptions.__annotations__, "capture", "batch"]
             near = get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}=?" if near else f"the options are {', '.join(known)}"
             raise SubscribeError(f"there is no option {name}=; {hint}")
