@@ -37,9 +37,8 @@ from hooks.checkpoint_options import SUFFIX, MetricNames, check_count, checked_t
 from hooks.kept import KEPT, Kept
 from hooks.options import NonNegativeInt
 from hooks.publishing import keys_to_publish, publish_checkpoint, sweep
-from hooks.rules import Rule
+from hooks.rules import Rule, check_validated, warn_unvalidated
 from hooks.schedule import KEY as SCHEDULES
-from hooks.validated import check_validated, warn_unvalidated
 
 log = get_logger()
 

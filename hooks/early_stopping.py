@@ -9,38 +9,37 @@ from typing import Any
 from eventloop import Hook, Priority, TrainingError, check_options, get_logger, register
 from eventloop.events import AfterRun, AfterValEpoch, BeforeTrain, RunView
 from hooks.options import Distance, Finite, Name, PositiveInt
-from hooks.rules import Rule, find_rule, is_better
-from hooks.validated import check_validated, warn_unvalidated
+from hooks.rules import Rule, check_validated, find_rule, is_better, score_of, warn_unvalidated
 
 log = get_logger()
 
 
 @register
 class EarlyStoppingHook(Hook):
-    """Looks at one metric after each validation of a training, and ends the training, in order,
+    """Ends training, in order, by one metric of its validations:
 
     - at once when its value is NaN or infinite (unless ``check_finite=False``),
     - at once when it is better than ``stopping_threshold``,
     - when ``patience`` validations in a row did not better the best one by more than ``min_delta``.
 
-    It comes last (priority 100): the checkpoint of the best validation has been asked for by then, ``save_last`` still
-    saves at the end of training. How many validations it has waited is in the checkpoint, so a resumed run waits for the rest;
-    one that was resumed after it had been stopped is stopped again before its first iteration, unless options have changed
-    that (a larger ``patience``). A training that begins at iteration 0 begins without a best value.
+    The hook comes last (priority 100), so the checkpoint of the best validation is requested before; ``save_last`` still
+    saves at the end of training. The number of validations without improvement is in the checkpoint: a resumed run waits for
+    the rest, and one that was resumed after an early stop ends before its first iteration, unless changed options (a larger
+    ``patience``) allow more. A training that begins at iteration 0 begins without a best value.
 
     Args:
         monitor: name of the metric, as in ``event.metrics``.
-        rule: ``"greater"`` or ``"less"`` is better; by default it goes by the name, see :func:`hooks.rules.find_rule`.
+        rule: ``"greater"`` or ``"less"`` is better; by default inferred from the name, see :func:`hooks.rules.find_rule`.
         min_delta: an improvement counts if it is larger than this.
         strict: a validation without the metric (or where it is None) is an error; False logs it and goes on.
         check_finite: stop at a value that is not finite. False takes NaN as no improvement.
-        patience: validations without improvement that are waited for, at least 1.
-        stopping_threshold: a value beyond which there is nothing left to gain.
+        patience: validations without improvement before the stop, at least 1.
+        stopping_threshold: value beyond which more training gains nothing.
         name: of this hook in checkpoints, where there are several of its kind.
 
     Raises:
         ConfigurationError: an option that cannot work, or a training without validations.
-        TrainingError: later: with ``strict``, there is no such metric; or its value is no number.
+        TrainingError: later: with ``strict``, the metric is missing; or its value is not a number.
     """  # noqa: D415 - the sentence goes on in the list
 
     priority = Priority.LOWEST
@@ -74,7 +73,7 @@ class EarlyStoppingHook(Hook):
         self._last_score: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, the last one, and how many validations have been waited."""
+        """Return the best value, the last one, and the number of validations without improvement."""
         return {"best_score": self.best_score, "last_score": self._last_score, "wait_count": self.wait_count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -84,40 +83,27 @@ class EarlyStoppingHook(Hook):
         self.wait_count = int(state["wait_count"])
 
     def before_train(self, event: BeforeTrain) -> None:
-        """Begin afresh with a new training; end one that had been ended when its checkpoint was made."""
         check_validated(event, self.label)
         if event.progress.iter == 0:
             self.best_score, self._last_score, self.wait_count = None, None, 0
         self._stop_if_due(event.run)
 
     def after_val_epoch(self, event: AfterValEpoch) -> None:
-        """Compare with the best, and stop if it is time to."""
         if not event.run.training:
             return
-        score = self._score(event.metrics)
-        if score is not None:
-            self._take(score)
+        value = event.metrics.get(self.monitor)
+        if value is not None:
+            self._take(score_of(f"monitor={self.monitor!r}: its value", value))
             self._stop_if_due(event.run)
+            return
+        there = ", ".join(repr(name) for name, value in event.metrics.items() if value is not None) or "none"
+        problem = f"{self.label} watches the metric {self.monitor!r}, which this validation did not return; it returned {there}"
+        if self.strict:
+            raise TrainingError(problem)
+        log.warning(problem)
 
     def after_run(self, event: AfterRun) -> None:
-        """Warn if there was nothing to go by."""
         warn_unvalidated(event, self.label)
-
-    def _score(self, metrics: Mapping[str, Any]) -> float | None:
-        value = metrics.get(self.monitor)
-        if value is None:
-            problem = (
-                f"{self.label} watches the metric {self.monitor!r}, which this validation has not; it has "
-                f"{', '.join(repr(name) for name, value in metrics.items() if value is not None) or 'none'}"
-            )
-            if self.strict:
-                raise TrainingError(problem)
-            log.warning(problem)
-            return None
-        try:
-            return float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise TrainingError(f"monitor={self.monitor!r}: its value is a {type(value).__name__}, no single number") from error
 
     def _take(self, score: float) -> None:
         self._last_score = score

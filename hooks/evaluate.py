@@ -1,4 +1,4 @@
-"""``EvaluateHook``: a function of the user's own every so often and at the end of training; the best result is kept."""
+"""``EvaluateHook``: a function of the user's own at intervals and at the end of training; the best result is kept."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch
 from eventloop import ConfigurationError, Hook, Priority, TrainingError, check_options, get_logger, mount, register
 from eventloop.events import AfterTrain, AfterTrainEpoch, AfterTrainIter, BeforeTrain, RunEvent, RunView
 from hooks.options import Name, NonNegativeInt
-from hooks.rules import Rule, find_rule, is_better
+from hooks.rules import Rule, find_rule, is_better, score_of
 
 log = get_logger()
 
 
 class Evaluated(RunEvent, kw_only=True):
-    """There are results: ``metrics`` after ``epoch`` epochs and ``iter`` iterations, from 1; those of ``hook``.
+    """An evaluation has results: ``metrics`` after ``epoch`` epochs and ``iter`` iterations, from 1; those of ``hook``.
 
-    An ``EvaluateHook`` publishes it when it has called its function, and so may a hook of yours (``run.publish(Evaluated,
+    An ``EvaluateHook`` publishes it after each call of its function, and so may a hook of yours (``run.publish(Evaluated,
     hook=self.label, epoch=..., iter=..., metrics=...)``): loggers write the metrics as ``eval/<name>``.
     """
 
@@ -34,7 +34,7 @@ class Evaluated(RunEvent, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What an evaluation has found, and when."""
+    """The metrics of an evaluation, and the epochs and iterations done by then."""
 
     epoch: int
     iter: int
@@ -43,30 +43,29 @@ class Result(msgspec.Struct, frozen=True):
 
 @register
 class EvaluateHook(Hook):
-    """Calls ``function()`` every ``period`` iterations (or epochs) and at the end of training, however it was stopped.
+    """Calls ``function()`` every ``period`` iterations (or epochs) and at the end of training, also of a stopped one.
 
-    The function knows its model and data by itself and returns metrics: numbers or tensors with one value, in mappings of any
-    depth (``{"coco": {"AP": 0.3}}`` is ``coco/AP``), or None where there is nothing to tell. Models are in
-    evaluation mode and gradients off meanwhile. For validation by the loop's own events, with averaged weights, progress and
-    checkpoints of the best, give ``TrainLoop`` ``val_data`` instead.
+    The function has its own access to model and data. It returns metrics: numbers or tensors with one value, in mappings of
+    any depth (``{"coco": {"AP": 0.3}}`` is ``coco/AP``), or None for no result. Meanwhile models are in evaluation mode and
+    gradients off. For validation by the loop's own events, with averaged weights, progress and checkpoints of the best, give
+    ``TrainLoop`` ``val_data`` instead.
 
-    Results are in ``run.info`` (``eval/<name>``), in the events ``evaluated`` that the hook publishes, by which they reach the
-    writers of loggers, and as lines of JSON in the work dir. The best one is in :attr:`best`, is logged at the end of
-    training, and survives a resume.
+    Results are in ``run.info`` (``eval/<name>``), in the events ``evaluated`` that loggers write, and as lines of JSON in the
+    work dir. The best one is in :attr:`best`, is logged at the end of training, and survives a resume.
 
     Args:
         period: iterations or epochs between calls; 0 for only at the end.
         function: is called without arguments.
         by_epoch: count epochs.
-        monitor: name of the metric that tells the best; by default the first one of the first result.
-        rule: ``"greater"`` or ``"less"`` is better; by default it goes by the name, see :func:`hooks.rules.find_rule`. Where
-            neither tells, a warning says that no best result is kept.
+        monitor: name of the metric that decides which result is best; by default the first one of the first result.
+        rule: ``"greater"`` or ``"less"`` is better; by default inferred from the name, see :func:`hooks.rules.find_rule`. If
+            the name does not tell, a warning says that no best result is kept.
         json_file: name of the file in the work dir, None for none.
         name: of this hook in checkpoints, where there are several of its kind.
 
     Raises:
         ConfigurationError: an option that cannot work.
-        TrainingError: later: what the function returned is no mapping of numbers, or lacks ``monitor``.
+        TrainingError: later: the function returned something else than a mapping of numbers, or one without ``monitor``.
     """
 
     priority = Priority.LOW
@@ -83,19 +82,17 @@ class EvaluateHook(Hook):
         json_file: Name | None = "eval_result.json",
         name: str = "",
     ) -> None:
-        if monitor is not None:
-            rule = rule or find_rule(monitor)
         self.name = name
         self.period = period
         self.by_epoch = by_epoch
         self.monitor = monitor
-        self.rule = rule
+        self.rule = rule or (None if monitor is None else find_rule(monitor))
         self.best: Result | None = None
         """The best result so far."""
         self._function = function
         self._json_file = json_file
         self._evaluated_at: int | None = None
-        self._told = False
+        self._warned = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best result."""
@@ -108,25 +105,22 @@ class EvaluateHook(Hook):
             self.best = None if state["best"] is None else msgspec.convert(state["best"], Result)
 
     def before_train(self, event: BeforeTrain) -> None:
-        """Begin afresh with a new training."""
         self._evaluated_at = None
         if event.progress.iter == 0:
             self.best = None
 
     def after_train_iter(self, event: AfterTrainIter) -> None:
-        """Evaluate, if it is time to."""
         done = event.progress.iter + 1
         if not self.by_epoch and self.period and done % self.period == 0:
             self._evaluate(event.run, event.progress.epoch + 1, done)
 
     def after_train_epoch(self, event: AfterTrainEpoch) -> None:
-        """Evaluate, if it is time to."""
         done = event.progress.epoch + 1
         if self.by_epoch and self.period and done % self.period == 0:
             self._evaluate(event.run, done, event.progress.iter + 1)
 
     def after_train(self, event: AfterTrain) -> None:
-        """Evaluate what training ended with, unless that has been done, and tell the best."""
+        """Evaluate at the end of training, unless that has been done, and log the best."""
         progress = event.progress
         if self._evaluated_at != progress.iter:
             self._evaluate(event.run, progress.epoch, progress.iter)
@@ -164,21 +158,21 @@ class EvaluateHook(Hook):
         self.monitor = self.monitor or next(iter(metrics))
         if self.monitor not in metrics:
             raise TrainingError(f"{self.label}: monitor={self.monitor!r}, but the function returned {', '.join(metrics)}")
-        rule = self.rule = self.rule or self._found_rule(self.monitor)
+        rule = self.rule = self.rule or self._inferred_rule(self.monitor)
         best = None if self.best is None else self.best.metrics[self.monitor]
         if rule is not None and is_better(rule, metrics[self.monitor], best):
             self.best = result
         work_dir = None if run.work_dir is None else str(run.work_dir)
         run.publish(Evaluated, hook=self.label, epoch=result.epoch, iter=result.iter, metrics=dict(metrics), work_dir=work_dir)
 
-    def _found_rule(self, monitor: str) -> Rule | None:
-        """Return the rule of a metric that was not named by the user: that its name does not tell ends no training."""
+    def _inferred_rule(self, monitor: str) -> Rule | None:
+        """Return the rule of a metric that the user did not name; one that cannot be inferred ends no training."""
         try:
             return find_rule(monitor)
         except ConfigurationError as error:
-            if not self._told:
+            if not self._warned:
                 log.warning("the best evaluation is not kept", hook=self.label, reason=str(error))
-            self._told = True
+            self._warned = True
             return None
 
 
@@ -189,8 +183,5 @@ def _flat(label: str, metrics: Any, prefix: str = "") -> Iterator[tuple[str, flo
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
             yield from _flat(label, value, f"{name}/")
-            continue
-        try:
-            yield name, float(value)
-        except (TypeError, ValueError, RuntimeError):
-            raise TrainingError(f"{label}: the metric {name!r} is a {type(value).__name__}, no single number") from None
+        else:
+            yield name, score_of(f"{label}: the metric {name!r}", value)

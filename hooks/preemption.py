@@ -1,4 +1,4 @@
-"""``PreemptionHook``: a run that is told to go by a signal saves, and ends in order."""
+"""``PreemptionHook``: a run that gets a signal saves, and ends in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eventloop import ConfigurationError, Hook, Priority, get_logger, mount, reg
 from eventloop.events import AfterRun, BeforeRun, RunView
 from eventloop.training import WorkerSignals
 
-_ONE_REQUEST = 1.0  # seconds in which a signal is the same request once more
+_ONE_REQUEST = 1.0  # seconds in which the same signal counts once
 
 log = get_logger()
 
@@ -24,25 +24,25 @@ log = get_logger()
 class PreemptionHook(Hook):
     """Ends a run in order when the process gets a signal, as schedulers send before they take a machine away.
 
-    The iteration under way is finished (in the middle of an accumulation window: the window), a checkpoint is saved as
-    by ``run.checkpoint_now()``, training ends with ``after_train`` and ``after_run``, everything offloaded is delivered,
-    and ``loop.run()`` returns; ``run.info["stop_reason"]`` and :attr:`received` tell of it. The same in the middle of a
-    validation, which a resumed run begins anew. Without a work dir the run only ends, and the log says so. A run that
-    does not train (``loop.test()``) only ends, too. A second signal has the effect that it would have had without the
-    hook: it ends the process at once, as a rule. The same one again within a second counts as one: where a scheduler
-    signals each process of a job and ``torchrun`` hands that on, each process gets it twice.
+    The present iteration (or accumulation window) is finished, a checkpoint is saved as by ``run.checkpoint_now()``, training
+    ends with ``after_train`` and ``after_run``, everything offloaded is delivered, and ``loop.run()`` returns.
+    ``run.info["stop_reason"]`` and :attr:`received` name the signal. A signal during a validation does the same; a resumed
+    run begins that validation anew. A run without a work dir only ends, with a warning, and so does one that does not train
+    (``loop.test()``). A second signal has the effect that it would have had without the hook: as a rule it ends the process
+    at once. The same signal within a second counts once, because a process gets it twice where the scheduler signals each
+    process of a job and ``torchrun`` hands it on.
 
-    Handlers are installed when a run begins, and the ones before come back when it ends, however it ends. Python calls
-    signal handlers on the main thread only, so the run must be there. Where training runs on another one
-    (``await loop.arun()``), the host has its own way to hear signals and calls ``loop.checkpoint_now()`` and ``loop.stop()``.
+    Handlers are installed when a run begins, and the earlier ones come back when it ends, however it ends. Python calls
+    signal handlers on the main thread only, so the run must be there. Where training runs on another thread
+    (``await loop.arun()``), the host application hears signals and calls ``loop.checkpoint_now()`` and ``loop.stop()``.
 
-    A signal to the whole process group, as schedulers and ``torchrun`` send it, reaches the workers of DataLoaders as well.
-    They ignore it while the run lasts, whichever loader they belong to. (Not those of a ``DataLoader`` whose iteration was
-    under way when the run began: have them ignore it by a ``worker_init_fn``.) Other processes that are forked during the
-    run take it as they would have taken it before the run.
+    A signal to the whole process group, as of schedulers and ``torchrun``, reaches the workers of DataLoaders as well. They
+    ignore it while the run lasts, whichever loader they belong to. (Not those of a ``DataLoader`` whose iteration was under
+    way when the run began: have them ignore it by a ``worker_init_fn``.) Other processes that are forked during the run take
+    it as before the run.
 
     Args:
-        signals: which to listen to, such as ``(signal.SIGTERM, signal.SIGUSR1)``, or their names.
+        signals: to listen to, such as ``(signal.SIGTERM, signal.SIGUSR1)``, or their names.
 
     Raises:
         ConfigurationError: no signal, one that cannot be caught, or (later) a run outside of the main thread.
@@ -54,17 +54,14 @@ class PreemptionHook(Hook):
     def __init__(self, signals: Iterable[int | str] = (signal.SIGTERM,)) -> None:
         self.signals = _checked(signals)
         self.received: signal.Signals | None = None
-        """The signal that ended the run under way, or the last one."""
+        """The signal that ended the present run, or the last one."""
         self._received_at = 0.0
         self._workers = WorkerSignals(self.signals)
         self._process = os.getpid()
         self._previous: dict[signal.Signals, Any] = {}
         self._saved = False
 
-    # ---------------------------------------------------------------------------------------------- the mount points
-
     def before_run(self, event: BeforeRun) -> None:
-        """Install the handlers."""
         if threading.current_thread() is not threading.main_thread():
             raise ConfigurationError(
                 f"{self.label} installs signal handlers, which Python allows on the main thread only, and this run is on "
@@ -73,7 +70,7 @@ class PreemptionHook(Hook):
             )
         self.received = None
         self._process = os.getpid()
-        event.run.defer(self._restore)  # before the first handler is there: an error at the second one undoes it
+        event.run.defer(self._undo)  # before the first handler is there: an error at the second one undoes it
         self._workers.ignore()
         for number in self.signals:
             self._previous[number] = signal.getsignal(number)
@@ -81,17 +78,15 @@ class PreemptionHook(Hook):
 
     @mount(priority=Priority.LOWEST)
     def after_run(self, event: AfterRun) -> None:
-        """Say what happened, and wait for the last checkpoint while the handlers are there: a late signal does not cost it."""
+        """Log the signal, and wait for the last checkpoint while the handlers are there: a late signal does not cost it."""
         if self.received is not None:
             why = {"reason": "the run has no work_dir"} if event.run.work_dir is None else {}
             log.warning("ended by a signal", signal=self.received.name, saved=self._saved, iter=event.progress.iter, **why)
         event.run.wait_for_saves()
 
-    # ---------------------------------------------------------------------------------------------------- the handler
-
     def _heard(self, run: RunView, number: int, frame: FrameType | None) -> None:
         # Python calls this between any two steps of the main thread, which may hold any lock and be writing a log line:
-        # nothing here may lock, log or touch what others iterate over.
+        # nothing here may lock, log or change a collection that other code iterates over.
         now = time.monotonic()
         if os.getpid() == self._process and number == self.received and now - self._received_at < _ONE_REQUEST:
             return
@@ -113,7 +108,7 @@ class PreemptionHook(Hook):
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    def _restore(self) -> None:
+    def _undo(self) -> None:
         self._restore_handlers()
         self._workers.heed()
 
@@ -126,16 +121,12 @@ class PreemptionHook(Hook):
 
 def _checked(signals: Iterable[int | str]) -> tuple[signal.Signals, ...]:
     try:
-        chosen = tuple(dict.fromkeys(_signal(one) for one in signals))
+        named = (signal.Signals[one] if isinstance(one, str) else signal.Signals(one) for one in signals)
+        chosen = tuple(dict.fromkeys(named))
     except (TypeError, ValueError, KeyError):
         raise ConfigurationError(f"signals={signals!r}: give a tuple of signals, such as (signal.SIGTERM,)") from None
     if not chosen:
         raise ConfigurationError("signals=(): give at least one, such as signal.SIGTERM, or leave the hook out")
-    for number in chosen:
-        if number in (signal.SIGKILL, signal.SIGSTOP):
-            raise ConfigurationError(f"{number.name} cannot be caught by any process; listen to the one that comes before it")
+    for number in {signal.SIGKILL, signal.SIGSTOP} & set(chosen):
+        raise ConfigurationError(f"{number.name} cannot be caught by any process; listen to the one that comes before it")
     return chosen
-
-
-def _signal(one: int | str) -> signal.Signals:
-    return signal.Signals[one] if isinstance(one, str) else signal.Signals(one)

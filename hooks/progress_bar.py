@@ -1,4 +1,4 @@
-"""``ProgressBar``: where the run is, on the last line of the terminal."""
+"""``ProgressBar``: the progress of a run, on the last line of the terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from math import isfinite
-from typing import Any, TextIO
+from typing import Any
 
 from rich import get_console
 from rich.console import Console
@@ -19,12 +19,11 @@ from eventloop.events import AfterEpoch, AfterIter, BeforeEpoch, BeforeRun, RunE
 
 log = get_logger()
 
-# Pointrix' smoothing of the losses it shows: how much of a new value goes into the old one.
-_NEW = 0.4
+_NEW = 0.4  # the weight of a new value in the smoothed losses
 
 
 class BarMoved(RunEvent, kw_only=True):
-    """The progress bar has something to show: ``done`` of ``total`` batches; ``total_iters`` of the whole training."""
+    """The progress bar has moved: ``done`` of ``total`` batches; ``total_iters`` of the whole training."""
 
     done: int = 0
     total: int | None = None
@@ -34,17 +33,17 @@ class BarMoved(RunEvent, kw_only=True):
 
 @register
 class ProgressBar(Hook):
-    """A bar for the epoch, validation or test under way, with its losses and when the training will be over.
+    """A bar for the present epoch, validation or test, with its losses and the time left of the training.
 
     Ten times a second it hands a few numbers to a thread that draws; in all other iterations it looks at the clock. Where
-    the output is no terminal it does nothing. ``ConsoleWriter`` prints above it if the two share a console, as they do by
-    default. The bar goes however the run ends; the cursor is never hidden, so it survives a process that is killed.
+    the output is not a terminal it does nothing. ``ConsoleWriter`` prints above it if the two share a console, as by default.
+    The bar disappears at the end of every run. The cursor is never hidden, so it survives a process that is killed.
 
     Args:
-        console: where to draw; rich's shared one by default.
+        console: to draw on; rich's shared one by default.
 
     Raises:
-        ConfigurationError: ``console`` is no rich console.
+        ConfigurationError: ``console`` is not a rich console.
     """
 
     priority = Priority.LOW
@@ -61,43 +60,44 @@ class ProgressBar(Hook):
         self._task = TaskID(0)
         self._title = ""
         self._losses: dict[str, float] = {}
-        self._pace = _Pace()
+        self._start: tuple[float, int] | None = None  # a moment of this run, in seconds, and the iterations done by then
+        self._eta: float | None = None  # seconds
 
     # --------------------------------------------------------------------------------- inline: on the training thread
 
     def before_run(self, event: BeforeRun) -> None:
-        """Find out if there is a terminal."""
-        console = self._console if self._console is not None else get_console()
+        console = self._console or get_console()
         self._shown = console.is_terminal and not console.is_dumb_terminal
-        self._pace = _Pace()
+        self._start = self._eta = None
         if self._shown:
             event.run.defer(self._stop)
 
     def before_epoch(self, event: BeforeEpoch) -> None:
-        """Begin a bar."""
-        if self._shown:
-            _publish(event, 0, {})
+        self._publish(event, 0, {})
 
     @mount(every_seconds=0.1)
     def after_iter(self, event: AfterIter) -> None:
-        """Move the bar."""
-        if self._shown:
-            _publish(event, event.batch_idx + 1, event.outputs)
+        self._publish(event, event.batch_idx + 1, event.outputs)
 
     def after_epoch(self, event: AfterEpoch) -> None:
-        """Fill the bar."""
-        if self._shown and event.progress.stage == "train":
-            _publish(event, event.progress.batch_idx + 1, {})
+        if event.progress.stage == "train":
+            self._publish(event, event.progress.batch_idx + 1, {})
+
+    def _publish(self, event: RunEvent, done: int, outputs: Mapping[str, Any]) -> None:
+        if self._shown:
+            run, max_iters = event.run, event.progress.max_iters
+            total = run.epoch_length if max_iters is None else max_iters
+            total = total if event.progress.stage == "train" else run.evaluation_length
+            run.publish(BarMoved, done=done, total=total, total_iters=run.total_iters, outputs=outputs)
 
     def _stop(self) -> None:
         self._shown = False
         with self._lock:
             progress, self._progress = self._progress, None
-            if progress is None:
-                return
             try:
-                progress.stop()
-            except Exception:  # a terminal that is gone is no reason to fail a run that was fine
+                if progress is not None:
+                    progress.stop()
+            except Exception:  # a lost terminal must not fail a run that was fine
                 log.exception("the progress bar could not be ended")
 
     # --------------------------------------------------------------------------------------- on the thread of the lane
@@ -107,40 +107,13 @@ class ProgressBar(Hook):
     def draw(self, events: list[BarMoved]) -> None:
         """Redraw the bar."""
         for event in events:
-            if event.progress.stage == "train" and event.done:
-                self._pace.moved(event)
-            self._smooth(event)
+            self._take(event)
         with self._lock:
-            if self._shown:  # else the run is over, and nothing may start drawing again
+            if self._shown:  # else the run is over, and drawing must not start again
                 self._draw(events[-1])
 
-    def _draw(self, event: BarMoved) -> None:
-        details = [f"{name} {value:.4f}" for name, value in self._losses.items()]
-        if event.progress.stage == "train" and self._pace.eta is not None:
-            details.append(f"eta {timedelta(seconds=round(self._pace.eta))}")
-        self._task_of(event, self._progress or self._begin(), "  ".join(details))
-
-    def _begin(self) -> Progress:
-        self._progress = _new_progress(self._console if self._console is not None else get_console())
-        self._title = ""
-        return self._progress
-
-    def _task_of(self, event: BarMoved, progress: Progress, details: str) -> None:
-        title = _title(event)
-        if title == self._title:
-            progress.update(self._task, completed=event.done, details=details)
-        else:  # a new task, because rich takes total=None, the one of a loader without a length, for "as it was"
-            for task in progress.task_ids:
-                progress.remove_task(task)
-            self._task = progress.add_task(title, total=event.total, completed=event.done, details=details)
-            self._title = title
-        if not progress.live.is_started:
-            with progress.console as console:  # in one write: a process that is killed (SIGTERM) leaves no hidden cursor behind
-                progress.start()
-                console.show_cursor(True)
-        progress.refresh()
-
-    def _smooth(self, event: BarMoved) -> None:
+    def _take(self, event: BarMoved) -> None:
+        """Smooth the losses, and estimate the time left from the pace of this run, validations included."""
         if event.done == 0:
             self._losses = {}
         for name, value in event.outputs.items():
@@ -148,32 +121,31 @@ class ProgressBar(Hook):
                 old = self._losses.get(name, value)
                 # One NaN would stay in the average for ever; shown once is enough.
                 self._losses[name] = _NEW * value + (1 - _NEW) * old if isfinite(old) else value
+        if event.progress.stage == "train" and event.done:
+            now, done = time.monotonic(), event.progress.iter + 1
+            began, first = self._start = self._start or (now, done)
+            if event.total_iters is not None and done > first:
+                self._eta = (now - began) / (done - first) * (event.total_iters - done)
 
-
-class _Pace:
-    """Iterations per second since the run began or was resumed, validations included."""
-
-    def __init__(self) -> None:
-        self._start: tuple[float, int] | None = None
-        self.eta: float | None = None
-        """Seconds that are left, where that can be told."""
-
-    def moved(self, event: BarMoved) -> None:
-        now, done = time.monotonic(), event.progress.iter + 1
-        if self._start is None:
-            self._start = now, done
-        elapsed, made = now - self._start[0], done - self._start[1]
-        if event.total_iters is not None and made > 0:
-            self.eta = elapsed / made * (event.total_iters - done)
-
-
-def _publish(event: BeforeEpoch | AfterIter | AfterEpoch, done: int, outputs: Mapping[str, Any]) -> None:
-    run = event.run
-    if event.progress.stage != "train":
-        total = run.evaluation_length
-    else:
-        total = event.progress.max_iters if event.progress.max_iters is not None else run.epoch_length
-    run.publish(BarMoved, done=done, total=total, total_iters=run.total_iters, outputs=outputs)
+    def _draw(self, event: BarMoved) -> None:
+        progress = self._progress
+        if progress is None:
+            progress, self._title = _new_progress(self._console or get_console()), ""
+            self._progress = progress
+        details = [f"{name} {value:.4f}" for name, value in self._losses.items()]
+        if event.progress.stage == "train" and self._eta is not None:
+            details.append(f"eta {timedelta(seconds=round(self._eta))}")
+        title = _title(event)
+        if title != self._title:  # a new task, because rich takes total=None (a loader without a length) for "as it was"
+            for task in progress.task_ids:
+                progress.remove_task(task)
+            self._task, self._title = progress.add_task(title, total=event.total, details=""), title
+        progress.update(self._task, completed=event.done, details="  ".join(details))
+        if not progress.live.is_started:
+            with progress.console as console:  # in one write: a process that is killed (SIGTERM) leaves no hidden cursor behind
+                progress.start()
+                console.show_cursor(True)
+        progress.refresh()
 
 
 def _new_progress(console: Console) -> Progress:
@@ -183,16 +155,12 @@ def _new_progress(console: Console) -> Progress:
         MofNCompleteColumn(),
         TextColumn("[dim]{task.fields[details]}"),
         console=console,
-        auto_refresh=False,  # it would draw from a thread of its own, whose errors nobody could handle
+        auto_refresh=False,  # it would draw from a thread of its own, whose errors could not be handled
         transient=True,
-        # What is printed stands above the bar; but what goes to a file or a pipe stays there.
-        redirect_stdout=_is_terminal(sys.stdout),
-        redirect_stderr=_is_terminal(sys.stderr),
+        # Printed lines stand above the bar; but output to a file or a pipe stays there.
+        redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
+        redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),
     )
-
-
-def _is_terminal(file: TextIO | None) -> bool:
-    return file is not None and file.isatty()
 
 
 def _title(event: BarMoved) -> str:
@@ -201,5 +169,4 @@ def _title(event: BarMoved) -> str:
         return progress.stage
     if progress.max_iters is not None:
         return "train"
-    total = "" if progress.max_epochs is None else f"/{progress.max_epochs}"
-    return f"epoch {progress.epoch + 1}{total}"
+    return f"epoch {progress.epoch + 1}" + ("" if progress.max_epochs is None else f"/{progress.max_epochs}")

@@ -1,4 +1,4 @@
-"""``RuntimeInfoHook``: the facts of a run in ``run.info``, for everyone who has no access to the loop."""
+"""``RuntimeInfoHook``: the facts of a run in ``run.info``, for code that has no access to the loop."""
 
 from __future__ import annotations
 
@@ -8,20 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from eventloop import Hook, Priority, register
-from eventloop.events import (
-    AfterTestEpoch,
-    AfterTrainIter,
-    AfterValEpoch,
-    BeforeRun,
-    BeforeTest,
-    BeforeTrain,
-    BeforeTrainEpoch,
-    BeforeTrainIter,
-    BeforeVal,
-    RunEvent,
-    RunView,
-)
+from eventloop import Hook, Priority, events, mount, register
+from eventloop.events import RunView
 
 
 @register
@@ -38,10 +26,10 @@ class RuntimeInfoHook(Hook):
     after_val_epoch      ``val/<name>`` for every metric; the same with ``test``
     ===================  =================================================================================
 
-    Learning rates are reported as ``lr``, with several optimizers as ``<optimizer>/lr``. Where a further parameter group
-    has a rate of its own, it is ``lr/group1`` and so on, or ``lr/<name>`` if the group has a ``"name"``.
+    Learning rates are reported as ``lr``, with several optimizers as ``<optimizer>/lr``. A further parameter group with a rate
+    of its own has ``lr/group1`` and so on, or ``lr/<name>`` if the group has a ``"name"``.
 
-    Nothing here waits for a device: who needs a number calls ``.item()`` on the entry, at that moment's cost.
+    The hook never waits for a device; ``.item()`` on an entry does.
     """
 
     priority = Priority.VERY_HIGH
@@ -50,35 +38,26 @@ class RuntimeInfoHook(Hook):
     def __init__(self) -> None:
         self._optimizers: list[tuple[str, torch.optim.Optimizer]] = []
         self._own_rate: set[str] = set()
-        self._keys: dict[str, str] = {}
+        self._keys = _TrainKeys()
         self._stage_before: Any = None
 
-    def before_run(self, event: BeforeRun) -> None:
-        """Note who runs."""
-        self._identify(event.run)
+    def before_run(self, event: events.BeforeRun) -> None:
+        _identify(event.run)
 
-    def before_train(self, event: BeforeTrain) -> None:
-        """Note how far training has come and is to go."""
+    def before_train(self, event: events.BeforeTrain) -> None:
         run, progress = event.run, event.progress
-        self._identify(run)  # again: a resume brought back the facts of the run that saved
-        run.info["max_epochs"] = progress.max_epochs
-        run.info["max_iters"] = progress.max_iters
-        run.info["epoch"] = progress.epoch
-        run.info["iter"] = progress.iter
-        run.info["stage"] = "train"
+        _identify(run)  # again: a resume brought back the facts of the run that saved
+        limits = {"max_epochs": progress.max_epochs, "max_iters": progress.max_iters}
+        run.info.update(limits, epoch=progress.epoch, iter=progress.iter, stage="train")
         alone = len(run.optimizers) == 1
         self._optimizers = [("lr" if alone else f"{name}/lr", optimizer) for name, optimizer in run.optimizers.items()]
         self._own_rate = set()
 
-    def before_train_epoch(self, event: BeforeTrainEpoch) -> None:
-        """Note the epoch."""
-        event.run.info["epoch"] = event.progress.epoch
-        event.run.info["stage"] = "train"
+    def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
+        event.run.info.update(epoch=event.progress.epoch, stage="train")
 
-    def before_train_iter(self, event: BeforeTrainIter) -> None:
-        """Note the iteration and the learning rates it uses."""
-        run = event.run
-        info = run.info
+    def before_train_iter(self, event: events.BeforeTrainIter) -> None:
+        run, info, keys = event.run, event.run.info, self._keys
         info["iter"] = event.progress.iter
         for name, optimizer in self._optimizers:
             groups = optimizer.param_groups
@@ -87,81 +66,64 @@ class RuntimeInfoHook(Hook):
                 rates.update(self._further_rates(name, groups))
             run.report(**rates)
             for key, rate in rates.items():
-                info[self._keys.get(key) or self._key(key)] = rate
+                info[keys[key]] = rate
 
-    def after_train_iter(self, event: AfterTrainIter) -> None:
-        """Note every scalar that was reported, as it is."""
-        info = event.run.info
-        keys = self._keys
+    def after_train_iter(self, event: events.AfterTrainIter) -> None:
+        info, keys = event.run.info, self._keys
         for name, value in event.outputs.items():
-            # By exact type: isinstance with torch.Tensor runs Python code in its metaclass.
-            kind = _KINDS.get(type(value))
-            if kind is None:
-                kind = _learn_kind(value)
+            kind = _KINDS[type(value)]
             if kind is _NUMBER:
-                info[keys.get(name) or self._key(name)] = value
+                info[keys[name]] = value
             elif kind is _TENSOR and value.numel() == 1:
-                info[keys.get(name) or self._key(name)] = value.detach() if value.requires_grad else value
+                info[keys[name]] = value.detach() if value.requires_grad else value
 
-    def before_val(self, event: BeforeVal) -> None:
-        """Note the stage."""
-        self._enter(event, "val")
-
-    def after_val_epoch(self, event: AfterValEpoch) -> None:
-        """Note the metrics, scalar or not."""
-        event.run.info.update({f"val/{name}": _detached(value) for name, value in event.metrics.items()})
-
-    def after_val(self, event: RunEvent) -> None:
-        """Go back to the stage before."""
-        event.run.info["stage"] = self._stage_before
-
-    def before_test(self, event: BeforeTest) -> None:
-        """Note the stage."""
-        self._enter(event, "test")
-
-    def after_test_epoch(self, event: AfterTestEpoch) -> None:
-        """Note the metrics, scalar or not."""
-        event.run.info.update({f"test/{name}": _detached(value) for name, value in event.metrics.items()})
-
-    def after_test(self, event: RunEvent) -> None:
-        """Go back to the stage before."""
-        event.run.info["stage"] = self._stage_before
-
-    def _identify(self, run: RunView) -> None:
-        run.info["experiment"] = run.name
-        run.info["seed"] = run.seed
-        run.info["config"] = dict(run.config)
-
-    def _enter(self, event: RunEvent, stage: str) -> None:
+    @mount("before_val", "before_test")
+    def evaluation_begins(self, event: events.BeforeVal | events.BeforeTest) -> None:
         self._stage_before = event.run.info.get("stage")
-        event.run.info["stage"] = stage
+        event.run.info["stage"] = event.progress.stage
+
+    @mount("after_val_epoch", "after_test_epoch")
+    def take_metrics(self, event: events.AfterValEpoch | events.AfterTestEpoch) -> None:
+        for name, value in event.metrics.items():
+            event.run.info[f"{event.progress.stage}/{name}"] = value.detach() if isinstance(value, torch.Tensor) else value
+
+    @mount("after_val", "after_test")
+    def evaluation_ends(self, event: events.AfterVal | events.AfterTest) -> None:
+        event.run.info["stage"] = self._stage_before
 
     def _further_rates(self, name: str, groups: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield the rates of groups that do not share the first one's; once apart, they are told every time."""
+        """Yield the rates of groups that differ from the first one's; once apart, every time."""
         first = groups[0].get("lr")
         for index, group in enumerate(groups[1:], 1):
             rate = group.get("lr")
             label = f"{name}/{group.get('name') or f'group{index}'}"
+            # A rate that is a tensor lives on a device, and comparing two of them would wait for it.
+            if rate is not first and (type(rate) is not float or rate != first):
+                self._own_rate.add(label)
             if label in self._own_rate:
                 yield label, rate
-            # A rate that is a tensor lives on a device, and comparing two of them would wait for it.
-            elif rate is not first and (type(rate) is not float or rate != first):
-                self._own_rate.add(label)
-                yield label, rate
 
-    def _key(self, name: str) -> str:
-        return self._keys.setdefault(name, f"train/{name}")
+
+def _identify(run: RunView) -> None:
+    run.info.update(experiment=run.name, seed=run.seed, config=dict(run.config))
+
+
+class _TrainKeys(dict[str, str]):
+    """Names of training scalars in ``run.info``, each made once."""
+
+    def __missing__(self, name: str) -> str:
+        return self.setdefault(name, f"train/{name}")
 
 
 _NUMBER, _TENSOR, _OTHER = "number", "tensor", "other"
-_KINDS: dict[type, str] = {int: _NUMBER, float: _NUMBER, torch.Tensor: _TENSOR}
 
 
-def _learn_kind(value: Any) -> str:
-    number = isinstance(value, int | float | np.generic)
-    kind = _TENSOR if isinstance(value, torch.Tensor) else _NUMBER if number else _OTHER
-    return _KINDS.setdefault(type(value), kind)
+class _Kinds(dict[type, str]):
+    """What values of a type are. By exact type: isinstance with torch.Tensor runs Python code in its metaclass."""
+
+    def __missing__(self, kind: type) -> str:
+        number = issubclass(kind, int | float | np.generic)
+        return self.setdefault(kind, _TENSOR if issubclass(kind, torch.Tensor) else _NUMBER if number else _OTHER)
 
 
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
+_KINDS = _Kinds()

@@ -22,7 +22,7 @@ from eventloop.events import (
     RunView,
     Slot,
 )
-from hooks.validated import check_validated, warn_unvalidated
+from hooks.rules import check_validated, warn_unvalidated
 
 By = Literal["iter", "epoch", "metric"]
 

@@ -1,34 +1,21 @@
-"""``IterTimerHook``: how long iterations take, when it will be over, and in the end what the time went into."""
+"""``IterTimerHook``: the duration of iterations, the time left, and the shares of the total at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from time import perf_counter
 from typing import Any
 
-from eventloop import Hook, Priority, check_options, get_logger, mount, register
-from eventloop.events import (
-    AfterTestIter,
-    AfterTrain,
-    AfterTrainIter,
-    AfterValIter,
-    BeforeTestEpoch,
-    BeforeTestIter,
-    BeforeTrain,
-    BeforeTrainEpoch,
-    BeforeTrainIter,
-    BeforeVal,
-    BeforeValEpoch,
-    BeforeValIter,
-    RunEvent,
-)
+from eventloop import Hook, Priority, check_options, events, get_logger, mount, register
+from eventloop.events import AfterTrainIter, BeforeTrainIter
 from hooks.logger import LOGGER
 from hooks.options import NonNegativeInt
 
 log = get_logger()
 
-# The optimizer's update is a subscriber at HIGH; what comes after it is the time of hooks.
+# The optimizer's update is a subscriber at HIGH; time from here on is the time of hooks.
 _AFTER_UPDATE = int(Priority.HIGH) + 1
 
 
@@ -36,21 +23,21 @@ _AFTER_UPDATE = int(Priority.HIGH) + 1
 class IterTimerHook(Hook):
     """Measures every iteration on the host's clock.
 
-    In training it reports ``data_time`` (from the end of the iteration before until the batch was there; hooks that run
-    after this one and saves are in it), ``time`` (from one end to the next) and ``eta``, all in seconds, so they are in the
-    outputs of ``after_train_iter`` and in ``run.info`` (``train/time``, ``train/data_time``, ``eta``). The ETA is the mean
-    time since training began or was resumed, times the iterations left; there is none where their number is not known.
+    In training it reports, all in seconds, ``data_time`` (from the end of the iteration before until the batch was there;
+    later hooks and saves are in it), ``time`` (from one end to the next) and ``eta``. So they are in the outputs of
+    ``after_train_iter`` and in ``run.info`` (``train/time``, ``train/data_time``, ``eta``). The ETA is the mean time since
+    training began or was resumed, times the iterations left; there is none where their number is not known.
 
-    In validation and test, what is reported becomes a metric, so there the running means are only left in ``run.info``
-    (``val/time``, ``val/data_time`` and ``val/eta``, the seconds left of this validation); the logger adds them to its line.
+    In validation and test a reported value would become a metric, so the running means are only in ``run.info``
+    (``val/time``, ``val/data_time``, and ``val/eta``, the seconds left of this validation); the logger adds them to its line.
 
-    When training has ended in order, a summary is logged (below the last line of a ``LoggerHook``): how long it took in all,
-    how long the validations took, and the mean time of an iteration. Of the time outside of validations it tells the share of
-    *data* (waiting for the batch, and staging of checkpoints) and of *hooks*: what is called around the step (after
-    ``before_train_iter`` and after the update) and all that happens between epochs. The rest is the step itself. The same is
-    in ``run.info``: ``train/mean_time`` in seconds, ``train/data_share`` and ``train/hooks_share`` between 0 and 1.
+    When training has ended in order, a summary is logged, below the last line of a ``LoggerHook``: the total time, the time of
+    the validations, and the mean time of an iteration. Of the time outside of validations it gives the share of *data*
+    (waiting for the batch, and staging of checkpoints) and of *hooks*: handlers around the step (after ``before_train_iter``
+    and after the update) and everything between epochs. The rest is the step itself. The same is in ``run.info``:
+    ``train/mean_time`` in seconds, ``train/data_share`` and ``train/hooks_share`` between 0 and 1.
 
-    ``state_dict`` holds the iterations and seconds of training over all resumes; ``run.info["train/seconds"]`` tells them.
+    ``state_dict`` holds the iterations and seconds of training over all resumes; so does ``run.info["train/seconds"]``.
 
     Args:
         warmup_iter: iterations after the begin (or a resume) that the summary's means and shares leave out: the first ones
@@ -69,14 +56,9 @@ class IterTimerHook(Hook):
         self.iters = 0
         """Training iterations measured, those before a resume included."""
         self.seconds = 0.0
-        """What they took, in seconds."""
-        self._session_iters = 0
-        self._session_seconds = 0.0
+        """Their sum, in seconds."""
         self._total: int | None = None
-        self._last = 0.0
-        self._data_time = 0.0
-        self._marks = _Marks()
-        self._began = 0.0
+        self._training = _Training(warmup_iter)
         self._pass = _Pass()
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,174 +70,146 @@ class IterTimerHook(Hook):
         self.iters = int(state["iters"])
         self.seconds = float(state["seconds"])
 
-    def before_train(self, event: BeforeTrain) -> None:
-        """Forget the mean of an earlier session: a resumed run may be on another machine."""
-        self._session_iters = 0
-        self._session_seconds = 0.0
-        self._marks = _Marks()
-        self._began = self._last = perf_counter()
+    # ------------------------------------------------------------------------------------------------- training
 
-    def before_train_epoch(self, event: BeforeTrainEpoch) -> None:
-        """Start the clock; what lies between epochs is no iteration's time."""
+    def before_train(self, event: events.BeforeTrain) -> None:
+        self._training = _Training(self.warmup_iter)  # a resumed run may be on another machine
+
+    def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
         self._total = event.run.total_iters
-        self._between()
+        self._training.gap_ends()
 
     def before_train_iter(self, event: BeforeTrainIter) -> None:
-        """Take the time that the batch took."""
-        now = perf_counter()
-        self._data_time = now - self._last
-        self._marks.batch = now
+        self._training.batch = perf_counter()
 
     @mount("before_train_iter", priority=Priority.LOWEST)
     def step_begins(self, event: BeforeTrainIter) -> None:
-        """Note that the user's step comes next."""
-        self._marks.step = perf_counter()
+        self._training.step = perf_counter()
 
     @mount("after_train_iter", priority=_AFTER_UPDATE)
     def step_ends(self, event: AfterTrainIter) -> None:
-        """Note that the weights are new."""
-        self._marks.updated = perf_counter()
-
-    @mount("after_train_iter", priority=Priority.LOWEST)
-    def hooks_end(self, event: AfterTrainIter) -> None:
-        """Note that all hooks have had their turn."""
-        self._marks.hooks_done = perf_counter()
+        self._training.updated = perf_counter()
 
     def after_train_iter(self, event: AfterTrainIter) -> None:
-        """Take the time of the iteration and report."""
-        now = perf_counter()
-        time, self._last = now - self._last, now
-        if self._session_iters >= self.warmup_iter:
-            self._marks.count(time)
+        training, info = self._training, event.run.info
+        data_time = training.batch - training.last
+        time = training.iteration_ends()
         self.iters += 1
         self.seconds += time
-        self._session_iters += 1
-        self._session_seconds += time
-        run, data_time = event.run, self._data_time
-        info = run.info
         info["train/time"] = time
         info["train/data_time"] = data_time
         info["train/seconds"] = self.seconds
         if self._total is None:
-            run.report(time=time, data_time=data_time)
+            event.run.report(time=time, data_time=data_time)
             return
-        eta = self._session_seconds / self._session_iters * (self._total - event.progress.iter - 1)
-        info["eta"] = eta
-        run.report(time=time, data_time=data_time, eta=eta)
+        info["eta"] = eta = training.seconds / training.iters * (self._total - event.progress.iter - 1)
+        event.run.report(time=time, data_time=data_time, eta=eta)
 
-    def after_train(self, event: AfterTrain) -> None:
+    @mount("after_train_iter", priority=Priority.LOWEST)
+    def hooks_end(self, event: AfterTrainIter) -> None:
+        self._training.hooks_done = perf_counter()
+
+    def after_train(self, event: events.AfterTrain) -> None:
         """Log the summary."""
-        self._between()
-        marks, info = self._marks, event.run.info
-        facts: dict[str, Any] = {"total": _rounded(self._last - self._began), "iters": self._session_iters}
-        if marks.validations:
-            facts["validation"] = _rounded(marks.validations)
-        if marks.iters:
-            mean, data, hooks = marks.summary()
-            info["train/mean_time"], info["train/data_share"], info["train/hooks_share"] = mean, data, hooks
+        training, info = self._training, event.run.info
+        training.gap_ends()
+        facts: dict[str, Any] = {"total": _rounded(training.last - training.began), "iters": training.iters}
+        if training.validations:
+            facts["validation"] = _rounded(training.validations)
+        if training.counted:
+            mean, data, hooks = training.summary()
+            info.update({"train/mean_time": mean, "train/data_share": data, "train/hooks_share": hooks})
             facts |= {"seconds_per_iter": round(mean, 6), "data": f"{data:.1%}", "hooks": f"{hooks:.1%}"}
         else:
             facts["warmup"] = self.warmup_iter
         logger = event.run.shared.get(LOGGER)
-        if logger is not None:
-            logger.tell(event.run, "training took", **facts)
-        else:
-            log.info("training took", **facts)
+        tell = log.info if logger is None else partial(logger.tell, event.run)
+        tell("training took", **facts)
 
-    def before_val(self, event: BeforeVal) -> None:
-        """Start the clock of the whole validation."""
-        self._between()
+    def before_val(self, event: events.BeforeVal) -> None:
+        self._training.gap_ends()
 
-    def before_val_epoch(self, event: BeforeValEpoch) -> None:
-        """Start a clock of its own."""
+    def after_val(self, event: events.AfterVal) -> None:
+        self._training.validation_ends()
+
+    # --------------------------------------------------------------------------------------- validation and test
+
+    @mount("before_val_epoch", "before_test_epoch")
+    def pass_begins(self, event: events.BeforeValEpoch | events.BeforeTestEpoch) -> None:
         self._pass = _Pass(event.run.evaluation_length)
 
-    def before_val_iter(self, event: BeforeValIter) -> None:
-        """Take the time that the batch took."""
-        self._pass.batch_is_here()
+    @mount("before_val_iter", "before_test_iter")
+    def batch_is_there(self, event: events.BeforeValIter | events.BeforeTestIter) -> None:
+        self._pass.data_seconds += perf_counter() - self._pass.last
 
-    def after_val_iter(self, event: AfterValIter) -> None:
-        """Take the time of the iteration."""
-        self._pass.iteration_is_over(event)
+    @mount("after_val_iter", "after_test_iter")
+    def iteration_ends(self, event: events.AfterValIter | events.AfterTestIter) -> None:
+        clock, done = self._pass, event.batch_idx + 1
+        clock.last = perf_counter()
+        mean = (clock.last - clock.began) / done
+        info, stage = event.run.info, event.progress.stage
+        info[f"{stage}/time"] = mean
+        info[f"{stage}/data_time"] = clock.data_seconds / done
+        if clock.length is not None:
+            info[f"{stage}/eta"] = mean * (clock.length - done)
 
-    def after_val(self, event: RunEvent) -> None:
-        """Go on with training: a validation in the middle of an epoch is no iteration's time."""
-        began, self._last = self._last, perf_counter()
-        self._marks.validations += self._last - began
-        self._marks.hooks_done = self._last
 
-    def before_test_epoch(self, event: BeforeTestEpoch) -> None:
-        """Start a clock of its own."""
-        self._pass = _Pass(event.run.evaluation_length)
+class _Training:
+    """The clock of a training since its begin or resume.
 
-    def before_test_iter(self, event: BeforeTestIter) -> None:
-        """Take the time that the batch took."""
-        self._pass.batch_is_here()
+    Args:
+        warmup: iterations that do not count in the summary.
+    """
 
-    def after_test_iter(self, event: AfterTestIter) -> None:
-        """Take the time of the iteration."""
-        self._pass.iteration_is_over(event)
+    def __init__(self, warmup: int) -> None:
+        self._warmup = warmup
+        # The moments of the iteration under way.
+        self.began = self.last = self.hooks_done = self.batch = self.step = self.updated = perf_counter()
+        self.iters, self.seconds, self.validations = 0, 0.0, 0.0
+        # Sums over the iterations that count, and over the gaps between iterations.
+        self.counted = 0
+        self._seconds = self._data = self._step = self._gaps = 0.0
 
-    def _between(self) -> None:
-        """Count what has happened since the last iteration or validation as the time of hooks."""
+    def iteration_ends(self) -> float:
+        """Return the seconds since the last iteration, validation or gap ended."""
         now = perf_counter()
-        if self._session_iters >= self.warmup_iter:
-            self._marks.between += now - self._last
-        self._last = self._marks.hooks_done = now
-
-
-class _Marks:
-    """Moments of the iteration under way on the host's clock, and the sums over the iterations that count."""
-
-    def __init__(self) -> None:
-        self.hooks_done = 0.0
-        self.batch = 0.0
-        self.step = 0.0
-        self.updated = 0.0
-        self.iters = 0
-        self.between = 0.0
-        self.validations = 0.0
-        self._seconds = 0.0
-        self._data = 0.0
-        self._step = 0.0
-
-    def count(self, time: float) -> None:
+        time, self.last = now - self.last, now
+        if self.iters >= self._warmup:
+            self.counted += 1
+            self._seconds += time
+            self._data += self.batch - self.hooks_done
+            self._step += self.updated - self.step
         self.iters += 1
-        self._seconds += time
-        self._data += self.batch - self.hooks_done
-        self._step += self.updated - self.step
+        self.seconds += time
+        return time
+
+    def gap_ends(self) -> None:
+        """Count the time since the last iteration or validation as the time of hooks."""
+        now = perf_counter()
+        if self.iters >= self._warmup:
+            self._gaps += now - self.last
+        self.last = self.hooks_done = now
+
+    def validation_ends(self) -> None:
+        """Count the time since the last gap; a validation in the middle of an epoch is no iteration's time."""
+        now = perf_counter()
+        self.validations += now - self.last
+        self.last = self.hooks_done = now
 
     def summary(self) -> tuple[float, float, float]:
         """Return the mean seconds of an iteration, and the shares of data and hooks in the time outside of validations."""
-        total = self._seconds + self.between
-        return self._seconds / self.iters, self._data / total, (total - self._data - self._step) / total
+        total = self._seconds + self._gaps
+        return self._seconds / self.counted, self._data / total, (total - self._data - self._step) / total
+
+
+class _Pass:
+    """The clock of one pass over validation or test data; ``length`` in batches, where known."""
+
+    def __init__(self, length: int | None = None) -> None:
+        self.length = length
+        self.began = self.last = perf_counter()
+        self.data_seconds = 0.0
 
 
 def _rounded(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds, 1)))
-
-
-class _Pass:
-    """The clock of one pass over validation or test data.
-
-    Args:
-        length: batches in it, where known.
-    """
-
-    def __init__(self, length: int | None = None) -> None:
-        self._length = length
-        self._start = self._last = perf_counter()
-        self._data_seconds = 0.0
-
-    def batch_is_here(self) -> None:
-        self._data_seconds += perf_counter() - self._last
-
-    def iteration_is_over(self, event: AfterValIter | AfterTestIter) -> None:
-        self._last = perf_counter()
-        done = event.batch_idx + 1
-        mean = (self._last - self._start) / done
-        info, stage = event.run.info, event.progress.stage
-        info[f"{stage}/time"] = mean
-        info[f"{stage}/data_time"] = self._data_seconds / done
-        if self._length is not None:
-            info[f"{stage}/eta"] = mean * (self._length - done)
