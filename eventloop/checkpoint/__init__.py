@@ -20,7 +20,7 @@ from eventloop.checkpoint.stage import StageBuffer, StagedTree, stage
 from eventloop.checkpoint.store import AnyPath, Store, as_path, store_of
 from eventloop.checkpoint.turns import Busy, Turns, check_busy
 from eventloop.checkpoint.whole import load_whole
-from eventloop.checkpoint.wrappers import without_wrappers
+from eventloop.checkpoint.wrappers import unwrapped, without_wrappers
 
 __all__ = [
     "SHARDS",
@@ -63,6 +63,7 @@ __all__ = [
     "stage",
     "store_of",
     "sweep_shards",
+    "unwrapped",
     "verify",
     "verify_shards",
     "without_wrappers",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 _NAMES: Final = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod)\.")
 
@@ -15,3 +15,18 @@ def without_wrappers(names: Iterable[str]) -> dict[str, str]:
     if not any("module." in name or "_orig_mod." in name for name in names):  # the usual case: no regular expressions
         return dict(zip(names, names, strict=True))
     return {name: _NAMES.sub("", name) for name in names}
+
+
+_INNER: Final = {
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "module",
+    "DeepSpeedEngine": "module",
+    "OptimizedModule": "_orig_mod",  # torch.compile's
+}
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the module inside the wrappers around it, however many there are; by the names of their classes."""
+    inner = [_INNER[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in _INNER]
+    return unwrapped(getattr(model, inner[0])) if inner else model

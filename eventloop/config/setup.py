@@ -18,12 +18,12 @@ from eventloop.config.read import FromText, settle
 from eventloop.config.signature import Signature
 from eventloop.config.words import check_keys, did_you_mean, inside, kind_of, wrong
 from eventloop.errors import ConfigurationError, SubscribeError
-from eventloop.training.arguments import checked_seed, device_of
+from eventloop.training.arguments import device_of
 from eventloop.training.distributed.launch import is_parallel, own_device, shared
 from eventloop.training.distributed.ranks import world_size
 from eventloop.training.loop import TrainLoop
 from eventloop.training.metrics import Metrics
-from eventloop.training.rng import seed_everything
+from eventloop.training.rng import checked_seed, seed_everything
 
 STAGES = ("train", "val", "test")
 _STEPS = ("step", "val_step", "test_step")
@@ -100,8 +100,8 @@ class Setup:
             ConfigurationError: with the position in the configuration, what was expected, and the nearest name.
             Exception: an error of a constructor, with a note that says for which key.
         """
-        if (seed := checked_seed(self.loop.get("seed"))) is not None:
-            seed_everything(seed)  # the weights are drawn now, and not when the run begins
+        if (seed := self.loop.get("seed")) is not None:
+            seed_everything(checked_seed(seed))  # the weights are drawn now, and not when the run begins
         if "device" in self.loop:
             self.loop["device"] = own_device(self.loop["device"])
         model = self._one_or_several("model", self._model)

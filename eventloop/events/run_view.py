@@ -6,7 +6,7 @@ Events stand below the training package, so they name the run through this proto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +18,8 @@ from eventloop.events.shared import Shared
 class RunView(Protocol):
     """The run as its hooks see it.
 
-    ``stop`` and ``checkpoint_now`` are safe from any thread and from signal handlers, the rest from the training thread.
+    ``stop``, ``pause``, ``resume``, ``set_lr`` and ``checkpoint_now`` are safe from any thread and from signal handlers, the
+    rest from the training thread.
     """
 
     @property
@@ -40,6 +41,10 @@ class RunView(Protocol):
     @property
     def models(self) -> Mapping[str, torch.nn.Module]:
         """All models by name; a single one is named ``"model"``."""
+
+    @property
+    def unwrapped_model(self) -> torch.nn.Module:
+        """The model inside the wrappers around it (DDP, FSDP, ``torch.compile``, Accelerate)."""
 
     @property
     def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
@@ -123,10 +128,28 @@ class RunView(Protocol):
     def stop(self, reason: str = "") -> None:
         """End the run at the next safe mount point."""
 
+    def pause(self) -> None:
+        """Wait at the next safe mount point until :meth:`resume`."""
+
+    def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+
+    def set_lr(self, lr: float, optimizer: str | int | None = None) -> None:
+        """Set the learning rate at the next safe mount point, of all optimizers or of one (see ``Run.set_lr``)."""
+
     def checkpoint_now(self) -> None:
         """Save at the next safe mount point, under ``iter_<n>.safetensors`` in the work dir."""
 
-    def request_save(self, name: str, **options: Any) -> None:
+    def request_save(
+        self,
+        name: str,
+        *,
+        directory: Any = None,
+        leave_out: Collection[str] = (),
+        on_error: Any = "raise",
+        staging: Any = "block",
+        busy: Any = "wait",
+    ) -> None:
         """Save under ``name`` once the last subscriber of the current mount point has run (see ``Run.request_save``)."""
 
     def keeps_checkpoints_in(self, directory: Any) -> None:

@@ -1,14 +1,16 @@
 """The training loop: ``Run`` knows the order of the mount points, ``TrainLoop`` stands on it."""
 
+from eventloop.training.driver import Driver
 from eventloop.training.loop import TrainLoop
 from eventloop.training.metrics import Metric
+from eventloop.training.rng import SeededDataset, set_sampler_epoch
 from eventloop.training.run import Run
 from eventloop.training.saves.restore import checkpoint_keys, load_weights
-from eventloop.training.seeded import SeededDataset, set_sampler_epoch
 from eventloop.training.update import Update
 from eventloop.training.worker_signals import WorkerSignals
 
 __all__ = [
+    "Driver",
     "Metric",
     "Run",
     "SeededDataset",

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 import torch
 
 from eventloop.bus import Bus
 from eventloop.checkpoint import RemotePath, as_path
 from eventloop.errors import ConfigurationError
-from eventloop.log import get_logger
-
-log = get_logger()
 
 Models = torch.nn.Module | Annotated[Mapping[str, torch.nn.Module], msgspec.Meta(description="a mapping of names to them")]
 Optimizers = (
@@ -30,21 +28,10 @@ Stateful = Annotated[
 ]
 Config = Annotated[Mapping[str, Any], msgspec.Meta(description="a mapping, such as that of a file which you have read")]
 Data = Annotated[Iterable[Any], msgspec.Meta(description="an iterable of batches, such as a DataLoader")]
-Count = Annotated[int, msgspec.Meta(ge=1)]
+Limit = Annotated[int, msgspec.Meta(ge=1)]
+Rate = Annotated[float, msgspec.Meta(gt=0)]
 Resume = Annotated[str, msgspec.Meta(description='"auto" for the newest checkpoint, the path or URL of one')] | Path
 Step = Annotated[Callable[[Any, Any], Any], msgspec.Meta(description="a function of (model, batch)")]
-
-
-def checked_seed(seed: int | None) -> int | None:
-    """Return the seed; raises ConfigurationError for one that torch does not take."""
-    return None if seed is None else integer_seed(seed)
-
-
-def integer_seed(seed: int) -> int:
-    """Return the seed; raises ConfigurationError for one that torch does not take, and for None."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
-        raise ConfigurationError(f"seed={seed!r}: give an integer of 64 bits")
-    return seed
 
 
 def checked_work_dir(work_dir: str | Path) -> Path:
@@ -84,38 +71,6 @@ def named(kind: str, things: Any, wanted: type) -> dict[str, Any]:
     return found
 
 
-def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer whose step torch's hooks see: that inside a wrapper which never called ``Optimizer.__init__``.
-
-    Such are Accelerate's ``AcceleratedOptimizer`` and torchft's ``OptimizerWrapper``.
-
-    Raises:
-        ConfigurationError: there is none inside.
-    """
-    inner: torch.optim.Optimizer | None = optimizer
-    while inner is not None and not hasattr(inner, "_optimizer_step_pre_hooks"):  # made by Optimizer.__init__
-        inner = next((value for value in vars(inner).values() if isinstance(value, torch.optim.Optimizer)), None)
-    if inner is None:
-        raise ConfigurationError(
-            f"{type(optimizer).__name__} has not called torch.optim.Optimizer.__init__ and holds no optimizer that has, so its "
-            "steps cannot be counted; give the optimizer that it wraps"
-        )
-    return inner
-
-
-def tell_useless(optimizers: Mapping[str, torch.optim.Optimizer], models: Mapping[str, torch.nn.Module]) -> None:
-    """Warn of an optimizer that has not one parameter of a model, so that its steps train none."""
-    trained = {id(parameter) for model in models.values() for parameter in model.parameters()}
-    for name, optimizer in optimizers.items():
-        if trained.isdisjoint(id(parameter) for group in optimizer.param_groups for parameter in group["params"]):
-            log.warning(
-                "this optimizer has not one parameter of the models, so its steps train none of them: was it made for another "
-                "model, or before the parameters were replaced? Make it from the parameters of the model that is given",
-                optimizer=name,
-                models=", ".join(models),
-            )
-
-
 def checked_stateful(things: Mapping[str, Any]) -> dict[str, Any]:
     """Return the things as a dict; raise ConfigurationError if one of them has no state."""
     for name, thing in things.items():
@@ -143,3 +98,22 @@ def _devices() -> list[str]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = 0 if accelerator is None else torch.accelerator.device_count()
     return ["cpu", *(f"{accelerator}:{index}" for index in range(count))]
+
+
+def check_image(name: str, image: Any) -> None:
+    """Raise ValueError unless ``image`` is one: see ``Run.report_image``."""
+    if not isinstance(image, torch.Tensor | np.ndarray):
+        raise TypeError(f"image {name!r}: give a tensor or a numpy array, such as numpy.asarray(picture), not {image!r}")
+    shape = tuple(image.shape)
+    flat = len(shape) == 2
+    if 0 in shape or not (flat or (len(shape) == 3 and (shape[0] in (1, 3, 4) or shape[-1] in (1, 3, 4)))):
+        raise ValueError(
+            f"image {name!r} has the shape {shape}: give (height, width), (channels, height, width) or (height, width, "
+            "channels), with 1, 3 or 4 channels. Of a batch, report one, or a grid (torchvision.utils.make_grid)"
+        )
+    if isinstance(image, torch.Tensor):
+        fits = image.is_floating_point() or image.dtype in (torch.uint8, torch.bool)
+    else:
+        fits = image.dtype.kind in "fb" or image.dtype == np.uint8
+    if not fits:
+        raise ValueError(f"image {name!r} is of {image.dtype}: give bytes (uint8), or booleans or floats from 0 to 1")

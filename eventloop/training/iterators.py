@@ -1,33 +1,149 @@
-"""The iterators of a run. Objects, not generators: a generator cannot tell ``break`` from an exception in the loop's body.
+"""The iterators of a run: they drive it by pull, with the calls of :class:`~eventloop.training.driver.Driver`.
 
-They only say *when*; what is published, and in which order, is in :mod:`eventloop.training.state`.
-
-Their end is a value within, not an exception: all code of the user's that runs in here may raise StopIteration by mistake.
+Objects, not generators: a generator cannot tell ``break`` from an exception in the loop's body. The end is a value within, not
+an exception: all code of the user's that runs in here may raise StopIteration by mistake.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Self
 
 from eventloop.errors import TrainingError, stopped
 from eventloop.events import Stage
 from eventloop.log import get_logger
 from eventloop.training.data import Feed
-from eventloop.training.distributed.shares import Share
+from eventloop.training.driver import Driver
 from eventloop.training.metrics import Metrics
-from eventloop.training.state import Order
 
 log = get_logger()
+
+
+class Bodies:
+    """Which ``for`` statements of the user's own loop are open, and how their bodies end. One for all iterators of a run."""
+
+    def __init__(self, drive: Driver) -> None:
+        self.drive = drive
+        self.nothing_left = False
+        """True while a resumed run is between an epoch and its validation: nothing of that epoch is left to train."""
+        self._training: object | None = None  # whose epoch is open
+        self._left = False  # its body was left with `break`
+        self._evaluating: object | None = None
+
+    def begin_train(self) -> None:
+        """Begin the training if it has not begun."""
+        if not self.drive.state.training:
+            self.drive.state.check_open("run.epochs() and run.train()")
+            self.drive.begin_train()
+
+    def begin_epoch(self, feed: Feed, batches: object, *, endless: bool) -> None:
+        """Begin the epoch of ``batches``; end one whose body was left.
+
+        Raises:
+            TrainingError: another epoch is under way, whose body was not left.
+        """
+        self.begin_train()
+        if self._training is not None and not self._left:
+            raise TrainingError(
+                "run.train() begins in the body of another run.train(), whose epoch has not ended; iterate over the inner "
+                "loader itself, or end the outer epoch first, by `break` out of its `for` statement"
+            )
+        self.end_epoch()
+        self._training, self._left = batches, False
+        self.drive.begin_epoch(feed, endless=endless)
+
+    def leave_epoch(self, batches: object) -> None:
+        """Note that the body of ``batches`` was left: with ``break``, if its epoch is still open.
+
+        What that ends, ends with the next call of the run: an exception is to be told first.
+        """
+        self._left = self._left or self._training is batches
+
+    def go_on_in_epoch(self, batches: object) -> bool:
+        """Go on where the body of ``batches`` was left; return False if that epoch has ended since."""
+        if self._training is not batches:
+            return False
+        if self._left:
+            self._left = False
+            self._drop_iteration()
+        return True
+
+    def end_iteration(self) -> None:
+        """End the iteration under way, if there is one."""
+        if "iter" in self.drive.state.scopes:
+            self.drive.end_iteration()
+
+    def end_epoch(self) -> None:
+        """End the epoch that is open, if there is one; its last iteration was left with ``break`` if it is open still."""
+        if "epoch" in self.drive.state.scopes:
+            self._drop_iteration()
+            self.drive.end_epoch()
+        self._training = None
+
+    def abandon_epoch(self) -> None:
+        """End the epoch in its middle, if one is open."""
+        self._training = None
+        if "epoch" in self.drive.state.scopes:
+            self.drive.abandon_epoch()
+
+    def end_train(self) -> None:
+        """End the training, if it has begun."""
+        if self.drive.state.training:
+            self.drive.end_train()
+
+    def begin_evaluation(self, batches: object) -> None:
+        """Note whose evaluation begins. A training iteration that is open ends first, and an epoch whose body was left."""
+        self.abandon_evaluation()
+        if self._left:
+            self.end_epoch()
+        self.end_iteration()
+        self._evaluating = batches
+
+    def abandon_evaluation(self) -> None:
+        """End a validation or test in its middle, if one is open: it was left by ``break`` or a stop."""
+        self._evaluating = None
+        if "val" in self.drive.state.scopes:
+            self.drive.abandon_validation()
+        elif "test" in self.drive.state.scopes:
+            self.drive.abandon_test()
+
+    def leave_evaluation(self, batches: object) -> bool:
+        """End the evaluation of ``batches`` if it is open; return whether it was.
+
+        Called where nothing can be raised. The scope around it raises instead, when it ends.
+        """
+        if self._evaluating is not batches:
+            return False
+        try:
+            self.abandon_evaluation()
+        except BaseException as error:  # noqa: BLE001 - raised later
+            self.drive.state.scopes.defer(partial(_raise, error))
+        return True
+
+    def close(self) -> None:
+        """End what is open inside the run, at the end of its ``with`` statement."""
+        self.abandon_evaluation()
+        self.abandon_epoch()
+        self.end_train()
+
+    def forget(self) -> None:
+        """Let go of what leads to the loaders."""
+        self._training = self._evaluating = None
+
+    def _drop_iteration(self) -> None:
+        if "iter" in self.drive.state.scopes:
+            self.drive.abandon_iteration()
 
 
 class Epochs:
     """Indices of the epochs that are left. A resumed run that was about to validate first yields the epoch before."""
 
-    def __init__(self, order: Order) -> None:
-        self._order = order
-        self._pending_validation = order.counters.phase == "val"
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._state = bodies.drive.state
+        self._pending_validation = bodies.drive.validation_comes_first
         self._yielded = False
         self._begun_at: tuple[int, int, int] | None = None
         """The progress when an epoch was yielded that is to be trained."""
@@ -47,27 +163,26 @@ class Epochs:
 
     def _advance(self) -> int | None:
         """Return the index of the next epoch, or None at the end."""
-        order = self._order
-        order.abandon_evaluation()
-        order.end_epoch()
-        counters = order.counters
+        bodies, state, counters = self._bodies, self._state, self._state.counters
+        bodies.abandon_evaluation()
+        bodies.end_epoch()
         if self._pending_validation:
             self._pending_validation = False
-            order.begin_train()
-            order.nothing_left = counters.batches == 0
+            bodies.begin_train()
+            bodies.nothing_left = counters.batches == 0
             return counters.epoch if counters.batches else max(0, counters.epoch - 1)
-        order.nothing_left = False
-        order.settle()
-        if order.should_stop():  # the phase stays: a save made now resumes with a validation that was cut off
-            order.end_train()
+        bodies.nothing_left = False
+        state.settle()
+        if state.should_stop():  # the phase stays: a save made now resumes with a validation that was cut off
+            bodies.end_train()
             return None
-        order.go_on()
+        state.go_on()
         if self._done():
             if not self._yielded:
                 self._tell_nothing_left()
-                if order.resumed and not order.has_trained:  # the one that saved may have ended before its after_train
-                    order.begin_train()
-            order.end_train()
+                if state.resumed and not state.has_trained:  # the one that saved may have ended before its after_train
+                    bodies.begin_train()
+            bodies.end_train()
             return None
         reached = (counters.epoch, counters.iter, counters.batches)
         if reached == self._begun_at:
@@ -75,19 +190,19 @@ class Epochs:
                 f"epoch {counters.epoch + 1} has trained nothing, and run.epochs() would repeat it for ever: "
                 "iterate over run.train(loader) in every epoch, in place of the loader itself"
             )
-        order.begin_train()
+        bodies.begin_train()
         self._begun_at = reached
         return counters.epoch
 
     def _done(self) -> bool:
-        counters = self._order.counters
+        counters = self._state.counters
         if counters.max_iters is not None:
             # A run that is resumed after its last iteration still has to end the epoch.
             return counters.iter >= counters.max_iters and not counters.batches
         return counters.max_epochs is not None and counters.epoch >= counters.max_epochs
 
     def _tell_nothing_left(self) -> None:
-        done = self._order.counters
+        done = self._state.counters
         limit = f"max_iters={done.max_iters}" if done.max_iters is not None else f"max_epochs={done.max_epochs}"
         log.warning(
             f"nothing is left to train: {limit} was reached before this run. Give a larger limit to go on, or make a new loop "
@@ -157,70 +272,66 @@ class TrainBatches(Batches):
 
     _method = "run.train()"
 
-    def __init__(self, order: Order, feed: Feed, *, endless: bool) -> None:
-        self._order = order
+    def __init__(self, bodies: Bodies, feed: Feed, *, endless: bool) -> None:
+        self._bodies = bodies
+        self._drive = bodies.drive
         self._feed = feed
         self._endless = endless
         self._begun = False
-        self._over = order.nothing_left
+        self._over = bodies.nothing_left
 
     def __iter__(self) -> Iterator[Any]:
         if self._begun and not self._over:
-            self._over = not self._order.go_on_in_epoch(self)
+            self._over = not self._bodies.go_on_in_epoch(self)
         return super().__iter__()
 
     def _advance(self) -> tuple[Any] | None:
         if self._over:
             return None
-        order = self._order
-        if not self._begun and not order.should_stop():
+        bodies, should_stop = self._bodies, self._drive.state.should_stop
+        if not self._begun and not should_stop():
             self._begun = True
-            order.begin_epoch(self._feed, self, endless=self._endless)
-        order.abandon_evaluation()
-        order.end_iteration()
-        if order.should_stop() and not self._complete():
+            bodies.begin_epoch(self._feed, self, endless=self._endless)
+        bodies.abandon_evaluation()
+        bodies.end_iteration()
+        if should_stop() and not self._complete():
             self._over = True
-            order.break_epoch()
+            bodies.abandon_epoch()
             return None
-        batch = None if self._limit_reached() else self._next()
+        batch = None if self._limit_reached() else self._feed.next()
         if batch is None:
             self._over = True
-            order.end_epoch()
+            bodies.end_epoch()
             return None
-        order.begin_iteration(batch[0])
+        self._drive.begin_iteration(batch[0])
         return batch
 
     def leave(self) -> None:
-        """Note that the body was left. What that ends, ends with the next call of the run: an exception is to be told first."""
-        self._order.leave_epoch(self)
+        """Note that the body was left."""
+        self._bodies.leave_epoch(self)
 
     def _complete(self) -> bool:
         """True if the batch before was the last one, so that a stop now cuts nothing short."""
-        return self._begun and (self._limit_reached() or (not self._endless and self._feed.last))
+        return self._begun and (self._limit_reached() or self._feed.last)
 
     def _limit_reached(self) -> bool:
-        counters = self._order.counters
+        counters = self._drive.state.counters
         return counters.max_iters is not None and counters.iter >= counters.max_iters
-
-    def _next(self) -> tuple[Any] | None:
-        batch = self._feed.next()
-        if batch is None and self._endless:
-            self._order.begin_pass(self._feed)
-            batch = self._feed.next()
-        return batch
 
 
 class EvaluationBatches(Batches):
     """The batches of one validation or test; ``metrics`` holds the result when it is over."""
 
-    def __init__(self, order: Order, feed: Feed, metrics: Metrics, stage: Stage) -> None:
-        self._order = order
+    def __init__(self, bodies: Bodies, feed: Feed, metrics: Metrics, stage: Stage) -> None:
+        drive = bodies.drive
+        self._bodies = bodies
         self._feed = feed
-        self._stage: Stage = stage
         self._method = "run.validate()" if stage == "val" else "run.test()"
-        self._accumulated = metrics
-        self._share: Share
-        self._index = -1
+        self._begin = partial(drive.begin_validation if stage == "val" else drive.begin_test, feed, metrics)
+        self._begin_iteration = drive.begin_validation_iteration if stage == "val" else drive.begin_test_iteration
+        self._end_iteration = drive.end_validation_iteration if stage == "val" else drive.end_test_iteration
+        self._end = drive.end_validation if stage == "val" else drive.end_test
+        self._begun = False
         self._over = False
         self.metrics: Mapping[str, Any] = {}
         """Values by name; empty until the iterator is exhausted."""
@@ -228,36 +339,33 @@ class EvaluationBatches(Batches):
     def _advance(self) -> tuple[Any] | None:
         if self._over:
             return None
-        order, stage = self._order, self._stage
-        if self._index < 0:
-            order.close_training()
-            if order.should_stop():
-                self._over = True
+        bodies, state = self._bodies, self._bodies.drive.state
+        if not self._begun:
+            state.check_open("run.validate() and run.test()")
+            bodies.begin_evaluation(self)
+            self._over = state.should_stop()
+            if self._over:
                 return None
-            self._share = Share(self._feed.loader)
-            order.begin_evaluation(stage, self, self._feed.length)
-            order.scopes.defer(self._share.leave_out())
-            self._accumulated.reset()
+            self._begun = True
+            self._begin()
         else:
-            samples = self._share.counts(self._index)
-            order.end_evaluation_iteration(stage, self._index, self._accumulated, samples)
-        if order.should_stop():
-            self._over = True
-            order.abandon_evaluation()
+            self._end_iteration()
+        self._over = state.should_stop()
+        if self._over:
+            bodies.abandon_evaluation()
             return None
-        batch = self._feed.next(may_be_empty=order.ranks is not None)
+        batch = self._feed.next(may_be_empty=state.ranks is not None)
         if batch is None:
             self._over = True
-            if order.ranks is not None and not any(order.ranks.gather(self._feed.used)):
-                self._feed.check_not_empty()
-            self._feed.end()
-            self.metrics = self._accumulated.compute(order.ranks)
-            order.end_evaluation(stage, self.metrics)
+            self.metrics = self._end()
             return None
-        self._index += 1
-        order.begin_evaluation_iteration(stage, self._index, batch[0])
+        self._begin_iteration(batch[0])
         return batch
 
     def leave(self) -> None:
         """End the evaluation where it is: without its ``after_x``, with modes, gradients and weights as they were before."""
-        self._over |= self._order.leave_evaluation(self)
+        self._over |= self._bodies.leave_evaluation(self)
+
+
+def _raise(error: BaseException) -> None:
+    raise error

@@ -15,11 +15,11 @@ from eventloop.checks import check_options
 from eventloop.errors import BusStateError, ConfigurationError, RunCancelled, TrainingError, stopped
 from eventloop.events import AfterForward, BeforeForward
 from eventloop.offload import in_thread
-from eventloop.training.arguments import Config, Count, Data, Models, OnBus, Optimizers, Resume, Stateful, Step, check_step
+from eventloop.training.arguments import Config, Data, Limit, Models, OnBus, Optimizers, Resume, Stateful, Step, check_step
 from eventloop.training.iterators import EvaluationBatches
 from eventloop.training.metrics import Metrics, NamedMetrics
-from eventloop.training.progress import Counters
 from eventloop.training.run import Run
+from eventloop.training.state import Counters
 from eventloop.training.update import Update
 
 
@@ -69,10 +69,10 @@ class TrainLoop:
         test_step: Step | None = None,
         metrics: NamedMetrics | None = None,
         bus: OnBus | None = None,
-        max_epochs: Count | None = None,
-        max_iters: Count | None = None,
-        val_interval: Count | None = None,
-        val_begin: Count = 1,
+        max_epochs: Limit | None = None,
+        max_iters: Limit | None = None,
+        val_interval: Limit | None = None,
+        val_begin: Limit = 1,
         work_dir: str | Path | None = None,
         device: str | torch.device | None = None,
         seed: int | None = None,
@@ -168,6 +168,21 @@ class TrainLoop:
         if self._running is not None:
             self._running.stop(reason)
 
+    def pause(self) -> None:
+        """Have the run under way wait at its next safe mount point; see :meth:`Run.pause`. Without one, nothing happens."""
+        if self._running is not None:
+            self._running.pause()
+
+    def resume(self) -> None:
+        """Have a paused run go on; from any thread. Without one, nothing happens."""
+        if self._running is not None:
+            self._running.resume()
+
+    def set_lr(self, lr: float, optimizer: str | int | None = None) -> None:
+        """Set the learning rate in the run under way; see :meth:`Run.set_lr`. Without one, nothing happens."""
+        if self._running is not None:
+            self._running.set_lr(lr, optimizer)
+
     def checkpoint_now(self) -> None:
         """Save at the next safe mount point of the run under way; from any thread. Without one, nothing happens."""
         if self._running is not None:
@@ -214,8 +229,8 @@ class TrainLoop:
             return True
         return done >= self.val_begin and done % self.val_interval == 0
 
-    def _new_run(self, **options: Any) -> LoopRun:
-        return LoopRun(
+    def _new_run(self, **options: Any) -> Run:
+        run = Run(
             self.bus,
             model=self.model,
             optimizer=self._optimizer,
@@ -223,6 +238,8 @@ class TrainLoop:
             **self._options,
             **options,
         )
+        run.drive().loop_driven = True
+        return run
 
     @contextmanager
     def _begun(self, *, trains: bool = False, **options: Any) -> Iterator[Run]:
@@ -231,9 +248,9 @@ class TrainLoop:
         if self.bus.hosted_here:
             raise BusStateError("this would block the event loop that the bus runs in: use `await loop.arun()`")
         run = self._running = self._new_run(**options)
-        run.trains = trains
+        run.state.trains = trains
         run.validates = self._data["val"] is not None
-        run.order.validation_follows = self._iteration_is_validated
+        run.state.validation_follows = self._iteration_is_validated
         if self._cancelled:
             run.cancel()
         try:
@@ -255,12 +272,6 @@ class TrainLoop:
         self._need("train")
         if self._optimizer is None:
             raise ConfigurationError("there is nothing to train with: give TrainLoop an optimizer")
-
-
-class LoopRun(Run):
-    """A run whose updates are made by a hook, not by the body of the user's loop."""
-
-    _loop_driven = True
 
 
 def _check_limits(train_data: object, max_epochs: int | None, max_iters: int | None) -> None:

@@ -12,6 +12,7 @@ publishes the same events around the user's own body that ``TrainLoop`` publishe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -21,38 +22,37 @@ import torch
 
 from eventloop import events as ev
 from eventloop.bus import Bus
-from eventloop.checkpoint import AnyPath, Busy, Staging
+from eventloop.checkpoint import AnyPath, Busy, Staging, unwrapped
 from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.events import Event, Progress, RunEvent
 from eventloop.events.shared import Shared
 from eventloop.training.arguments import (
     Config,
-    Count,
     Data,
+    Limit,
     Models,
     OnBus,
     Optimizers,
+    Rate,
     Resume,
     Stateful,
-    checked_seed,
+    check_image,
     checked_stateful,
     checked_work_dir,
     device_of,
     named,
-    stepping,
 )
+from eventloop.training.data import Feeds
 from eventloop.training.distributed.ranks import this_rank, world_size
-from eventloop.training.feeds import Feeds
-from eventloop.training.given import by_place, options_given
-from eventloop.training.images import check_image
-from eventloop.training.iterators import Epochs, EvaluationBatches, TrainBatches
-from eventloop.training.lifecycle import RunLifecycle
+from eventloop.training.driver import Driver
+from eventloop.training.iterators import Bodies, Epochs, EvaluationBatches, TrainBatches
 from eventloop.training.metrics import Metrics, NamedMetrics
-from eventloop.training.progress import Counters
+from eventloop.training.optimizers import by_place, options_given, stepping
+from eventloop.training.rng import checked_seed
 from eventloop.training.saves.checkpoints import RunCheckpoints
 from eventloop.training.saves.request import OnError, SaveRequest
-from eventloop.training.state import Order
+from eventloop.training.state import Counters, RunState
 from eventloop.training.update import window_open
 
 
@@ -85,8 +85,6 @@ class Run:
         ConfigurationError: an option that cannot work.
     """
 
-    _loop_driven = False
-
     @check_options
     def __init__(
         self,
@@ -112,33 +110,24 @@ class Run:
         self.stateful = checked_stateful(stateful or {})
         self.work_dir = None if work_dir is None else checked_work_dir(work_dir).absolute()
         self.device = device_of(device, self.models)
-        self.seed = checked_seed(seed)
+        self.seed = None if seed is None else checked_seed(seed)
         self.name = name or (self.work_dir.name if self.work_dir else "run")
         self.config = config or {}
         self.counters = counters or Counters()
+        self.state = RunState(self.counters, self.optimizers, lambda: window_open(self.bus.hooks))
         self.info: dict[str, Any] = {}
         self.shared = Shared()
         self.validates: bool | None = None
         """Whether validations belong to the training; None in a loop of the user's own that has made none yet."""
-        self.trains = bool(self.optimizers)
-        """Whether this run begins for a training, and has its directories to itself from its beginning on."""
         self.resumed_from: AnyPath | None = None
         self.options = options_given(self.optimizers, seed)
         self._feeds = Feeds(self.device)
         self._told: set[str] = set()
         self._checkpoints = RunCheckpoints(self, resume, strict=strict)
-        self.order = Order(
-            self.counters,
-            publish=self.publish,
-            save=self._checkpoints.save_if_asked,
-            lock=lambda: self._lifecycle.lock(),
-            window_open=lambda: window_open(self.bus.hooks),
-            may_change=self.bus.may_change_state,
-            models=self.models.values(),
+        self._driver = Driver(
+            self, self.bus, self.state, self._feeds, self._checkpoints, moves=device is not None, told=self._told
         )
-        self._lifecycle: RunLifecycle = RunLifecycle(
-            self, self._feeds, self._checkpoints, moves=device is not None, loop_driven=self._loop_driven
-        )
+        self._bodies = Bodies(self._driver)
 
     # --------------------------------------------------------------------------------------- what users call
 
@@ -149,9 +138,15 @@ class Run:
         return first
 
     @property
+    def unwrapped_model(self) -> torch.nn.Module:
+        """The model inside its wrappers: those of DDP, FSDP, ``DataParallel``, ``torch.compile``, DeepSpeed and Accelerate."""
+        model: torch.nn.Module = unwrapped(self.model)
+        return model
+
+    @property
     def progress(self) -> Progress:
         """How far the run has come: the snapshot that events carry."""
-        return self.order.progress
+        return self.state.progress
 
     @property
     def rank(self) -> int:
@@ -166,29 +161,36 @@ class Run:
     @property
     def outputs(self) -> dict[str, Any]:
         """What the current iteration has reported so far."""
-        return self.order.outputs
+        return self.state.outputs
 
     @property
     def training(self) -> bool:
         """True from ``before_train`` to the end of training: a validation that is part of it, and not ``loop.val()``."""
-        return self.order.training
+        return self.state.training
 
     @property
     def updated(self) -> bool:
         """True if an optimizer has stepped in the current iteration."""
-        return bool(self.order.stepped)
+        return bool(self.state.stepped)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return True if ``optimizer``, one of this run, has stepped in the current iteration."""
-        return id(optimizer) in self.order.stepped
+        return id(optimizer) in self.state.stepped
 
     @property
     def last_batch(self) -> bool:
         """True if the current training batch is the last one of its epoch (or of an iteration-based run)."""
-        return self.order.last_batch
+        return self._driver.last_batch
+
+    def drive(self) -> Driver:
+        """Return what drives this run by calls, for control flow that is no ``for`` statement; always the same object.
+
+        Call its ``begin_run()``, or use it inside of ``with run:``. See :class:`~eventloop.training.Driver`.
+        """
+        return self._driver
 
     @check_options
-    def epochs(self, max_epochs: Count | None = None, *, max_iters: Count | None = None) -> Epochs:
+    def epochs(self, max_epochs: Limit | None = None, *, max_iters: Limit | None = None) -> Epochs:
         """Iterate over the indices of the epochs that are left; publishes ``before_train`` and ``after_train`` around them.
 
         Args:
@@ -199,7 +201,7 @@ class Run:
             raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give run.epochs() one of them")
         self.counters.max_epochs = max_epochs
         self.counters.max_iters = max_iters
-        return Epochs(self.order)
+        return Epochs(self._bodies)
 
     @check_options
     def train(self, loader: Data, *, endless: bool = False) -> TrainBatches:
@@ -212,7 +214,7 @@ class Run:
             loader: any iterable of batches that can be iterated again.
             endless: begin the loader anew when it is used up, within the same epoch (iteration-based training).
         """
-        return TrainBatches(self.order, self._feeds.for_training(loader), endless=endless)
+        return TrainBatches(self._bodies, self._feeds.for_training(loader), endless=endless)
 
     @check_options
     def validate(self, loader: Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
@@ -226,20 +228,20 @@ class Run:
         """
         self.validates = True
         feed = self._feeds.for_evaluation(loader, "val_data")
-        return EvaluationBatches(self.order, feed, Metrics(metrics, self.device, self._told), "val")
+        return EvaluationBatches(self._bodies, feed, Metrics(metrics, self.device, self._told), "val")
 
     @check_options
     def test(self, loader: Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
         """Iterate over test batches; like :meth:`validate` with the events of a test."""
         feed = self._feeds.for_evaluation(loader, "test_data")
-        return EvaluationBatches(self.order, feed, Metrics(metrics, self.device, self._told), "test")
+        return EvaluationBatches(self._bodies, feed, Metrics(metrics, self.device, self._told), "test")
 
     def report(self, *unnamed: Any, **entries: Any) -> None:
         """Add entries to the outputs of the current iteration, by name; tensors stay on their device."""
         if unnamed:
             raise TrainingError("run.report() takes what it reports by name, such as run.report(loss=loss)")
-        self.order.check_open("run.report()")
-        self.order.outputs.update(entries)
+        self.state.check_open("run.report()")
+        self.state.outputs.update(entries)
 
     def report_image(self, name: str, image: torch.Tensor | np.ndarray[Any, Any]) -> None:
         """Publish ``image_reported``: for writers that take images, and whoever else hears it.
@@ -255,7 +257,7 @@ class Run:
             TrainingError: outside of ``with run:``.
             ValueError: another shape or kind of numbers.
         """
-        self.order.check_open("run.report_image()")
+        self.state.check_open("run.report_image()")
         if self.bus.wants(ev.ImageReported):
             check_image(name, image)
             self.publish(ev.ImageReported, name=name, image=image)
@@ -269,17 +271,17 @@ class Run:
             )
         if self.bus.wants(event):
             try:
-                made = event(run=self, progress=self.order.progress, **payload)
+                made = event(run=self, progress=self.state.progress, **payload)
             except TypeError:  # a plain Event, or a mistake in the payload; the run's own events pay nothing for it
                 if issubclass(event, RunEvent):
                     raise
-                ours = {"run": self, "progress": self.order.progress}
+                ours = {"run": self, "progress": self.state.progress}
                 made = event(**{name: ours[name] for name in ours if name in event.__struct_fields__}, **payload)
             self.bus.publish(made)
 
     def defer(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` when the innermost open scope ends, however it ends; last registered, first called."""
-        self.order.scopes.defer(undo)
+        self.state.scopes.defer(undo)
 
     def stop(self, reason: str = "") -> None:
         """End the run at the next safe mount point: after an iteration whose accumulation window is complete.
@@ -294,8 +296,9 @@ class Run:
         """
         if reason:
             # Not into run.info yet: a signal handler may strike while the training thread goes through it.
-            self.order.stop_reason = reason
-        self.order.stop = True
+            self.state.stop_reason = reason
+        self.state.stop = True
+        self.state.wake()
 
     def cancel(self) -> None:
         """End the run as an exception would: raises :class:`RunCancelled` on the training thread.
@@ -303,7 +306,53 @@ class Run:
         It does so at the next safe mount point, or in a publish that waits for a place in a full lane. Open scopes do not
         publish their ``after_x``, nothing is saved. Safe from any thread and from signal handlers.
         """
-        self.order.cancelled = True
+        self.state.cancelled = True
+        self.state.wake()
+
+    def pause(self) -> None:
+        """Have the run wait at the next safe mount point, after the iteration under way, until :meth:`resume`.
+
+        Safe from any thread and from signal handlers. :meth:`stop`, :meth:`cancel`, the cancellation of ``await loop.arun()``
+        and Ctrl-C end the waiting at once. Offloaded handlers go on meanwhile. With several processes all of them pause after
+        the same iteration; the rank that has asked for it resumes them.
+        """
+        self.state.paused = True
+
+    def resume(self) -> None:
+        """Have a paused run go on. Safe from any thread and from signal handlers."""
+        self.state.paused = False
+        self.state.wake()
+
+    @check_options
+    def set_lr(self, lr: Rate, optimizer: str | int | None = None) -> None:
+        """Set the learning rate of all parameter groups at the next safe mount point, after the iteration under way.
+
+        A schedule goes on from there: what ``ParamSchedulerHook`` steps is scaled by the same factor, so that each later rate
+        is the schedule's, times the new rate over the old one. A scheduler that your own code steps may set its own rates
+        again, if it computes them from its ``base_lrs`` (``LambdaLR``). Checkpoints hold the new rates. Safe from any thread
+        and from signal handlers; with several processes it is for all of them, whichever asks.
+
+        Args:
+            lr: the new rate.
+            optimizer: name or index of one of several; all by default.
+
+        Raises:
+            ConfigurationError: a rate that is not above 0 and finite, or an optimizer that the run has not.
+        """
+        if not math.isfinite(lr):
+            raise ConfigurationError(f"lr={lr!r}: give a number above 0")
+        names = tuple(self.optimizers)
+        if isinstance(optimizer, int) and -len(names) <= optimizer < len(names):
+            names = (names[optimizer],)
+        elif optimizer is not None:
+            if optimizer not in names:
+                raise ConfigurationError(
+                    f"optimizer={optimizer!r}: the run has {', '.join(map(repr, names)) or 'none'}; give a name or an index"
+                )
+            names = (str(optimizer),)
+        if not names:
+            raise ConfigurationError("run.set_lr(): the run has no optimizer; give Run(optimizer=...) one")
+        self.state.rates.append((float(lr), names))
 
     def checkpoint_now(self) -> None:
         """Save at the next safe mount point, under ``iter_<n>.safetensors``. Safe from any thread and signal handlers.
@@ -312,7 +361,7 @@ class Run:
             ConfigurationError: the run has no work dir.
         """
         self._checkpoints.place()
-        self.order.save_now = True
+        self.state.save_now = True
 
     def request_save(
         self,
@@ -404,7 +453,7 @@ class Run:
 
     def data_state(self) -> Mapping[str, Any] | None:
         """Return the place in the data; for checkpoints."""
-        return self._feeds.state_dict(validating=self.order.validation_rng is not None)
+        return self._feeds.state_dict(validating=self.state.validation_rng is not None)
 
     def set_data_state(self, state: Mapping[str, Any] | None) -> None:
         """Go on at this place in the data; from checkpoints."""
@@ -413,8 +462,19 @@ class Run:
     # ------------------------------------------------------------------------------------------- begin and end
 
     def __enter__(self) -> Self:
-        self._lifecycle.enter()
+        self._driver.begin_run()
+        self.state.scopes.defer(self._bodies.forget)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        self._lifecycle.exit(error)
+        if not self.state.scopes.innermost:
+            return  # ended by the driver
+        if error is None:
+            try:
+                self._bodies.close()
+            except BaseException as failure:
+                self._driver.fail(failure)
+                raise
+            self._driver.end_run()
+        else:
+            self._driver.fail(error)

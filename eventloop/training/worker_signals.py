@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from eventloop.training.loader_state import has_workers, start_persistent_workers
+from eventloop.training.loaders import has_workers, start_persistent_workers
 
 
 class WorkerSignals:

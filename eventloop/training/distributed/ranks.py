@@ -10,14 +10,17 @@ import re
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
+from eventloop.bus import Bus
+from eventloop.checkpoint import is_sharded
 from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.log import get_logger
 
@@ -32,7 +35,6 @@ _FAILURE: Final = "trainbus/failure"
 _STORE_TIMEOUT: Final = timedelta(seconds=5)
 _ANSWER: Final = 2.0  # seconds between the errors of ranks that waited for the same one
 _TIMED_OUT: Final = re.compile(r"time(d |-)?out", re.IGNORECASE)
-_NOTHING: Final = (False, False, False)
 _TOGETHER: Final = (
     "run.request_save() is for all ranks, at the same mount point, or for none: no condition on run.rank, and no handler with "
     'ranks="rank0" may call it. run.checkpoint_now() is for any rank'
@@ -111,8 +113,18 @@ class Ranks:
                 raise TrainingError(f"rank {rank} asks for the checkpoint {', '.join(more)}, and rank 0 does not. {_TOGETHER}")
 
 
+class Wishes(NamedTuple):
+    """What a rank asks for, or some rank."""
+
+    stop: bool = False
+    save: bool = False
+    cancelled: bool = False
+    paused: bool = False
+    rates: bool = False
+
+
 class Agreement:
-    """What some rank has asked for, known to all ranks at the same moment: a stop, a checkpoint, a cancellation.
+    """What some rank has asked for, known to all ranks at the same moment: see :class:`Wishes`.
 
     In the middle of training it is asked without waiting: what is asked for within an iteration is collected beside those that
     follow, and holds at the end of one of them. That takes up to :data:`INTERVAL` seconds or one iteration, whichever is
@@ -124,19 +136,19 @@ class Agreement:
 
     Args:
         ranks: all processes.
-        wishes: returns what this rank wants: stop, save, cancel.
+        wishes: returns what this rank wants.
         reason: returns why it wants a stop.
     """
 
-    def __init__(self, ranks: Ranks, wishes: Callable[[], tuple[bool, bool, bool]], reason: Callable[[], str]) -> None:
+    def __init__(self, ranks: Ranks, wishes: Callable[[], Wishes], reason: Callable[[], str]) -> None:
         self.ranks = ranks
-        self.stop, self.save, self.cancelled = _NOTHING
+        self.stop, self.save, self.cancelled, self.paused, self.rates = Wishes()
         self.reason = ""
         self.asked: Callable[[], list[str]] = list
         """Returns the names of the files that are to be saved next."""
         self._wishes = wishes
         self._reason = reason
-        self._flags = torch.zeros(len(_NOTHING) + 3, dtype=torch.int32)
+        self._flags = torch.zeros(len(Wishes._fields) + 3, dtype=torch.int32)
         self._told: list[str] = []
         self._every = 1
         self._since = 0
@@ -193,7 +205,7 @@ class Agreement:
             return
         self._wait_for(self._under_way)
         self._under_way = None
-        stop, save, cancelled, fewest, digest, negative = self._flags.tolist()
+        stop, save, cancelled, paused, rates, fewest, digest, negative = self._flags.tolist()
         if digest != -negative:
             mine = f"rank {self.ranks.rank} for {', '.join(self._told) or 'none'}"
             raise TrainingError(f"not all ranks ask for the same checkpoint at the same time, {mine}. {_TOGETHER}")
@@ -203,6 +215,7 @@ class Agreement:
         self.stop = self.stop or bool(stop)
         self.save = self.save or bool(save)
         self.cancelled = self.cancelled or bool(cancelled)
+        self.paused, self.rates = bool(paused), bool(rates)
 
     def _wait_for(self, work: distributed.Work) -> None:
         if self._told and not work.is_completed():
@@ -215,11 +228,43 @@ class Agreement:
         work.wait()
 
 
-def join() -> Ranks:
-    """Return all processes of a run that begins. A collective."""
+def join_ranks(
+    bus: Bus, models: Mapping[str, torch.nn.Module], wishes: Callable[[], Wishes], reason: Callable[[], str], *, trains: bool
+) -> Agreement | None:
+    """Have the bus and a run that begins go in step with the other processes; None where there is one. A collective.
+
+    Args:
+        bus: learns which process this is.
+        models: of the run.
+        wishes: returns what this rank asks for.
+        reason: returns why it wants a stop.
+        trains: False if the run has no optimizer.
+
+    Raises:
+        ConfigurationError: ``torchrun`` started several processes, and they do not know of each other.
+    """
     global _runs
+    check_initialized()
+    bus.place(this_rank(), world_size())
+    if world_size() == 1:
+        return None
     _runs += 1
-    return Ranks(control_group())
+    agreement = Agreement(Ranks(control_group()), wishes, reason)
+    if trains:
+        warn_if_apart(models)
+    return agreement
+
+
+def warn_if_apart(models: Mapping[str, torch.nn.Module]) -> None:
+    """Warn of models that have weights to train and nothing that keeps them the same on all ranks."""
+    for name, model in models.items():
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        if trained and not is_sharded(model) and not any(isinstance(one, DistributedDataParallel) for one in model.modules()):
+            log.warning(
+                "each process trains its own copy of this model, as it is neither in DistributedDataParallel nor sharded; wrap "
+                "it, unless you average gradients yourself",
+                model=name,
+            )
 
 
 def control_group() -> distributed.ProcessGroup:

@@ -13,8 +13,8 @@ from eventloop.checkpoint import SHARDS, AnyPath, as_path, is_sharded, load, ver
 from eventloop.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from eventloop.events import Event, Progress
 from eventloop.log import get_logger
-from eventloop.training.arguments import stepping
 from eventloop.training.distributed.ranks import Ranks, saves_group, this_rank, world_size
+from eventloop.training.optimizers import stepping
 from eventloop.training.rng import get_rng_state
 from eventloop.training.saves import restore as resume
 from eventloop.training.saves.capture import SavePoints
@@ -88,9 +88,9 @@ class RunCheckpoints:
         shards = self._take_shards if self._sharded else None
         optimizers = map(stepping, run.optimizers.values())
         saves = self._saves = SavePoints(run.bus, self._capture, run.work_dir, optimizers, shards)
-        if run.order.agreement is not None:
-            run.order.agreement.asked = lambda: saves.names
-        self._run.order.scopes.defer(self._saves.close)
+        if run.state.agreement is not None:
+            run.state.agreement.asked = lambda: saves.names
+        self._run.state.scopes.defer(self._saves.close)
 
     @property
     def points(self) -> SavePoints:
@@ -120,7 +120,7 @@ class RunCheckpoints:
 
     def request(self, request: SaveRequest) -> None:
         """Note a wish for the next save point of a training; skip it in a validation or test of its own."""
-        if self._run.order.has_trained or self._run.progress.stage == "train":
+        if self._run.state.has_trained or self._run.progress.stage == "train":
             self.points.request(request)
         else:
             self._refuse(request)
@@ -128,9 +128,9 @@ class RunCheckpoints:
     def save_if_asked(self, *, force: bool = False) -> None:
         """Save if a hook or a thread has asked for it; in the middle of an accumulation window only by ``force``."""
         saves = self._saves if self._saves is not None else self.points
-        if self._ranks is None and not self._run.order.save_now and not saves.requested:
+        if self._ranks is None and not self._run.state.save_now and not saves.requested:
             return  # as after nearly every iteration
-        if not self._run.order.has_trained:
+        if not self._run.state.has_trained:
             return
         if not force and window_open(self._run.bus.hooks):
             return
@@ -148,7 +148,7 @@ class RunCheckpoints:
         """Save what was asked for last, and wait until all is written; what a run without training was asked for is skipped."""
         self.save_if_asked(force=True)
         points = self.points
-        if not self._run.order.has_trained:
+        if not self._run.state.has_trained:
             asked = points.requests
             points.adopt([])
             for request in [*asked, self._asked_now()] if self._take_save_now() else asked:
@@ -164,10 +164,10 @@ class RunCheckpoints:
             everyones = ranks.gather(saves.requests)
             ranks.check_first_has_all([[request.path.name for request in requests] for requests in everyones])
             saves.adopt(everyones[0])
-        elif saves.requested and self._run.order.agreement is not None:
-            self._run.order.agreement.confirm()
+        elif saves.requested and self._run.state.agreement is not None:
+            self._run.state.agreement.confirm()
         if saves.requested:
-            own = {"rng": self._run.order.validation_rng or get_rng_state(), "data": self._run.data_state()}
+            own = {"rng": self._run.state.validation_rng or get_rng_state(), "data": self._run.data_state()}
             standing = saves.standing(self._version())
             self._rank_states, tokens, standings = zip(*ranks.gather((own, secrets.token_hex(4), standing)), strict=True)
             self._token = tokens[0]
@@ -179,22 +179,22 @@ class RunCheckpoints:
 
     def _take_save_now(self) -> bool:
         """Return True, once, if a checkpoint was asked for, by whichever rank."""
-        order = self._run.order
-        if order.agreement is None:
-            asked, order.save_now = order.save_now, False
+        state = self._run.state
+        if state.agreement is None:
+            asked, state.save_now = state.save_now, False
             return asked
-        if not order.agreement.save:
+        if not state.agreement.save:
             return False
-        order.agreement.save = order.save_now = False
+        state.agreement.save = state.save_now = False
         return True
 
     def _version(self) -> object:
         """What is equal while the state is the same: code between mount points moves the tensors' own versions only."""
         if self._sharded:  # a forward pass exchanges the parameters of the model, and with them their versions
-            return self._run.order.version
+            return self._run.state.version
         tensors = (t for model in self._run.models.values() for t in chain(model.parameters(), model.buffers()))
         # Tensors made in inference mode have none: they can only be changed there.
-        return self._run.order.version, sum(tensor._version for tensor in tensors if not tensor.is_inference())
+        return self._run.state.version, sum(tensor._version for tensor in tensors if not tensor.is_inference())
 
     def _asked_now(self) -> SaveRequest:
         return SaveRequest(self.place() / f"iter_{self._run.counters.iter}.safetensors")
@@ -232,8 +232,8 @@ class RunCheckpoints:
         run.publish(ev.AfterLoadCheckpoint, path=str(path), checkpoint=state)
         resume.apply(run, state, strict=self._strict)
         run.resumed_from = path
-        run.order.resumed = True
-        self._run.order.progress = run.counters.snapshot()
+        run.state.resumed = True
+        self._run.state.progress = run.counters.snapshot()
         log.info("resumed", path=str(path), epoch=run.counters.epoch, iter=run.counters.iter)
 
     def _find(self) -> tuple[AnyPath, Any] | None:

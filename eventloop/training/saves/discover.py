@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from eventloop.checkpoint import AnyPath, check_regular, load, outline, store_of, verify_shards
 from eventloop.errors import CheckpointDamagedError
 from eventloop.log import get_logger
-from eventloop.training.progress import how_far
 from eventloop.training.saves.pointer import file_named, read_pointer
 from eventloop.training.saves.restore import is_resumable
 from eventloop.training.saves.write import LAST
+from eventloop.training.state import how_far
 
 log = get_logger()
 

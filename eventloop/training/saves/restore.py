@@ -13,11 +13,9 @@ from eventloop.bus import Bus
 from eventloop.checkpoint import without_wrappers
 from eventloop.errors import CheckpointError
 from eventloop.log import get_logger
-from eventloop.training.arguments import stepping
-from eventloop.training.given import tell_changed
-from eventloop.training.progress import Count, Counters
+from eventloop.training.optimizers import stepping, tell_changed
 from eventloop.training.rng import get_rng_state, other_rng_state, set_rng_state
-from eventloop.training.state import Order
+from eventloop.training.state import Count, Counters, RunState
 
 FORMAT = 1
 """Version of the tree's shape, in every checkpoint under ``"format"``."""
@@ -34,7 +32,7 @@ class Resumable(Protocol):
     counters: Counters
     info: dict[str, Any]
     options: dict[str, Any]
-    order: Order
+    state: RunState
     bus: Bus
 
     def data_state(self) -> Mapping[str, Any] | None:
@@ -56,7 +54,7 @@ def gather(run: Resumable, *, optimizers: bool = True) -> dict[str, Any]:
         "state_dict": models["model"] if set(models) == {"model"} else models,
         "progress": run.counters.state_dict(),
         "data": run.data_state(),
-        "rng": run.order.validation_rng or get_rng_state(),
+        "rng": run.state.validation_rng or get_rng_state(),
         "bus": run.bus.state_dict(),
         "stateful": {name: thing.state_dict() for name, thing in run.stateful.items()},
         "info": {name: value for name, value in run.info.items() if _plain(value)},

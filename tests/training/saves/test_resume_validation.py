@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from eventloop import Bus, Run, TrainLoop
-from eventloop.training.loader_state import has_workers
+from eventloop.training.loaders import has_workers
 
 
 def samples(count: int = 22) -> TensorDataset:

@@ -1,4 +1,4 @@
-"""The options that a program gives and a checkpoint overrides: a resume tells which of them have changed since."""
+"""The optimizers of a run: which one steps, the options that a checkpoint overrides, the learning rate."""
 
 from __future__ import annotations
 
@@ -8,12 +8,61 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from eventloop.errors import ConfigurationError
 from eventloop.log import get_logger
 
 log = get_logger()
 
 # As they were when a run first saw the optimizer: later its groups hold what schedules and checkpoints have set.
 _seen: WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = WeakKeyDictionary()
+
+
+def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer whose step torch's hooks see: that inside a wrapper which never called ``Optimizer.__init__``.
+
+    Such are Accelerate's ``AcceleratedOptimizer`` and torchft's ``OptimizerWrapper``.
+
+    Raises:
+        ConfigurationError: there is none inside.
+    """
+    inner: torch.optim.Optimizer | None = optimizer
+    while inner is not None and not hasattr(inner, "_optimizer_step_pre_hooks"):  # made by Optimizer.__init__
+        inner = next((value for value in vars(inner).values() if isinstance(value, torch.optim.Optimizer)), None)
+    if inner is None:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} has not called torch.optim.Optimizer.__init__ and holds no optimizer that has, so its "
+            "steps cannot be counted; give the optimizer that it wraps"
+        )
+    return inner
+
+
+def tell_useless(optimizers: Mapping[str, torch.optim.Optimizer], models: Mapping[str, torch.nn.Module]) -> None:
+    """Warn of an optimizer that has not one parameter of a model, so that its steps train none."""
+    trained = {id(parameter) for model in models.values() for parameter in model.parameters()}
+    for name, optimizer in optimizers.items():
+        if trained.isdisjoint(id(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+            log.warning(
+                "this optimizer has not one parameter of the models, so its steps train none of them: was it made for another "
+                "model, or before the parameters were replaced? Make it from the parameters of the model that is given",
+                optimizer=name,
+                models=", ".join(models),
+            )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of all parameter groups, and scale what schedules start from by the same factor.
+
+    torch's schedulers keep that in the groups: ``initial_lr``, and ``max_lr`` and ``min_lr`` of some.
+    """
+    for group in optimizer.param_groups:
+        before = float(group["lr"])
+        for key in ("initial_lr", "max_lr", "min_lr"):
+            if key in group and before > 0:
+                group[key] *= rate / before
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def options_given(optimizers: Mapping[str, torch.optim.Optimizer], seed: int | None) -> dict[str, Any]:

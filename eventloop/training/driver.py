@@ -1,0 +1,616 @@
+"""``Driver``: the order of the mount points of a run, one call for each step of a training.
+
+It is the push way to drive a run. The iterators (:mod:`eventloop.training.iterators`) and ``TrainLoop`` make the same calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from eventloop import events as ev
+from eventloop.bus import Bus
+from eventloop.checks import check_options
+from eventloop.errors import ConfigurationError, LaneFullError, TrainingError
+from eventloop.events import Event, Stage
+from eventloop.events.run_view import RunView
+from eventloop.log import get_logger
+from eventloop.offload import Deadline
+from eventloop.training.arguments import Limit
+from eventloop.training.data import Feed, Feeds
+from eventloop.training.distributed.ranks import Wishes, join_ranks, tell_failure, this_rank, world_size
+from eventloop.training.distributed.shares import Share, forward_alone
+from eventloop.training.locks import DirectoryLock
+from eventloop.training.metrics import Metrics, NamedMetrics
+from eventloop.training.optimizers import stepping, tell_useless
+from eventloop.training.rng import get_rng_state, seed_everything
+from eventloop.training.saves.checkpoints import RunCheckpoints
+from eventloop.training.state import RunState, never
+from eventloop.training.update import check_updates
+
+log = get_logger()
+
+_TURNS: Final[Mapping[str, tuple[str, ...]]] = {
+    "": ("begin_run",),
+    "run": ("begin_train", "begin_validation", "begin_test", "end_run"),
+    "train": ("begin_epoch", "begin_validation", "begin_test", "end_train"),
+    "epoch": ("begin_iteration", "begin_validation", "begin_test", "end_epoch", "abandon_epoch"),
+    "iter": ("end_iteration", "abandon_iteration", "abandon_epoch"),
+    "val": ("begin_validation_iteration", "end_validation", "abandon_validation"),
+    "val iter": ("end_validation_iteration", "abandon_validation"),
+    "test": ("begin_test_iteration", "end_test", "abandon_test"),
+    "test iter": ("end_test_iteration", "abandon_test"),
+}
+"""By the innermost open scope: the calls that are in turn. :meth:`Driver.fail` is so wherever something is open."""
+
+_CALLED: Final = {"run": "a run", "train": "a training", "epoch": "an epoch", "iter": "an iteration"} | {
+    "val": "a validation",
+    "val iter": "an iteration of a validation",
+    "test": "a test",
+    "test iter": "an iteration of a test",
+}
+
+_EVALUATION: Final[Mapping[str, tuple[type[Event], ...]]] = {
+    "val": (ev.BeforeVal, ev.BeforeValEpoch, ev.BeforeValIter, ev.AfterValIter, ev.AfterValEpoch, ev.AfterVal),
+    "test": (ev.BeforeTest, ev.BeforeTestEpoch, ev.BeforeTestIter, ev.AfterTestIter, ev.AfterTestEpoch, ev.AfterTest),
+}
+
+AnyMetrics = NamedMetrics | Metrics
+
+_open: list[RunView] = []
+"""Runs of this process that have begun and not ended."""
+
+
+class Driver:
+    """Drives a run by calls, for control flow that is no ``for`` statement; ``run.drive()`` returns it.
+
+        run = Run(bus, model=model, optimizer=optimizer)
+        drive = run.drive()
+        drive.begin_run()                                   # or `with run:` around the rest
+        drive.begin_train(max_epochs=1)
+        for batch in drive.begin_epoch(loader):
+            drive.begin_iteration(batch)
+            drive.end_iteration({"loss": learn(batch)})     # forward, backward, step: yours
+            if drive.should_stop():
+                break
+        drive.end_epoch()
+        drive.end_train()
+        drive.end_run()                                     # or, after an exception, drive.fail(error)
+
+    Each call publishes its mount points, counts, saves what was requested, and ends its scope. The ``abandon_…`` calls end a
+    scope in its middle, without its ``after_x``. At the end of an iteration :meth:`Run.pause`, :meth:`Run.set_lr` and
+    :meth:`Run.cancel` take effect; ask :meth:`should_stop` for :meth:`Run.stop`.
+
+    Raises:
+        TrainingError: a call out of turn; it names the calls that are in turn, and has changed nothing.
+    """
+
+    def __init__(
+        self,
+        run: RunView,
+        bus: Bus,
+        state: RunState,
+        feeds: Feeds,
+        checkpoints: RunCheckpoints,
+        *,
+        moves: bool,
+        told: set[str] | None = None,
+    ) -> None:
+        self.state = state
+        self.feed: Feed | None = None
+        """The data of the epoch."""
+        self.loop_driven = False
+        """True if a hook makes the updates, not the body of the user's loop."""
+        self._run = run
+        self._bus = bus
+        self._feeds = feeds
+        self._checkpoints = checkpoints
+        self._moves = moves
+        self._told = set() if told is None else told
+        self._opened = False
+        self._patience: Deadline | None = None
+        self._locks: dict[Path, DirectoryLock] = {}
+        self._begun = False
+        self._batch: Any = None
+        self._last: bool | None = None
+        self._evaluated: Feed | None = None
+        self._metrics = Metrics()
+        self._share: Share | None = None
+        self._index = 0
+        self._in_step = False
+        self._evaluation_changes = False
+
+    def should_stop(self) -> bool:
+        """Return True if the run is to end here: call ``abandon_epoch``, ``end_train`` and ``end_run`` then.
+
+        A paused run waits in here. In an accumulation window a stop waits for its step.
+
+        Raises:
+            RunCancelled: :meth:`Run.cancel` was called; hand it to :meth:`fail`.
+        """
+        return self.state.should_stop()
+
+    @property
+    def validation_comes_first(self) -> bool:
+        """True if a resumed run has to validate before it trains: its checkpoint was made before or in a validation."""
+        return self.state.counters.phase == "val"
+
+    @property
+    def last_batch(self) -> bool:
+        """True if the current training batch is the last one of its epoch (or of an iteration-based run)."""
+        counters = self.state.counters
+        if counters.max_iters is not None and counters.iter + 1 >= counters.max_iters:
+            return True
+        return self._last if self._last is not None else self.feed is not None and self.feed.last
+
+    # -------------------------------------------------------------------------------------------------------- the run
+
+    def begin_run(self) -> None:
+        """Open the bus if it is not open, publish ``before_run``, and load the checkpoint to resume from.
+
+        Raises:
+            Exception: of a handler, or of the checkpoint; nothing is left open then.
+        """
+        self._take_turn("begin_run")
+        bus = self._bus
+        if bus.state == "idle":
+            bus.open()
+            self._opened = True
+        self._patience = None
+        bus.adopt_thread(self._interrupt, self.state.refuse)
+        try:
+            self._begin()
+        except BaseException as error:
+            self._abort(error)
+            raise
+
+    def end_run(self) -> None:
+        """Publish ``after_run``, wait until all checkpoints are written, and close the bus if the run has opened it."""
+        self._take_turn("end_run")
+        try:
+            self._end()
+        except BaseException as failure:
+            self._abort(failure)
+            raise
+        self._bus.release_thread(self._interrupt)
+        self._close()
+
+    def fail(self, error: BaseException) -> None:
+        """End the run by an exception: publish ``on_exception``, end all scopes, drain for at most the bus's ``abort_timeout``.
+
+        The exception is for the caller to raise. Errors in here are logged and added to it as notes.
+        """
+        if not self.state.scopes.innermost:
+            raise TrainingError("drive.fail() is out of turn: the run has not begun, or has ended; expected drive.begin_run()")
+        self._abort(error)
+
+    def _begin(self) -> None:
+        run, state = self._run, self.state
+        state.scopes.enter("run")
+        state.agreement = join_ranks(
+            self._bus,
+            run.models,
+            lambda: Wishes(state.stop, state.save_now, state.cancelled, state.paused, bool(state.rates)),
+            lambda: state.stop_reason,
+            trains=bool(run.optimizers),
+        )
+        self._checkpoints.join(state.ranks)
+        state.scopes.defer(run.shared.clear)
+        state.scopes.defer(self._forget)
+        check_updates(self._bus.hooks, loop_driven=self.loop_driven)
+        self._tell_others()
+        tell_useless(run.optimizers, run.models)
+        if run.seed is not None:
+            seed_everything(run.seed)
+        for model in run.models.values() if self._moves else ():
+            model.to(run.device)
+        # Before the steps are watched: its fence comes before the handlers of before_optimizer_step, which may change weights.
+        self._checkpoints.open()
+        for name, optimizer in run.optimizers.items():
+            self._watch_steps(name, optimizer)
+        if state.trains:
+            self._lock()  # before a handler opens a file there
+        run.publish(ev.BeforeRun)
+        if state.trains:
+            self._lock()  # where hooks save, too
+        self._checkpoints.load()
+
+    def _end(self) -> None:
+        state = self.state
+        state.progress = state.counters.snapshot()
+        if reason := state.stop_reason or (state.agreement.reason if state.agreement is not None else ""):
+            self._run.info["stop_reason"] = reason
+        self._tell(ev.AfterRun)
+        self._checkpoints.end()
+        if state.agreement is not None:  # no process leaves before all is written, and all hear if it is not
+            self._bus.raise_failures()
+            state.settle()
+        state.scopes.leave("run")
+
+    def _abort(self, error: BaseException) -> None:
+        if world_size() > 1:
+            tell_failure(error)
+        self._patience = Deadline(self._bus.abort_timeout)
+        # Finally: a second Ctrl-C strikes in a handler of on_exception, say, and must not leave anything open.
+        try:
+            self._tell_exception(error)
+        finally:
+            try:
+                self.state.scopes.unwind()
+            finally:
+                self._bus.release_thread(self._interrupt)
+                self._close(abort=True)
+
+    def _tell_exception(self, error: BaseException) -> None:
+        try:
+            self._bus.raise_failures()  # publishing would raise them instead of being heard
+        except Exception as failure:
+            log.exception("an offloaded handler failed, too")
+            error.add_note(f"at about the same time, an offloaded handler failed: {failure!r}")
+        try:
+            self._run.publish(ev.OnException, error=f"{type(error).__name__}: {error}", exception=error)
+        except Exception as failure:
+            log.exception("a handler of on_exception failed")
+            error.add_note(f"while handling it, a handler of on_exception failed: {failure!r}")
+
+    def _close(self, *, abort: bool = False) -> None:
+        try:
+            if self._opened:
+                self._opened = False
+                self._bus.close(abort=abort)
+        finally:
+            while self._locks:
+                self._locks.popitem()[1].release()
+
+    def _interrupt(self) -> None:
+        """Raise if the training thread should not wait for room in a full lane; called where it is about to."""
+        if self._patience is None:
+            self.state.check_cancelled()
+        elif not self._patience.left:
+            raise LaneFullError(
+                f"the run ends by an exception, and waits no longer than {self._bus.abort_timeout:g} s for its lanes"
+            )
+
+    def _lock(self) -> None:
+        """Lock the directories of this training. Rank 0 locks them for all; an error is raised on all ranks."""
+        problem = ""
+        try:
+            for place in self._checkpoints.directories if not this_rank() else ():
+                # One directory may have several names: a link to it, a way with "..".
+                if isinstance(place, Path) and (directory := place.resolve()) not in self._locks:
+                    self._locks[directory] = DirectoryLock(directory)
+        except ConfigurationError as error:
+            problem = str(error)
+        if self.state.ranks is not None:
+            problem = self.state.ranks.from_first(problem)
+        if problem:
+            raise ConfigurationError(problem)
+
+    def _tell_others(self) -> None:
+        """Warn of runs at the same time whose random numbers are not those that a seed promises."""
+        for other in _open:
+            if self._run.seed is not None or other.seed is not None:
+                log.warning(
+                    "two runs at once in one process draw from the same random state: neither gets the numbers of its seed, "
+                    "and no resume is bitwise; run one after the other, or each in a process of its own",
+                    run=self._run.name,
+                    other=other.name,
+                )
+        _open.append(self._run)
+        self.state.scopes.defer(lambda: _open.remove(self._run))
+
+    def _forget(self) -> None:
+        self.feed = self._evaluated = self._share = self._batch = None
+        self.state.validation_follows = never
+        self._feeds.forget()
+
+    def _watch_steps(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        # GradScaler does not call step() for a step that it skips, so torch's own hooks see the real ones only.
+        publish, stepped = self._run.publish, self.state.stepped
+
+        def before_step(*step: Any) -> None:
+            publish(ev.BeforeOptimizerStep, name=name, optimizer=optimizer)
+
+        def after_step(*step: Any) -> None:
+            stepped.add(id(optimizer))
+            publish(ev.AfterOptimizerStep, name=name, optimizer=optimizer)
+
+        inner = stepping(optimizer)
+        self.state.scopes.defer(inner.register_step_pre_hook(before_step).remove)
+        self.state.scopes.defer(inner.register_step_post_hook(after_step).remove)
+
+    # ------------------------------------------------------------------------------------------------------- training
+
+    @check_options
+    def begin_train(self, *, max_epochs: Limit | None = None, max_iters: Limit | None = None) -> None:
+        """Publish ``before_train``.
+
+        Args:
+            max_epochs: epochs of the training in all, for hooks that ask for them; or else
+            max_iters: iterations in all. You count: the driver ends nothing by itself.
+        """
+        self._take_turn("begin_train")
+        if max_epochs is not None and max_iters is not None:
+            raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give drive.begin_train() one of them")
+        state = self.state
+        self._lock()
+        if max_epochs is not None or max_iters is not None:
+            state.counters.max_epochs, state.counters.max_iters = max_epochs, max_iters
+        state.scopes.enter("train")
+        state.has_trained = True
+        state.progress = state.counters.snapshot()
+        self._run.publish(ev.BeforeTrain)
+
+    def end_train(self) -> None:
+        """Publish ``after_train``."""
+        self._take_turn("end_train")
+        self.state.progress = self.state.counters.snapshot()
+        self._tell(ev.AfterTrain)
+        self._checkpoints.save_if_asked(force=True)
+        self.state.scopes.leave("train")
+
+    @check_options
+    def begin_epoch(self, data: Iterable[Any] | None = None, *, endless: bool = False) -> Iterable[Any]:
+        """Publish ``before_train_epoch``; return the batches of ``data`` on the device of the run.
+
+        Draw them from the result, so that the run knows its place in the data and finds it again after a resume. The data's
+        iterator is made after the event, so that hooks can still seed samplers.
+
+        Args:
+            data: the loader; None if the run is not to know the data. Then a resumed run begins with the batch
+                ``run.progress.batch_idx`` of its epoch, which is for you to find.
+            endless: begin the loader anew when it is used up, within the same epoch (iteration-based training).
+        """
+        self._take_turn("begin_epoch")
+        state = self.state
+        feed = self.feed = None if data is None else self._feeds.for_training(data)
+        state.scopes.enter("epoch")
+        self.state.go_on()
+        if not ((state.resumed and not self._begun) if feed is None else feed.resuming):
+            state.counters.batches = 0
+        self._begun = True
+        state.progress = state.counters.snapshot()
+        if feed is None:
+            self._run.publish(ev.BeforeTrainEpoch)
+            return ()
+        feed.begin_epoch(state.counters.epoch, endless=endless)
+        self._run.publish(ev.BeforeTrainEpoch)
+        feed.begin()
+        return feed
+
+    def end_epoch(self) -> None:
+        """Publish ``after_train_epoch`` and count it."""
+        self._take_turn("end_epoch")
+        counters = self.state.counters
+        self._tell(ev.AfterTrainEpoch)
+        counters.epoch += 1
+        counters.batches = 0
+        counters.phase = "val" if counters.max_iters is None else "train"
+        if self.feed is not None:
+            self.feed.end()
+        self.state.settle()
+        self._checkpoints.save_if_asked(force=True)
+        self.state.scopes.leave("epoch")
+
+    def abandon_epoch(self) -> None:
+        """End the epoch in its middle, without ``after_train_epoch``; a resume goes on in it."""
+        self._take_turn("abandon_epoch")
+        if "iter" in self.state.scopes:
+            self.abandon_iteration()
+        self.state.scopes.leave("epoch")
+
+    def begin_iteration(self, batch: Any = None, *, last: bool | None = None) -> None:
+        """Publish ``before_train_iter``.
+
+        Args:
+            batch: for the handlers.
+            last: whether it is the last of the epoch; None to ask the data.
+        """
+        self._take_turn("begin_iteration")
+        state = self.state
+        state.progress = state.counters.snapshot()
+        state.outputs = {}
+        state.stepped.clear()
+        self._batch, self._last = batch, last
+        self.state.go_on()
+        state.scopes.enter("iter")
+        self._run.publish(ev.BeforeTrainIter, batch_idx=state.counters.batches, batch=batch)
+
+    def end_iteration(self, outputs: Mapping[str, Any] | None = None) -> None:
+        """Publish ``after_train_iter``, count the iteration, save what was requested, and wait here while the run is paused.
+
+        Args:
+            outputs: added to what ``run.report()`` was given.
+
+        Raises:
+            RunCancelled: :meth:`Run.cancel` was called; hand it to :meth:`fail`.
+        """
+        self._take_turn("end_iteration")
+        state = self.state
+        if outputs:
+            state.outputs.update(outputs)
+        self._run.publish(ev.AfterTrainIter, batch_idx=state.counters.batches, batch=self._batch, outputs=state.outputs)
+        self._count_iteration()
+        if state.agreement is not None:
+            state.agreement.exchange()
+        self._checkpoints.save_if_asked()
+        state.scopes.leave("iter")
+        state.heed()
+
+    def abandon_iteration(self) -> None:
+        """End the iteration without ``after_train_iter``; its batch is used up all the same."""
+        self._take_turn("abandon_iteration")
+        self._count_iteration()
+        self.state.scopes.leave("iter")
+
+    def _count_iteration(self) -> None:
+        state = self.state
+        state.version += 1
+        state.counters.iter += 1
+        state.counters.batches += 1
+        state.counters.update += bool(state.stepped)
+        state.counters.phase = "val" if state.validation_follows() else "train"
+
+    # --------------------------------------------------------------------------------------------- validation and test
+
+    def begin_validation(self, data: Iterable[Any] | None = None, metrics: AnyMetrics | None = None) -> Iterable[Any]:
+        """Publish ``before_val`` and ``before_val_epoch``, in evaluation mode and without gradients; return the batches.
+
+        In a training it belongs between epochs or iterations; alone in a run, it is a validation of its own.
+
+        Args:
+            data: the loader; None if the run is not to know it.
+            metrics: fed with the outputs of each iteration. Means of scalar outputs are taken without any.
+        """
+        return self._begin_evaluation("begin_validation", "val", data, metrics)
+
+    def begin_validation_iteration(self, batch: Any = None) -> None:
+        """Publish ``before_val_iter``."""
+        self._begin_evaluation_iteration("begin_validation_iteration", "val", batch)
+
+    def end_validation_iteration(self, outputs: Mapping[str, Any] | None = None) -> None:
+        """Publish ``after_val_iter``, with ``outputs`` beside what ``run.report()`` was given, and feed the metrics."""
+        self._end_evaluation_iteration("end_validation_iteration", "val", outputs)
+
+    def end_validation(self, metrics: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Publish ``after_val_epoch`` with the metrics, then ``after_val``; return them.
+
+        Args:
+            metrics: values beside those of the metrics and means that were fed; of one name, these count.
+        """
+        return self._end_evaluation("end_validation", "val", metrics)
+
+    def abandon_validation(self) -> None:
+        """End the validation in its middle, without ``after_val``; modes, gradients and weights are as before."""
+        self._take_turn("abandon_validation")
+        self.state.scopes.leave("val")
+
+    def begin_test(self, data: Iterable[Any] | None = None, metrics: AnyMetrics | None = None) -> Iterable[Any]:
+        """Publish ``before_test`` and ``before_test_epoch``; like :meth:`begin_validation`."""
+        return self._begin_evaluation("begin_test", "test", data, metrics)
+
+    def begin_test_iteration(self, batch: Any = None) -> None:
+        """Publish ``before_test_iter``."""
+        self._begin_evaluation_iteration("begin_test_iteration", "test", batch)
+
+    def end_test_iteration(self, outputs: Mapping[str, Any] | None = None) -> None:
+        """Publish ``after_test_iter``; like :meth:`end_validation_iteration`."""
+        self._end_evaluation_iteration("end_test_iteration", "test", outputs)
+
+    def end_test(self, metrics: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Publish ``after_test_epoch`` with the metrics, then ``after_test``; return them."""
+        return self._end_evaluation("end_test", "test", metrics)
+
+    def abandon_test(self) -> None:
+        """End the test in its middle, without ``after_test``."""
+        self._take_turn("abandon_test")
+        self.state.scopes.leave("test")
+
+    def _begin_evaluation(
+        self, call: str, stage: Stage, data: Iterable[Any] | None, metrics: AnyMetrics | None
+    ) -> Iterable[Any]:
+        self._take_turn(call)
+        state = self.state
+        feed = None if data is None else self._feeds.for_evaluation(data, f"{stage}_data")
+        accumulated = metrics if isinstance(metrics, Metrics) else Metrics(metrics, self._run.device, self._told)
+        self._evaluated, self._metrics, self._index = feed, accumulated, -1
+        self._share = None if feed is None else Share(feed.loader)
+        length = None if feed is None else feed.length
+        lengths = [length] if state.ranks is None else state.ranks.gather(length)
+        # Ranks with as many batches each can stop in its middle, others only at its end.
+        self._in_step = len(lengths) > 1 and length is not None and set(lengths) == {length}
+        # A validation outside of training (TrainLoop.val) is no phase of it: a later run does not begin with it.
+        if stage == "val" and state.training:
+            state.counters.phase = "val"
+            state.validation_rng = get_rng_state()
+        state.scopes.enter(stage)
+        if len(lengths) > 1 and not self._in_step:
+            state.scopes.defer(forward_alone(self._run.models.values(), lengths))
+        state.progress = state.counters.snapshot(stage, 0)
+        self._evaluation_mode()
+        before, before_epoch, before_iter, after_iter, *_ = _EVALUATION[stage]
+        self._evaluation_changes = self._bus.may_change_state(before_iter) or self._bus.may_change_state(after_iter)
+        self._tell(before)
+        self._tell(before_epoch)
+        if self._share is not None:
+            state.scopes.defer(self._share.leave_out())
+        self._metrics.reset()
+        return () if feed is None else feed
+
+    def _begin_evaluation_iteration(self, call: str, stage: Stage, batch: Any) -> None:
+        self._take_turn(call)
+        state = self.state
+        self._index += 1
+        state.progress = state.counters.snapshot(stage, self._index)
+        state.outputs = {}
+        self._batch = batch
+        state.scopes.enter(f"{stage} iter")
+        self._run.publish(_EVALUATION[stage][2], batch_idx=self._index, batch=batch)
+
+    def _end_evaluation_iteration(self, call: str, stage: Stage, outputs: Mapping[str, Any] | None) -> None:
+        self._take_turn(call)
+        state = self.state
+        if outputs:
+            state.outputs.update(outputs)
+        self._run.publish(_EVALUATION[stage][3], batch_idx=self._index, batch=self._batch, outputs=state.outputs)
+        state.version += self._evaluation_changes
+        self._metrics.update(state.outputs, 1 if self._share is None else self._share.counts(self._index))
+        if self._in_step and state.agreement is not None:
+            state.agreement.exchange()
+        self._checkpoints.save_if_asked()
+        state.scopes.leave(f"{stage} iter")
+        state.heed()
+
+    def _end_evaluation(self, call: str, stage: Stage, values: Mapping[str, Any] | None) -> dict[str, Any]:
+        self._take_turn(call)
+        state, feed = self.state, self._evaluated
+        if feed is not None:
+            if state.ranks is not None and not any(state.ranks.gather(feed.used)):
+                feed.check_not_empty()
+            feed.end()
+        metrics = {**self._metrics.compute(state.ranks), **(values or {})}
+        if stage == "val":
+            self.state.go_on()
+        self._tell(_EVALUATION[stage][4], metrics=dict(metrics))
+        state.counters.validations += stage == "val"
+        state.counters.tests += stage == "test"
+        state.settle()
+        # Also within an accumulation window (its gradients are saved, too): the best weights are those that were validated.
+        self._checkpoints.save_if_asked(force=True)
+        state.scopes.leave(stage)
+        self._tell(_EVALUATION[stage][5])
+        self._checkpoints.save_if_asked()
+        state.heed()
+        return metrics
+
+    def _evaluation_mode(self) -> None:
+        models = self._run.models.values()
+        modes = [(module, module.training) for model in models for module in model.modules()]
+        gradients = torch.is_grad_enabled()
+
+        def restore() -> None:
+            torch.set_grad_enabled(gradients)
+            for module, mode in modes:
+                module.training = mode
+
+        self.state.scopes.defer(restore)
+        for model in models:
+            model.eval()
+        torch.set_grad_enabled(False)
+
+    def _tell(self, event: type[Event], **payload: Any) -> None:
+        """Publish an event between iterations, and move the version if a handler may have changed the state."""
+        self._run.publish(event, **payload)
+        self.state.version += self._bus.may_change_state(event)
+
+    def _take_turn(self, call: str) -> None:
+        """Raise TrainingError unless the call is in turn."""
+        scope = self.state.scopes.innermost
+        if call not in _TURNS[scope]:
+            *most, last = (f"drive.{one}()" for one in _TURNS[scope])
+            expected = f"{', '.join(most)} or {last}" if most else last
+            where = f"inside {_CALLED[scope]}" if scope else "before the run has begun or after it has ended"
+            raise TrainingError(f"drive.{call}() is out of turn {where}; expected {expected}")
