@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
@@ -39,6 +40,30 @@ multiprocessing.set_forkserver_preload(
         "hooks",
     ]
 )
+
+# Tests of signals and of programs with several processes run one after the other, on one of pytest's two workers: two such
+# tests at once need more cores than there are, and some would come near their time limit.
+ALONE = (
+    "ranks/",
+    "faults/",
+    "examples/",
+    "cli/test_torchrun.py",
+    "hooks/test_preemption.py",
+    "hooks/test_sync_buffers.py",
+    "offload/test_interrupts.py",
+    "offload/test_process.py",
+    "training/test_locks.py",
+    "training/test_stopped.py",
+    "training/test_worker_signals.py",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.relative_to(Path(__file__).parent).as_posix().startswith(ALONE):
+            item.add_marker(pytest.mark.xdist_group("alone"))
+
 
 UVLOOP = pytest.mark.skipif(find_spec("uvloop") is None, reason="uvloop is not installed")
 
