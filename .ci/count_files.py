@@ -1,0 +1,164 @@
+"""Counts the files that an event, a checkpoint and ``trainbus run`` cross on their way; fails beyond the limits.
+
+A file is crossed when one of its functions is called between the two ends of the way; a module that is only imported is not.
+Of the files that a checkpoint and a command cross, those outside of their rooms are listed apart: what is asked for its state
+or hears an event, and what a configuration makes.
+
+    python .ci/count_files.py            # each way with its files
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+import trainbus
+from eventloop.events import AfterTrainIter, CheckpointCommitted
+from trainbus import Bus, CheckpointHook, Progress, Run
+
+ROOT = Path(trainbus.__file__).parent
+ENGINE = ("eventloop/checkpoint/", "eventloop/training/run.py", "eventloop/training/saves/")
+COMMAND = (
+    "trainbus.py",
+    "eventloop/cli/",
+    "eventloop/config/",
+    *(f"eventloop/training/{name}.py" for name in ("loop", "run", "state", "iterators", "data")),
+)
+
+
+class Way:
+    """The files of ours whose functions are called while it is followed, in order, on all threads."""
+
+    def __init__(self, rooms: tuple[str, ...] = ("",)) -> None:
+        self.files: dict[str, list[str]] = {}
+        self.others: dict[str, list[str]] = {}
+        self.followed = False
+        self._rooms = rooms
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or not self.followed:
+            return
+        code = frame.f_code
+        file = Path(code.co_filename)
+        body = not code.co_flags & inspect.CO_OPTIMIZED  # of a module or a class
+        if body or not file.is_relative_to(ROOT):
+            return
+        name = file.relative_to(ROOT).as_posix()
+        if name.startswith(("eventloop/", "hooks/", "trainbus.py")):
+            found = self.files if name.startswith(self._rooms) else self.others
+            found.setdefault(name, []).append(code.co_qualname)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        threading.setprofile(self)
+        sys.setprofile(self)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+
+def event(**options: Any) -> Way:
+    """Follow an event from ``publish`` to its offloaded handler, on a bus whose lane is awake."""
+    way, bus, done = Way(), Bus(), threading.Event()
+
+    @bus.on("after_train_iter", offload="thread", **options)
+    def handler(what: object) -> None:
+        if way.followed:
+            way.followed = False
+            done.set()
+
+    def made(i: int) -> AfterTrainIter:
+        return AfterTrainIter(progress=Progress(iter=i), batch_idx=i, outputs={"loss": torch.zeros(())})
+
+    with way.watching(), bus:
+        bus.publish(made(0))
+        bus.drain()
+        second = made(1)
+        way.followed = True
+        bus.publish(second)
+        done.wait()
+    return way
+
+
+def checkpoint() -> Way:
+    """Follow a checkpoint from ``run.request_save`` to its event."""
+    way, bus, model = Way(ENGINE), Bus(), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bus.add(CheckpointHook(interval=100))
+
+    @bus.on(CheckpointCommitted)
+    def committed(event: CheckpointCommitted) -> None:
+        way.followed = False
+
+    with (
+        way.watching(),
+        tempfile.TemporaryDirectory() as folder,
+        Run(bus, model=model, optimizer=optimizer, work_dir=folder) as run,
+    ):
+        for _ in run.epochs(1):
+            for i, batch in enumerate(run.train([torch.ones(2, 4)] * 4)):
+                model(batch).sum().backward()
+                optimizer.step()
+                if i == 2:
+                    way.followed = True
+                    run.request_save("asked")
+    return way
+
+
+def command() -> Way:
+    """Follow ``trainbus run`` to the first batch."""
+    way = Way(COMMAND)
+
+    def stop(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "step" and frame.f_code.co_filename.endswith("demo.py"):
+            way.followed = False
+            raise KeyboardInterrupt
+        way(frame, event, argument)
+
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder, way.watching():
+        os.chdir(folder)
+        sys.argv = ["trainbus", "run", str(ROOT / "examples" / "digits.toml"), "loop.max_epochs=1"]
+        way.followed = True
+        sys.setprofile(stop)
+        try:
+            trainbus.main()
+        except (KeyboardInterrupt, SystemExit):
+            if way.followed:
+                sys.exit("the command ended before its first batch")
+        finally:
+            os.chdir(here)
+    return way
+
+
+def report(name: str, way: Way, limit: int) -> bool:
+    """Print the files of a way; False if there are more than ``limit``."""
+    print(f"{name}: {len(way.files)} files, limit {limit}")
+    for file, functions in way.files.items():
+        print(f"    {file}: {', '.join(list(dict.fromkeys(functions))[:4])}")
+    if way.others:
+        print(f"  beside it: {', '.join(way.others)}")
+    return len(way.files) <= limit
+
+
+if __name__ == "__main__":
+    good = [
+        report("an event, from publish to its handler", event(), 8),
+        report("an event with capture=", event(capture=lambda one: one.outputs["loss"]), 8),
+        report("a checkpoint, from request_save to its event", checkpoint(), 12),
+        report("trainbus run, to the first batch", command(), 10),
+    ]
+    sys.exit(not all(good))
