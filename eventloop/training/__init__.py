@@ -5,7 +5,9 @@ from eventloop.training.loop import TrainLoop
 from eventloop.training.metrics import Metric
 from eventloop.training.rng import SeededDataset, set_sampler_epoch
 from eventloop.training.run import Run
-from eventloop.training.saves.restore import checkpoint_keys, load_weights
+from eventloop.training.saves.capture import checkpoint_keys
+from eventloop.training.saves.discover import peek
+from eventloop.training.saves.restore import load_weights
 from eventloop.training.update import Update
 from eventloop.training.worker_signals import WorkerSignals
 
@@ -19,5 +21,6 @@ __all__ = [
     "WorkerSignals",
     "checkpoint_keys",
     "load_weights",
+    "peek",
     "set_sampler_epoch",
 ]

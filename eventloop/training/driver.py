@@ -27,7 +27,8 @@ from eventloop.training.locks import DirectoryLock
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.optimizers import stepping, tell_useless
 from eventloop.training.rng import get_rng_state, seed_everything
-from eventloop.training.saves.checkpoints import RunCheckpoints
+from eventloop.training.saves.capture import Saves
+from eventloop.training.saves.restore import Restore
 from eventloop.training.state import RunState, never
 from eventloop.training.update import check_updates
 
@@ -94,7 +95,8 @@ class Driver:
         bus: Bus,
         state: RunState,
         feeds: Feeds,
-        checkpoints: RunCheckpoints,
+        saves: Saves,
+        restore: Restore,
         *,
         moves: bool,
         told: set[str] | None = None,
@@ -107,7 +109,8 @@ class Driver:
         self._run = run
         self._bus = bus
         self._feeds = feeds
-        self._checkpoints = checkpoints
+        self._saves = saves
+        self._restore = restore
         self._moves = moves
         self._told = set() if told is None else told
         self._opened = False
@@ -197,7 +200,6 @@ class Driver:
             lambda: state.stop_reason,
             trains=bool(run.optimizers),
         )
-        self._checkpoints.join(state.ranks)
         state.scopes.defer(run.shared.clear)
         state.scopes.defer(self._forget)
         check_updates(self._bus.hooks, loop_driven=self.loop_driven)
@@ -208,7 +210,7 @@ class Driver:
         for model in run.models.values() if self._moves else ():
             model.to(run.device)
         # Before the steps are watched: its fence comes before the handlers of before_optimizer_step, which may change weights.
-        self._checkpoints.open()
+        self._saves.open(state.ranks)
         for name, optimizer in run.optimizers.items():
             self._watch_steps(name, optimizer)
         if state.trains:
@@ -216,7 +218,7 @@ class Driver:
         run.publish(ev.BeforeRun)
         if state.trains:
             self._lock()  # where hooks save, too
-        self._checkpoints.load()
+        self._restore.load()
 
     def _end(self) -> None:
         state = self.state
@@ -224,7 +226,7 @@ class Driver:
         if reason := state.stop_reason or (state.agreement.reason if state.agreement is not None else ""):
             self._run.info["stop_reason"] = reason
         self._tell(ev.AfterRun)
-        self._checkpoints.end()
+        self._saves.end()
         if state.agreement is not None:  # no process leaves before all is written, and all hear if it is not
             self._bus.raise_failures()
             state.settle()
@@ -278,7 +280,7 @@ class Driver:
         """Lock the directories of this training. Rank 0 locks them for all; an error is raised on all ranks."""
         problem = ""
         try:
-            for place in self._checkpoints.directories if not this_rank() else ():
+            for place in self._saves.directories if not this_rank() else ():
                 # One directory may have several names: a link to it, a way with "..".
                 if isinstance(place, Path) and (directory := place.resolve()) not in self._locks:
                     self._locks[directory] = DirectoryLock(directory)
@@ -349,7 +351,7 @@ class Driver:
         self._take_turn("end_train")
         self.state.progress = self.state.counters.snapshot()
         self._tell(ev.AfterTrain)
-        self._checkpoints.save_if_asked(force=True)
+        self._saves.save_if_asked(force=True)
         self.state.scopes.leave("train")
 
     @check_options
@@ -392,7 +394,7 @@ class Driver:
         if self.feed is not None:
             self.feed.end()
         self.state.settle()
-        self._checkpoints.save_if_asked(force=True)
+        self._saves.save_if_asked(force=True)
         self.state.scopes.leave("epoch")
 
     def abandon_epoch(self) -> None:
@@ -436,7 +438,7 @@ class Driver:
         self._count_iteration()
         if state.agreement is not None:
             state.agreement.exchange()
-        self._checkpoints.save_if_asked()
+        self._saves.save_if_asked()
         state.scopes.leave("iter")
         state.heed()
 
@@ -560,7 +562,7 @@ class Driver:
         self._metrics.update(state.outputs, 1 if self._share is None else self._share.counts(self._index))
         if self._in_step and state.agreement is not None:
             state.agreement.exchange()
-        self._checkpoints.save_if_asked()
+        self._saves.save_if_asked()
         state.scopes.leave(f"{stage} iter")
         state.heed()
 
@@ -579,10 +581,10 @@ class Driver:
         state.counters.tests += stage == "test"
         state.settle()
         # Also within an accumulation window (its gradients are saved, too): the best weights are those that were validated.
-        self._checkpoints.save_if_asked(force=True)
+        self._saves.save_if_asked(force=True)
         state.scopes.leave(stage)
         self._tell(_EVALUATION[stage][5])
-        self._checkpoints.save_if_asked()
+        self._saves.save_if_asked()
         state.heed()
         return metrics
 

@@ -13,8 +13,10 @@ publishes the same events around the user's own body that ``TrainLoop`` publishe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from pathlib import Path
+from types import FrameType
 from typing import Any, Self
 
 import numpy as np
@@ -22,7 +24,7 @@ import torch
 
 from eventloop import events as ev
 from eventloop.bus import Bus
-from eventloop.checkpoint import AnyPath, Busy, Staging, unwrapped
+from eventloop.checkpoint import AnyPath, Busy, Staging, as_path, unwrapped
 from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.events import Event, Progress, RunEvent
@@ -50,8 +52,9 @@ from eventloop.training.iterators import Bodies, Epochs, EvaluationBatches, Trai
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.optimizers import by_place, options_given, stepping
 from eventloop.training.rng import checked_seed
-from eventloop.training.saves.checkpoints import RunCheckpoints
+from eventloop.training.saves.capture import Saves
 from eventloop.training.saves.request import OnError, SaveRequest
+from eventloop.training.saves.restore import HOSTED, Restore
 from eventloop.training.state import Counters, RunState
 from eventloop.training.update import window_open
 
@@ -123,9 +126,10 @@ class Run:
         self.options = options_given(self.optimizers, seed)
         self._feeds = Feeds(self.device)
         self._told: set[str] = set()
-        self._checkpoints = RunCheckpoints(self, resume, strict=strict)
+        self._saves = Saves(self)
+        self._restore = Restore(self, self._saves, resume, strict=strict)
         self._driver = Driver(
-            self, self.bus, self.state, self._feeds, self._checkpoints, moves=device is not None, told=self._told
+            self, self.bus, self.state, self._feeds, self._saves, self._restore, moves=device is not None, told=self._told
         )
         self._bodies = Bodies(self._driver)
 
@@ -360,7 +364,7 @@ class Run:
         Raises:
             ConfigurationError: the run has no work dir.
         """
-        self._checkpoints.place()
+        self._saves.directory()
         self.state.save_now = True
 
     def request_save(
@@ -393,12 +397,12 @@ class Run:
         Raises:
             ConfigurationError: neither a directory nor a work dir, or outside of ``with run:``.
         """
-        path = self._checkpoints.place(directory) / name
-        self._checkpoints.request(SaveRequest(path, frozenset(leave_out), on_error, staging=staging, busy=busy))
+        path = self._saves.directory(directory) / name
+        self._saves.request(SaveRequest(path, frozenset(leave_out), on_error, staging=staging, busy=busy))
 
     def keeps_checkpoints_in(self, directory: str | AnyPath) -> None:
         """Have ``resume="auto"`` look there, too; for hooks that save elsewhere than in the work dir, before the run begins."""
-        self._checkpoints.look_in(directory)
+        self._saves.directories.append(as_path(directory))
 
     def note_options(self, owner: str, options: Any) -> None:
         """Note options that a checkpoint overrides; a resume warns of those that the program gives in another way now.
@@ -420,12 +424,52 @@ class Run:
             ConfigurationError: a sharded model cannot be saved like this.
         """
         options["leave_out"] = frozenset(options.get("leave_out", ()))
-        request = SaveRequest(self._checkpoints.place(directory), **options)
-        return self._checkpoints.points.check(request, copy=not self.rank)
+        request = SaveRequest(self._saves.directory(directory), **options)
+        return self._saves.check(request, copy=not self.rank)
 
     def wait_for_saves(self) -> None:
         """Wait until nothing is being written."""
-        self._checkpoints.points.wait()
+        self._saves.wait()
+
+    def gather_state(self, into: MutableMapping[str, Any]) -> None:
+        """Put the whole state of the run into a checkpoint that another program writes, under ``"trainbus"``.
+
+        That entry is a tree of tensors (by reference, as in a ``state_dict()``) and plain values, which
+        ``torch.load(weights_only=True)`` opens. :meth:`apply_state` of another run goes on from it, bit by bit. With several
+        processes all of them call, and each gets the states of all.
+
+        Call it from the training thread between iterations: after the ``for`` statement over ``run.train(loader)``, between
+        epochs, in and after validations. Handlers use :meth:`request_save`.
+
+        Raises:
+            TrainingError: an iteration is under way, a handler calls, or the run is not open.
+            ConfigurationError: a model is sharded.
+            CheckpointValueError: the state holds something else than tensors and plain values, with its path.
+        """
+        self.state.check_open("run.gather_state()")
+        if _in_handler():
+            raise TrainingError(
+                "run.gather_state() was called by a handler, and the handlers after it have yet to change the state. Call it "
+                "where the training loop is, between iterations; or let the handler call run.request_save()"
+            )
+        if "iter" in self.state.scopes:
+            raise TrainingError(
+                "run.gather_state() was called within an iteration, whose step is not counted yet. Call it between iterations: "
+                "after the `for` statement over run.train(loader), or between two epochs"
+            )
+        into[HOSTED] = self._saves.gather()
+
+    def apply_state(self, from_: Mapping[str, Any]) -> None:
+        """Go on from the state that :meth:`gather_state` put into a checkpoint, or from one of a registered foreign format.
+
+        Call it right after ``with Run(...) as run:``, before ``run.epochs()`` and ``run.train()``, or in a handler of
+        ``before_run``. Hooks get ``after_load_checkpoint``, as with ``resume=``; ``strict=`` of the run holds.
+
+        Raises:
+            TrainingError: the run has not begun, or its training has.
+            CheckpointError: it holds no state of a run, or that of another model or optimizer.
+        """
+        self._restore.apply_state(from_)
 
     @property
     def train_data(self) -> Iterable[Any] | None:
@@ -478,3 +522,11 @@ class Run:
             self._driver.end_run()
         else:
             self._driver.fail(error)
+
+
+def _in_handler() -> bool:
+    """Return True if a handler of a run's event is the caller, on this thread."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not Run.publish.__code__:
+        frame = frame.f_back
+    return frame is not None

@@ -13,7 +13,7 @@ import torch
 from eventloop import Bus, Hook, Run, TrainingError, Update
 from eventloop.training import run as run_module
 from eventloop.training import state as state_module
-from eventloop.training.saves import checkpoints as checkpoints_module
+from eventloop.training.saves import capture as saves_module
 from eventloop.training.state import Scopes
 
 
@@ -498,7 +498,7 @@ def test_a_stop_in_a_test_publishes_no_after_test(parts, bus, trace):
 
 def test_stop_and_checkpoint_now_hold_no_lock_that_a_signal_handler_would_wait_for(parts, bus, tmp_path):
     """A signal handler runs on the training thread between any two of its instructions, the run's own included."""
-    files = {module.__file__ for module in (run_module, checkpoints_module, state_module, threading)}
+    files = {module.__file__ for module in (run_module, saves_module, state_module, threading)}
 
     def interrupted(frame, kind, argument):
         if frame.f_code.co_filename not in files:
@@ -517,7 +517,7 @@ def test_stop_and_checkpoint_now_hold_no_lock_that_a_signal_handler_would_wait_f
         try:
             run.stop()
             run.checkpoint_now()
-            run._checkpoints.save_if_asked()
+            run._saves.save_if_asked()
         finally:
             sys.settrace(before)
     assert (tmp_path / "iter_0.safetensors").exists()

@@ -22,7 +22,7 @@ from eventloop.checkpoint import (
 )
 from eventloop.cli.checkpoint.output import check_file, check_kind, say, status_of, to_terminal
 from eventloop.errors import CheckpointError
-from eventloop.training.saves.restore import is_resumable
+from eventloop.training.saves.discover import is_resumable
 
 
 def export(options: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from rich.text import Text
 from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, file_kind, outline, store_of, verify, verify_shards
 from eventloop.cli.checkpoint.output import Status, check_file, check_kind, printable, say, status_of, to_terminal
 from eventloop.errors import CheckpointDamagedError, CheckpointError
-from eventloop.training.saves.pointer import file_named, read_pointer
+from eventloop.training.saves.discover import file_named, read_pointer
 from eventloop.training.saves.write import LAST
 from eventloop.training.state import how_far
 

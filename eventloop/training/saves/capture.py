@@ -1,190 +1,141 @@
-"""Save points: hooks ask, the run captures once after the last subscriber, a lane writes.
+"""The saves of a run. Hooks request them; after a mount point's last subscriber the run captures its state; a lane writes it.
 
-Captured means copied (staged): training goes on while the copy is written. Requests of one moment are one write under
-several names; a request for weights that the last write already holds is one more name for that file.
+A request goes through four steps: it waits for the next save point; the state is captured, which means copied, so that training
+goes on while the copy is written; the lane takes it; it is durable (or failed, or skipped, which an event tells). One save is
+under way at a time.
+
+Requests of one moment are one write under several names. A request for a state that the last file holds already is one more
+name for that file: two states are the same if their versions are equal (see :meth:`Saves._version`).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+import secrets
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-import msgspec
 import torch
 
+from eventloop import events as ev
 from eventloop.bus import Bus
-from eventloop.bus.priority import Priority
-from eventloop.bus.subscription import Subscription
-from eventloop.checkpoint import AnyPath, Overlap, StageBuffer, Turns, check_busy, check_staging, stage
+from eventloop.checkpoint import AnyPath, Overlap, StageBuffer, as_path, is_sharded, stage, without_wrappers
+from eventloop.checkpoint.plain import weights_only
 from eventloop.errors import ConfigurationError
-from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointSkipped, CheckpointStaged, Progress
-from eventloop.log import get_logger
-from eventloop.offload import Deadline, Owned
-from eventloop.training.saves.request import SaveRequest, check_together, merged
-from eventloop.training.saves.write import CheckpointFiles, Parts, SaveJob
+from eventloop.events import Event, Progress
+from eventloop.training.distributed.ranks import Ranks, saves_group
+from eventloop.training.optimizers import stepping
+from eventloop.training.rng import get_rng_state
+from eventloop.training.saves.request import SaveRequest, merged
+from eventloop.training.saves.write import SaveJob, Writer
+from eventloop.training.state import Counters, RunState
+from eventloop.training.update import window_open
 
-log = get_logger()
+FORMAT = 1
+"""Version of the tree's shape, in every checkpoint under ``"format"``."""
 
 
-class SavePoints:
-    """The requests of a run and the lane that writes them. One save is in flight at a time.
+class SavedRun(Protocol):
+    """The run whose state is saved and restored."""
+
+    models: dict[str, torch.nn.Module]
+    optimizers: dict[str, torch.optim.Optimizer]
+    stateful: dict[str, Any]
+    counters: Counters
+    info: dict[str, Any]
+    options: dict[str, Any]
+    work_dir: Path | None
+    resumed_from: AnyPath | None
+    state: RunState
+    bus: Bus
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come."""
+
+    def publish(self, event: type[Event], **payload: Any) -> None:
+        """Publish an event of the run."""
+
+    def data_state(self) -> Mapping[str, Any] | None:
+        """Return the position in the data."""
+
+    def set_data_state(self, state: Mapping[str, Any] | None) -> None:
+        """Go on at this position in the data."""
+
+
+class _Saved(NamedTuple):
+    """The last state that was handed to the writer."""
+
+    version: object
+    request: SaveRequest
+    job: SaveJob
+    names: set[AnyPath]
+    """All names that its file was given, links included."""
+
+
+class Saves:
+    """Takes requests, captures the state of the run once for all of them, and hands it to the writer.
 
     Args:
-        bus: where the checkpoint events are published.
-        capture: gathers the state of the run (everything by reference; it is copied here).
-        work_dir: of the run; it learns which checkpoint is the newest, wherever that is.
-        optimizers: of the run; with ``staging="overlap"`` what only they change is copied up to their next step.
-        shards: takes what is spread over processes out of the state, where anything is. Then every process saves.
+        run: whose state it is.
     """
 
-    def __init__(
-        self,
-        bus: Bus,
-        capture: Callable[[SaveRequest], dict[str, Any]],
-        work_dir: Path | None = None,
-        optimizers: Iterable[torch.optim.Optimizer] = (),
-        shards: Callable[[dict[str, Any], Any], tuple[dict[str, Any], Parts]] | None = None,
-    ) -> None:
-        self._bus = bus
-        self._capture = capture
-        self._files = CheckpointFiles(work_dir)
-        self._shards = shards
+    def __init__(self, run: SavedRun) -> None:
+        self._run = run
         self._requests: list[SaveRequest] = []
+        self._last: _Saved | None = None
         self._buffer = StageBuffer()
-        self._overlap = Overlap(optimizers)
-        self._turns: Turns[SaveJob] = Turns()
-        self._written: tuple[object, SaveRequest, SaveJob] | None = None
-        self._given: set[AnyPath] = set()  # the names of the last write, links included
-        self._broken: set[AnyPath] = set()
-        self._late: set[Subscription] = set()  # handlers of checkpoint_staged that took too long
-        self.skipped = 0
-        """Saves that were asked for and not made: another was being written, or the run had not trained."""
-        self._writer = bus.on(
-            CheckpointStaged,
-            self.write_checkpoint,
-            priority=Priority.LOWEST,
-            offload="thread",
-            queue=16,
-            capture=_job,
-        )
+        self._writer: Writer | None = None
+        self._overlap: Overlap
+        self.directories: list[AnyPath] = [] if run.work_dir is None else [run.work_dir]
+        """Where the checkpoints of this run are: the work dir, if there is one, and where hooks save."""
+        self.ranks: Ranks | None = None
+        self.sharded = False
+        """True if parameters of a model are spread over processes. Then every process writes its part."""
+        self._rank_states: tuple[Any, ...] = ()
+        self._token = ""
+        self._standing: tuple[bool, bool] | None = None
 
-    @property
-    def requested(self) -> bool:
-        """True if somebody waits for a save."""
-        return bool(self._requests)
+    def open(self, ranks: Ranks | None) -> None:
+        """Take requests until the innermost scope ends. A collective where the model is sharded."""
+        run = self._run
+        self.ranks = ranks
+        self.sharded = any(map(is_sharded, run.models.values()))
+        if self.sharded and ranks is not None:
+            saves_group()  # made here, where all ranks are
+        self._overlap = Overlap(map(stepping, run.optimizers.values()))
+        self._writer = Writer(run.bus, run.work_dir)
+        if run.state.agreement is not None:
+            run.state.agreement.asked = lambda: [request.path.name for request in self._requests]
+        run.state.scopes.defer(self._overlap.close)
+        run.state.scopes.defer(self._writer.close)
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the files that are to be saved next."""
-        return [request.path.name for request in self._requests]
+    def directory(self, directory: str | AnyPath | None = None) -> AnyPath:
+        """Return ``directory``, or the work dir where it is None; raise ConfigurationError where there is neither."""
+        if directory is not None:
+            return as_path(directory)
+        if self._run.work_dir is None:
+            raise ConfigurationError("there is no directory for checkpoints: give the run a work_dir")
+        return self._run.work_dir
 
-    def standing(self, version: object) -> tuple[bool, bool]:
-        """Return whether what is to be saved is in the last file already, and whether another save is being written."""
-        return bool(self._requests) and self._holds(version, merged(self._requests)), self._turns.busy
-
-    @property
-    def requests(self) -> list[SaveRequest]:
-        """What is to be saved next."""
-        return list(self._requests)
-
-    def adopt(self, requests: list[SaveRequest]) -> None:
-        """Take these for what is to be saved next, instead of what was asked for here."""
-        self._requests = list(requests)
+    # ------------------------------------------------------------------------------------------------------ request
 
     def request(self, request: SaveRequest) -> None:
-        """Note a wish for the next save point.
+        """Note a request for the next save point of a training; skip it in a validation or test of its own.
 
         Raises:
-            ConfigurationError: its directory is a file, or an option is unknown.
+            ConfigurationError: its directory is a file, an option is unknown, or the run has not begun.
         """
-        check_busy(request.busy)
-        check_staging(request.staging)
-        if self._shards is not None:
-            check_together(request)
+        writer = self._opened()
+        if not (self._run.state.has_trained or self._run.progress.stage == "train"):
+            self._refuse(request)
+            return
+        request.check(sharded=self.sharded)
         directory = request.path.parent
-        if not self._files.made(directory) and directory.exists() and not directory.is_dir():
+        if not writer.made(directory) and directory.exists() and not directory.is_dir():
             raise ConfigurationError(f"cannot save to {request.path}: {directory} is not a directory")
         self._requests.append(request)
-
-    def refuse(self, request: SaveRequest, progress: Progress, reason: str) -> None:
-        """Log and publish that a request is not met."""
-        self._tell_skipped(SaveJob([request.path], progress, request.on_error, given_up=reason))
-
-    def save(
-        self,
-        version: object,
-        publish: Callable[..., None],
-        progress: Progress,
-        *,
-        at_once: bool = False,
-        standing: tuple[bool, bool] | None = None,
-    ) -> None:
-        """Capture and hand over what was requested. Waits at most for a save that is still being written.
-
-        Args:
-            version: of the state; the last file holds it if that was written at an equal one.
-            publish: of the run, for ``checkpoint_staged``.
-            progress: of the moment, for the events.
-            at_once: copy everything now, also what was to be copied beside the training.
-            standing: what to go by instead of :meth:`standing` here, where processes save together.
-        """
-        held, busy = standing or self.standing(version)
-        requests, self._requests = self._requests, []
-        wanted = merged(requests)
-        paths = list(dict.fromkeys(request.path for request in requests))
-        if held:
-            paths = [path for path in paths if path not in self._given or path in self._broken]
-            if not paths:
-                return
-            self._given.update(paths)
-            job = SaveJob(paths, progress, wanted.on_error, source=self._written[2] if self._written else None)
-            enter = self._turns.enter_for_good
-        elif wanted.busy == "skip" and busy:
-            self._tell_skipped(SaveJob(paths, progress, wanted.on_error, given_up="another checkpoint is being written"))
-            return
-        else:
-            job = self._stage(paths, progress, wanted, at_once=at_once)
-            enter = self._turns.enter
-            self._written = (version, wanted, job)
-            self._given = set(paths)
-        try:
-            enter(job)
-            publish(CheckpointStaged, path=str(paths[0]), job=job)
-        except BaseException:
-            self._call_off(job)  # nobody has it, so nobody would ever say so
-            raise
-
-    def _stage(self, paths: list[AnyPath], progress: Progress, wanted: SaveRequest, *, at_once: bool) -> SaveJob:
-        state = self._capture(wanted)
-        if wanted.busy == "wait":
-            self.wait()
-        replaced = self._turns.take_back()
-        if replaced is not None:
-            replaced.given_up = f"replaced by {paths[0]}"
-            _release(replaced)  # first, so that its memory can be used again
-            self._tell_skipped(replaced)
-        overlap = self._overlap if wanted.staging == "overlap" and not at_once else None
-        parts: Parts | None = None
-        if self._shards is not None:
-            state, parts = self._shards(state, paths[0])
-        return SaveJob(paths, progress, wanted.on_error, staged=stage(state, self._buffer, overlap=overlap), parts=parts)
-
-    def _call_off(self, job: SaveJob) -> None:
-        if job.staged is None or self._turns.begin(job):  # else it is being written: Ctrl-C came after the lane had taken it
-            _release(job)
-            self._turns.end(job)
-            self._written = None
-
-    def wait(self) -> None:
-        """Wait until nothing is being written."""
-        self._turns.wait()
-
-    def close(self) -> None:
-        """Take the writer off the bus, and the fences off the optimizers; what was given is still written."""
-        self._overlap.close()
-        self._writer.cancel()
 
     def check(self, request: SaveRequest, *, copy: bool) -> list[str]:
         """With ``copy``, copy the state as for a save (into memory that the first save uses); write nothing.
@@ -196,101 +147,226 @@ class SavePoints:
             CheckpointValueError: it holds something that no checkpoint can hold.
             ConfigurationError: the processes cannot save like this.
         """
-        if self._shards is not None:
-            check_together(request)
+        self._opened()
+        request.check(sharded=self.sharded)
         if not copy:
             return []
-        state = self._capture(msgspec.structs.replace(request, path=Path()))  # hooks know a check by its path
+        state = self._state(Path(), request.leave_out)  # hooks know a check by its path
         keys = list(state)
-        if self._shards is not None:
-            state, _ = self._shards(state, Path("check"))
+        if self.sharded:
+            state, _ = self._take_shards(state, Path("check"))
         stage(state, self._buffer).release()
         return keys
 
-    def write_checkpoint(self, job: SaveJob) -> None:
-        """Make one job durable, unless it was replaced; runs on the writing lane."""
-        if job.staged is not None and not self._turns.begin(job):
+    # -------------------------------------------------------------------------------------------------- save points
+
+    def save_if_asked(self, *, force: bool = False) -> None:
+        """Save if a hook or a thread has asked for it; in the middle of an accumulation window only by ``force``."""
+        state = self._run.state
+        if not self._requests and self.ranks is None and not state.save_now:
+            return  # as after nearly every iteration
+        if not state.has_trained or (not force and window_open(self._run.bus.hooks)):
             return
-        done: list[AnyPath] = []
-        try:
-            if job.source is not None and job.source.given_up:
-                job.given_up = job.source.given_up
-                self._tell_skipped(job)
-                return
-            self._wait_for_handlers()
-            self._commit(job, done)
-        except Exception as error:
-            # Told as an event, too; on_error="raise" sends it on to the training thread.
-            _release(job)
-            self._tell_failed(job, [path for path in job.paths if path not in done], error)
-            if job.on_error == "raise":
-                raise
-        finally:
-            self._turns.end(job)
+        if self._take_save_now():
+            self.request(self._asked_now())
+        if self.ranks is not None:
+            self._agree(self.ranks, force=force)
+        if self._requests:
+            self._save()
 
-    def _wait_for_handlers(self) -> None:
-        """Wait until the other offloaded handlers of ``checkpoint_staged`` are done, but not for ever."""
-        for one in self._bus.subscriptions:
-            if (
-                one is self._writer
-                or one.lane is None
-                or one.mode == "stream"
-                or self._writer.mount_point not in one.mount_points
-            ):
-                continue
-            patience = 0.0 if one in self._late else self._bus.abort_timeout / 2  # less than a run that ends by an error has
-            if one.lane.join(Deadline(patience)):
-                self._late.discard(one)
-            elif one not in self._late:
-                self._late.add(one)
-                log.warning("a checkpoint does not wait any longer for a handler of its event", handler=one.label)
+    def end(self) -> None:
+        """Save what was requested last, and wait until all is written. A run that has not trained skips what is requested."""
+        self.save_if_asked(force=True)
+        if not self._run.state.has_trained:
+            asked, self._requests = self._requests, []
+            for request in [*asked, self._asked_now()] if self._take_save_now() else asked:
+                self._refuse(request)
+        self.wait()  # on a bus that stays open, too: what comes next may want to resume from it
 
-    def _commit(self, job: SaveJob, done: list[AnyPath]) -> None:
-        """Write or link every name, noting those that are durable in ``done``, and tell of them all the same if one fails."""
-        start = time.perf_counter()
-        source, size = None if job.source is None else job.source.paths[0], 0
-        try:
-            for path in job.paths:
-                if source is not None:
-                    self._files.copy(job, source, path)
-                elif job.staged is not None:
-                    size = self._files.write(job, job.staged, path)
-                source = source or path
-                done.append(path)
-        finally:
-            if done:
-                self._tell_committed(job, done, size, time.perf_counter() - start)
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        self._opened().wait()
 
-    def _tell_committed(self, job: SaveJob, done: list[AnyPath], size: int, seconds: float) -> None:
-        names = [str(path) for path in done]
-        self._bus.publish(CheckpointCommitted(progress=job.progress, path=names[0], names=names, bytes=size, seconds=seconds))
+    def gather(self) -> dict[str, Any]:
+        """Return the state as a tree of tensors (by reference) and plain values. A collective where there are several ranks.
 
-    def _tell_failed(self, job: SaveJob, failed: list[AnyPath], error: Exception) -> None:
-        if not failed:  # all are durable: it was a handler of checkpoint_committed
-            log.error("a handler of checkpoint_committed failed", path=str(job.paths[0]), exc_info=error)
-            return
-        self._broken.update(failed)
-        names = [str(path) for path in failed]
-        log.error("checkpoint not written", names=names, exc_info=error)
-        self._bus.publish(CheckpointFailed(progress=job.progress, path=names[0], names=names, error=str(error)))
+        Raises:
+            ConfigurationError: a model is sharded.
+            CheckpointValueError: the state holds something else, with its path.
+        """
+        if self.sharded:
+            raise ConfigurationError(
+                "run.gather_state() cannot put a sharded model into one dict: save it with run.request_save(), and resume "
+                "from that directory"
+            )
+        if self.ranks is not None:
+            self._rank_states = tuple(self.ranks.gather(self._state_of_rank()))
+        plain: dict[str, Any] = weights_only(self._state(""))
+        return plain
 
-    def _tell_skipped(self, job: SaveJob) -> None:
-        names = [str(path) for path in job.paths]
-        self.skipped += 1
-        log.warning("checkpoint not made", names=names, reason=job.given_up, skipped=self.skipped)
-        self._bus.publish(CheckpointSkipped(progress=job.progress, path=names[0], names=names, reason=job.given_up))
+    def _opened(self) -> Writer:
+        if self._writer is None:
+            raise ConfigurationError("checkpoints are made inside a run: use `with Run(...) as run:`, or TrainLoop")
+        return self._writer
 
-    def _holds(self, version: object, wanted: SaveRequest) -> bool:
-        """True if the last write has this state and at least what is wanted of it."""
-        if self._written is None or self._written[0] != version or self._written[1].path in self._broken:
+    def _refuse(self, request: SaveRequest) -> None:
+        reason = "only a training saves, and this run has not trained"
+        self._opened().skip(SaveJob([request.path], self._run.progress, request.on_error, given_up=reason))
+
+    def _asked_now(self) -> SaveRequest:
+        return SaveRequest(self.directory() / f"iter_{self._run.counters.iter}.safetensors")
+
+    def _take_save_now(self) -> bool:
+        """Return True, once, if ``checkpoint_now`` was called, on whichever rank."""
+        state = self._run.state
+        if state.agreement is None:
+            asked, state.save_now = state.save_now, False
+            return asked
+        if not state.agreement.save:
             return False
-        return self._written[1].leave_out <= wanted.leave_out
+        state.agreement.save = state.save_now = False
+        return True
+
+    def _agree(self, ranks: Ranks, *, force: bool) -> None:
+        """Have all processes save the same, if anything, and rank 0 know the random states of all."""
+        if force:  # a file that could not be written, only rank 0 knows of, and may want another one for it
+            everyones = ranks.gather(self._requests)
+            ranks.check_first_has_all([[request.path.name for request in requests] for requests in everyones])
+            self._requests = everyones[0]
+        elif self._requests and self._run.state.agreement is not None:
+            self._run.state.agreement.confirm()
+        if self._requests:
+            own = (self._state_of_rank(), secrets.token_hex(4), self._stands(merged(self._requests)))
+            self._rank_states, tokens, standings = zip(*ranks.gather(own), strict=True)
+            self._token = tokens[0]
+            if self.sharded:  # all do the same, however far each is with the save before
+                held, busy = zip(*standings, strict=True)
+                self._standing = all(held), any(busy)
+        if ranks.rank and not self.sharded:
+            self._requests = []
+
+    # ----------------------------------------------------------------------------------------------------- capture
+
+    def _save(self) -> None:
+        """Capture and hand over what was requested. Waits at most for a save that is still being written."""
+        requests, self._requests = self._requests, []
+        wanted, writer = merged(requests), self._opened()
+        held, busy = self._standing or self._stands(wanted)
+        paths = list(dict.fromkeys(request.path for request in requests))
+        progress = self._run.progress
+        if held and self._last is not None:
+            paths = [path for path in paths if path not in self._last.names or path in writer.failed]
+            self._last.names.update(paths)
+            if paths:
+                self._hand_over(writer, SaveJob(paths, progress, wanted.on_error, source=self._last.job))
+        elif wanted.busy == "skip" and busy:
+            writer.skip(SaveJob(paths, progress, wanted.on_error, given_up="another checkpoint is being written"))
+        else:
+            version, state = self._version(), self._state(wanted.path, wanted.leave_out)
+            if wanted.busy == "wait":
+                writer.wait()
+            writer.replace(paths[0])
+            job = SaveJob(paths, progress, wanted.on_error)
+            if self.sharded:
+                state, job.parts = self._take_shards(state, paths[0])
+            # In a validation hooks may have lent the model other weights (averages), which only a copy made now holds.
+            overlap = self._overlap if wanted.staging == "overlap" and progress.stage == "train" else None
+            job.staged = stage(state, self._buffer, overlap=overlap)
+            self._last = _Saved(version, wanted, job, set(paths))
+            self._hand_over(writer, job)
+
+    def _hand_over(self, writer: Writer, job: SaveJob) -> None:
+        try:
+            writer.enter(job)
+            self._run.publish(ev.CheckpointStaged, path=str(job.paths[0]), job=job)
+        except BaseException:
+            if writer.call_off(job):  # else Ctrl-C came after the lane had taken it
+                self._last = None
+            raise
+
+    def _stands(self, wanted: SaveRequest) -> tuple[bool, bool]:
+        """Return whether the last file holds the present state and all that is wanted of it, and whether the writer is busy."""
+        last, writer = self._last, self._opened()
+        held = (
+            last is not None
+            and last.version == self._version()
+            and last.request.path not in writer.failed
+            and last.request.leave_out <= wanted.leave_out
+        )
+        return held, writer.busy
+
+    def _version(self) -> object:
+        """Return what is equal while the state of the run is the same.
+
+        The run's own version moves with every mount point whose handlers may change the state; code of the user's between two
+        mount points moves the versions of the tensors.
+        """
+        if self.sharded:  # a forward pass exchanges the parameters of the model, and with them their versions
+            return self._run.state.version
+        tensors = (t for model in self._run.models.values() for t in chain(model.parameters(), model.buffers()))
+        # Tensors made in inference mode have none: they can only be changed there.
+        return self._run.state.version, sum(tensor._version for tensor in tensors if not tensor.is_inference())
+
+    def _state(self, path: AnyPath | str, leave_out: Collection[str] = ()) -> dict[str, Any]:
+        """Return the state of the run by reference, with what hooks add and without the keys to leave out.
+
+        ``"state_dict"`` holds the weights of the only model, or a mapping of names to weights where there are several; names
+        of wrappers (DataParallel's ``module.``, torch.compile's ``_orig_mod.``) are left out of the keys.
+        """
+        run = self._run
+        models = {name: unwrapped_state(model) for name, model in run.models.items()}
+        state: dict[str, Any] = {
+            "format": FORMAT,
+            "state_dict": models["model"] if set(models) == {"model"} else models,
+            "progress": run.counters.state_dict(),
+            **self._state_of_rank(),
+            "bus": run.bus.state_dict(),
+            "stateful": {name: thing.state_dict() for name, thing in run.stateful.items()},
+            "info": {name: value for name, value in run.info.items() if isinstance(value, bool | int | float | str | None)},
+            "options": dict(run.options),
+        }
+        if "optimizer" not in leave_out:
+            state["optimizer"] = {name: optimizer.state_dict() for name, optimizer in run.optimizers.items()}
+        if self._rank_states:
+            state["ranks"] = list(self._rank_states)
+        run.publish(ev.BeforeSaveCheckpoint, path=str(path), checkpoint=state)
+        for key in leave_out:
+            state.pop(key, None)
+            forget_options(state["options"], key)
+        return state
+
+    def _state_of_rank(self) -> dict[str, Any]:
+        return {"data": self._run.data_state(), "rng": self._run.state.validation_rng or get_rng_state()}
+
+    def _take_shards(self, state: dict[str, Any], path: Any) -> tuple[dict[str, Any], Any]:
+        from eventloop.checkpoint.sharded import take_shards  # a second to import, and only sharded models need it
+
+        group = None if self.ranks is None else saves_group()
+        return take_shards(state, path, self._token or secrets.token_hex(4), group)
 
 
-def _job(event: CheckpointStaged) -> Any:
-    return Owned(event.job)  # staged already: pass it on as it is
+def forget_options(options: dict[str, Any], owner: str) -> None:
+    """Remove the options whose owner a checkpoint does not hold, or was not loaded from it."""
+    for name in [name for name in options if name.startswith(f"{owner}.")]:
+        del options[name]
 
 
-def _release(job: SaveJob) -> None:
-    if job.staged is not None:
-        job.staged.release()
+def unwrapped_state(model: torch.nn.Module) -> dict[str, Any]:
+    """Return ``model.state_dict()`` without the names of wrappers in its keys."""
+    values: dict[str, Any] = model.state_dict()
+    keys = _short(values)
+    return {keys[name]: value for name, value in values.items()}
+
+
+def checkpoint_keys(model: torch.nn.Module) -> dict[str, str]:
+    """Map the names in ``model.state_dict()`` to keys in checkpoints, which leave out the names of wrappers.
+
+    ``module.`` and ``_orig_mod.`` are left out wherever they stand, so that a part of a model may be wrapped, too; they stay
+    where two tensors would get one key (a model with a submodule of its own called ``module``).
+    """
+    return _short(model.state_dict())
+
+
+def _short(names: Iterable[str]) -> dict[str, str]:
+    short = without_wrappers(names)
+    return short if len(set(short.values())) == len(short) else {name: name for name in short}

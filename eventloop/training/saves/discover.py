@@ -1,42 +1,103 @@
-"""The newest good checkpoint in some directories: what a run goes on from."""
+"""Finding the newest good checkpoint in directories, and reading how far one has come."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
-from eventloop.checkpoint import AnyPath, check_regular, load, outline, store_of, verify_shards
-from eventloop.errors import CheckpointDamagedError
+from eventloop.checkpoint import (
+    AnyPath,
+    RemotePath,
+    as_path,
+    check_regular,
+    is_plain_name,
+    load,
+    outline,
+    store_of,
+    verify_shards,
+)
+from eventloop.errors import CheckpointDamagedError, CheckpointError
+from eventloop.events import Progress
 from eventloop.log import get_logger
-from eventloop.training.saves.pointer import file_named, read_pointer
-from eventloop.training.saves.restore import is_resumable
 from eventloop.training.saves.write import LAST
-from eventloop.training.state import how_far
+from eventloop.training.state import Counters, how_far
+
+_MOST: Final = 1 << 16  # bytes of a pointer
 
 log = get_logger()
 
 
+def peek(path: str | os.PathLike[str] | AnyPath) -> Progress:
+    """Return how far the run of a checkpoint had come; no tensors are read, so it is quick for a file of any size.
+
+    Nothing is verified beyond the header. ``stage`` is ``"val"`` if a run that resumes from it begins with a validation.
+
+    Args:
+        path: a checkpoint, or a directory: then its newest checkpoint that can be read. Or the URL of one.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointDamagedError: its header is damaged, or there is damage in every checkpoint of the directory.
+        CheckpointError: it is not the checkpoint of a run, the directory holds none, or its store does not answer.
+    """
+    file = as_path(path)
+    if file.is_dir():
+        found = _first_good([file], (), outline)
+        if found is None:
+            raise CheckpointError(f"there is no checkpoint of a run in {file}")
+        file, state = found
+    else:
+        state = outline(file)
+    if not is_resumable(state) or not how_far(state):
+        raise CheckpointError(f"{file} is not a checkpoint of a run, so nothing in it says how far a run has come")
+    counters = Counters()
+    counters.load_state_dict(state["progress"])
+    return counters.snapshot("val", 0) if counters.phase == "val" else counters.snapshot()
+
+
 def find_checkpoint(*directories: AnyPath, known: Iterable[AnyPath] = ()) -> tuple[AnyPath, dict[str, Any]] | None:
-    """Load the newest good checkpoint in some directories; None if there is none at all.
+    """Load the newest good checkpoint in some directories; return None if there is none at all.
+
+    The file that ``last_checkpoint`` names comes first, then the others; of several, the one whose run had come furthest, as
+    the files themselves say (times of files are those of their copies). A file that is damaged or cannot be read is reported,
+    and the one before it is tried; likewise a link, a FIFO or a device, and whatever has become of ``last_checkpoint``.
 
     Args:
         directories: where to look.
         known: other directories of which ``last_checkpoint`` may name a file, as in any of ``directories``.
 
-    What ``last_checkpoint`` names comes first, then the other files; of several, the one whose run had come furthest, as the
-    files themselves say (times of files are those of their copies). A file that is damaged or cannot be read is reported, and
-    the one before it is tried; likewise a link, a FIFO or a device, and whatever has become of ``last_checkpoint``.
-
     Raises:
         CheckpointDamagedError: there are checkpoints, and none of them can be read.
         CheckpointError: a remote directory does not answer. An older checkpoint may be there, but was not asked for.
     """
+    return _first_good(directories, known, _loaded)
+
+
+def is_resumable(state: Any) -> bool:
+    """Return True if this is the state of a run, with all that a resume needs."""
+    return not lacking(state)
+
+
+def lacking(state: Any) -> list[str]:
+    """Return the keys that a resume needs, and that ``state`` does not have."""
+    there = state if isinstance(state, Mapping) else {}
+    return [key for key in ("format", "state_dict", "progress", "bus", "rng") if key not in there]
+
+
+def _loaded(path: AnyPath) -> Any:
+    state = load(path)
+    verify_shards(state, path)
+    return state
+
+
+def _first_good(directories: Iterable[AnyPath], known: Iterable[AnyPath], read: Any) -> tuple[AnyPath, dict[str, Any]] | None:
     damage: list[str] = []
     for path in _newest_first(directories, known, damage):
         try:
             check_regular(path)
-            state = load(path)
-            verify_shards(state, path)
+            state = read(path)
         except CheckpointDamagedError as error:
             log.warning("a checkpoint is damaged; trying the one before it", path=str(path), error=str(error))
             damage.append(str(error))
@@ -55,9 +116,9 @@ def find_checkpoint(*directories: AnyPath, known: Iterable[AnyPath] = ()) -> tup
 
 
 def _newest_first(directories: Iterable[AnyPath], known: Iterable[AnyPath], damage: list[str]) -> Iterator[AnyPath]:
-    files = {place: [path for path, _ in store_of(place).files(place)] for place in directories}
-    pointers = [place for place in files if place / LAST in files[place]]
-    named = [_pointed_to(place, [*files, *known], damage) for place in pointers]
+    files = {directory: [path for path, _ in store_of(directory).files(directory)] for directory in directories}
+    pointers = [directory for directory in files if directory / LAST in files[directory]]
+    named = [_pointed_to(directory, [*files, *known], damage) for directory in pointers]
     first = list(dict.fromkeys(path for path in named if path is not None))
     if len(first) > 1:
         first.sort(key=_rank, reverse=True)
@@ -89,22 +150,65 @@ def _rank(path: AnyPath) -> _Rank:
         return _Rank(True, (), regular, path.name)
 
 
+# ------------------------------------------------------------------- last_checkpoint: a hint, no digest guards its bytes
+
+
+def read_pointer(directory: AnyPath) -> str | None:
+    """Return the text of ``last_checkpoint`` in ``directory``; None, with a warning, where that cannot be read.
+
+    Raises:
+        CheckpointError: a remote directory does not answer.
+    """
+    pointer = directory / LAST
+    try:
+        check_regular(pointer)
+        with store_of(pointer).opened(pointer) as (file, _):
+            return os.fsdecode(file.read(_MOST)).strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, CheckpointDamagedError) as error:
+        log.warning("last_checkpoint cannot be read; looking for checkpoints beside it", path=str(pointer), error=str(error))
+        return None
+
+
+def file_named(directory: AnyPath, text: str, known: Iterable[AnyPath]) -> AnyPath | None:
+    """Return the file, there or not, that ``last_checkpoint`` in ``directory`` names; None if it is elsewhere.
+
+    Args:
+        directory: where ``last_checkpoint`` is. A plain name is a file of it.
+        text: of ``last_checkpoint``.
+        known: the other directories that the run saves to. A file in none of them is not touched, nor is its store asked.
+    """
+    if is_plain_name(text):
+        return directory / text
+    for other in known:
+        if isinstance(other, RemotePath):
+            before, _, name = text.rpartition("/")
+            found = before == str(other)
+        else:
+            before, name = os.path.split(os.path.normpath(os.path.join(str(directory), text)))  # noqa: PTH118
+            found = isinstance(directory, Path) and "\0" not in text and os.path.realpath(before) == os.path.realpath(other)
+        if found and is_plain_name(name):
+            return other / name
+    return None
+
+
 def _pointed_to(directory: AnyPath, known: Iterable[AnyPath], damage: list[str]) -> AnyPath | None:
     """Return the file that ``last_checkpoint`` names, there or not, if the run may have written it."""
-    way = read_pointer(directory)
-    if way is None:
+    text = read_pointer(directory)
+    if text is None:
         return None
-    named = file_named(directory, way, known)
+    named = file_named(directory, text, known)
     if named is not None and not named.is_dir():
         return named
     log.warning(
         "last_checkpoint does not name a file in a directory of this run; looking for checkpoints beside it",
         path=str(directory / LAST),
-        names=way,
+        names=text,
     )
     if named is None:
         damage.append(
-            f"{directory / LAST} names {way[:200]!r}, which is in no directory that this run saves to; if that is the "
+            f"{directory / LAST} names {text[:200]!r}, which is in no directory that this run saves to; if that is the "
             "checkpoint to go on from, give its path or URL as resume="
         )
     return None

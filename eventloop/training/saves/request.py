@@ -1,4 +1,4 @@
-"""What hooks ask for when they want a checkpoint, and what several wishes come to."""
+"""Requests for a checkpoint: what hooks may ask for, and what several requests of one moment are together."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Literal
 
 import msgspec
 
-from eventloop.checkpoint import AnyPath, Busy, RemotePath, Staging
+from eventloop.checkpoint import AnyPath, Busy, RemotePath, Staging, check_busy, check_staging
 from eventloop.errors import ConfigurationError
 
 OnError = Literal["raise", "log"]
 
 
 class SaveRequest(msgspec.Struct, frozen=True):
-    """One hook's wish: a file, and what should be in it."""
+    """A file that a hook wants, and how."""
 
     path: AnyPath
     leave_out: frozenset[str] = frozenset()
@@ -22,35 +22,34 @@ class SaveRequest(msgspec.Struct, frozen=True):
     staging: Staging = "block"
     busy: Busy = "wait"
 
-
-def check_together(request: SaveRequest) -> None:
-    """Raise ConfigurationError if processes that share a sharded model cannot save like this."""
-    if request.busy == "replace":
-        raise ConfigurationError(
-            'busy="replace": of a sharded model each process writes a part, and one may have begun what another would replace; '
-            'take busy="wait" or "skip"'
-        )
-    if request.staging != "block":
-        raise ConfigurationError(
-            f'staging={request.staging!r}: torch.distributed.checkpoint copies a sharded model at once; leave it at "block"'
-        )
-    if isinstance(request.path, RemotePath):
-        raise ConfigurationError(
-            f"{request.path}: a sharded model is saved to a directory that all processes share, not to a URL"
-        )
+    def check(self, *, sharded: bool) -> None:
+        """Raise ConfigurationError for an unknown option, or for one that a sharded model cannot be saved with."""
+        check_busy(self.busy)
+        check_staging(self.staging)
+        if not sharded:
+            return
+        if self.busy == "replace":
+            raise ConfigurationError(
+                'busy="replace": each process writes its part of a sharded model, and may have begun with what another process '
+                'would replace; use busy="wait" or "skip"'
+            )
+        if self.staging != "block":
+            raise ConfigurationError(
+                f'staging={self.staging!r}: torch.distributed.checkpoint copies a sharded model at once; leave it at "block"'
+            )
+        if isinstance(self.path, RemotePath):
+            raise ConfigurationError(
+                f"{self.path}: a sharded model is saved to a directory that all processes share, not to a URL"
+            )
 
 
 def merged(requests: list[SaveRequest]) -> SaveRequest:
-    """Return one request with everything that somebody wants, under the first name."""
+    """Return one request, under the first name, that satisfies all ``requests``."""
     return SaveRequest(
         path=requests[0].path,
         leave_out=frozenset.intersection(*(request.leave_out for request in requests)),
-        on_error=_strictest(*(request.on_error for request in requests)),
-        # The most careful one of each: what one of them must have at once, or must not miss, none of them misses.
+        on_error="raise" if any(request.on_error == "raise" for request in requests) else "log",
+        # The most careful of each: a copy that one request must have at once, or a save that it must not miss.
         staging="overlap" if all(request.staging == "overlap" for request in requests) else "block",
         busy=min((request.busy for request in requests), key=("wait", "replace", "skip").index),
     )
-
-
-def _strictest(*policies: OnError) -> OnError:
-    return "raise" if "raise" in policies else "log"

@@ -1,81 +1,169 @@
-"""The state of a run as one tree, and taking it apart again."""
+"""Going on from a checkpoint: finding it, checking it against the run, and putting its state back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import torch
 
-from eventloop.bus import Bus
-from eventloop.checkpoint import without_wrappers
-from eventloop.errors import CheckpointError
+from eventloop import events as ev
+from eventloop.checkpoint import SHARDS, AnyPath, as_path, convert_foreign, load, verify_shards
+from eventloop.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, TrainingError
 from eventloop.log import get_logger
+from eventloop.training.distributed.ranks import this_rank, world_size
 from eventloop.training.optimizers import stepping, tell_changed
-from eventloop.training.rng import get_rng_state, other_rng_state, set_rng_state
-from eventloop.training.state import Count, Counters, RunState
+from eventloop.training.rng import other_rng_state, set_rng_state
+from eventloop.training.saves.capture import FORMAT, SavedRun, Saves, checkpoint_keys, forget_options, unwrapped_state
+from eventloop.training.saves.discover import find_checkpoint, lacking
+from eventloop.training.state import Count, Counters
 
-FORMAT = 1
-"""Version of the tree's shape, in every checkpoint under ``"format"``."""
+HOSTED: Final = "trainbus"
+"""Key under which :meth:`eventloop.Run.gather_state` puts the state of a run into another checkpoint."""
+
+_OF_TORCH: Final = (".pth", ".pt", ".ckpt", ".bin")
 
 log = get_logger()
 
 
-class Resumable(Protocol):
-    """What a checkpoint needs to know of its run."""
+class Restore:
+    """Loads the checkpoint that a run goes on from.
 
-    models: dict[str, torch.nn.Module]
-    optimizers: dict[str, torch.optim.Optimizer]
-    stateful: dict[str, Any]
-    counters: Counters
-    info: dict[str, Any]
-    options: dict[str, Any]
-    state: RunState
-    bus: Bus
+    Args:
+        run: the run.
+        saves: its saves; they know where its checkpoints are.
+        source: ``"auto"``, a path or URL, or None, as ``resume=`` of the run.
+        strict: False loads from a checkpoint of another model what fits.
 
-    def data_state(self) -> Mapping[str, Any] | None:
-        """Return the place in the data."""
-
-    def set_data_state(self, state: Mapping[str, Any] | None) -> None:
-        """Go on at this place in the data."""
-
-
-def gather(run: Resumable, *, optimizers: bool = True) -> dict[str, Any]:
-    """Return the state of ``run`` by reference.
-
-    ``"state_dict"`` holds the weights of the only model, or a mapping of names to weights where there are several; names of
-    wrappers (DataParallel's ``module.``, torch.compile's ``_orig_mod.``) are left out of the keys.
+    Raises:
+        ConfigurationError: ``"auto"`` without a work dir, or a file of ``torch.save``.
     """
-    models = {name: unwrapped_state(model) for name, model in run.models.items()}
-    state: dict[str, Any] = {
-        "format": FORMAT,
-        "state_dict": models["model"] if set(models) == {"model"} else models,
-        "progress": run.counters.state_dict(),
-        "data": run.data_state(),
-        "rng": run.state.validation_rng or get_rng_state(),
-        "bus": run.bus.state_dict(),
-        "stateful": {name: thing.state_dict() for name, thing in run.stateful.items()},
-        "info": {name: value for name, value in run.info.items() if _plain(value)},
-        "options": dict(run.options),
-    }
-    if optimizers:
-        state["optimizer"] = {name: optimizer.state_dict() for name, optimizer in run.optimizers.items()}
-    return state
+
+    def __init__(self, run: SavedRun, saves: Saves, source: str | Path | None, *, strict: bool) -> None:
+        self._run = run
+        self._saves = saves
+        self._source = source if source is None or source == "auto" else as_path(source).absolute()
+        self._strict = strict
+        self._given: Mapping[str, Any] | None = None
+        self._may_load = False
+        if source == "auto" and run.work_dir is None:
+            raise ConfigurationError('resume="auto" looks for checkpoints in the work_dir; give one, or a path as resume=')
+        if isinstance(self._source, Path) and self._source.suffix in _OF_TORCH and not self._source.is_dir():
+            raise ConfigurationError(
+                f"resume={str(source)!r}: files of torch.save are imported first, without running what is in them: "
+                f"`trainbus checkpoint import {source} {self._source.stem}.safetensors`, and resume from that"
+            )
+
+    def load(self) -> None:
+        """Restore the state that the run was given by a handler of ``before_run``, or else the checkpoint to resume from."""
+        self._may_load = True
+        if self._given is not None:
+            self._apply_given(self._given)
+        elif self._source is not None:
+            found = self._find()
+            if found is None:
+                log.info("no checkpoint to resume from; the run begins", work_dir=str(self._run.work_dir))
+                return
+            path, state = found
+            if self._saves.sharded or SHARDS in state:
+                state = self._with_shards(state, path)
+            self._apply(state, str(path))
+            self._run.resumed_from = path
+
+    def apply_state(self, from_: Mapping[str, Any]) -> None:
+        """Restore the state in another checkpoint; within ``before_run``, once its last handler has run.
+
+        Raises:
+            TrainingError: the run has not begun, or its training has.
+        """
+        state = self._run.state
+        if state.scopes.innermost != "run" or state.has_trained:
+            raise TrainingError(
+                "run.apply_state() must come before training begins: call it right after `with Run(...) as run:`, before "
+                "run.epochs() and run.train(), or in a handler of before_run. To go on from another state now, begin a new run"
+            )
+        if self._may_load:
+            self._apply_given(from_)
+        else:
+            self._given = from_
+
+    def _apply_given(self, from_: Mapping[str, Any]) -> None:
+        state = from_.get(HOSTED)
+        if not isinstance(state, Mapping):
+            converted = convert_foreign(from_)
+            if converted is None:
+                raise CheckpointError(
+                    f"this checkpoint has no state of a run under {HOSTED!r}, where run.gather_state(checkpoint) puts it; "
+                    f"it has {', '.join(map(repr, list(from_)[:8])) or 'nothing'}"
+                )
+            state = converted[0]
+        self._apply(state_of_rank(state, this_rank(), world_size()), "")
+
+    def _apply(self, state: Mapping[str, Any], path: str) -> None:
+        run, state = self._run, dict(state)
+        _check(state)
+        run.publish(ev.AfterLoadCheckpoint, path=path, checkpoint=state)
+        apply(run, state, strict=self._strict)
+        run.state.resumed = True
+        run.state.progress = run.counters.snapshot()
+        log.info("resumed", path=path or "the state that was given", epoch=run.counters.epoch, iter=run.counters.iter)
+
+    def _find(self) -> tuple[AnyPath, Any] | None:
+        """Load the checkpoint to go on from: the one that rank 0 finds, on all ranks."""
+        found: tuple[AnyPath, Any] | None = None
+        ranks = self._saves.ranks
+        if ranks is None or not ranks.rank:
+            if self._source == "auto":
+                found = find_checkpoint(*self._saves.directories)
+            elif self._source is not None:
+                found = self._load_named(as_path(self._source))
+        if ranks is None:
+            return found
+        path = ranks.from_first(None if found is None else found[0])
+        if path is None:
+            return None
+        state = load(path) if found is None else found[1]
+        return path, state_of_rank(state, this_rank(), world_size())
+
+    def _load_named(self, path: AnyPath) -> tuple[AnyPath, Any]:
+        if not path.is_dir():
+            try:
+                state = load(path)
+            except FileNotFoundError as error:
+                raise CheckpointNotFoundError(
+                    f"resume={str(path)!r}: there is no such file; give the path or URL of a checkpoint, or of a directory "
+                    'with some, or resume="auto", which takes the newest one in the work dir and begins where it finds none'
+                ) from error
+            verify_shards(state, path)
+            return path, state
+        found = find_checkpoint(path, known=self._saves.directories)
+        if found is None:
+            raise CheckpointError(
+                f'there is no checkpoint of a run in {path} to resume from; resume="auto" begins where it finds none'
+            )
+        return found
+
+    def _with_shards(self, state: Mapping[str, Any], path: Any) -> dict[str, Any]:
+        from eventloop.checkpoint.sharded import put_shards, spread  # a second to import, and only sharded models need it
+
+        like = placement(self._run.models, self._run.optimizers)
+        if SHARDS not in state:
+            return spread(state, like)
+        return put_shards(state, path, like, None if self._saves.ranks is None else self._saves.ranks.group)
 
 
-def apply(run: Resumable, state: Mapping[str, Any], *, strict: bool = True) -> None:
+def apply(run: SavedRun, state: Mapping[str, Any], *, strict: bool = True) -> None:
     """Put ``state`` back into ``run``; the random states last, so that nothing in between draws from them.
 
     Raises:
-        CheckpointError: it is a checkpoint of another model (missing, unexpected and mis-shaped keys are listed) or optimizer,
-            or one without what a resume needs.
+        CheckpointError: it is a checkpoint of another model (missing, unexpected and mis-shaped keys are listed) or optimizer.
     """
-    _check(state)
     models = state["state_dict"] if set(run.models) != {"model"} else {"model": state["state_dict"]}
-    if lacking := sorted(run.models.keys() - models.keys()):
-        raise CheckpointError(f"the checkpoint has no model {', '.join(map(repr, lacking))} but {', '.join(map(repr, models))}")
+    if absent := sorted(run.models.keys() - models.keys()):
+        raise CheckpointError(f"the checkpoint has no model {', '.join(map(repr, absent))} but {', '.join(map(repr, models))}")
     # All is compared before anything is loaded: what is refused changes nothing.
     fitting = {name: _fitting(model, models[name], name, strict=strict) for name, model in run.models.items()}
     fits = all(found.complete for found in fitting.values())
@@ -98,16 +186,10 @@ def apply(run: Resumable, state: Mapping[str, Any], *, strict: bool = True) -> N
         set_rng_state(state["rng"])
 
 
-def forget_options(options: dict[str, Any], owner: str) -> None:
-    """Leave out the options of what a checkpoint does not hold, or what was not loaded from it."""
-    for place in [place for place in options if place.startswith(f"{owner}.")]:
-        del options[place]
-
-
 def placement(
     models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
 ) -> Callable[[tuple[str | int, ...], torch.Size, torch.dtype], torch.Tensor]:
-    """Return what makes an empty tensor for each place in a checkpoint of sharded state, sharded as it is in this run.
+    """Return a function that makes an empty tensor for each place in a checkpoint of sharded state, sharded as in this run.
 
     Weights are as the model has them, under whatever entry (averages of weights), what an optimizer knows of a parameter is
     as that is, anything else as the weights of its shape. What is not sharded here is whole.
@@ -119,11 +201,11 @@ def placement(
     of = {name: [p for group in one.param_groups for p in group["params"]] for name, one in optimizers.items()}
     by_shape = {value.shape: value for value in weights.values()}
 
-    def like(place: tuple[str | int, ...], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        found = weights.get(("state_dict", *place[1:]))
-        if found is None and len(place) > 3 and place[0] == "optimizer" and place[1] in of:
-            parameters = of[str(place[1])]
-            found = parameters[int(place[3])] if int(place[3]) < len(parameters) else None
+    def like(path: tuple[str | int, ...], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        found = weights.get(("state_dict", *path[1:]))
+        if found is None and len(path) > 3 and path[0] == "optimizer" and path[1] in of:
+            parameters = of[str(path[1])]
+            found = parameters[int(path[3])] if int(path[3]) < len(parameters) else None
         if found is None or found.shape != shape:
             found = by_shape.get(shape)
         return torch.empty(shape, dtype=dtype) if found is None else torch.empty_like(found.detach(), dtype=dtype)
@@ -131,24 +213,58 @@ def placement(
     return like
 
 
-def state_of_rank(state: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Any]:
-    """Return the state with the random states and the place in the data that rank ``rank`` had.
+def state_of_rank(state: Mapping[str, Any], rank: int, world_size: int) -> Mapping[str, Any]:
+    """Return the state with the random states and the position in the data that rank ``rank`` had.
 
-    A rank that the saving run did not have draws other random numbers than rank 0. The place in the data is counted in
+    A rank that the saving run did not have draws other random numbers than rank 0. The position in the data is counted in
     batches: it is the same on another number of ranks if the batches of all ranks together are as large as they were.
     """
+    _check(state)
     ranks = state.get("ranks") or [{"rng": state["rng"], "data": state["data"]}]
     used = (state["data"] or {}).get("used", 0)
     if len(ranks) != world_size and used:
         log.warning(
-            "resuming in the middle of an epoch on another number of processes: the place in the data is right if the batches "
-            "of all of them together are as large as they were",
+            "resuming in the middle of an epoch on another number of processes: the position in the data is right if the "
+            "batches of all of them together are as large as they were",
             saved=len(ranks),
             now=world_size,
         )
     if rank < len(ranks):
         return {**state, **ranks[rank]}
     return {**state, **ranks[0], "rng": other_rng_state(ranks[0]["rng"], rank)}
+
+
+class _Form(msgspec.Struct):
+    """What a resume takes for granted of the state of a run; a file of another program may have anything there."""
+
+    format: int
+    state_dict: dict[str, Any]
+    progress: Counters
+    bus: _BusForm
+    stateful: dict[str, Any] = {}
+    info: dict[str, Any] = {}
+
+
+class _BusForm(msgspec.Struct):
+    hooks: dict[str, Any]
+    publishes: dict[str, Count]
+
+
+def _check(state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if this is not the state of a run, or one of a newer format."""
+    if missing := lacking(state):
+        raise CheckpointError(
+            f"this file is not a checkpoint of a run (it has no {', '.join(missing)}); only weights can be loaded"
+        )
+    try:
+        msgspec.convert(state, _Form)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"the checkpoint does not hold the state of a run: {error}") from error
+    if state["format"] > FORMAT:
+        raise CheckpointError(f"the checkpoint has format {state['format']}, this trainbus reads up to {FORMAT}; upgrade it")
+
+
+# ------------------------------------------------------------------------------------------------- weights and optimizers
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], name: str = "model", *, strict: bool = True) -> bool:
@@ -195,67 +311,6 @@ def _fitting(model: torch.nn.Module, weights: Mapping[str, Any], name: str, *, s
         log.warning("the checkpoint does not fit in full", model=name, **problems)
     fitting = {key: weights[short] for short, (key, _) in own.items() if short in weights and short not in shapes}
     return _Fitting(fitting, complete=not found)
-
-
-def unwrapped_state(model: torch.nn.Module) -> dict[str, Any]:
-    """Return ``model.state_dict()`` without the names of wrappers in its keys."""
-    values: dict[str, Any] = model.state_dict()
-    keys = _short(values)
-    return {keys[name]: value for name, value in values.items()}
-
-
-def checkpoint_keys(model: torch.nn.Module) -> dict[str, str]:
-    """Map the names in ``model.state_dict()`` to keys in checkpoints, which leave out the names of wrappers.
-
-    ``module.`` and ``_orig_mod.`` are left out wherever they stand, so that a part of a model may be wrapped, too; they stay
-    where two tensors would get one key (a model with a submodule of its own called ``module``).
-    """
-    return _short(model.state_dict())
-
-
-def _short(names: Iterable[str]) -> dict[str, str]:
-    short = without_wrappers(names)
-    return short if len(set(short.values())) == len(short) else {name: name for name in short}
-
-
-def _check(state: Mapping[str, Any]) -> None:
-    missing = _lacking(state)
-    if missing:
-        raise CheckpointError(
-            f"this file is not a checkpoint of a run (it has no {', '.join(missing)}); only weights can be loaded"
-        )
-    try:
-        msgspec.convert(state, _Form)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(f"the checkpoint does not hold the state of a run: {error}") from error
-    if state["format"] > FORMAT:
-        raise CheckpointError(f"the checkpoint has format {state['format']}, this trainbus reads up to {FORMAT}; upgrade it")
-
-
-class _Form(msgspec.Struct):
-    """What a resume takes for granted of the state of a run; a file of something else's may have anything there."""
-
-    format: int
-    state_dict: dict[str, Any]
-    progress: Counters
-    bus: _BusForm
-    stateful: dict[str, Any] = {}
-    info: dict[str, Any] = {}
-
-
-class _BusForm(msgspec.Struct):
-    hooks: dict[str, Any]
-    publishes: dict[str, Count]
-
-
-def is_resumable(state: Any) -> bool:
-    """Whether this is the state of a run, with all that a resume needs."""
-    return not _lacking(state)
-
-
-def _lacking(state: Any) -> list[str]:
-    there = state if isinstance(state, Mapping) else {}
-    return [key for key in ("format", "state_dict", "progress", "bus", "rng") if key not in there]
 
 
 def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, state: Any, *, strict: bool) -> bool:
@@ -306,13 +361,6 @@ def _load_each(
     return complete
 
 
-def _plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
-
-
 def _first(keys: list[str], most: int = 8) -> str:
     rest = f" and {len(keys) - most} more" if len(keys) > most else ""
     return ", ".join(keys[:most]) + rest
-
-
-__all__ = ["apply", "checkpoint_keys", "gather", "load_weights", "state_of_rank", "unwrapped_state"]

@@ -1,26 +1,36 @@
-"""The files of a save: written, durable, under all their names, and the newest one pointed to."""
+"""The lane that writes: one save at a time becomes durable, under all its names, and is told of as an event."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from eventloop.checkpoint import AnyPath, RemotePath, StagedTree, store_of, write
-from eventloop.events import Progress
-from eventloop.offload import collectives_allowed
+from eventloop.bus import Bus
+from eventloop.bus.priority import Priority
+from eventloop.bus.subscription import Subscription
+from eventloop.checkpoint import AnyPath, RemotePath, StagedTree, Turns, store_of, write
+from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointSkipped, CheckpointStaged, Progress
+from eventloop.log import get_logger
+from eventloop.offload import Deadline, Owned, collectives_allowed
 from eventloop.training.saves.request import OnError
 
+if TYPE_CHECKING:  # a second to import, and only sharded models need it
+    from eventloop.checkpoint.sharded import Parts
+
 LAST = "last_checkpoint"
-"""File in a checkpoint directory (and in the work dir) that holds the way from there to the newest committed checkpoint, or its
-URL."""
+"""File in a checkpoint directory (and in the work dir) that names the newest committed checkpoint: by the path from there, or
+by its URL."""
+
+log = get_logger()
 
 
 class SaveJob(msgspec.Struct, eq=False):
-    """What the writing lane gets: staged state (or the job before it whose file holds it already) and the names to give it."""
+    """One save: a staged state (or the job before it, whose file holds that state already) and the names to give it."""
 
     paths: list[AnyPath]
     progress: Progress
@@ -28,7 +38,7 @@ class SaveJob(msgspec.Struct, eq=False):
     staged: StagedTree | None = None
     source: SaveJob | None = None
     given_up: str = ""
-    """Why it is not to be written any more."""
+    """Why it will not be written."""
     parts: Parts | None = None
     """This process's part of what is spread over several."""
 
@@ -38,35 +48,150 @@ class SaveJob(msgspec.Struct, eq=False):
         parts = (self.source or self).parts
         return parts is None or parts.first
 
-
-class Parts(Protocol):
-    """What of a checkpoint every process writes itself (see :mod:`eventloop.checkpoint.sharded`)."""
-
-    @property
-    def first(self) -> bool:
-        """True on the process that writes the file."""
-
-    def commit(self, write: Callable[[], int]) -> int:
-        """Write it, and have the first ``write`` the file when all have done so; raises on all where one fails."""
+    def release(self) -> None:
+        """Give back the memory of the staged state, if there is one."""
+        if self.staged is not None:
+            self.staged.release()
 
 
-class CheckpointFiles:
-    """Writes the files of saves, and remembers which directories there are.
+class Writer:
+    """Writes jobs on a lane of the bus, in their order.
+
+    The training thread enters a job; the lane begins and ends it. Until it has begun, another may replace it.
 
     Args:
+        bus: whose ``checkpoint_staged`` brings the jobs, and that hears what became of them.
         work_dir: of the run; it learns which checkpoint is the newest, wherever that is.
     """
 
-    def __init__(self, work_dir: Path | None) -> None:
+    def __init__(self, bus: Bus, work_dir: Path | None) -> None:
+        self._bus = bus
         self._work_dir = work_dir
+        self._turns: Turns[SaveJob] = Turns()
         self._made: set[AnyPath] = set()  # directories that a power cut cannot take away any more
+        self._late: set[Subscription] = set()  # handlers of checkpoint_staged that took too long
+        self._skipped = 0
+        self.failed: set[AnyPath] = set()
+        """Names that could not be written."""
+        self._lane = bus.on(CheckpointStaged, self.run, priority=Priority.LOWEST, offload="thread", queue=16, capture=_job)
+
+    # --------------------------------------------------------------------------------------- on the training thread
+
+    @property
+    def busy(self) -> bool:
+        """True while a job is under way."""
+        return self._turns.busy
 
     def made(self, directory: AnyPath) -> bool:
         """Return True if the directory was made (or found) before."""
         return directory in self._made
 
-    def write(self, job: SaveJob, staged: StagedTree, path: AnyPath) -> int:
-        """Write what was staged, with this process's part of what is spread over several; return the bytes of the file."""
+    def enter(self, job: SaveJob) -> None:
+        """Note a job that is about to be published; one with a staged state can be replaced until it begins."""
+        (self._turns.enter_for_good if job.staged is None else self._turns.enter)(job)
+
+    def call_off(self, job: SaveJob) -> bool:
+        """Forget a job whose event did not reach the lane; return False if the lane has begun it all the same."""
+        if job.staged is not None and not self._turns.begin(job):
+            return False
+        job.release()
+        self._turns.end(job)
+        return True
+
+    def replace(self, path: AnyPath) -> None:
+        """Give up the job that waits, if one does, in favour of ``path``."""
+        replaced = self._turns.take_back()
+        if replaced is not None:
+            replaced.given_up = f"replaced by {path}"
+            replaced.release()  # first, so that its memory can be used again
+            self.skip(replaced)
+
+    def skip(self, job: SaveJob) -> None:
+        """Log and publish that a job is not written, and why."""
+        self._skipped += 1
+        names = [str(path) for path in job.paths]
+        log.warning("checkpoint not made", names=names, reason=job.given_up, skipped=self._skipped)
+        self._bus.publish(CheckpointSkipped(progress=job.progress, path=names[0], names=names, reason=job.given_up))
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        self._turns.wait()
+
+    def close(self) -> None:
+        """Take the lane off the bus; jobs that it has are still written."""
+        self._lane.cancel()
+
+    # ----------------------------------------------------------------------------------------------- on the lane
+
+    def run(self, job: SaveJob) -> None:
+        """Make one job durable, unless it was replaced."""
+        if job.staged is not None and not self._turns.begin(job):
+            return
+        done: list[AnyPath] = []
+        try:
+            if job.source is not None and job.source.given_up:
+                job.given_up = job.source.given_up
+                self.skip(job)
+                return
+            self._wait_for_handlers()
+            self._commit(job, done)
+        except Exception as error:
+            # Told as an event, too; on_error="raise" sends it on to the training thread.
+            job.release()
+            self._tell_failed(job, [path for path in job.paths if path not in done], error)
+            if job.on_error == "raise":
+                raise
+        finally:
+            self._turns.end(job)
+
+    def _wait_for_handlers(self) -> None:
+        """Wait until the other offloaded handlers of ``checkpoint_staged`` are done, but not for ever."""
+        for one in self._others():
+            patience = 0.0 if one in self._late else self._bus.abort_timeout / 2  # less than a run that ends by an error has
+            if one.lane is None or one.lane.join(Deadline(patience)):
+                self._late.discard(one)
+            elif one not in self._late:
+                self._late.add(one)
+                log.warning("a checkpoint does not wait any longer for a handler of its event", handler=one.label)
+
+    def _others(self) -> Iterable[Subscription]:
+        return (
+            one
+            for one in self._bus.subscriptions
+            if one is not self._lane and one.mode != "stream" and self._lane.mount_point in one.mount_points
+        )
+
+    def _commit(self, job: SaveJob, done: list[AnyPath]) -> None:
+        """Write or link every name, noting the durable ones in ``done``; publish those also where a later one fails."""
+        start = time.perf_counter()
+        source, size = None if job.source is None else job.source.paths[0], 0
+        try:
+            for path in job.paths:
+                if source is not None:
+                    self._copy(job, source, path)
+                elif job.staged is not None:
+                    size = self._write(job, job.staged, path)
+                source = source or path
+                done.append(path)
+        finally:
+            if done:
+                seconds, names = time.perf_counter() - start, [str(path) for path in done]
+                event = CheckpointCommitted(progress=job.progress, path=names[0], names=names, bytes=size, seconds=seconds)
+                self._bus.publish(event)
+
+    def _tell_failed(self, job: SaveJob, failed: list[AnyPath], error: Exception) -> None:
+        if not failed:  # all are durable: it was a handler of checkpoint_committed
+            log.error("a handler of checkpoint_committed failed", path=str(job.paths[0]), exc_info=error)
+            return
+        self.failed.update(failed)
+        names = [str(path) for path in failed]
+        log.error("checkpoint not written", names=names, exc_info=error)
+        self._bus.publish(CheckpointFailed(progress=job.progress, path=names[0], names=names, error=str(error)))
+
+    # -------------------------------------------------------------------------------------------------- files
+
+    def _write(self, job: SaveJob, staged: StagedTree, path: AnyPath) -> int:
+        """Write a staged state, with this process's part of what is spread over several; return the bytes of the file."""
 
         def write_file() -> int:
             self._make(path.parent)
@@ -76,13 +201,13 @@ class CheckpointFiles:
 
         if job.parts is None:
             return write_file()
-        with collectives_allowed():  # on a process group that nobody else uses
+        with collectives_allowed():  # on a process group of their own
             size = job.parts.commit(write_file)
-        staged.release()  # written or not: on other ranks nobody else does
+        staged.release()  # on ranks that have not written the file
         return size
 
-    def copy(self, job: SaveJob, source: AnyPath, path: AnyPath) -> None:
-        """Have the file ``source`` under the name ``path``, too; rank 0 sees to it."""
+    def _copy(self, job: SaveJob, source: AnyPath, path: AnyPath) -> None:
+        """Give the file ``source`` the name ``path``, too, on the process that writes."""
         if job.first:
             self._make(path.parent)
             store_of(path).copy(source, path)
@@ -93,7 +218,7 @@ class CheckpointFiles:
         """Make ``path`` the newest checkpoint of its directory, and of the work dir ``home``."""
         for directory in dict.fromkeys((path.parent, home or path.parent)):
             self._make(directory)
-            store_of(directory).write_bytes(directory / LAST, _way(directory, path))
+            store_of(directory).write_bytes(directory / LAST, _pointer(directory, path))
 
     def _make(self, directory: AnyPath) -> None:
         # One of this machine may have been removed meanwhile. In a store of objects there is nothing to remove.
@@ -103,8 +228,12 @@ class CheckpointFiles:
         self._made.add(directory)
 
 
-def _way(directory: AnyPath, path: AnyPath) -> bytes:
-    """What ``last_checkpoint`` in ``directory`` says of ``path``: the way from there, or a URL."""
+def _job(event: CheckpointStaged) -> Any:
+    return Owned(event.job)  # staged already: pass it on as it is
+
+
+def _pointer(directory: AnyPath, path: AnyPath) -> bytes:
+    """Return what ``last_checkpoint`` in ``directory`` says of ``path``."""
     if directory == path.parent:
         return os.fsencode(path.name)
     return str(path).encode() if isinstance(path, RemotePath) else os.fsencode(os.path.relpath(path, str(directory)))

@@ -8,11 +8,9 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, CheckpointError, ConfigurationError, Progress, Run, Update
+from eventloop import Bus, CheckpointError, ConfigurationError, Run, Update
 from eventloop.checkpoint import Turns, load, write
 from eventloop.errors import CheckpointValueError
-from eventloop.training.saves.capture import SavePoints
-from eventloop.training.saves.request import SaveRequest
 
 
 def test_a_save_holds_what_the_last_subscriber_of_the_mount_point_left(parts, bus, tmp_path):
@@ -174,28 +172,29 @@ def test_an_interrupt_after_the_lane_has_taken_a_save_leaves_it_its_memory(bus, 
         return write(*arguments)
 
     monkeypatch.setattr("eventloop.training.saves.write.write", held)
-    weight = torch.ones(1000)
-    points = SavePoints(bus, lambda request: {"w": weight})
+    model = torch.nn.Linear(1000, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
 
-    def publish(event, **payload):
-        bus.publish(event(progress=Progress(), **payload))
+    def interrupt(event):
         assert taken.wait(30)
         raise KeyboardInterrupt
 
-    with bus:
-        points.request(SaveRequest(tmp_path / "a.safetensors"))
+    with Run(bus, model=model, work_dir=tmp_path) as run:
+        bus.on("checkpoint_staged", interrupt, priority=100)
+        batches = iter(run.train([1, 2]))
+        next(batches)
+        run.request_save("a.safetensors")
         with pytest.raises(KeyboardInterrupt):
-            points.save(1, publish, Progress())
-        points.check(SaveRequest(tmp_path / "b.safetensors"), copy=True)  # copies what has changed meanwhile into free memory
-        weight.zero_()
-        points.check(SaveRequest(tmp_path / "b.safetensors"), copy=True)
+            next(batches)
+        run.check_savable()  # copies what has changed meanwhile into free memory
+        torch.nn.init.zeros_(model.weight)
+        run.check_savable()
         go.set()
-        points.wait()
-    assert torch.equal(load(tmp_path / "a.safetensors")["w"], torch.ones(1000))
+        run.wait_for_saves()
+    assert torch.equal(load(tmp_path / "a.safetensors")["state_dict"]["weight"], torch.ones(1, 1000))
 
 
 def test_an_interrupt_before_the_lane_has_a_save_leaves_nobody_waiting(bus, tmp_path, monkeypatch):
-    points = SavePoints(bus, lambda request: {"w": 1})
     real = Turns.enter
 
     def interrupt(turns, job):
@@ -204,16 +203,11 @@ def test_an_interrupt_before_the_lane_has_a_save_leaves_nobody_waiting(bus, tmp_
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Turns, "enter", interrupt)
-
-    def publish(event, **payload):
-        bus.publish(event(progress=Progress(), **payload))
-
-    with bus:
-        for name in ("a", "b"):
-            points.request(SaveRequest(tmp_path / name))
-            if name == "a":
-                with pytest.raises(KeyboardInterrupt):
-                    points.save(1, publish, Progress())
-            else:
-                points.save(2, publish, Progress())
-    assert [path.name for path in tmp_path.iterdir() if path.name != "last_checkpoint"] == ["b"]
+    with Run(bus, model=torch.nn.Linear(2, 2), work_dir=tmp_path) as run:
+        batches = iter(run.train([1, 2]))
+        next(batches)
+        run.request_save("a")
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+        run.request_save("b")
+    assert [path.name for path in tmp_path.iterdir() if path.name not in ("last_checkpoint", ".lock")] == ["b"]
