@@ -153,7 +153,7 @@ def refused(options: dict[str, Any]) -> str:
     ("options", "way_out"),
     [
         ({"staging": "overlap"}, 'leave it at "block"'),
-        ({"busy": "replace"}, 'take busy="wait" or "skip"'),
+        ({"busy": "replace"}, 'use busy="wait" or "skip"'),
         ({"out_dir": "memory://bucket"}, "a directory that all processes share"),
     ],
 )
