@@ -10,18 +10,19 @@ from torch.autograd.profiler import profile
 
 from eventloop import ConfigurationError, Hook, Priority, check_options, register
 from eventloop.events import AfterTrainIter, BeforeTrain, BeforeTrainIter
+from hooks.options import Name
 from hooks.profiling import Session
 
 
 @register
 class AutogradAnomalyDetectHook(Hook):
-    """Has autograd look for NaN in every gradient, and name the forward operation that it comes from, while training.
+    """Has autograd look for NaN in every gradient while training, and name the forward operation that it comes from.
 
-    Each operation's traceback is kept and each gradient is checked, which waits for the device: for debugging only. What
-    was set before comes back when training ends, however it ends.
+    Each operation's traceback is kept and each gradient is checked, which waits for the device: for debugging only. The
+    earlier setting comes back when training ends, however it ends.
 
     Args:
-        mode: False switches it off for the training, where it is on in the program.
+        mode: False switches the check off for the training, where it is on in the program.
 
     Raises:
         ConfigurationError: ``mode`` is neither True nor False.
@@ -32,7 +33,6 @@ class AutogradAnomalyDetectHook(Hook):
         self.mode = mode
 
     def before_train(self, event: BeforeTrain) -> None:
-        """Switch it on or off until training ends."""
         before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
         event.run.defer(lambda: torch.autograd.set_detect_anomaly(*before))
         torch.autograd.set_detect_anomaly(self.mode)
@@ -48,13 +48,14 @@ class AutogradProfilerHook(Hook):
     has no file.
 
     Args:
-        enable_predicate: is called with the event of ``before_train_iter`` and tells whether to profile the iteration:
+        enable_predicate: gets the event of ``before_train_iter`` and returns whether to profile the iteration:
             ``lambda event: 10 <= event.progress.iter < 20``.
-        output_dir: where the files go; a relative path lies in the work dir, if the run has one, and None is the work dir.
-        use_cuda: also profile what runs on the run's accelerator; None does if there is one.
+        output_dir: folder of the files; a relative path is relative to the work dir, if the run has one, and None is the work
+            dir.
+        use_cuda: also profile the run's accelerator; None does if there is one.
 
     Raises:
-        ConfigurationError: an option that cannot work; or later, a run without a place for the files, or another hook is
+        ConfigurationError: an option that cannot work; or later, a run without a folder for the files, or another hook is
             profiling.
     """
 
@@ -65,48 +66,39 @@ class AutogradProfilerHook(Hook):
     def __init__(
         self,
         enable_predicate: Callable[[BeforeTrainIter], object],
-        output_dir: str | Path | None = None,
+        output_dir: Name | Path | None = None,
         *,
         use_cuda: bool | None = None,
     ) -> None:
-        if output_dir == "":
-            raise ConfigurationError(f"output_dir={output_dir!r}: give a folder, or None for the work dir")
         if use_cuda and not torch.accelerator.is_available():
             raise ConfigurationError("use_cuda=True: torch finds no accelerator on this machine; leave it out")
         self._enable_predicate = enable_predicate
-        self._output_dir = None if output_dir is None else Path(output_dir)
+        self._output_dir = output_dir
         self._use_device = use_cuda
         self._directory = Path()
         self._device: str | None = None
         self._session: Session | None = None
 
     def before_train(self, event: BeforeTrain) -> None:
-        """Find the directory and the device."""
         run = event.run
         if run.work_dir is None and self._output_dir is None:
-            raise ConfigurationError(f"{self.label} has no place for its files: give it output_dir=, or the run a work_dir")
+            raise ConfigurationError(f"{self.label} has no folder for its files: give it output_dir=, or the run a work_dir")
         self._directory = (run.work_dir or Path()) / (self._output_dir or Path())
-        accelerator = torch.accelerator.current_accelerator() if self._use_device else run.device
-        on_host = accelerator is None or accelerator.type == "cpu" or self._use_device is False
-        self._device = None if on_host or accelerator is None else accelerator.type
+        device = torch.accelerator.current_accelerator() if self._use_device else run.device
+        on_host = device is None or device.type == "cpu" or self._use_device is False
+        self._device = None if on_host or device is None else device.type
 
     def before_train_iter(self, event: BeforeTrainIter) -> None:
-        """Start a profiler, if the iteration is one of the chosen."""
-        if not self._enable_predicate(event):
-            return
-        path = self._directory / f"profiler-trace-iter{event.progress.iter + 1}.json"
-        self._session = Session(self.label, lambda _: profile(use_device=self._device), json_path=path)
-        event.run.defer(self._drop)
-        self._session.start()
+        if self._enable_predicate(event):
+            path = self._directory / f"profiler-trace-iter{event.progress.iter + 1}.json"
+            self._session = Session(self.label, lambda _: profile(use_device=self._device), json_path=path)
+            event.run.defer(lambda: self._close(write=False))  # of an iteration that did not end in order
+            self._session.start()
 
     def after_train_iter(self, event: AfterTrainIter) -> None:
-        """Stop it, and write the file."""
-        session, self._session = self._session, None
-        if session is not None:
-            session.close()
+        self._close(write=True)
 
-    def _drop(self) -> None:
-        """End a profile whose iteration did not end in order."""
+    def _close(self, *, write: bool) -> None:
         session, self._session = self._session, None
         if session is not None:
-            session.close(write=False)
+            session.close(write=write)

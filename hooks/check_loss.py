@@ -1,4 +1,4 @@
-"""Ends a run whose loss has become NaN or infinite."""
+"""``CheckInvalidLossHook``: ends a run whose loss has become NaN or infinite."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from collections.abc import Iterable
 from operator import attrgetter
 
-from eventloop import ConfigurationError, Hook, Priority, TrainingError, check_options, mount, register
+from eventloop import Hook, Priority, TrainingError, check_options, mount, register
 from eventloop.events import AfterTrainIter
-from hooks.options import PositiveInt
+from hooks.options import PositiveInt, one_or_more
 
 
 @register
 class CheckInvalidLossHook(Hook):
-    """Raises when a loss is not finite. The training thread never waits for a value: it is checked on a thread of its own.
+    """Raises when a loss is not finite. It is checked on a thread of its own, so the training thread never waits for a value.
 
-    The error therefore comes a few iterations later than the value, at the next event of the run; it names the iteration
-    of the value.
+    The error therefore comes a few iterations after the value, at the next event of the run; it names the iteration of the
+    value.
 
     Args:
         interval: iterations between checks.
@@ -24,19 +24,19 @@ class CheckInvalidLossHook(Hook):
 
     Raises:
         ConfigurationError: an option that cannot work.
-        TrainingError: later, from the run: a value is NaN or infinite, or there is nothing to check.
+        TrainingError: later, from the run: a value is NaN or infinite, or none of the outputs can be checked.
     """
 
     priority = Priority.NORMAL
 
     @check_options
     def __init__(self, interval: PositiveInt = 50, *, keys: str | Iterable[str] | None = None) -> None:
-        self.keys = None if keys is None else _checked_keys(keys)
+        advice = "names of outputs, or leave it out to check all losses"
+        self.keys = None if keys is None else one_or_more("keys", keys, advice)
         self.interval = interval
 
     @mount(every=attrgetter("interval"), offload="thread", batch=64)
     def after_train_iter(self, events: list[AfterTrainIter]) -> None:
-        """Check what has been computed since the last look."""
         for event in events:
             self._check(event)
 
@@ -49,14 +49,6 @@ class CheckInvalidLossHook(Hook):
                 f"{self.label} has nothing to check under {', '.join(map(repr, missing)) or 'a name with loss in it'}: the "
                 f"scalar outputs are {', '.join(map(repr, numbers)) or 'none'}. Return them from step(), or name others: keys="
             )
-        broken = {key: numbers[key] for key in keys if not math.isfinite(numbers[key])}
+        broken = ", ".join(f"{key} is {numbers[key]}" for key in keys if not math.isfinite(numbers[key]))
         if broken:
-            what = ", ".join(f"{key} is {value}" for key, value in broken.items())
-            raise TrainingError(f"{what} at iteration {event.progress.iter + 1} (epoch {event.progress.epoch + 1}), from 1")
-
-
-def _checked_keys(keys: Iterable[str]) -> tuple[str, ...]:
-    chosen = (keys,) if isinstance(keys, str) else tuple(keys)
-    if not chosen or not all(isinstance(key, str) for key in chosen):
-        raise ConfigurationError(f"keys={keys!r}: give names of outputs, or leave it out to check all losses")
-    return chosen
+            raise TrainingError(f"{broken} at iteration {event.progress.iter + 1} (epoch {event.progress.epoch + 1}), from 1")

@@ -1,4 +1,4 @@
-"""``trainbus demo``: a small network on scikit-learn's handwritten digits, with every hook at work and all I/O offloaded."""
+"""``trainbus demo``: a small network on scikit-learn's handwritten digits, with many hooks at work and all I/O offloaded."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from eventloop import Bus, ConfigurationError, TrainLoop
-from eventloop.bus import Description
-from eventloop.events import AfterRun
 from hooks.check_loss import CheckInvalidLossHook
 from hooks.checkpoint import CheckpointHook
 from hooks.ema import EMAHook
@@ -32,11 +30,9 @@ from hooks.writers import ConsoleWriter, JSONLinesWriter
 
 BATCH = 32
 
-Images = dict[str, Dataset[Any]]
-
 
 class Accuracy:
-    """Share of right predictions, by the protocol that torchmetrics uses; no number leaves the device before compute."""
+    """Share of right predictions, by the protocol of torchmetrics; no number leaves the device before ``compute``."""
 
     def __init__(self) -> None:
         self.reset()
@@ -57,13 +53,13 @@ class Accuracy:
 
 
 def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Forward pass: the loss to train on, and what the metrics ask for."""
+    """Return the loss to train on, and the outputs that the metrics ask for."""
     images, target = batch
     logits = model(images)
     return {"loss": functional.cross_entropy(logits, target), "logits": logits, "target": target}
 
 
-def digits(seed: int) -> Images:
+def digits(seed: int) -> dict[str, TensorDataset]:
     """Return the 1,797 images (1 × 8 × 8, 0 to 1) split 60 : 20 : 20 into train, val and test.
 
     Raises:
@@ -82,25 +78,15 @@ def digits(seed: int) -> Images:
 
 
 def loader(part: Literal["train", "val", "test"], batch_size: int = BATCH, seed: int = 0) -> DataLoader[Any]:
-    """Return a loader of one part of the digits; that for training shuffles."""
+    """Return a loader of one part of the digits; the training data is shuffled."""
     return DataLoader(digits(seed)[part], batch_size=batch_size, shuffle=part == "train")
 
 
 def network() -> nn.Module:
     """Return a small convolutional network for 8 × 8 images."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * 16, 64),
-        nn.ReLU(),
-        nn.Dropout(0.3),
-        nn.Linear(64, 10),
-    )
+    features = [nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()]
+    classes = [nn.Linear(32 * 16, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 10)]
+    return nn.Sequential(*features, nn.MaxPool2d(2), nn.Flatten(), *classes)
 
 
 def make_bus(optimizer: torch.optim.Optimizer, iterations: int, console: Console) -> Bus:
@@ -130,7 +116,7 @@ def warm_up_and_decay(iteration: int, total: int) -> float:
 
 
 def run_demo(work_dir: Path, *, epochs: int = 30, seed: int = 0, resume: bool = False) -> int:
-    """Train, test, and print what ran where; return the exit status.
+    """Train, test, and print the table of hooks and a summary; return the exit status.
 
     Args:
         work_dir: folder of the run.
@@ -162,10 +148,16 @@ def run_demo(work_dir: Path, *, epochs: int = 30, seed: int = 0, resume: bool = 
         work_dir=work_dir,
         seed=seed,
     )
-    sizes = ", ".join(f"{len(part)} {name}" for name, part in data.items())  # type: ignore[arg-type]  # TensorDataset has one
+    sizes = ", ".join(f"{len(part)} {name}" for name, part in data.items())
     title = f"[bold]trainbus demo[/]: handwritten digits ({sizes}), {epochs} epochs → {work_dir}"
     console.print(title, highlight=False, soft_wrap=True)
-    tables = _tables_at_the_end(bus)
+    tables: list[Any] = []
+
+    @bus.on("after_run", priority="LOWEST")  # while the run's own checkpoint writer is on the bus
+    def take_table(event: Any) -> None:
+        bus.drain()  # so that every delivery is counted
+        tables.append(bus.describe(stats=True))
+
     began = time.perf_counter()
     loop.run(resume="auto" if resume else None)
     seconds = time.perf_counter() - began
@@ -173,27 +165,12 @@ def run_demo(work_dir: Path, *, epochs: int = 30, seed: int = 0, resume: bool = 
     raw = TrainLoop(model, step=step, test_data=loaders["test"], metrics={"accuracy": Accuracy()}).test()["accuracy"]
     console.print()
     console.print(*tables[:1])
-    console.print(_summary(work_dir, seconds, loop.counters.iter, raw, averaged))
-    return 0
-
-
-def _tables_at_the_end(bus: Bus) -> list[Description]:
-    """Return a list that gets the hook table at the end of each run, while the run's own checkpoint writer is in it."""
-    tables: list[Description] = []
-
-    @bus.on("after_run", priority="LOWEST")
-    def take_table(event: AfterRun) -> None:
-        bus.drain()  # so that all that was handed over is counted
-        tables.append(bus.describe(stats=True))
-
-    return tables
-
-
-def _summary(work_dir: Path, seconds: float, iterations: int, raw: float, averaged: float) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_row("test accuracy", f"raw weights {raw:.2%}, averaged weights {averaged:.2%}")
-    table.add_row("trained", f"{iterations} iterations, {seconds:.1f} s in this session, all I/O beside the training thread")
-    table.add_row("files in", str(work_dir))
+    summary = Table.grid(padding=(0, 2))
+    summary.add_row("test accuracy", f"raw weights {raw:.2%}, averaged weights {averaged:.2%}")
+    trained = f"{loop.counters.iter} iterations, {seconds:.1f} s in this session, all I/O beside the training thread"
+    summary.add_row("trained", trained)
+    summary.add_row("files in", str(work_dir))
     for path in sorted(work_dir.iterdir()):
-        table.add_row("", f"{path.name}  ({path.stat().st_size / 1e3:.0f} kB)")
-    return table
+        summary.add_row("", f"{path.name}  ({path.stat().st_size / 1e3:.0f} kB)")
+    console.print(summary)
+    return 0

@@ -1,4 +1,4 @@
-"""``EmptyCacheHook``: gives memory that the allocator holds but nobody uses back to the device."""
+"""``EmptyCacheHook``: returns memory that torch's allocator caches to the device."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Collection
 import torch
 
 from eventloop import ConfigurationError, Hook, Priority, check_options, register
-from eventloop.events import AfterEpoch, AfterIter, BeforeEpoch
+from eventloop.events import AfterEpoch, AfterIter, BeforeEpoch, RunEvent
 
 
 @register
 class EmptyCacheHook(Hook):
-    """Empties the cache of the accelerator's allocator, of all stages. Without an accelerator there is nothing to do.
+    """Empties the cache of the accelerator's allocator, in all stages. Without an accelerator it does nothing.
 
-    It does not make more memory for the run itself; it helps other processes on the device, and against fragmentation. The
-    allocator waits for the device to do it, so an iteration pays for ``after_iter=True`` dearly.
+    The run itself gets no more memory by it; other processes on the device do, and fragmentation goes. The allocator waits
+    for the device meanwhile, so ``after_iter=True`` makes iterations much slower.
 
     Args:
         before_epoch: before each epoch, validation and test.
@@ -39,22 +39,18 @@ class EmptyCacheHook(Hook):
         self._wanted = {"before_epoch": before_epoch, "after_epoch": after_epoch, "after_iter": after_iter}
 
     def unused(self) -> Collection[str]:
-        """Those that are not wanted."""
+        """Return the mount points whose option is False."""
         return [name for name, wanted in self._wanted.items() if not wanted]
 
     def before_epoch(self, event: BeforeEpoch) -> None:
-        """Empty the cache."""
-        _empty_cache()
+        self._empty(event)
 
     def after_iter(self, event: AfterIter) -> None:
-        """Empty the cache."""
-        _empty_cache()
+        self._empty(event)
 
     def after_epoch(self, event: AfterEpoch) -> None:
-        """Empty the cache."""
-        _empty_cache()
+        self._empty(event)
 
-
-def _empty_cache() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    def _empty(self, event: RunEvent) -> None:
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()

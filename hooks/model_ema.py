@@ -12,8 +12,19 @@ from eventloop.events import AfterTrainEpoch, AfterTrainIter, BeforeRun
 from hooks.options import Name
 
 
-class _ModelEMA(Hook):
-    """What the two hooks have in common."""
+@register
+class EMAIterHook(Hook):
+    """Calls the model's ``init_ema()`` when its first run begins, and its ``update_ema()`` after each optimizer step.
+
+    The model keeps its average in buffers (``register_buffer`` in ``init_ema``), so it is part of checkpoints. A model inside
+    of ``DataParallel``, ``DistributedDataParallel`` or ``torch.compile`` is found.
+
+    Args:
+        model: name of the model, where the run has several.
+
+    Raises:
+        ConfigurationError: an option that cannot work; or later, a model without these methods.
+    """
 
     priority = Priority.NORMAL
 
@@ -23,7 +34,7 @@ class _ModelEMA(Hook):
         self._initialised: weakref.ref[Any] | None = None
 
     def before_run(self, event: BeforeRun) -> None:
-        """Have the average begin: before a checkpoint is loaded, which then fills the buffers made by it."""
+        """Begin the average before a checkpoint is loaded, which then fills its buffers."""
         models = event.run.models
         if len(models) > 1 if self._name is None else self._name not in models:
             raise ConfigurationError(
@@ -41,6 +52,10 @@ class _ModelEMA(Hook):
             model.init_ema()
             self._initialised = weakref.ref(model)
 
+    def after_train_iter(self, event: AfterTrainIter) -> None:
+        if event.run.updated or not event.run.optimizers:
+            self._update()
+
     def _update(self) -> None:
         model = None if self._initialised is None else self._initialised()
         if model is not None:
@@ -48,11 +63,8 @@ class _ModelEMA(Hook):
 
 
 @register
-class EMAIterHook(_ModelEMA):
-    """Calls the model's ``init_ema()`` when its first run begins, and its ``update_ema()`` after each optimizer step.
-
-    The model keeps its average in buffers (``register_buffer`` in ``init_ema``), which makes it part of checkpoints. Those of
-    a DataParallel or compiled wrapper are found inside.
+class EMAEpochHook(EMAIterHook):
+    """Calls the model's ``init_ema()`` when its first run begins, and its ``update_ema()`` after each training epoch.
 
     Args:
         model: name of the model, where the run has several.
@@ -61,30 +73,15 @@ class EMAIterHook(_ModelEMA):
         ConfigurationError: an option that cannot work; or later, a model without these methods.
     """
 
-    def after_train_iter(self, event: AfterTrainIter) -> None:
-        """Update the average, if the weights are new."""
-        if event.run.updated or not event.run.optimizers:
-            self._update()
-
-
-@register
-class EMAEpochHook(_ModelEMA):
-    """The same as :class:`EMAIterHook`, but ``update_ema()`` is called after each training epoch.
-
-    Args:
-        model: name of the model, where the run has several.
-
-    Raises:
-        ConfigurationError: an option that cannot work; or later, a model without these methods.
-    """
+    def unused(self) -> tuple[str]:
+        """Return the mount point of :class:`EMAIterHook`."""
+        return ("after_train_iter",)
 
     def after_train_epoch(self, event: AfterTrainEpoch) -> None:
-        """Update the average."""
         self._update()
 
 
 def _unwrapped(model: torch.nn.Module) -> Any:
-    """Return the user's model inside of ``DataParallel``, ``DistributedDataParallel`` or ``torch.compile``."""
     for wrapped in ("_orig_mod", "module"):
         inner = getattr(model, wrapped, None)
         if isinstance(inner, torch.nn.Module) and not hasattr(type(model), "init_ema"):

@@ -1,4 +1,4 @@
-"""The optimizer update as a hook with options."""
+"""``OptimizerHook``: the optimizer update as a hook with options."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hooks.options import PositiveInt
 
 @register
 class OptimizerHook(Update):
-    """Zeroes gradients, differentiates the loss, clips, and steps: the update of a ``TrainLoop``, with options.
+    """Zeroes gradients, runs the backward pass, clips, and steps: the update of a ``TrainLoop``, with options.
 
-    ``TrainLoop`` adds an update without options to a bus that has none when the loop is made, so add this one before. In a
-    loop of your own the body makes the update, and this hook is an error.
+    Add it before the loop is made, because ``TrainLoop`` adds an update without options to a bus that has none. In a loop of
+    your own the body makes the update, and this hook is an error.
 
     Runs in ``after_train_iter`` at priority 30: handlers with a higher number see the updated weights.
     ``before_backward``, ``after_backward``, ``before_optimizer_step`` and ``after_optimizer_step`` are published meanwhile.

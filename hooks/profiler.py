@@ -7,56 +7,53 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.autograd.profiler_util import FunctionEventAvg
+from torch.autograd.profiler_util import EventList, FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile, supported_activities, tensorboard_trace_handler
 from torch.profiler import schedule as profiler_schedule
 
 from eventloop import ConfigurationError, Hook, Priority, check_options, get_logger, register
 from eventloop.events import AfterTrainEpoch, AfterTrainIter, BeforeTrain, RunView
 from hooks.options import PositiveInt
-from hooks.profiling import Session, guarded
+from hooks.profiling import Session, survived
 
 log = get_logger()
 
 TraceHandler = Callable[[profile], object]
 
-_TENSORBOARD_DIRECTORY = "tf_tracing_logs"
-
 
 @register
 class ProfilerHook(Hook):
-    """Profiles the first ``profile_times`` epochs or iterations of a training, or of a resumed one what follows the resume.
+    """Profiles the first ``profile_times`` epochs or iterations of a training, in a resumed one those after the resume.
 
-    The profiler is told of each iteration's end (``step()``), closed when the time is over, and also when training ends
-    before that, however it ends. A profiled iteration takes much longer, and every profile stays in memory until it
-    is closed: a few iterations tell as much as an epoch. What fails in torch's profiler is logged and ends the profile, not
-    the run; what your own ``on_trace_ready`` raises ends the run.
+    The profiler hears of each iteration's end (``step()``). It is closed when the time is over, and whenever training ends
+    before that. A profiled iteration takes much longer, and a profile stays in memory until it is closed: a few iterations
+    are as informative as an epoch. An error in torch's profiler is logged and ends the profile, not the run; an error in your
+    own ``on_trace_ready`` ends the run.
 
     Args:
         by_epoch: count epochs, else iterations.
-        profile_times: how many of them.
+        profile_times: number of epochs or iterations.
         activities: what to profile: ``"cpu"``, ``"cuda"``, ``"xpu"``, or members of ``torch.profiler.ProfilerActivity``. By
             default everything that torch can profile on this machine.
         activity_with_cpu: MMEngine's way to say it: the CPU is among the activities (as it is there by default);
         activity_with_cuda: and so is CUDA (not by default).
         schedule: when to record within that time: the arguments of ``torch.profiler.schedule`` as a mapping (``wait``,
-            ``warmup``, ``active``, ``repeat``, ``skip_first``), in iterations, or what it returns. None records all of it.
-        on_trace_ready: what to do with a trace: a function of the profiler; ``{"type": "log_trace"}`` with the arguments of
-            ``key_averages().table`` (``sort_by``, ``row_limit``) logs a table; ``{"type": "tb_trace"}`` with those of
-            ``tensorboard_trace_handler`` (``dir_name``, in the work dir, ``worker_name``, ``use_gzip``) writes what
-            TensorBoard's profiler plugin reads. None logs a table, unless there is a ``json_trace_path``. Where torch cannot
-            make the table, the trace goes to ``profile-step{n}.json`` in the work dir.
+            ``warmup``, ``active``, ``repeat``, ``skip_first``), in iterations, or its result. None records all of it.
+        on_trace_ready: a function of the profiler; ``{"type": "log_trace"}`` with the arguments of ``key_averages().table``
+            (``sort_by``, ``row_limit``) logs a table; ``{"type": "tb_trace"}`` with those of ``tensorboard_trace_handler``
+            (``dir_name``, in the work dir, ``worker_name``, ``use_gzip``) writes files for TensorBoard's profiler plugin. None
+            logs a table, unless there is a ``json_trace_path``. Where torch cannot make the table, the trace goes to
+            ``profile-step{n}.json`` in the work dir.
         record_shapes: note the shapes of operators' inputs.
-        profile_memory: note what operators allocate.
+        profile_memory: note the memory that operators allocate.
         with_stack: note the source lines of operators.
         with_flops: estimate the operations of matrix products and convolutions.
-        json_trace_path: where to write the last trace for chrome://tracing or Perfetto, ``.json`` or ``.json.gz``; a relative
-            path lies in the work dir, if the run has one.
+        json_trace_path: file for the last trace, for chrome://tracing or Perfetto, ``.json`` or ``.json.gz``; a relative path
+            is relative to the work dir, if the run has one.
 
     Raises:
-        ConfigurationError: an option that cannot work; or later, epochs are to be counted in iteration-based training, or
-            another hook is profiling.
+        ConfigurationError: an option that cannot work; or later, ``by_epoch`` in iteration-based training, or another hook is
+            profiling.
     """
 
     priority = Priority.VERY_LOW
@@ -80,53 +77,48 @@ class ProfilerHook(Hook):
         with_flops: bool = False,
         json_trace_path: str | Path | None = None,
     ) -> None:
-        details: dict[str, Any] = {
+        if activity_with_cpu is not None or activity_with_cuda is not None:
+            activities = _of_flags(activities, activity_with_cpu, activity_with_cuda)
+        _check_trace(on_trace_ready)
+        _check_json(json_trace_path, on_trace_ready)
+        self.by_epoch = by_epoch
+        self.profile_times = profile_times
+        self._trace = on_trace_ready
+        self._json = json_trace_path
+        self._options: dict[str, Any] = {
+            "activities": _activities(activities),
+            "schedule": _schedule(schedule),
             "record_shapes": record_shapes,
             "profile_memory": profile_memory,
             "with_stack": with_stack,
             "with_flops": with_flops,
         }
-        if activity_with_cpu is not None or activity_with_cuda is not None:
-            activities = _of_flags(activities, activity_with_cpu, activity_with_cuda)
-        self.by_epoch = by_epoch
-        self.profile_times = profile_times
-        self._trace = _checked_trace(on_trace_ready)
-        self._json = _checked_json(json_trace_path, self._trace)
-        self._options: dict[str, Any] = {"activities": _activities(activities), "schedule": _schedule(schedule), **details}
         self._session: Session | None = None
         self._count = 0
 
     def before_train(self, event: BeforeTrain) -> None:
-        """Start the profiler."""
-        run = event.run
         if self.by_epoch and event.progress.max_iters is not None:
             raise ConfigurationError(
                 f"{self.label}(by_epoch=True): iteration-based training is one long epoch, and all of it would be profiled; "
                 "say by_epoch=False, profile_times=<iterations>"
             )
         self._count = 0
-        json_path = None if self._json is None else _place(self._json, run)
-        self._session = Session(self.label, self._make, self._handler(run), json_path)
-        run.defer(self._close)
+        json_path = None if self._json is None else _in_work_dir(self._json, event.run)
+        make = lambda on_trace_ready: profile(on_trace_ready=on_trace_ready, **self._options)  # noqa: E731
+        self._session = Session(self.label, make, self._handler(event.run), json_path)
+        event.run.defer(self._close)
         self._session.start()
 
     def after_train_iter(self, event: AfterTrainIter) -> None:
-        """Tell the profiler that an iteration has ended."""
         if self._session is not None:
             self._session.step()
-            if not self.by_epoch:
-                self._counted()
+            self._close_if_done(counts=not self.by_epoch)
 
     def after_train_epoch(self, event: AfterTrainEpoch) -> None:
-        """Count the epoch."""
-        if self._session is not None and self.by_epoch:
-            self._counted()
+        self._close_if_done(counts=self.by_epoch)
 
-    def _make(self, on_trace_ready: Callable[[profile], None] | None) -> profile:
-        return profile(on_trace_ready=on_trace_ready, **self._options)
-
-    def _counted(self) -> None:
-        self._count += 1
+    def _close_if_done(self, *, counts: bool) -> None:
+        self._count += counts
         if self._count >= self.profile_times:
             self._close()
 
@@ -136,24 +128,29 @@ class ProfilerHook(Hook):
             session.close()
 
     def _handler(self, run: RunView) -> TraceHandler | None:
-        trace = self._trace
-        if trace is None and self._json is not None:
-            return None
-        if callable(trace):
-            return trace
-        options = {key: value for key, value in (trace or {}).items() if key != "type"}
-        if trace is None or trace["type"] == "log_trace":
-            return lambda profiler: guarded(self.label, lambda: self._log_table(profiler, options, run))
-        directory = _place(Path(options.pop("dir_name", _TENSORBOARD_DIRECTORY)), run)
-        log.info("traces for TensorBoard", directory=str(directory))
-        handler: TraceHandler = tensorboard_trace_handler(str(directory), **options)
-        return lambda profiler: guarded(self.label, lambda: handler(profiler))
+        """Return the function for traces, None where the file is enough."""
+        if callable(self._trace) or (self._trace is None and self._json is not None):
+            return self._trace
+        options = dict(self._trace or {"type": "log_trace"})
+        write: TraceHandler
+        if options.pop("type") == "log_trace":
+            write = lambda profiler: self._log_table(profiler, options, run)  # noqa: E731
+        else:
+            directory = _in_work_dir(options.pop("dir_name", "tf_tracing_logs"), run)
+            log.info("traces for TensorBoard", directory=str(directory))
+            write = tensorboard_trace_handler(str(directory), **options)
+
+        def handle(profiler: profile) -> None:
+            with survived(self.label):
+                write(profiler)
+
+        return handle
 
     def _log_table(self, profiler: profile, options: dict[str, Any], run: RunView) -> None:
         try:
             table = profiler.key_averages().table(**options)
-        except Exception:  # such as names that are no UTF-8, which torch 2.13 makes with with_stack and profile_memory
-            path = _place(Path(f"profile-step{profiler.step_num}.json"), run)
+        except Exception:  # such as names that are not UTF-8, which torch 2.13 makes with with_stack and profile_memory
+            path = _in_work_dir(f"profile-step{profiler.step_num}.json", run)
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))  # torch has it still, and writes it without reading it
             log.exception("torch cannot make a table of the profile; the trace is in a file", hook=self.label, path=str(path))
@@ -161,55 +158,49 @@ class ProfilerHook(Hook):
             log.info("profile\n" + table)
 
 
-def _place(path: Path, run: RunView) -> Path:
-    return path if run.work_dir is None else run.work_dir / path
+def _in_work_dir(path: str | Path, run: RunView) -> Path:
+    return (run.work_dir or Path()) / path
 
 
-def _checked_trace(on_trace_ready: Any) -> TraceHandler | Mapping[str, Any] | None:
-    if on_trace_ready is None or callable(on_trace_ready):
-        handler: TraceHandler | None = on_trace_ready
-        return handler
-    kind = on_trace_ready.get("type") if isinstance(on_trace_ready, Mapping) else None
+def _check_trace(trace: TraceHandler | Mapping[str, Any] | None) -> None:
+    if trace is None or callable(trace):
+        return
+    kind = trace.get("type")
     if kind not in ("log_trace", "tb_trace"):
         raise ConfigurationError(
-            f'on_trace_ready={on_trace_ready!r}: give a function of the profiler, {{"type": "log_trace"}} or '
-            '{"type": "tb_trace"}'
+            f'on_trace_ready={trace!r}: give a function of the profiler, {{"type": "log_trace"}} or {{"type": "tb_trace"}}'
         )
-    takes = torch.autograd.profiler_util.EventList.table if kind == "log_trace" else tensorboard_trace_handler
+    takes = EventList.table if kind == "log_trace" else tensorboard_trace_handler
     known = inspect.signature(takes).parameters.keys() - {"self"}
-    unknown = on_trace_ready.keys() - known - {"type"}
+    unknown = trace.keys() - known - {"type"}
     if unknown:
         raise ConfigurationError(
             f"on_trace_ready: {kind} takes no {', '.join(map(repr, sorted(unknown)))}; it takes {', '.join(sorted(known))}"
         )
-    column = on_trace_ready.get("sort_by")
+    column = trace.get("sort_by")
     if kind == "log_trace" and column is not None and not hasattr(FunctionEventAvg(), str(column).replace("cuda", "device")):
         raise ConfigurationError(
             f'on_trace_ready: sort_by={column!r} is not a column of the table; "self_cpu_time_total", say, or "cpu_time_total"'
         )
-    return dict(on_trace_ready)
 
 
-def _checked_json(path: str | Path | None, trace: object) -> Path | None:
-    if path is None:
-        return None
-    if not str(path).endswith((".json", ".json.gz")):
+def _check_json(path: str | Path | None, trace: object) -> None:
+    if path is not None and not str(path).endswith((".json", ".json.gz")):
         raise ConfigurationError(f"json_trace_path={path!r}: give the name of a file that ends in .json or .json.gz")
-    if isinstance(trace, Mapping) and trace["type"] == "tb_trace":
+    if path is not None and isinstance(trace, Mapping) and trace["type"] == "tb_trace":
         raise ConfigurationError(
             f"json_trace_path={str(path)!r}: torch writes a trace once, and tb_trace has done so; its file in dir_name is one "
             "for chrome://tracing, too"
         )
-    return Path(path)
 
 
 def _of_flags(activities: object, cpu: bool | None, cuda: bool | None) -> list[str]:
-    flags = {"activity_with_cpu": True if cpu is None else cpu, "activity_with_cuda": False if cuda is None else cuda}
     if activities is not None:
         raise ConfigurationError("activities= and activity_with_cpu=, activity_with_cuda= say the same thing; give one of them")
-    if not any(flags.values()):
-        raise ConfigurationError("activity_with_cpu=False, activity_with_cuda=False: there is nothing left to profile")
-    return [option.removeprefix("activity_with_") for option, wanted in flags.items() if wanted]
+    chosen = [name for name, wanted in (("cpu", cpu is not False), ("cuda", cuda is True)) if wanted]
+    if not chosen:
+        raise ConfigurationError("activity_with_cpu=False, activity_with_cuda=False: nothing left to profile; choose one")
+    return chosen
 
 
 def _activities(activities: Iterable[str | ProfilerActivity] | None) -> list[ProfilerActivity] | None:
@@ -226,10 +217,9 @@ def _activities(activities: Iterable[str | ProfilerActivity] | None) -> list[Pro
     return [one for one in chosen if one is not None]
 
 
-def _schedule(schedule: Any) -> Callable[[int], Any] | None:
+def _schedule(schedule: Mapping[str, int] | Callable[[int], Any] | None) -> Callable[[int], Any] | None:
     if schedule is None or callable(schedule):
-        steps: Callable[[int], Any] | None = schedule
-        return steps
+        return schedule
     try:
         return profiler_schedule(**schedule)
     except (TypeError, AssertionError) as error:

@@ -1,9 +1,10 @@
-"""A profiler from its start to its file; one at a time, and one that neither torch nor a run can crash over."""
+"""A use of torch's profiler from its start to its file: one at a time, and failing without harm to the run."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,34 +13,25 @@ from eventloop import ConfigurationError, get_logger
 log = get_logger()
 
 
-def guarded(owner: str, do: Callable[[], object]) -> bool:
-    """Have torch's profiler do something. Its errors are logged: a profile is not worth a run.
-
-    Args:
-        owner: label of the hook.
-        do: what to do.
-
-    Returns:
-        True if it worked.
-    """
+@contextmanager
+def survived(owner: str) -> Iterator[None]:
+    """Log errors of torch's profiler, and go on: a profile is not worth a run. ``owner`` is the label of the hook."""
     try:
-        do()
+        yield
     except Exception:
         log.exception("torch's profiler failed; training goes on without this profile", hook=owner)
-        return False
-    return True
 
 
 class Session:
-    """One use of a profiler of torch. Torch lets a second one begin, and silently loses what the first one has seen.
+    """One use of a profiler. Torch lets a second one begin, and silently loses the data of the first.
 
-    Where torch itself fails, that is logged and the session is over; what the user's function raises ends the run.
+    An error in torch is logged and ends the session; an error of the user's function ends the run.
 
     Args:
         owner: label of the hook, for errors.
-        make: makes the profiler, given what to do with a trace (None: nothing).
-        on_trace_ready: the user's own function for that.
-        json_path: where the trace goes in the end, if anywhere.
+        make: makes the profiler, given the function for traces (None: no function).
+        on_trace_ready: the user's own function for traces.
+        json_path: file for the last trace, None for no file.
     """
 
     _active: ClassVar[str | None] = None
@@ -52,11 +44,18 @@ class Session:
         json_path: Path | None = None,
     ) -> None:
         self._owner = owner
-        self._on_trace_ready = on_trace_ready
         self._json_path = json_path
-        self._profiler = make(None if on_trace_ready is None else self._hand_over)
         self._failure: BaseException | None = None
-        self._started = False
+        self._running = False
+
+        def hand_over(profiler: Any) -> None:
+            assert on_trace_ready is not None  # noqa: S101 - else the profiler does not know this function
+            try:
+                on_trace_ready(profiler)
+            except BaseException as error:  # noqa: BLE001 - torch must come to the end of its work; raised right after it
+                self._failure = error
+
+        self._profiler = make(None if on_trace_ready is None else hand_over)
 
     def start(self) -> None:
         """Start the profiler.
@@ -70,47 +69,41 @@ class Session:
                 "of them"
             )
         Session._active = self._owner
-        self._started = self._done(self._profiler.__enter__)
+        self._run(self._profiler.__enter__)
 
     def step(self) -> None:
-        """Tell the profiler of the end of an iteration, at which a schedule may hand a trace over."""
-        if not self._started:
-            return
-        self._started = False  # stopping once more would crash the process if Ctrl-C, say, came between two traces
-        with warnings.catch_warnings():
-            # Each cycle of a schedule has a trace of its own, which is as it should be.
-            warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
-            self._started = self._done(self._profiler.step)
-        self._raise_failure()
+        """Tell the profiler that an iteration has ended; a schedule may hand a trace over then."""
+        if self._running:
+            with warnings.catch_warnings():
+                # Each cycle of a schedule has a trace of its own, as it should be.
+                warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
+                self._run(self._profiler.step)
+            self._raise_failure()
 
     def close(self, *, write: bool = True) -> None:
-        """Stop the profiler, which hands its trace over, and write the file, unless it is not wanted; once."""
-        if not self._started:
+        """Stop the profiler, which hands its trace over, and write the file, unless ``write`` is False; once."""
+        if not self._running:
             return
-        self._started = False
+        self._running = False
         Session._active = None
-        guarded(self._owner, lambda: self._profiler.__exit__(None, None, None))
-        path = self._json_path
-        if write and path is not None:
-            guarded(self._owner, lambda: self._write(path))
+        with survived(self._owner):
+            self._profiler.__exit__(None, None, None)
+        if write and self._json_path is not None:
+            with survived(self._owner):
+                self._write(self._json_path)
         self._raise_failure()
 
-    def _done(self, do: Callable[[], object]) -> bool:
-        """Return True if the profiler goes on; if not, another one may begin."""
-        done = False
+    def _run(self, do: Callable[[], object]) -> None:
+        """Call the profiler. The session is over if that fails: then another one may begin."""
+        # Stopping a second time would crash the process if Ctrl-C, say, came between two traces.
+        self._running = False
         try:
-            done = guarded(self._owner, do)
+            with survived(self._owner):
+                do()
+                self._running = True
         finally:
-            if not done:
+            if not self._running:
                 Session._active = None
-        return done
-
-    def _hand_over(self, profiler: Any) -> None:
-        assert self._on_trace_ready is not None  # noqa: S101 - else the profiler does not know of this method
-        try:
-            self._on_trace_ready(profiler)
-        except BaseException as error:  # noqa: BLE001 - torch must come to the end of what it does; raised right after it
-            self._failure = error
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None

@@ -13,38 +13,33 @@ from eventloop.events import AfterTrainEpoch, BeforeTrain, BeforeVal, RunView
 
 @register
 class SyncBuffersHook(Hook):
-    """After each training epoch, replaces the buffers of the models by their mean over all ranks.
+    """Replaces the buffers of the models by their mean over all ranks, after each training epoch.
 
-    Also before a validation within an epoch, as in iteration-based training. Each rank has seen other batches, so its batch
-    norms have other running statistics; validation and checkpoints after this hook see the mean. Floating and complex buffers
-    are averaged, integers (counts) too, rounded down; masks of booleans stay as they are. In a single process there is nothing
-    to do. It is a collective: every rank needs the hook, and models with the same buffers.
+    It also does so before a validation within an epoch, as in iteration-based training. Each rank has seen other batches, so
+    its batch norms have other running statistics; validation and checkpoints after this hook see the mean. Floating and
+    complex buffers are averaged, integers (counts) too, rounded down; boolean masks stay. In a single process the hook does
+    nothing. It is a collective: every rank needs the hook, and models with the same buffers.
     """
 
     priority = Priority.NORMAL
 
     def __init__(self) -> None:
-        self._synced_at: int | None = None  # iterations trained by then
+        self._synced_at: int | None = None  # the iterations done at the last time
 
     def before_train(self, event: BeforeTrain) -> None:
-        """Note that all ranks begin with the same buffers."""
-        self._synced_at = event.progress.iter
+        self._synced_at = event.progress.iter  # all ranks begin with the same buffers
 
     def after_train_epoch(self, event: AfterTrainEpoch) -> None:
-        """Average all buffers."""
-        _sync(event.run)
-        self._synced_at = event.progress.iter + 1
+        self._sync(event.run, event.progress.iter + 1)
 
     def before_val(self, event: BeforeVal) -> None:
-        """Average all buffers, if there was training since the last time."""
         if self._synced_at not in (None, event.progress.iter):
-            _sync(event.run)
-            self._synced_at = event.progress.iter
+            self._sync(event.run, event.progress.iter)
 
-
-def _sync(run: RunView) -> None:
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        average_over_ranks(buffer for model in run.models.values() for buffer in model.buffers())
+    def _sync(self, run: RunView, iterations: int) -> None:
+        self._synced_at = iterations
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+            average_over_ranks(buffer for model in run.models.values() for buffer in model.buffers())
 
 
 def average_over_ranks(tensors: Iterable[torch.Tensor]) -> None:
@@ -58,6 +53,5 @@ def average_over_ranks(tensors: Iterable[torch.Tensor]) -> None:
         distributed.all_reduce(flat)
         exact = flat.is_floating_point() or flat.is_complex()
         mean = flat.div_(distributed.get_world_size(), rounding_mode=None if exact else "floor")
-        parts = torch.split(mean, [tensor.numel() for tensor in group])
-        for tensor, part in zip(group, parts, strict=True):
+        for tensor, part in zip(group, torch.split(mean, [tensor.numel() for tensor in group]), strict=True):
             tensor.copy_(part.view_as(tensor))
