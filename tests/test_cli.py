@@ -1,16 +1,17 @@
-import argparse
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from cyclopts import App
 from rich.console import Console
 
 from eventloop import load_weights
 from eventloop.checkpoint import load
-from eventloop.cli import main, make_parser
+from eventloop.cli import app, main
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning:sklearn")
 
@@ -21,16 +22,15 @@ def here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def commands(parser: argparse.ArgumentParser, *path: str) -> Iterator[tuple[str, ...]]:
+def commands(group: App, *path: str) -> Iterator[tuple[str, ...]]:
     """The words of every command and of every command within one."""
     yield path
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for name, command in action.choices.items():
-                yield from commands(command, *path, name)
+    for name in group:
+        if not name.startswith("-"):
+            yield from commands(group[name], *path, name)
 
 
-COMMANDS = list(commands(make_parser()))
+COMMANDS = list(commands(app))
 
 
 def test_the_commands_are_found():
@@ -40,14 +40,28 @@ def test_the_commands_are_found():
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_every_command_explains_itself_and_its_arguments_in_80_columns(words, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as exit_:
-        main([*words, "--help"])
-    assert exit_.value.code == 0
+    assert main([*words, "--help"]) == 0
     printed, err = capsys.readouterr()
     assert err == ""
-    assert printed.startswith(" ".join(["usage: trainbus", *words]))
-    assert "-h, --help" in printed
+    assert printed.startswith(" ".join(["Usage: trainbus", *words]))
     assert max(map(len, printed.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_argument_and_option_is_explained(words, capsys):
+    app.help_print(words, console=Console(width=400))
+    rows = [re.split(r" {2,}", line.strip("│* ")) for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    for name, *explained in rows:
+        assert explained, name
+        assert not explained[0].startswith("["), name  # the default alone
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands_and_options_by_a_script_of_its_own(here, shell):
+    assert main(["--install-completion", "--shell", shell, "--output", "script"]) == 0
+    script = (here / "script").read_text()
+    for word in ("checkpoint", "verify", "dry-run", "epochs"):
+        assert word in script
 
 
 def test_the_demo_leaves_checkpoints_scalars_of_every_iteration_and_a_summary(here, capsys):
@@ -135,25 +149,32 @@ def test_the_same_seed_gives_the_same_weights(here):
     ],
 )
 def test_a_mistake_in_the_call_ends_with_status_2_and_a_hint(arguments, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert exit_.value.code == 2
-    assert "usage: trainbus" in capsys.readouterr().err
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert (
+        told.splitlines()[-1] == "trainbus demo --help shows the options"
+        or "trainbus --help" in told
+        or "Usage: trainbus" in told
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--epochs", "1.5"], "argument --epochs: expected a whole number from 1 on, got '1.5'"),
-        (["--epochs", "0"], "argument --epochs: expected a whole number from 1 on, got '0'"),
-        (["--seed", "-1"], f"argument --seed: expected a whole number from 0 to {2**63 - 1}, got '-1'"),
-        (["--seed", "9" * 5000], f"argument --seed: expected a whole number from 0 to {2**63 - 1}, got '{'9' * 80}…'"),
+        (["--epochs", "1.5"], "Invalid value for --epochs: expected an integer, got '1.5'"),
+        (["--epochs", "0"], '"0" for --epochs. Must be >= 1.'),
+        (["--seed", "-1"], '"-1" for --seed. Must be >= 0.'),
+        (["--seed", "9" * 30], f"for --seed. Must be < {2**63}."),
+        (["--seed", "9" * 5000], f"--seed: expected an integer, got '{'9' * 80}…'"),
+        (["--epoch", "1"], "Unknown option: --epoch. Did you mean --epochs?"),
+        (["loop.max_epochs=3"], "Unused Tokens: ['loop.max_epochs=3']"),
     ],
 )
-def test_a_number_that_is_none_is_told_with_what_was_expected(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        main(["demo", *arguments])
-    assert capsys.readouterr().err.strip().endswith(f"error: {message}")
+def test_a_wrong_argument_is_told_with_the_option_the_value_and_what_was_expected(arguments, message, capsys):
+    assert main(["demo", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert len(told) < 400
 
 
 @pytest.mark.parametrize("out", [".", "", "..", "/"])

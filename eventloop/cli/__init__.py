@@ -1,70 +1,69 @@
-"""The command ``trainbus``, a module for each group of commands.
+"""The command ``trainbus``, a module for each command or group of commands.
 
-Nothing else in ``eventloop`` knows ``hooks``, and these modules import it only once a command needs it. A module declares
-its commands in ``add_parser(commands)`` and names the function to call by ``set_defaults(call=...)``: it takes the parsed
-options and returns the exit status.
+A command is a function: its parameters are the arguments and options, its docstring is the help, and it returns the exit
+status. Nothing else in ``eventloop`` knows ``hooks``, and these modules import it only once a command needs it.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import sys
 from collections.abc import Sequence
 
+from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
-from rich.text import Text
 from torch.distributed import is_torchelastic_launched
 
 import trainbus
 from eventloop.cli import catalogue, checkpoint, demo, run
-from eventloop.errors import TrainbusError
+from eventloop.cli.output import say
+from eventloop.config.words import shortened
+from eventloop.errors import CheckpointDamagedError, TrainbusError
 
-GROUPS = (demo, run, catalogue, checkpoint)
+app = App(
+    name="trainbus",
+    help="An async event-bus runtime for PyTorch training.",
+    version=lambda: f"trainbus {trainbus.__version__}",
+    default_parameter=Parameter(negative=()),
+    suppress_keyboard_interrupt=False,
+    exit_on_error=False,
+    print_error=False,
+    result_action="return_value",
+)
+app.command(demo.demo)
+app.command(run.run)
+app.command(catalogue.list_hooks, name="hooks")
+app.command(catalogue.list_events, name="events")
+app.command(checkpoint.app)
+app.register_install_completion_command(add_to_startup=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status: 0, 2 for a mistake in the call, 130 after Ctrl-C."""
+    """Run the command line; return its exit status: 0, 1 for a damaged file, 2 for a mistake in the call, 130 after Ctrl-C."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an arrow or a rule that the terminal's encoding lacks
-    options = _parsed(arguments)
-    try:
-        return int(options.call(options))
-    except TrainbusError as error:
-        _tell(options.command, str(error), error)
+    words = run.with_auto(list(sys.argv[1:] if arguments is None else arguments))
+    names, groups, rest = app.parse_commands(words)
+    if not rest and groups[-1].default_command is None:
+        app.help_print(words, console=Console(stderr=True))
         return 2
+    command = " ".join(("trainbus", *names))
+    try:
+        return app(words) or 0  # None: help or version were printed
+    except CycloptsError as error:
+        _tell(command, f"{shortened(str(error), 200)}\n{command} --help shows the options", error)
+        return 2
+    except TrainbusError as error:
+        _tell(command, str(error), error)
+        return 1 if isinstance(error, CheckpointDamagedError) or isinstance(error.__cause__, OSError) else 2
     except KeyboardInterrupt as interrupt:
-        _tell(options.command, "interrupted", interrupt)
+        _tell(command, "interrupted", interrupt)
         return 130
 
 
-def _tell(command: str, what: str, error: BaseException) -> None:
-    console = Console(stderr=True)
-    who = f" (rank {os.environ['RANK']})" if is_torchelastic_launched() else ""  # so that it is clear whose of several lines
-    lines = "\n".join([what, *getattr(error, "__notes__", ())])
+def _tell(command: str, message: str, error: BaseException) -> None:
+    rank = f" (rank {os.environ['RANK']})" if is_torchelastic_launched() else ""
+    lines = "\n".join([message, *getattr(error, "__notes__", ())])
     # One write: the lines of several ranks come from as many processes.
-    console.print(Text.assemble((f"trainbus {command}{who}:", "bold red"), f" {lines}"), soft_wrap=True)
-
-
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = make_parser()
-    options, rest = parser.parse_known_args(arguments)
-    # argparse takes all words of a list from one place; those behind an option are left over.
-    if rest and (not hasattr(options, "changes") or any(word.startswith("-") for word in rest)):
-        options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        options.changes = [*options.changes, *rest]
-    return options
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command with all of its commands."""
-    parser = argparse.ArgumentParser(prog="trainbus", description="An async event-bus runtime for PyTorch training.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {trainbus.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for group in GROUPS:
-        group.add_parser(commands)
-    for command in commands.choices.values():
-        command.set_defaults(parser=command)
-    return parser
+    say(Console(stderr=True, highlight=False), (f"{command}{rank}:", "bold red"), f" {lines}")

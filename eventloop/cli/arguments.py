@@ -1,40 +1,30 @@
-"""What the commands share: the type of their parsers, and types of arguments."""
+"""Types of arguments that several commands take."""
 
 from __future__ import annotations
 
-import argparse
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from cyclopts import Parameter, Token
+from cyclopts.validators import Number
 
 from eventloop.checkpoint import AnyPath, as_path
 from eventloop.config.words import shortened
-from eventloop.errors import ConfigurationError
-
-Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
-def place(text: str) -> AnyPath:
-    """Return what a path or a URL names; a URL that nothing here can reach is a usage error."""
+def _as_path(_: Any, tokens: Sequence[Token]) -> AnyPath:
+    return as_path(tokens[0].value)
+
+
+def _as_integer(_: Any, tokens: Sequence[Token]) -> int:
+    """Return an integer; cyclopts itself would round 1.5."""
     try:
-        return as_path(text)
-    except ConfigurationError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def positive(text: str) -> int:
-    """Return ``text`` as a number of 1 or more; anything else is a usage error."""
-    return _whole(text, 1, "a whole number from 1 on")
-
-
-def seed(text: str) -> int:
-    """Return ``text`` as a seed that Python's, numpy's and torch's generators take; anything else is a usage error."""
-    return _whole(text, 0, f"a whole number from 0 to {2**63 - 1}")
-
-
-def _whole(text: str, least: int, expected: str) -> int:
-    try:
-        value = int(text)
+        return int(tokens[0].value)
     except ValueError:
-        value = least - 1
-    if not least <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"expected {expected}, got {shortened(text)!r}")
-    return value
+        raise ValueError(f"expected an integer, got {shortened(tokens[0].value)!r}") from None
+
+
+Positive = Annotated[int, Parameter(converter=_as_integer, validator=Number(gte=1, lt=2**63))]
+Seed = Annotated[int, Parameter(converter=_as_integer, validator=Number(gte=0, lt=2**63))]
+"""As Python's, numpy's and torch's generators take it."""
+FileOrURL = Annotated[AnyPath, Parameter(converter=_as_path, accepts_keys=False, metavar="PATH|URL")]

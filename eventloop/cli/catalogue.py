@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from cyclopts import Parameter
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -16,88 +16,82 @@ from rich.text import Text
 
 from eventloop.bus.hook import mount_points_of
 from eventloop.bus.priority import Priority
-from eventloop.cli.arguments import Subparsers
-from eventloop.config import Imports, Option, Signature, describe, find_files_in
-from eventloop.config.registry import Registered, registered
+from eventloop.config import Imports, Registered, Signature, describe, find_files_in, registered
 from eventloop.events import Event
 from eventloop.events.event import mount_points, resolve
 from eventloop.events.mount_points import BUILTIN
 
 _TITLES = {"hook": "Hooks", "writer": "Writers (for the loggers' writers)", "average": "Averages (for EMAHook's ema_type)"}
+_COUNTED = {
+    "iter": "iterations",
+    "epoch": "epochs",
+    "update": "updates",
+    "batch": "batches",
+    "validation": "validations",
+    "publish": "publishes",
+}
+
+Modules = Annotated[list[str] | None, Parameter(name="--import", metavar="MODULE")]
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Declare both commands."""
-    hooks = commands.add_parser("hooks", help="list every registered hook: options, types, defaults, mount points")
-    hooks.set_defaults(call=_hooks)
-    events = commands.add_parser("events", help="list the mount points in the order of a run, and what their events hold")
-    events.set_defaults(call=_events)
-    for parser in (hooks, events):
-        parser.add_argument(
-            "--import",
-            dest="imports",
-            action="append",
-            default=[],
-            metavar="MODULE",
-            help="a module of yours with further ones",
-        )
+def list_hooks(*, imports: Modules = None) -> int:
+    """List every registered hook: options, types, defaults, mount points.
 
-
-def _hooks(options: argparse.Namespace) -> int:
+    Args:
+        imports: a module of yours with further ones.
+    """
     import hooks  # noqa: F401 - registers what it has
 
-    Imports(options.imports, find_files_in(Path.cwd()))
+    Imports(imports or (), find_files_in(Path.cwd()))
     console = Console()
     for kind, title in _TITLES.items():
-        entries = registered(kind)
         console.rule(f"[bold]{title}", align="left")
-        width = max((len(name) for entry in entries for name in Signature(entry.cls).options), default=0)
-        for entry in entries:
-            console.print(_described(entry, width))
+        entries = [(entry, Signature(entry.cls)) for entry in registered(kind)]
+        width = max((len(name) for _, signature in entries for name in signature.options), default=0)
+        for entry, signature in entries:
+            console.print(_described(entry, signature, width))
             console.print()
     return 0
 
 
-def _described(entry: Registered, width: int) -> RenderableType:
+def _described(entry: Registered, signature: Signature, width: int) -> RenderableType:
     head = Text(entry.name, style="bold cyan")
     if entry.aliases:
         head.append(f" = {', '.join(entry.aliases)}", style="cyan")
-    parts: list[RenderableType] = [head]
+    lines: list[RenderableType] = []
     if summary := inspect.getdoc(entry.cls):
-        parts.append(Padding(Text(summary.partition("\n\n")[0].replace("\n", " ")), (0, 0, 0, 2)))
+        lines.append(Text(summary.partition("\n\n")[0].replace("\n", " ")))
     if entry.kind == "hook":
         priority = Priority.parse(entry.cls.priority)  # type: ignore[attr-defined]
         where = f"priority {priority} {Priority.label(priority)}, at {', '.join(mount_points_of(entry.cls))}"
-        parts.append(Padding(Text(where, style="dim"), (0, 0, 0, 2)))
-    parts.append(Padding(_options(entry, width), (0, 0, 0, 2)))
-    return Group(*parts)
+        lines.append(Text(where, style="dim"))
+    lines.append(_options(entry.kind, signature, width))
+    return Group(head, *(Padding(line, (0, 0, 0, 2)) for line in lines))
 
 
-def _options(entry: Registered, width: int) -> Table:
+def _options(kind: str, signature: Signature, width: int) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0), expand=True)
     table.add_column(width=width, no_wrap=True)
     table.add_column(ratio=3, overflow="fold")
     table.add_column(ratio=2, overflow="fold")
-    options = Signature(entry.cls)
-    for option in _settable(entry.kind, options):
-        default = Text("required", style="red") if option.required else Text(_default(option.default), style="green")
-        table.add_row(option.name, Text(describe(option.annotation), style="dim"), default)
-    if options.rest_of is not None:
-        table.add_row(f"those of {options.rest_of}", "", "")
+    for option in signature.options.values():
+        if kind == "average" and option.name == "model":
+            continue  # the hook gives it
+        default = option.default.__name__ if isinstance(option.default, type) else repr(option.default)
+        shown = Text("required", style="red") if option.required else Text(default, style="green")
+        table.add_row(option.name, Text(describe(option.annotation), style="dim"), shown)
+    if signature.rest_of is not None:
+        table.add_row(f"those of {signature.rest_of}", "", "")
     return table
 
 
-def _settable(kind: str, options: Signature) -> list[Option]:
-    """Without the model that an average is made for."""
-    return [option for option in options.options.values() if not (kind == "average" and option.name == "model")]
+def list_events(*, imports: Modules = None) -> int:
+    """List the mount points in the order of a run, and what their events hold.
 
-
-def _default(value: Any) -> str:
-    return value.__name__ if isinstance(value, type) else repr(value)
-
-
-def _events(options: argparse.Namespace) -> int:
-    Imports(options.imports, find_files_in(Path.cwd()))
+    Args:
+        imports: a module of yours with further ones.
+    """
+    Imports(imports or (), find_files_in(Path.cwd()))
     names = mount_points()
     console = Console()
     console.print(_event_table("Mount points in the order of a run", [name for name in names if name in BUILTIN]))
@@ -118,21 +112,12 @@ def _event_table(title: str, names: list[str]) -> Table:
     return table
 
 
-_COUNTED = {
-    "iter": "iterations",
-    "epoch": "epochs",
-    "update": "updates",
-    "batch": "batches",
-    "validation": "validations",
-    "publish": "publishes",
-}
-
-
 def _payload(event: type[Event]) -> Iterator[str]:
-    """Yield an event's own fields, then what every event of a run has."""
+    """Yield an event's own fields, then those that every event of a run has."""
     hints = typing.get_type_hints(event, include_extras=True)
-    fields = [name for name in event.__struct_fields__ if name not in ("run", "progress")]
-    for name in [*fields, *(name for name in ("progress", "run") if name in event.__struct_fields__)]:
+    common = ("progress", "run")
+    own = [name for name in event.__struct_fields__ if name not in common]
+    for name in [*own, *(name for name in common if name in event.__struct_fields__)]:
         yield f"{name}: {_field_type(hints[name])}"
 
 

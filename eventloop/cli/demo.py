@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from eventloop.cli.arguments import Subparsers, positive, seed
+from eventloop.cli.arguments import Positive, Seed
 from eventloop.cli.folders import free, resumable, to_resume
 
 DEFAULT = Path("runs/digits")
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Declare the command."""
-    parser = commands.add_parser("demo", help="train a small network on real handwritten digits, with every hook at work")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where files go (default: a new folder runs/digits, runs/digits-2 …)"
-    )
-    parser.add_argument("--epochs", type=positive, default=30, metavar="N", help="epochs in all (default: %(default)s)")
-    parser.add_argument(
-        "--seed", type=seed, default=0, metavar="N", help="of weights, shuffling and split (default: %(default)s)"
-    )
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in DIR (default: the newest run)")
-    parser.set_defaults(call=_demo)
+def demo(*, out: Path | None = None, epochs: Positive = 30, seed: Seed = 0, resume: bool = False) -> int:
+    """Train a small network on real handwritten digits, with every hook at work.
 
-
-def _demo(options: argparse.Namespace) -> int:
+    Args:
+        out: folder of the files; by default a new one, runs/digits, runs/digits-2 …
+        epochs: epochs in all.
+        seed: of weights, shuffling and split.
+        resume: go on from the last checkpoint in --out, or in the newest run.
+    """
     from hooks.demo import run_demo
 
-    work_dir = to_resume(options.out, DEFAULT) if options.resume else free(options.out or DEFAULT)
+    work_dir = to_resume(out, DEFAULT) if resume else free(out or DEFAULT)
     with resumable(work_dir, f"--resume --out {work_dir}"):
-        return run_demo(work_dir, epochs=options.epochs, seed=options.seed, resume=options.resume)
+        return run_demo(work_dir, epochs=epochs, seed=seed, resume=resume)

@@ -1,4 +1,4 @@
-"""Folders of runs: one that is free, and one that can go on."""
+"""Folders of runs: a free one, and one to resume."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from eventloop.errors import ConfigurationError
 
 
 def free(wanted: Path) -> Path:
-    """Return ``wanted``, or the first of ``wanted-2``, ``wanted-3`` … that holds nothing yet.
+    """Return ``wanted``, or the first of ``wanted-2``, ``wanted-3`` … that is empty or missing.
 
     Raises:
-        ConfigurationError: it is not empty and has no name that could be numbered, or cannot be looked into.
+        ConfigurationError: it is not empty and has no name that could be numbered, or cannot be read.
     """
     candidate, number = wanted, 1
     try:
         while candidate.exists() and (not candidate.is_dir() or any(candidate.iterdir())):
             if wanted.name in ("", ".."):
-                raise ConfigurationError(
-                    f"{wanted} is not empty, and a run needs a folder of its own, such as {wanted / 'run'}"
-                )
+                own = f"a run needs a folder of its own, such as {wanted / 'run'}"
+                raise ConfigurationError(f"{wanted} is not empty, and {own}")
             number += 1
             candidate = wanted.with_name(f"{wanted.name}-{number}")
     except OSError as error:
@@ -32,32 +31,27 @@ def free(wanted: Path) -> Path:
 
 
 def to_resume(folder: Path | None, default: Path) -> Path:
-    """Return ``folder``, or the newest run among ``default`` and its numbered siblings.
+    """Return ``folder``, or the run of the highest number among ``default`` and its numbered siblings.
 
-    That is the one of the highest number. Times of files are those of their copies, and an older run may have come further.
+    Times of files are those of their copies, and an older run may have come further.
 
     Raises:
         ConfigurationError: no checkpoint was committed there.
     """
-    own = re.compile(rf"{re.escape(default.name)}(?:-(\d+))?")  # and not those of a configuration whose name begins alike
+    own = re.compile(rf"{re.escape(default.name)}(?:-(\d+))?")  # not those of a configuration whose name begins alike
     siblings = ((own.fullmatch(run.name), run) for run in default.parent.glob("*"))
     numbered = sorted((int(match[1] or 1), run) for match, run in siblings if match is not None)
     runs = [folder] if folder is not None else [run for _, run in numbered]
     found = [run for run in runs if (run / "last_checkpoint").is_file()]
     if not found:
-        raise ConfigurationError(
-            f"there is nothing to resume in {folder or default.parent}: no last_checkpoint; leave --resume out"
-        )
+        missing = f"there is nothing to resume in {folder or default.parent}: no last_checkpoint"
+        raise ConfigurationError(f"{missing}; leave --resume out")
     return found[-1]
 
 
 @contextmanager
 def resumable(work_dir: Path, arguments: str) -> Iterator[None]:
-    """Make the folder of a run, and let whoever interrupts it know how to go on.
-
-    Args:
-        work_dir: of the run.
-        arguments: that go on with it.
+    """Make the folder of a run; add ``arguments``, which resume it, as a note to Ctrl-C.
 
     Raises:
         ConfigurationError: the folder cannot be made.

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from eventloop.checkpoint import AnyPath, as_path
-from eventloop.cli.arguments import Subparsers
-from eventloop.cli.checkpoint.output import check_kind
+from eventloop.checkpoint import as_path
 from eventloop.cli.folders import free, resumable, to_resume
+from eventloop.cli.output import check_kind
 from eventloop.config import SUFFIXES, find_files_in, override, read
 from eventloop.config.setup import Setup
 from eventloop.errors import ConfigurationError, TrainbusError
@@ -21,45 +20,43 @@ from eventloop.training.distributed.launch import from_first, process_group
 from eventloop.training.distributed.ranks import this_rank
 from eventloop.training.loop import TrainLoop
 
-_MORE = """\
-CHANGE is place=value, such as loop.max_epochs=3, model.width=64, custom_hooks[0].interval=5 or
-default_hooks.checkpoint=false; the value gets its type from the option it is for. Modules that the configuration
-imports are looked for among the installed ones, beside the configuration, and in the current folder. A configuration is a
-program: it imports the modules that it lists under imports and calls what it names in them, with your rights. Run only
-those that you trust, as with a script.
-Several processes: torchrun --nproc-per-node N -m trainbus run CONFIG
-"""
-_RESUME = """\
-go on: in the newest run of this configuration (or that in loop.work_dir); in the run whose folder is given; or, in a new
-folder, from the checkpoint file or URL that is given
-"""
 
+def run(
+    config: Path,
+    /,
+    *changes: Annotated[str, Parameter(name="CHANGE")],
+    dry_run: bool = False,
+    resume: Annotated[str | None, Parameter(metavar="[RUN]")] = None,
+) -> int:
+    """Train what a configuration file describes.
 
-def add_parser(commands: Subparsers) -> None:
-    """Declare the command."""
-    parser = commands.add_parser("run", help="train what a configuration file describes", epilog=_MORE)
-    parser.add_argument("config", nargs="?", metavar="CONFIG", help="a .toml, .yaml or .json file")
-    parser.add_argument("changes", nargs="*", default=[], metavar="CHANGE", help="changes to what it says (below)")
-    parser.add_argument("--dry-run", action="store_true", help="make everything, show the hook table, and do not train")
-    parser.add_argument("--resume", nargs="?", const="auto", metavar="RUN", help=_RESUME)
-    parser.set_defaults(call=_run)
+    CHANGE is key=value, such as loop.max_epochs=3, model.width=64, custom_hooks[0].interval=5 or
+    default_hooks.checkpoint=false; the value gets its type from the option it is for. Modules that the configuration
+    imports are looked for among the installed ones, beside the configuration, and in the current folder.
 
+    A configuration is a program: it imports the modules that it lists under imports and calls what it names in them, with
+    your rights. Run only those that you trust, as with a script.
 
-def _run(options: argparse.Namespace) -> int:
+    Several processes: torchrun --nproc-per-node N -m trainbus run CONFIG
+
+    Args:
+        config: a .toml, .yaml or .json file.
+        changes: of single keys; see above.
+        dry_run: make everything, show the hook table, and do not train.
+        resume: go on. Without a value (or auto): in the newest run of this configuration, or that in loop.work_dir; with the
+            folder of a run: in that one; with a checkpoint file or URL: from that one, in a new folder.
+    """
     from hooks.defaults import DEFAULT_HOOKS
 
-    config_file, *changes = _words(options) or options.parser.error("the following arguments are required: CONFIG")
-    path = Path(config_file)
-    config = override(read(path), changes)
-    folders = find_files_in(path.parent, Path.cwd())
-    setup = Setup(config, default_hooks=DEFAULT_HOOKS, folders=folders)
+    folders = find_files_in(config.parent, Path.cwd())
+    setup = Setup(override(read(config), changes), default_hooks=DEFAULT_HOOKS, folders=folders)
     with process_group():
         console = Console(quiet=this_rank() > 0)
-        work_dir, resume = _agreed_work_dir(setup.loop, path, options.resume)
+        work_dir, resume = _agreed_work_dir(setup.loop, config, resume)
         setup.loop["work_dir"] = work_dir
         loop = setup.make()
-        console.print(f"[bold]trainbus run[/] {path} → {work_dir}", highlight=False)
-        if options.dry_run:
+        console.print(f"[bold]trainbus run[/] {config} → {work_dir}", highlight=False)
+        if dry_run:
             console.print(loop.bus.describe())
             console.print("not trained (--dry-run)", style="dim")
             return 0
@@ -68,13 +65,15 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _words(options: argparse.Namespace) -> list[str]:
-    """Return configuration and changes, also the one that ``--resume``, which may stand alone, took for its own."""
-    words, taken = [*filter(None, [options.config]), *options.changes], options.resume or ""
-    if Path(taken).suffix.lower() in SUFFIXES:
-        words, options.resume = [taken, *words], "auto"
-    elif "=" in taken and "/" not in taken.partition("=")[0]:
-        words, options.resume = [*words, taken], "auto"
+def with_auto(words: list[str]) -> list[str]:
+    """Return a command line with ``auto`` behind a ``--resume`` of ``run`` that has no value of its own."""
+    if words[:1] != ["run"] or "--resume" not in words:
+        return words
+    end = words.index("--resume") + 1
+    following = words[end] if end < len(words) else "-"
+    is_change = "=" in following and "/" not in following.partition("=")[0]
+    if following.startswith("-") or is_change or Path(following).suffix.lower() in SUFFIXES:
+        return [*words[:end], "auto", *words[end:]]
     return words
 
 
@@ -96,21 +95,16 @@ def _work_dir(loop: dict[str, Any], config: Path, resume: str | None) -> tuple[P
     default = Path("runs") / config.stem
     if resume == "auto":
         return to_resume(None if chosen is None else Path(chosen), default), "auto"
-    if resume is not None and Path(resume).is_dir():
-        return to_resume(Path(resume), default), "auto"
     if resume is not None:
-        _check_checkpoint(as_path(resume), default.parent)
+        path = as_path(resume)
+        if Path(resume).is_dir():
+            return to_resume(Path(resume), default), "auto"
+        if not path.exists() and not path.is_dir():  # a folder of a store is there with its first file
+            way_out = f"without a value, --resume goes on in the newest run in {default.parent}/"
+            raise ConfigurationError(f"--resume {path}: no such file or folder; {way_out}")
+        if not path.is_dir():
+            check_kind(path)
     return free(default if chosen is None else Path(chosen)), resume
-
-
-def _check_checkpoint(path: AnyPath, runs: Path) -> None:
-    if path.is_dir():  # of a store: the newest in it
-        return
-    if not path.exists():
-        raise ConfigurationError(
-            f"--resume {path}: no such file or folder; without a name, --resume goes on in the newest run in {runs}/"
-        )
-    check_kind(path)
 
 
 def _train(loop: TrainLoop, work_dir: Path, console: Console, *, resume: str | None, test: bool) -> None:

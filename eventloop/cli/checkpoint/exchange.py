@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.filesize import decimal
 
 from eventloop.checkpoint import (
@@ -20,47 +19,72 @@ from eventloop.checkpoint import (
     outline,
     save,
 )
-from eventloop.cli.checkpoint.output import check_file, check_kind, say, status_of, to_terminal
+from eventloop.cli.arguments import FileOrURL
+from eventloop.cli.output import check_file, check_kind, say, status_of, to_terminal
 from eventloop.errors import CheckpointError
 from eventloop.training.saves.discover import is_resumable
 
 
-def export(options: argparse.Namespace) -> int:
-    """Write a checkpoint, or its weights, in another form."""
-    for option in ("raw", "strip", "model"):
-        if getattr(options, option) and not options.weights:
+def export(
+    file: FileOrURL,
+    out: FileOrURL,
+    /,
+    *,
+    weights: bool = False,
+    raw: bool = False,
+    strip: bool = False,
+    model: str | None = None,
+    force: bool = False,
+) -> int:
+    """Write a checkpoint, or its weights, for torch.load(weights_only=True) or as plain safetensors.
+
+    Args:
+        file: a checkpoint, or its URL; it is verified.
+        out: a .pth file, or with --weights a .safetensors; or a URL.
+        weights: only the state_dict, for inference: the averages, if there are.
+        raw: with --weights: as they were trained, without averaging.
+        strip: with --weights: leave module. and _orig_mod. out of the names.
+        model: with --weights: name of the model, where there are several.
+        force: replace OUT.
+    """
+    for option, given in (("raw", raw), ("strip", strip), ("model", model)):
+        if given and not weights:
             raise CheckpointError(f"--{option} goes with --weights")
-    if options.out.suffix == ".safetensors" and not options.weights:
-        raise CheckpointError(f"{options.out}: a checkpoint is safetensors already; with --weights, only its weights")
-    check_file(options.file)
-    check_kind(options.file)
-    _check_free(options.file, options.out, force=options.force)
-    if options.weights:
-        key = _raw_key(options.file) if options.raw else "state_dict"
-        export_weights(options.file, options.out, key=key, strip=options.strip, model=options.model)
+    if out.suffix == ".safetensors" and not weights:
+        raise CheckpointError(f"{out}: a checkpoint is safetensors already; with --weights, only its weights")
+    check_file(file)
+    check_kind(file)
+    _check_free(file, out, force=force)
+    if weights:
+        export_weights(file, out, key=_raw_key(file) if raw else "state_dict", strip=strip, model=model)
     else:
-        export_tree(options.file, options.out)
-    what = "weights" if options.weights else "the whole checkpoint"
-    how = "safetensors" if options.out.suffix == ".safetensors" else "torch.load(..., weights_only=True)"
-    say(to_terminal(), ("exported ", "bold"), f"{options.out}  {decimal(status_of(options.out).bytes)}, {what}, for {how}")
+        export_tree(file, out)
+    what = "weights" if weights else "the whole checkpoint"
+    how = "safetensors" if out.suffix == ".safetensors" else "torch.load(..., weights_only=True)"
+    say(to_terminal(), ("exported ", "bold"), f"{out}  {decimal(status_of(out).bytes)}, {what}, for {how}")
     return 0
 
 
-def import_(options: argparse.Namespace) -> int:
-    """Make a checkpoint of a file of ``torch.save``, and say what it is good for."""
-    if options.out.suffix != ".safetensors":
-        raise CheckpointError(f"{options.out}: the name of a checkpoint ends in .safetensors")
-    check_file(options.file)
-    _check_free(options.file, options.out, force=options.force)
+def import_(file: Path, out: FileOrURL, /, *, force: bool = False) -> int:
+    """Make a checkpoint of a file of torch.save, MMEngine's included; no code of the file is run.
+
+    Args:
+        file: a .pth file (or .pt, .ckpt …).
+        out: a .safetensors file, or its URL.
+        force: replace OUT.
+    """
+    if out.suffix != ".safetensors":
+        raise CheckpointError(f"{out}: the name of a checkpoint ends in .safetensors")
+    check_file(file)
+    _check_free(file, out, force=force)
     import hooks  # noqa: F401 - registers the formats of other systems
 
-    tree = load_pth(options.file)
-    state, notes = _converted(tree)
-    written = save(state, options.out)
+    state, notes = _converted(load_pth(file))
+    written = save(state, out)
     console = to_terminal()
-    say(console, ("imported  ", "bold"), f"{options.out}  {decimal(written.bytes)}, {written.digest}")
+    say(console, ("imported  ", "bold"), f"{out}  {decimal(written.bytes)}, {written.digest}")
     for name, text in notes.items():
-        _note(console, name, text)
+        say(console, (f"{name:10}", "dim"), text)
     return 0
 
 
@@ -79,33 +103,23 @@ def _raw_key(file: AnyPath) -> str:
 
 
 def _converted(tree: Any) -> tuple[Any, dict[str, str]]:
-    """Return what to save of ``tree``, and what to say about it."""
+    """Return the state to save of ``tree``, and notes on it."""
     if (converted := convert_foreign(tree)) is not None:
         return converted
     if is_weights(tree):
         return {"state_dict": dict(tree)}, {"from": "a state_dict, now under that key", "resumes": "nothing but the weights"}
     if is_resumable(tree):
         return tree, {"from": "an export of trainbus", "resumes": "the run"}
+    nothing = "nothing; eventloop.checkpoint.load reads it"
     if not isinstance(tree, Mapping):
-        return tree, {"from": f"a {type(tree).__name__}, as it is", "resumes": "nothing; eventloop.checkpoint.load reads it"}
+        return tree, {"from": f"a {type(tree).__name__}, as it is", "resumes": nothing}
     keys = ", ".join(map(str, list(tree)[:8])) + (" …" if len(tree) > 8 else "")
-    if "state_dict" in tree:
-        resumes = "nothing but the weights: load_weights(model, load(OUT)['state_dict'])"
-    else:
-        resumes = "nothing; eventloop.checkpoint.load reads it"
-    return tree, {"from": f"a dict, as it is: {keys}", "resumes": resumes}
-
-
-def _note(console: Console, name: str, text: str) -> None:
-    say(console, (f"{name:10}", "dim"), text)
+    weights = "nothing but the weights: load_weights(model, load(OUT)['state_dict'])"
+    return tree, {"from": f"a dict, as it is: {keys}", "resumes": weights if "state_dict" in tree else nothing}
 
 
 def _check_free(file: AnyPath, out: AnyPath, *, force: bool) -> None:
-    """Refuse to overwrite.
-
-    Raises:
-        CheckpointError: ``out`` is there without ``force``, or is the file that is read, or its directory is missing.
-    """
+    """Raise CheckpointError if ``out`` is there without ``force``, is ``file`` itself, or its directory is missing."""
     if not isinstance(out, RemotePath) and not out.parent.is_dir():  # in a store a directory is there with its first file
         raise CheckpointError(f"{out.parent}: no such directory")
     if out.is_dir():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -13,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, file_kind, outline, store_of, verify, verify_shards
-from eventloop.cli.checkpoint.output import Status, check_file, check_kind, printable, say, status_of, to_terminal
+from eventloop.cli.arguments import FileOrURL
+from eventloop.cli.output import Status, check_file, check_kind, printable, say, status_of, to_terminal
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 from eventloop.training.saves.discover import file_named, read_pointer
 from eventloop.training.saves.write import LAST
@@ -28,7 +28,6 @@ _STYLES: dict[State, str] = {
     "unreadable": "bold red",
     "weights": "dim",
 }
-_BAD: frozenset[State] = frozenset({"damaged", "unreadable"})
 _OTHERS = 48
 """Columns that a row takes beside the name, two between any two."""
 
@@ -42,11 +41,25 @@ class Found(msgspec.Struct):
     problem: str = ""
     progress: Mapping[str, Any] = {}
 
+    @property
+    def is_bad(self) -> bool:
+        """True if it is damaged or cannot be read."""
+        return self.state in ("damaged", "unreadable")
 
-def ls(options: argparse.Namespace) -> int:
-    """List a directory; 1 if a file is damaged."""
-    directory: AnyPath = options.directory
-    files = sorted((_examined(found, every_byte=options.verify) for found in _find(directory)), key=_age)
+    def age(self) -> tuple[bool, tuple[int, ...], float]:
+        """Return a key that sorts by how far the run had come, and not by when a file was copied; unknown progress last."""
+        progress = how_far({"progress": self.progress}) if self.progress else ()
+        return not progress, progress, self.status.modified or 0.0
+
+
+def ls(directory: FileOrURL, /, *, verify: bool = False) -> int:
+    """List the checkpoints of a directory: how far each has come, which is the newest, which are one file.
+
+    Args:
+        directory: or its URL, such as s3://bucket/run.
+        verify: read every byte and check the digests, not the headers alone.
+    """
+    files = sorted((_examined(found, every_byte=verify) for found in _find(directory)), key=Found.age)
     console = to_terminal()
     text = read_pointer(directory) or None
     newest = None if text is None else file_named(directory, text, [])
@@ -57,29 +70,33 @@ def ls(options: argparse.Namespace) -> int:
     if text is not None:
         gone = " (which is not there)" if newest is not None and not newest.exists() else ""
         say(console, ("→ ", "bold"), f"{LAST}: {printable(text)}{gone}")
-    for found in files:
-        if found.state in _BAD:
-            say(console, (found.problem, _STYLES[found.state]))
+    bad = [found for found in files if found.is_bad]
+    for found in bad:
+        say(console, (found.problem, _STYLES[found.state]))
     for name in sorted(path.name for path, _ in store_of(directory).files(directory)):
         if name.startswith(TEMPORARY_PREFIX) and name.endswith(".tmp"):
             say(console, ("unfinished: ", "yellow"), f"{name}, of a save that was cut off or is under way")
-    return int(any(found.state in _BAD for found in files))
+    return int(bool(bad))
 
 
-def verify_all(options: argparse.Namespace) -> int:
-    """Verify files, and all those of directories; 1 if one is damaged."""
+def verify_all(path: FileOrURL, /, *more: FileOrURL) -> int:
+    """Read every byte of checkpoints and check their digests.
+
+    Args:
+        path: a checkpoint, a directory, or a URL of one.
+        more: further ones.
+    """
     console = to_terminal()
     files: list[Found] = []
-    for found in _named(options.paths):
-        _examined(found, every_byte=True)
-        files.append(found)
+    for found in _named([path, *more]):
+        files.append(_examined(found, every_byte=True))
         names = " = ".join(printable(str(path)) for path in found.names)
         detail = {
             "verified": f"{names}  {decimal(found.status.bytes)}",
             "weights": f"{names}  plain safetensors, which have no digest",
         }.get(found.state, found.problem)
         say(console, (f"{found.state:10}", _STYLES[found.state]), detail)
-    bad = sum(found.state in _BAD for found in files)
+    bad = sum(found.is_bad for found in files)
     verified = sum(found.state == "verified" for found in files)
     if not verified and not bad:
         raise CheckpointError("nothing to verify")
@@ -89,7 +106,7 @@ def verify_all(options: argparse.Namespace) -> int:
 
 
 def _named(paths: list[AnyPath]) -> Iterator[Found]:
-    """The files that a user has named, and those of directories. To verify none at all is a mistake."""
+    """Yield the files that a user has named, and those of directories; a directory without any is an error."""
     for path in paths:
         if path.is_dir():
             files = _find(path)
@@ -103,13 +120,18 @@ def _named(paths: list[AnyPath]) -> Iterator[Found]:
 
 
 def _find(directory: AnyPath) -> list[Found]:
-    """The checkpoint files of a directory by name, one for all names that a file has."""
+    """Return the checkpoint files of a directory by name, one for all names that a file has."""
     if not directory.exists():
         raise CheckpointError(f"{directory}: no such directory")
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is a file; trainbus checkpoint show {directory} looks into it")
     found: dict[object, Found] = {}
-    for path, modified in sorted(store_of(directory).files(directory), key=lambda file: _natural(file[0])):
+    # The regular name of a file before best_…, and epoch_9 before epoch_10.
+    files = [
+        (path.name.startswith("best_"), len(path.name), path.name, path, at)
+        for path, at in store_of(directory).files(directory)
+    ]
+    for *_, path, modified in sorted(files, key=lambda file: file[:3]):
         if path.name.startswith(".") or path.suffix != ".safetensors":
             continue
         try:
@@ -120,23 +142,12 @@ def _find(directory: AnyPath) -> list[Found]:
     return list(found.values())
 
 
-def _age(found: Found) -> tuple[bool, tuple[int, ...], float]:
-    """Oldest first: how far the run had come counts, and not when a file was copied here. Files that do not say come last."""
-    progress = how_far({"progress": found.progress}) if found.progress else ()
-    return not progress, progress, found.status.modified or 0.0
-
-
-def _natural(path: AnyPath) -> tuple[bool, int, str]:
-    """Sort the names of one file so that the regular one comes before ``best_…``, and epoch_9 before epoch_10."""
-    return path.name.startswith("best_"), len(path.name), path.name
-
-
 def _examined(found: Found, *, every_byte: bool) -> Found:
     path = found.names[0]
     try:
         tree = outline(path)
-        found.progress = _progress(tree)
-        found.state = "complete"
+        progress = tree.get("progress") if isinstance(tree, Mapping) else None
+        found.progress = progress if isinstance(progress, Mapping) else {}
         if every_byte:
             verify(path)
             verify_shards(tree, path)
@@ -148,11 +159,6 @@ def _examined(found: Found, *, every_byte: bool) -> Found:
     except (CheckpointError, OSError) as error:  # of a newer version; a store that does not answer
         found.state, found.problem = "unreadable", str(error)
     return found
-
-
-def _progress(tree: Any) -> Mapping[str, Any]:
-    progress = tree.get("progress") if isinstance(tree, Mapping) else None
-    return progress if isinstance(progress, Mapping) else {}
 
 
 def _table(files: list[Found], newest: AnyPath | None, width: int) -> Table:
@@ -167,11 +173,12 @@ def _table(files: list[Found], newest: AnyPath | None, width: int) -> Table:
     table.add_column("state", no_wrap=True)
     pointed = status_of(newest).identity if newest is not None and newest.exists() else None
     for found in files:
+        first, *others = found.names
         table.add_row(
             "→" if pointed == found.status.identity else "",
-            Text("\n".join(_lines(found.names))),
-            _count(found, "epoch"),
-            _count(found, "iter"),
+            Text("\n".join([printable(first.name), *(f"= {printable(path.stem)}" for path in others)])),
+            _count(found.progress.get("epoch")),
+            _count(found.progress.get("iter")),
             _size(found.status.bytes),
             _when(found.status.modified),
             f"[{_STYLES[found.state]}]{found.state}[/]",
@@ -179,18 +186,12 @@ def _table(files: list[Found], newest: AnyPath | None, width: int) -> Table:
     return table
 
 
-def _lines(names: list[AnyPath]) -> Iterator[str]:
-    yield printable(names[0].name)
-    yield from (f"= {printable(path.stem)}" for path in names[1:])
-
-
-def _count(found: Found, name: str) -> str:
-    value = found.progress.get(name)
+def _count(value: object) -> str:
     return str(value) if isinstance(value, int) and value.bit_length() <= 64 else "-"
 
 
 def _when(seconds: float | None) -> str:
-    """Like ``ls -l``: the time of day within half a year, the year before."""
+    """Return a time like ``ls -l``: the time of day within half a year, the year before."""
     if seconds is None:
         return "-"
     recent = abs(time.time() - seconds) < 182 * 86400

@@ -1,8 +1,7 @@
-"""What the commands share: where their lines go, and the first look at the files that they are given."""
+"""What several commands share: lines of output, and checks of the files that they are given."""
 
 from __future__ import annotations
 
-import argparse
 from typing import NamedTuple
 
 from rich.console import Console
@@ -16,7 +15,7 @@ WIDE = 200
 
 
 def to_terminal() -> Console:
-    """The console for results."""
+    """Return the console for results."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=WIDE)
 
@@ -24,31 +23,23 @@ def to_terminal() -> Console:
 def say(console: Console, *parts: str | tuple[str, str]) -> None:
     """Write one line of parts (texts, or texts with a style), however long it is.
 
-    Some of it comes from files, and nothing of that shall move the cursor.
+    Text from a file is escaped: it must not move the cursor.
     """
     safe = [_escaped(part) if isinstance(part, str) else (_escaped(part[0]), part[1]) for part in parts]
     console.print(Text.assemble(*safe), soft_wrap=True)
 
 
-def complain(options: argparse.Namespace, message: str) -> None:
-    """Write an error."""
-    console = Console(stderr=True, highlight=False)
-    say(console, (f"trainbus {options.command} {options.action}: ", "bold red"), message)
-
-
 def printable(name: object) -> str:
-    """A name from a file: as it is, if it can be seen."""
+    """Return a name from a file: as it is if every character is printable, else escaped."""
     return name if isinstance(name, str) and name.isprintable() and name else repr(name)
 
 
 def _escaped(text: str) -> str:
-    if text.isprintable():
-        return text
     return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
 
 
 class Status(NamedTuple):
-    """Of a file: what two names of it have in common, its size, and when it was changed (Unix time in s; None if unknown)."""
+    """Of a file: the identity that all its names share, its size, and when it was changed (Unix time in s)."""
 
     identity: object
     bytes: int
@@ -56,7 +47,7 @@ class Status(NamedTuple):
 
 
 def status_of(path: AnyPath, modified: float | None = None) -> Status:
-    """Look at a file; ``modified`` is what is known of it already, where a store is asked for its size only.
+    """Look at a file; ``modified`` is for one in a store, which is asked for its size only.
 
     Raises:
         OSError: there is none.
@@ -69,11 +60,7 @@ def status_of(path: AnyPath, modified: float | None = None) -> Status:
 
 
 def check_file(path: AnyPath) -> None:
-    """Refuse what is no file at all.
-
-    Raises:
-        CheckpointError: there is no such file, or it is a directory.
-    """
+    """Raise CheckpointError if there is no such file, or it is a directory."""
     if path.is_dir():
         raise CheckpointError(f"{path} is a directory; name a file in it (trainbus checkpoint ls {path} lists them)")
     if not path.exists():
@@ -81,18 +68,12 @@ def check_file(path: AnyPath) -> None:
 
 
 def check_kind(path: AnyPath) -> None:
-    """Refuse a file that is something else than a checkpoint; one that may be a damaged checkpoint passes.
-
-    Raises:
-        CheckpointError: it is something else; the message says what.
-    """
+    """Raise CheckpointError if a file is of another kind than a checkpoint; one that may be a damaged checkpoint passes."""
     kind = file_kind(path)
     if kind == "plain safetensors":
         raise CheckpointError(f"{path} is not a checkpoint but plain safetensors: weights without a tree and a digest")
     if kind == "torch.save":
-        raise CheckpointError(
-            f"{path} is not a checkpoint but a file of torch.save; "
-            f"the way out: trainbus checkpoint import {path} OUT.safetensors"
-        )
+        way_out = f"trainbus checkpoint import {path} OUT.safetensors"
+        raise CheckpointError(f"{path} is not a checkpoint but a file of torch.save; the way out: {way_out}")
     if kind == "unknown" and path.suffix != ".safetensors":
         raise CheckpointError(f"{path} is not a checkpoint; their names end in .safetensors")
