@@ -70,6 +70,11 @@ class Bodies:
             self._drop_iteration()
         return True
 
+    def drop_left_iteration(self) -> None:
+        """End the iteration of a body that was left with ``break``, and keep its epoch open."""
+        if self._left and self._training is not None:
+            self._drop_iteration()
+
     def end_iteration(self) -> None:
         """End the iteration under way, if there is one."""
         if "iter" in self.drive.state.scopes:

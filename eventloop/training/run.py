@@ -452,6 +452,7 @@ class Run:
                 "run.gather_state() was called by a handler, and the handlers after it have yet to change the state. Call it "
                 "where the training loop is, between iterations; or let the handler call run.request_save()"
             )
+        self._bodies.drop_left_iteration()
         if "iter" in self.state.scopes:
             raise TrainingError(
                 "run.gather_state() was called within an iteration, whose step is not counted yet. Call it between iterations: "

@@ -1,0 +1,77 @@
+"""``peek`` tells how far the run of a checkpoint had come, and reads none of its tensors."""
+
+from __future__ import annotations
+
+import fsspec
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from eventloop import Bus, CheckpointDamagedError, CheckpointError
+from eventloop.checkpoint import save
+from eventloop.training import peek
+
+
+@pytest.fixture
+def saved(parts, tmp_path):
+    """A file after each of two epochs of three batches, and one within a validation."""
+    bus = Bus()
+    bus.on("after_train_epoch", lambda e: e.run.request_save(f"epoch_{e.progress.epoch + 1}.safetensors"))
+    bus.on("after_val_iter", lambda e: e.run.request_save("within.safetensors"), when=lambda e: e.progress.iter == 6)
+    parts.loop(bus, work_dir=tmp_path / "run").run()
+    return tmp_path / "run"
+
+
+def test_a_file_says_how_far_its_run_had_come(saved):
+    progress = peek(saved / "epoch_1.safetensors")
+    assert (progress.epoch, progress.iter, progress.update, progress.stage) == (1, 3, 3, "val")
+    assert (progress.max_epochs, progress.max_iters) == (None, None)  # the limits are the next run's
+
+
+def test_a_file_that_was_saved_in_a_validation_goes_on_with_that(saved):
+    progress = peek(str(saved / "within.safetensors"))
+    assert (progress.epoch, progress.iter, progress.stage, progress.batch_idx, progress.validation) == (2, 6, "val", 0, 1)
+
+
+def test_no_tensor_is_read(saved):
+    path = saved / "epoch_2.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1  # the digest is wrong now, and the header as it was
+    path.write_bytes(data)
+    assert peek(path).iter == 6
+
+
+def test_of_a_directory_the_newest_checkpoint_tells(saved):
+    (saved / "within.safetensors").unlink()
+    (saved / "last_checkpoint").unlink()
+    assert peek(saved).iter == 6
+    (saved / "epoch_2.safetensors").write_bytes(b"cut off")
+    with capture_logs() as logs:
+        assert peek(saved).iter == 3
+    assert logs[0]["path"] == str(saved / "epoch_2.safetensors")
+
+
+def test_of_a_url_as_well(saved):
+    files = fsspec.filesystem("memory")
+    try:
+        for path in saved.glob("*"):
+            files.pipe_file(f"/peek/run/{path.name}", path.read_bytes())
+        assert peek("memory://peek/run/epoch_1.safetensors").iter == 3
+        assert peek("memory://peek/run").iter == 6
+    finally:
+        files.rm("/peek", recursive=True)
+
+
+def test_what_tells_nothing_is_an_error_that_names_it(tmp_path):
+    save({"state_dict": {"w": torch.ones(2)}}, tmp_path / "weights.safetensors")
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors is not a checkpoint of a run"):
+        peek(tmp_path / "weights.safetensors")
+    with pytest.raises(CheckpointError, match="no checkpoint of a run in"):
+        peek(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        peek(tmp_path / "none.safetensors")
+    (tmp_path / "weights.safetensors").write_bytes(b"no header")
+    with pytest.raises(CheckpointDamagedError), capture_logs():
+        peek(tmp_path / "weights.safetensors")
+    with pytest.raises(CheckpointDamagedError, match="no good checkpoint"), capture_logs():
+        peek(tmp_path)
