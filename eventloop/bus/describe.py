@@ -13,7 +13,6 @@ from eventloop.bus.subscription import Stats, Subscription
 from eventloop.events import Event
 from eventloop.events.event import lineage, mount_points, resolve
 from eventloop.events.mount_points import BUILTIN
-from eventloop.offload import SizedLane
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -116,7 +115,7 @@ def _lane(subscription: Subscription) -> str:
     if lane is None:
         return ""
     parts = [f"{lane.capacity} {lane.full}"]
-    if isinstance(lane, SizedLane) and lane.max_bytes is not None:
+    if lane.max_bytes is not None:
         parts.append(_human(lane.max_bytes))
     if subscription.timeout is not None:
         parts.append(f"{subscription.timeout:g} s")

@@ -15,7 +15,7 @@ import anyio.lowlevel
 
 from eventloop.bus.subscription import Stats, Subscription
 from eventloop.errors import BusStateError
-from eventloop.offload import Lane, arrive, copied, threadsafe_call
+from eventloop.offload import Lane, Reader, arrive_async, threadsafe_call
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -77,29 +77,18 @@ class _Inbox:
         self._interrupt = interrupt
         self._call_soon = threadsafe_call()
         self._thread = threading.get_ident()
-        self._bell = anyio.Event()
+        self._reader = Reader(lane)
         self._left = False
         lane.attach(self._wake, self._must_not_wait)
 
     async def next(self) -> Any:
         """Return the next event, waiting for it. Raises StopAsyncIteration at the end."""
         await anyio.lowlevel.checkpoint()
-        lingered = False
-        while True:
-            # Made before looking, so that a ring between the look and the wait is kept.
-            self._bell = anyio.Event()
-            if items := self._lane.take(1):
-                return await self._arrived(items[0])
-            if not lingered and self._lane.linger and not self._lane.ending:
-                lingered = True
-                with anyio.move_on_after(self._lane.linger):
-                    await self._bell.wait()
-            elif self._lane.disarm():
-                if self._lane.finished():
-                    self.leave()
-                    raise StopAsyncIteration
-                await self._bell.wait()
-                lingered = False
+        items = await self._reader.next(lambda: self._lane.take(1))
+        if not items:
+            self.leave()
+            raise StopAsyncIteration
+        return await self._arrived(items[0])
 
     def leave(self) -> None:
         """Cancel the subscription; a publisher that waits for a place goes on."""
@@ -115,8 +104,7 @@ class _Inbox:
 
     async def _arrived(self, item: Any) -> Any:
         try:
-            await copied(item)
-            arrived = arrive(item)
+            arrived = await arrive_async(item)
         except BaseException:  # cancelled, most likely
             self._lane.dropped(1)
             raise
@@ -125,13 +113,10 @@ class _Inbox:
 
     def _wake(self, callback: Callable[[], object] | None = None) -> None:
         try:
-            self._call_soon(callback or self._ring)
+            self._call_soon(callback or self._reader.ring)
         except RuntimeError:  # the reader's event loop has ended without leaving
             if not self._left:
                 self.leave()
-
-    def _ring(self) -> None:
-        self._bell.set()
 
     def _must_not_wait(self) -> bool:
         self._interrupt()

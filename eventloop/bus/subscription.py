@@ -20,21 +20,7 @@ from eventloop.errors import HandlerTimeoutError, SubscribeError, WorkerDiedErro
 from eventloop.events import Event
 from eventloop.events.event import moment, name_of
 from eventloop.log import get_logger
-from eventloop.offload import (
-    Delivery,
-    Full,
-    LaneStats,
-    MakeThread,
-    ProcessWorker,
-    Runtime,
-    SizedLane,
-    Sources,
-    ThreadWorker,
-    Worker,
-    is_plain,
-    refuses_collectives,
-    target_of,
-)
+from eventloop.offload import Delivery, Full, LaneStats, Runtime, Sources, is_plain, target_of
 
 _MOST_TIMEOUTS = 3  # handlers that hang in threads left behind, or worker processes that do not start, before it is retired
 
@@ -163,7 +149,7 @@ class Subscription:
             with self._counting:  # a timed call that raises is no call
                 lane = LaneStats(self._calls + self._failed, self._calls, self._failed)
         counts = msgspec.structs.asdict(lane)
-        pending_bytes = self.lane.bytes if isinstance(self.lane, SizedLane) else 0
+        pending_bytes = 0 if self.lane is None else self.lane.bytes
         return Stats(**counts, bytes=pending_bytes, calls=self._calls, seconds=self._nanoseconds / 1e9)
 
     def __repr__(self) -> str:
@@ -199,13 +185,18 @@ class Subscription:
         """Start the consumer of an offloaded subscription."""
         if self.lane is None or self.mode == "stream":
             return
-        label = f"{self.label} ({self.mount_point})"
-        handler = refuses_collectives(self.handler, label, is_async=self.mode == "async")
-        delivery = Delivery(self.lane, handler, self._lane_failed, self._lane_broke, self.batch, loud=self.on_error == "raise")
-        if self.mode == "async":
-            runtime.serve_task(delivery, self.timeout)
-        else:
-            runtime.serve_thread(delivery, self._worker(handler, label))
+        delivery = Delivery(
+            self.lane,
+            self.handler,
+            self._lane_failed,
+            self._lane_broke,
+            batch=self.batch,
+            loud=self.on_error == "raise",
+            is_async=self.mode == "async",
+            timeout=self.timeout,
+            target=self._target,
+        )
+        runtime.serve(delivery)
 
     def ended(self) -> None:
         """Take the news that the bus has let go of this subscription."""
@@ -214,15 +205,6 @@ class Subscription:
             self.lane.retire("its subscription was cancelled")
 
     # ------------------------------------------------------------------------------------------------ internals
-
-    def _worker(self, handler: Callable[..., Any], label: str) -> Callable[[MakeThread], Worker] | None:
-        timeout = self.timeout
-        if self._target is not None:
-            target, batched = self._target, self.batch is not None
-            return lambda _: ProcessWorker(target, self.handler, label, batched=batched, timeout=timeout)
-        if timeout is not None:
-            return lambda make_thread: ThreadWorker(handler, timeout, label, make_thread)
-        return None
 
     def _lane_failed(self, error: Exception, events: Sources) -> None:
         if isinstance(error, StopIteration | StopAsyncIteration):  # the training thread raises it within its iterators

@@ -1,15 +1,14 @@
 """Collectives of ``torch.distributed`` are refused in offloaded handlers.
 
-Every rank has to make them in one order. An offloaded handler runs whenever its thread gets to it, so that its collective would
-meet one of the training's on another rank: all of them would hang, or mix up their tensors.
+All ranks must make them in one order. An offloaded handler runs at any time, so its collective would meet one of the training's
+on another rank: all of them would hang, or mix up their tensors.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eventloop.errors import OffloadError
+from eventloop.offload.contexts import await_through
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
@@ -24,9 +24,9 @@ _allowed = threading.local()
 
 
 def refuses_collectives(handler: Callable[[Any], Any], label: str, *, is_async: bool) -> Callable[[Any], Any]:
-    """Return ``handler`` such that a collective in it raises OffloadError; as it is where there is one process.
+    """Return ``handler`` with collectives in it raising OffloadError; unchanged where there is one process.
 
-    Every operator that it calls then takes a look of Python code on its way (some microseconds, off the training thread).
+    Every operator that it calls then goes through Python code (some microseconds, off the training thread).
     """
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return handler
@@ -37,7 +37,7 @@ def refuses_collectives(handler: Callable[[Any], Any], label: str, *, is_async: 
 
 @contextmanager
 def collectives_allowed() -> Iterator[None]:
-    """Let this thread make collectives, on a process group that no other thread uses."""
+    """Allow collectives on this thread, on a process group that no other thread uses."""
     _allowed.yes = True
     try:
         yield
@@ -68,28 +68,9 @@ def _call(handler: Callable[[Any], Any], label: str, item: Any) -> Any:
 
 
 async def _call_async(handler: Callable[[Any], Awaitable[Any]], label: str, item: Any) -> Any:
-    awaitable = handler(item)
-    return await _steps(awaitable if isinstance(awaitable, Coroutine) else _awaited(awaitable), label)
+    # Step by step: the refusal must not reach the other tasks of the loop's thread.
+    def take_step(function: Callable[..., Any], *arguments: Any) -> Any:
+        with _Refusal(label):
+            return function(*arguments)
 
-
-@types.coroutine
-def _steps(coroutine: Coroutine[Any, Any, Any], label: str) -> Generator[Any, Any, Any]:
-    """Take every step of it under the refusal, which must not reach the other tasks of the loop's thread."""
-    step, value = coroutine.send, None
-    while True:
-        try:
-            with _Refusal(label):
-                yielded = step(value)
-        except StopIteration as done:
-            return done.value
-        try:
-            step, value = coroutine.send, (yield yielded)
-        except GeneratorExit:
-            coroutine.close()
-            raise
-        except BaseException as error:  # noqa: BLE001 - a cancellation, say: it is the coroutine's to see
-            step, value = coroutine.throw, error
-
-
-async def _awaited(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
+    return await await_through(take_step, handler(item))

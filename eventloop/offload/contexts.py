@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Awaitable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import Context, ContextVar
 from typing import Any
 
@@ -26,19 +26,22 @@ def set_library(context: Context, library: str | None) -> None:
 
 
 @types.coroutine
-def await_in(context: Context, awaitable: Awaitable[Any]) -> Generator[Any, Any, Any]:
-    """Await it with every step of it taken in ``context``, as a task of its own would, without the price of one."""
+def await_through(take_step: Callable[..., Any], awaitable: Awaitable[Any]) -> Generator[Any, Any, Any]:
+    """Await it with every step made by ``take_step(function, value)``, as in a task of its own, without the price of one.
+
+    With ``Context.run`` for ``take_step`` the awaitable runs in that context.
+    """
     coroutine = awaitable if isinstance(awaitable, Coroutine) else _awaited(awaitable)
     step, value = coroutine.send, None
     while True:
         try:
-            yielded = context.run(step, value)
+            yielded = take_step(step, value)
         except StopIteration as done:
             return done.value
         try:
             step, value = coroutine.send, (yield yielded)
         except GeneratorExit:
-            context.run(coroutine.close)
+            take_step(coroutine.close)
             raise
         except BaseException as error:  # noqa: BLE001 - a cancellation, say: it is the coroutine's to see
             step, value = coroutine.throw, error

@@ -1,7 +1,7 @@
-"""One bounded FIFO queue between the publisher and the consumer of an offloaded subscription.
+"""One bounded FIFO queue between the publishers and the consumer of an offloaded subscription.
 
-Ending. A *closed* lane refuses events with an error: its bus is not open. A *retired* one (its subscription was cancelled)
-still takes those of publishes that were under way, because a cancel takes effect at the next publish.
+Ending. A *closed* lane refuses events with an error: its bus is not open. A *retired* lane (its subscription was cancelled)
+still takes events of publishes under way, because a cancel takes effect at the next publish.
 
 Waking. A wake-up per event costs the publisher 10 µs and more, so the consumer stays *armed* after a drain and looks again
 after ``linger``; only after an empty look does it disarm, and only a publisher that finds the lane disarmed wakes it. No
@@ -20,28 +20,27 @@ from typing import Any, Final, Literal, get_args
 
 from eventloop.errors import LaneClosedError, LaneFullError
 from eventloop.log import get_logger
-from eventloop.offload.deadline import Deadline
-from eventloop.offload.places import POLL, SHUT, Places
+from eventloop.offload.slots import POLL, SHUT, Deadline, Slots
 
 Full = Literal["block", "drop_old", "drop_new", "latest", "raise"]
 FULL: tuple[str, ...] = get_args(Full)
 
 PATIENCE = 10.0
-"""Seconds after which a publisher that waits for a place, while nothing moves, says for which handler."""
+"""Seconds that a publisher waits for a slot, while nothing moves, before it logs which handler it waits for."""
 
 log = get_logger()
 
-_DROPPED: Final = threading.Lock()  # instead of a bell: there is nothing to wait for
+_DROPPED: Final = threading.Lock()  # instead of a bell: the publisher does not wait
 
 
-class Lane(Places):
+class Lane(Slots):
     """A bounded queue with a policy for when it is full. Publishers on any thread, one consumer.
 
     Args:
         label: of the subscription, for errors.
-        prepare: turns an event into what is queued; runs on the publisher's thread once a place is secured.
-        capacity: places in the lane.
-        full: what happens when all are taken: wait, drop the oldest or the newest, keep only the newest, or raise.
+        prepare: turns an event into what is queued; runs on the publisher's thread once a slot is reserved.
+        capacity: events that the queue holds.
+        full: what a publish does when it is full: wait, drop the oldest or the newest, keep only the newest, or raise.
         linger: seconds the consumer waits before it looks again.
     """
 
@@ -66,20 +65,21 @@ class Lane(Places):
         self.full = full
         self._prepare = prepare
         self._queue: deque[Any] = deque()
-        self._armed = True  # until a consumer attaches and disarms it, nobody needs waking
+        self._armed = True  # until a consumer attaches and disarms it, there is none to wake
         self._wake: Callable[[], object] | None = None
-        self._owns: Callable[[], bool] = _nobody
+        self._owns: Callable[[], bool] = _never
+        self.max_bytes: int | None = None
         self._stuck_since: float | None = None
         self._told = False
         self._retired = False
         self.given_up = False
-        """True once nothing of what is queued will be delivered any more."""
+        """True once the rest of the queue will not be delivered."""
         self._reason = ""
 
     # ------------------------------------------------------------------------------------------- publisher's side
 
     def put(self, event: Any) -> None:
-        """Queue ``event`` as the policy allows; never longer than a copy, and rarely a lock, unless it has to wait for a place.
+        """Queue ``event`` as the policy allows. It takes the time of a copy, and rarely a lock, unless it must wait for a slot.
 
         Raises:
             LaneClosedError: no consumer is attached, or the lane closed while waiting.
@@ -95,7 +95,7 @@ class Lane(Places):
             while not reserved:
                 with self._lock:
                     bell = None
-                    self._gate = SHUT  # so that nobody takes the place that is made here
+                    self._gate = SHUT  # so that no other publisher takes the slot that is freed here
                     if self._closed or self._reserved - self._freed >= self.capacity:
                         bell = self._make_room(waited=waited)
                     if bell is None:
@@ -123,15 +123,15 @@ class Lane(Places):
                 except KeyboardInterrupt:  # another one, on top of the error that is raised below
                     continue
             if self.ending:
-                self.wake()  # the consumer may have stayed for this place only
+                self.wake()  # the consumer may have stayed for this slot only
             raise
         self._queue.append(item)
         # Read after the append: see the module's docstring.
         if not self._armed:
-            self._rouse()
+            self._wake_up()
 
     def _give_back(self) -> None:
-        """Undo what preparing the event has reserved besides its place; called with the lock held, perhaps more than once."""
+        """Undo what preparing the event has reserved besides its slot; called with the lock held, perhaps more than once."""
 
     def put_as_is(self, event: Any) -> None:
         """:meth:`put` for an event that needs no preparing: it is queued as it is."""
@@ -143,9 +143,9 @@ class Lane(Places):
         self._reserved += 1
         self._queue.append(item)
         if not self._armed:
-            self._rouse()
+            self._wake_up()
 
-    def _rouse(self) -> None:
+    def _wake_up(self) -> None:
         self._armed = True
         try:
             if not self.wake():
@@ -157,7 +157,7 @@ class Lane(Places):
             raise
 
     def _make_room(self, *, waited: bool) -> threading.Lock | None:
-        """Called with the lock held. None if there is a place now, else what to wait for, or that the event was dropped."""
+        """Return None if a slot is free now, else what to wait for, or _DROPPED; called with the lock held."""
         if self._closed or (self._retired and waited):
             if self._retired and (not waited or self.full != "block"):
                 self._refuse()  # of a cancelled subscription, by a publish that was under way when the bus closed
@@ -181,7 +181,7 @@ class Lane(Places):
         return None
 
     def _drop(self, most: int) -> None:
-        # A place may belong to a publisher that has not appended yet: there may be nothing to drop.
+        # A slot may belong to a publisher that has not appended yet, and then the queue holds nothing to drop.
         for _ in range(min(most, len(self._queue))):
             # Counted first: Ctrl-C can come after the call below, and not before it.
             self._freed += 1
@@ -198,8 +198,8 @@ class Lane(Places):
         return self._bell()
 
     def _wait(self, bell: threading.Lock) -> None:
-        """Wait until something changes, or for a moment; say once which handler it is that its publishers wait for so long."""
-        self.wake()  # it may be lingering, and there is nothing to save by that now
+        """Wait until something changes, or for a moment; log once which handler keeps its publishers waiting."""
+        self.wake()  # the consumer may be lingering, and that saves nothing now
         if bell.acquire(timeout=POLL):
             self._stuck_since = None
             return
@@ -225,8 +225,8 @@ class Lane(Places):
         """Open the lane to publishers.
 
         Args:
-            wake: rouses the consumer.
-            owns: True on a thread that must not wait for a place; may raise instead.
+            wake: wakes the consumer.
+            owns: returns True on a thread that must not wait for a slot; may raise instead.
         """
         with self._lock:
             self._wake = wake
@@ -238,7 +238,7 @@ class Lane(Places):
             self._set_gate()
 
     def close(self, reason: str = "") -> None:
-        """Let nobody in any more; publishers who wait for a place are released with an error. Idempotent."""
+        """Refuse events from now on; publishers that wait for a slot are released with an error. Idempotent."""
         with self._lock:
             self._closed = True
             self._reason = reason
@@ -246,7 +246,7 @@ class Lane(Places):
         self.wake()
 
     def retire(self, reason: str) -> None:
-        """Expect nobody any more but publishes that are under way; those that wait for a place are released with an error."""
+        """Take only events of publishes under way; publishers that wait for a slot are released with an error."""
         with self._lock:
             self._retired = True
             self._reason = reason
@@ -254,19 +254,19 @@ class Lane(Places):
         self.wake()
 
     def give_up(self, reason: str) -> None:
-        """Retire, and drop what is queued, and what publishes that are under way still queue."""
+        """Retire, and drop what is queued and what publishes under way still queue."""
         self.given_up = True
         self.retire(reason)
         self.discard()
 
     def detach(self) -> None:
-        """Forget the consumer: it is gone, and so may be the loop it ran on. What is still queued is dropped."""
+        """Forget the consumer, which is gone, as its loop may be. What is still queued is dropped."""
         with self._lock:
             self._closed = True
             self._set_gate()
             self._wake = None
-            self._owns = _nobody
-            self._armed = False  # so that a publisher that is late finds out, and discards what it appends
+            self._owns = _never
+            self._armed = False  # so that a late publisher looks for the consumer, and discards what it appends
         self.discard()
 
     def discard(self) -> None:
@@ -280,12 +280,12 @@ class Lane(Places):
         return self._closed or self._retired
 
     def finished(self) -> bool:
-        """Return True if it is ending and every place is free: nobody is even preparing an event."""
+        """Return True if it is ending and every slot is free: no publisher is even preparing an event."""
         with self._lock:
             return self.ending and self._reserved == self._freed
 
     def wake(self) -> bool:
-        """Rouse the consumer, needed or not; False if there is none."""
+        """Wake the consumer, needed or not; False if there is none."""
         wake = self._wake
         if wake is None:
             return False
@@ -293,7 +293,7 @@ class Lane(Places):
         return True
 
     def take(self, most: int) -> list[Any]:
-        """Return up to ``most`` queued items, oldest first; their places are free again."""
+        """Return up to ``most`` queued items, oldest first; their slots are free again."""
         if not self._queue:
             return []
         with self._lock:
@@ -303,7 +303,7 @@ class Lane(Places):
         return items
 
     def disarm(self) -> bool:
-        """Announce that the consumer is about to sleep; False if something came in meanwhile and it must not."""
+        """Announce that the consumer is about to sleep; False if an item came in meanwhile and it must not."""
         self._armed = False
         if self._queue:
             self._armed = True
@@ -312,21 +312,26 @@ class Lane(Places):
 
     # ----------------------------------------------------------------------------------------------- both sides
 
+    @property
+    def bytes(self) -> int:
+        """Size of the captured tensors that are pending."""
+        return 0
+
     def join(self, deadline: Deadline) -> bool:
         """Wait until all that was published before this call is done; False if ``deadline`` came first."""
         self.wake()
         return self._settled(deadline)
 
     def become_inert(self) -> None:
-        """In a forked child there is no consumer, and another thread may have held the lock for ever."""
+        """Close the lane in a forked child: it has no consumer, and a thread of the parent may have held the lock."""
         self._lock = threading.Lock()
         self._waiting.clear()
         self._queue.clear()
         self._wake = None
-        self._owns = _nobody
+        self._owns = _never
         self._closed = True
         self._gate = SHUT
 
 
-def _nobody() -> bool:
+def _never() -> bool:
     return False

@@ -1,4 +1,4 @@
-"""Event loops that run the tasks of async handlers: one on a thread of the bus, or the one that the program runs already."""
+"""Event loops that run the tasks of async handlers: one on a thread of the bus, or the one that the program runs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import anyio
 
 from eventloop.errors import BusStateError
+from eventloop.offload.callers import settle
+from eventloop.offload.contexts import set_library
+
+T = TypeVar("T")
 
 Backend = Literal["asyncio", "trio"]
 CANCEL_GRACE = 0.5  # seconds that cancelled tasks have to end, at least
@@ -21,10 +28,9 @@ CallSoon = Callable[[Callable[[], object]], object]
 
 
 class Loop:
-    """Starts tasks in an event loop, from bare callbacks of it; a subclass says whose loop it is."""
+    """Starts tasks in an event loop, from callbacks of that loop."""
 
-    name: str
-    """For the log, when it does not end."""
+    name: str  # for the log, when it does not end
 
     def __init__(self) -> None:
         self.stopping = False
@@ -33,10 +39,10 @@ class Loop:
         self._bell: anyio.Event
 
     def start(self) -> None:
-        """Have the loop running when this returns.
+        """Return once the loop runs.
 
         Raises:
-            BusStateError: it did not start; trio is not installed, perhaps.
+            BusStateError: it did not start (trio is not installed, perhaps).
         """
 
     def stop(self, grace: float) -> bool:
@@ -45,7 +51,7 @@ class Loop:
 
     @property
     def here(self) -> bool:
-        """True on the loop's thread, which must not be kept waiting."""
+        """True on the loop's thread, which must not wait."""
         raise NotImplementedError
 
     @property
@@ -56,7 +62,7 @@ class Loop:
         """Run ``callback``, which must not raise, on the loop's thread; does not wait for it. Ignored once it has ended."""
         try:
             self._call_soon(callback)
-        except RuntimeError:  # closed (asyncio), finished (trio): whoever closes it takes care of what is left
+        except RuntimeError:  # closed (asyncio), finished (trio): the closing code takes care of the rest
             if not self.stopping and self._alive:
                 raise
 
@@ -69,7 +75,7 @@ class Loop:
         self._bell.set()
 
     def _prepare(self) -> None:
-        """Get ready to be called from other threads; called inside the loop."""
+        """Prepare for calls from other threads; called inside the loop."""
         self._bell = anyio.Event()
         self._call_soon = threadsafe_call()
 
@@ -141,9 +147,9 @@ class LoopThread(Loop):
 class HostLoop(Loop):
     """The loop of the program, asyncio's or trio's.
 
-    Tasks are no children of the task that opens and closes it. When the host's scope is cancelled, what was published is still
-    delivered (for as long as the bus's ``abort_timeout`` allows), and only then are they cancelled by :meth:`stop`. One that
-    goes on after its cancellation is left behind: a child could not be.
+    Its tasks are not children of the task that opens and closes the bus. When the host's scope is cancelled, what was published
+    is still delivered (for as long as the bus's ``abort_timeout`` allows), and only then :meth:`stop` cancels the tasks. A task
+    that goes on after its cancellation is left behind, which a child could not be.
     """
 
     name = "tasks in the host's event loop"
@@ -159,7 +165,7 @@ class HostLoop(Loop):
         """Begin to take tasks."""
         self._prepare()
         self._ended = anyio.Event()
-        self._task = start_task(self._run)  # held, as asyncio itself does not
+        self._task = start_task(self._run)  # held here: asyncio holds no task
 
     def end(self) -> None:
         """Cancel the tasks, without waiting for them; inside the loop."""
@@ -167,7 +173,7 @@ class HostLoop(Loop):
         self._ring()
 
     async def close(self) -> None:
-        """Wait until the tasks that were cancelled have ended, for as long as any can be expected to; inside the loop."""
+        """Wait a moment for the cancelled tasks to end; inside the loop."""
         with anyio.move_on_after(CANCEL_GRACE, shield=True):
             await self._ended.wait()
 
@@ -179,7 +185,7 @@ class HostLoop(Loop):
 
     @property
     def here(self) -> bool:
-        """True in the host's own code, too."""
+        """True also in the host's own code."""
         return threading.get_ident() == self._ident
 
     @property
@@ -195,7 +201,7 @@ class HostLoop(Loop):
 
 
 def start_task(function: Callable[[], Coroutine[Any, Any, None]]) -> object:
-    """Start a task of the running loop that is a child of none, and return it."""
+    """Start a task of the running loop without a parent, and return it."""
     if in_trio():
         import trio
 
@@ -204,7 +210,7 @@ def start_task(function: Callable[[], Coroutine[Any, Any, None]]) -> object:
 
 
 def threadsafe_call() -> CallSoon:
-    """Return the running loop's own way to be called from another thread without waiting (anyio has none).
+    """Return the running loop's function for calls from other threads that do not wait (anyio has none).
 
     Raises:
         RuntimeError: no event loop is running here.
@@ -217,13 +223,55 @@ def threadsafe_call() -> CallSoon:
 
 
 def in_trio() -> bool:
-    """True if the loop that runs here is trio's."""
+    """Return True if the loop that runs here is trio's."""
     trio = sys.modules.get("trio")
     return trio is not None and bool(trio.lowlevel.in_trio_run())
 
 
+async def in_thread(function: Callable[[], T], name: str, *, cancelled: Callable[[], object]) -> T:
+    """Call ``function`` on a thread of its own, in the task's context variables, and return its result.
+
+    A daemon thread of ours, not one of anyio's workers, of which there is a limited number for the whole program.
+
+    Args:
+        function: blocks for as long as it likes.
+        name: of the thread.
+        cancelled: called in the task when it is cancelled; makes ``function`` end soon. The task waits for that.
+
+    Raises:
+        BaseException: what ``function`` raised, also where the task was cancelled; else its cancellation.
+    """
+    outcome: Future[T] = Future()
+    over = anyio.Event()
+    work = partial(_work, function, outcome, threadsafe_call(), over)
+
+    context = copy_context()
+    set_library(context, None)  # there is no event loop on that thread
+    threading.Thread(target=context.run, args=(work,), name=name, daemon=True).start()
+    try:
+        await over.wait()
+    except BaseException:
+        cancelled()
+        while not over.is_set():
+            with suppress(anyio.get_cancelled_exc_class()):  # asyncio's own task.cancel(), again: no scope shields from that
+                with anyio.CancelScope(shield=True):
+                    await over.wait()
+        if outcome.exception() is None:
+            raise
+    try:
+        return outcome.result()
+    finally:
+        del outcome, work  # no cycle of the error, its traceback and this frame
+
+
+def _work(function: Callable[[], T], outcome: Future[T], call_soon: CallSoon, over: anyio.Event) -> None:
+    settle(outcome, function)
+    with suppress(RuntimeError):  # the loop has ended and with it the task
+        call_soon(over.set)
+
+
 def ended(thread: threading.Thread, grace: float) -> bool:
-    """Wait for ``thread`` for ``grace`` seconds; True if it has ended."""
+    """Wait ``grace`` seconds for ``thread``; return True if it has ended."""
     if thread is not threading.current_thread():
         thread.join(grace)
     return not thread.is_alive()

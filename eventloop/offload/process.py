@@ -18,10 +18,10 @@ import msgspec
 from eventloop.errors import BusStateError, HandlerTimeoutError, OffloadError, WorkerDiedError
 from eventloop.log import get_logger
 from eventloop.offload import child
+from eventloop.offload.callers import Caller, timed_out
 from eventloop.offload.parcel import pack
 from eventloop.offload.segment import Segment
 from eventloop.offload.target import Target
-from eventloop.offload.worker import timed_out
 
 _START = 300.0  # seconds for a worker to import its handler, on a busy machine
 _END = 3.0  # seconds for an idle worker to end in order (its atexit functions, its open files), before it is killed
@@ -30,7 +30,7 @@ _spawn = multiprocessing.get_context("spawn")
 log = get_logger()
 
 
-class ProcessWorker:
+class ProcessCaller(Caller):
     """Calls a handler in a spawned process.
 
     Args:
@@ -44,8 +44,8 @@ class ProcessWorker:
     def __init__(
         self, target: Target, handler: Callable[..., Any], label: str, *, batched: bool, timeout: float | None
     ) -> None:
+        super().__init__(handler)
         self._target = target
-        self._handler = handler
         self._label = label
         self._batched = batched
         self._timeout = timeout

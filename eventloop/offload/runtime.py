@@ -6,24 +6,23 @@ import threading
 from collections.abc import Callable
 
 from eventloop.log import get_logger
-from eventloop.offload.consumer import Consumer, Delivery
+from eventloop.offload.callers import Caller, MakeThread, TimedCaller
+from eventloop.offload.collectives import refuses_collectives
+from eventloop.offload.consumers import Consumer, Delivery, TaskConsumer, ThreadConsumer
 from eventloop.offload.contexts import handling
-from eventloop.offload.deadline import Deadline
 from eventloop.offload.loops import CANCEL_GRACE, Backend, HostLoop, LoopThread, ended
-from eventloop.offload.reports import DrainReport, since, total
-from eventloop.offload.task_consumer import TaskConsumer
-from eventloop.offload.thread_consumer import ThreadConsumer
-from eventloop.offload.worker import MakeThread, Worker
+from eventloop.offload.process import ProcessCaller
+from eventloop.offload.slots import Deadline, DrainReport
 
 log = get_logger()
 
 
 class Runtime:
-    """The open half of a bus: made when it opens, thrown away when it has closed.
+    """The consumers of an open bus: made when the bus opens, thrown away when it has closed.
 
     Args:
-        loop: for async handlers: the host's, or which kind the bus runs on a thread of its own.
-        interrupt: called on a thread that is about to wait for a place in a lane; may raise instead.
+        loop: for async handlers: the host's, or the backend of a loop on a thread of the bus.
+        interrupt: called on a thread that is about to wait for a slot in a lane; may raise instead.
     """
 
     def __init__(self, loop: HostLoop | Backend = "asyncio", interrupt: Callable[[], object] = lambda: None) -> None:
@@ -36,43 +35,26 @@ class Runtime:
         self._past = DrainReport()  # of consumers that have ended
         self._lock = threading.Lock()
 
-    def serve_thread(self, delivery: Delivery, worker: Callable[[MakeThread], Worker] | None = None) -> None:
-        """Start a thread that delivers to the handler, or has a ``worker`` call it."""
+    def serve(self, delivery: Delivery) -> None:
+        """Start the consumer of a lane: a task in the event loop for an async handler, else a thread."""
         lane = delivery.lane
-
-        def make_thread(run: Callable[[], None]) -> OwnedThread:
-            return OwnedThread(self, run, f"trainbus {lane.label}")
-
-        made = None if worker is None else worker(make_thread)
-        consumer = ThreadConsumer(self._told_by(delivery), worker=made, thread=make_thread)
-        lane.attach(consumer.ring, self._must_not_wait)
-        lane.wake()
-
-    def serve_task(self, delivery: Delivery, timeout: float | None = None) -> None:
-        """Start a task in the event loop that delivers to an async handler, each call of which may take ``timeout`` seconds."""
-        self._loop.start()
-        lane = delivery.lane
-        consumer = TaskConsumer(self._told_by(delivery), timeout=timeout, mark=self._mark, spawn=self._loop.spawn)
-
-        def wake() -> None:
-            # Not only once the loop gets to it, also when a task that has ended starts again: a drain must know of it.
-            self._began(consumer)
-            self._loop.call_soon(consumer.ring)
-            if self._over:  # the loop may have ended before it got to it, and then nobody will
-                lane.detach()
-
+        if delivery.is_async:
+            self._loop.start()
+            wake = self._task_of(delivery)
+        else:
+            wake = self._thread_of(delivery)
         lane.attach(wake, self._must_not_wait)
         lane.wake()
 
     @property
     def inside(self) -> bool:
-        """True in an offloaded handler, which would wait for itself if it waited for the bus."""
+        """True in an offloaded handler: waiting for the bus there would be waiting for itself."""
         thread = threading.current_thread()
         return handling.get() is self._mark or (isinstance(thread, OwnedThread) and thread.owner is self)
 
     @property
     def in_host_loop(self) -> bool:
-        """True on the thread of the host's event loop, which nothing may block."""
+        """True on the thread of the host's event loop, which no call may block."""
         return self.hosted and self._loop.here
 
     def drain(self, deadline: Deadline) -> DrainReport:
@@ -98,7 +80,7 @@ class Runtime:
     def report(self) -> DrainReport:
         """Sum of the counts of all lanes since the bus opened."""
         with self._lock:
-            return total([self._past, *(since(one.before, one.lane.stats) for one in self._consumers)])
+            return sum((one.lane.stats.since(one.before) for one in self._consumers), self._past)
 
     def close(self, grace: float, reason: str, *, abandon: bool) -> dict[str, int]:
         """Close all lanes, end the consumers, and return how many events were left undelivered, by lane.
@@ -131,23 +113,45 @@ class Runtime:
             tasks = [one.lane.label for one in consumers if isinstance(one, TaskConsumer) and one.alive]
             behind += [f"{label}, which goes on after it was cancelled" for label in tasks] or [self._loop.name]
         self._over = True
-        # Those that a late publisher has woken, too: it sees that it is over, or is seen here.
+        # Also those that a late publisher has woken: its wake-up sees that it is over, or is seen here.
         for consumer in {*consumers, *self._serving()}:
             consumer.lane.detach()
         if behind:
             log.warning("offloaded handlers did not end and were left behind", handlers=behind)
         return left
 
+    def _task_of(self, delivery: Delivery) -> Callable[[], None]:
+        """Return what wakes the task of an async handler."""
+        lane = delivery.lane
+        handler = refuses_collectives(delivery.handler, lane.label, is_async=True)
+        consumer = TaskConsumer(delivery, self._began, self._ended, handler=handler, mark=self._mark, spawn=self._loop.spawn)
+
+        def wake() -> None:
+            # Not only once the loop gets to it, also when a task that has ended starts again: a drain must know of it.
+            self._began(consumer)
+            self._loop.call_soon(consumer.ring)
+            if self._over:  # the loop may have ended before it got to it, and will not get to it any more
+                lane.detach()
+
+        return wake
+
+    def _thread_of(self, delivery: Delivery) -> Callable[[], None]:
+        """Return what wakes the thread of a blocking handler."""
+        label = delivery.lane.label
+
+        def make_thread(run: Callable[[], None]) -> OwnedThread:
+            return OwnedThread(self, run, f"trainbus {label}")
+
+        caller = _caller(delivery, make_thread)
+        return ThreadConsumer(delivery, self._began, self._ended, caller=caller, make_thread=make_thread).ring
+
     def _must_not_wait(self) -> bool:
-        """True where waiting for a place in a lane could be a deadlock."""
+        """True where waiting for a slot in a lane could be a deadlock."""
         self._interrupt()
         return self.inside or self.in_host_loop
 
     def _loop_thread(self, run: Callable[[], None]) -> OwnedThread:
         return OwnedThread(self, run, "trainbus event loop")
-
-    def _told_by(self, delivery: Delivery) -> Delivery:
-        return delivery._replace(began=self._began, ended=self._ended)
 
     def _serving(self) -> list[Consumer]:
         with self._lock:
@@ -162,9 +166,17 @@ class Runtime:
             now = consumer.lane.stats
             if now.pending:
                 return  # came just now, by a publish that was under way: its publisher rings, and so does every drain
-            self._past = total([self._past, since(consumer.before, now)])
+            self._past += now.since(consumer.before)
             consumer.before = now
             self._consumers.discard(consumer)
+
+
+def _caller(delivery: Delivery, make_thread: MakeThread) -> Caller:
+    label, timeout = delivery.lane.label, delivery.timeout
+    if delivery.target is not None:
+        return ProcessCaller(delivery.target, delivery.handler, label, batched=delivery.batch is not None, timeout=timeout)
+    handler = refuses_collectives(delivery.handler, label, is_async=False)
+    return Caller(handler) if timeout is None else TimedCaller(handler, timeout, label, make_thread)
 
 
 class OwnedThread(threading.Thread):

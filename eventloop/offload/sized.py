@@ -1,4 +1,4 @@
-"""A lane of captured values, which have a size. Bytes are taken like places, and held until the handler is done with them."""
+"""A lane of captured values with a budget of bytes. Bytes are reserved like slots, and held until the handler is done."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from eventloop.offload.snapshot import Snapshot, capture, nbytes
 
 
 class SizedLane(Lane):
-    """A lane of copies of what ``capture`` picks: of at most ``max_bytes`` together, with those in the handler's hands.
+    """A lane of copies of what ``picks`` returns: at most ``max_bytes`` together, with those that the handler has.
 
-    The order is: a place, then ``capture``, then its bytes, then the copy. So nothing is copied that has no room.
+    The order is: a slot, then ``picks``, then its bytes, then the copy. So nothing is copied that has no room.
 
     Args:
         label: of the subscription, for errors.
-        capture: picks what is queued from the event.
+        picks: the ``capture=`` of the subscription: picks from the event what is queued.
         max_bytes: budget for the tensors and arrays of what is queued and what is being handled; None counts only.
         **options: of :class:`Lane`.
     """
 
     chunk = 1  # what was taken holds its bytes, and cannot be dropped any more
 
-    def __init__(self, label: str, capture: Callable[[Any], Any], *, max_bytes: int | None = None, **options: Any) -> None:
+    def __init__(self, label: str, picks: Callable[[Any], Any], *, max_bytes: int | None = None, **options: Any) -> None:
         super().__init__(label, self._captured, **options)
-        self._capture = capture
+        self._picks = picks
         self.max_bytes = max_bytes
         self._bytes = 0
         self._own = _Own()
@@ -36,11 +36,11 @@ class SizedLane(Lane):
 
     @property
     def bytes(self) -> int:
-        """Size of what is pending."""
+        """Size of the captured tensors that are pending."""
         return self._bytes
 
     def put(self, event: Any) -> None:
-        """Queue a copy of what ``capture`` picks, as the policy allows for places and for bytes.
+        """Queue a copy of what the capture picks, as the policy allows for slots and for bytes.
 
         Raises:
             LaneFullError: also for a value that is larger than the whole budget.
@@ -48,12 +48,12 @@ class SizedLane(Lane):
         self._own.bytes = 0
         try:
             super().put(event)
-        except _Refused:  # its place was given back; now it counts as published and dropped
+        except _Refused:  # its slot was given back; now the event counts as published and dropped
             with self._lock:
                 self._refuse()
 
     def _captured(self, event: Any) -> Snapshot:
-        picked = self._capture(event)
+        picked = self._picks(event)
         self._own.bytes = 0  # a capture may publish, too
         size = nbytes(picked)
         waited = False
@@ -81,7 +81,7 @@ class SizedLane(Lane):
         self._own.bytes = 0
 
     def _make_bytes(self, size: int, budget: int, *, waited: bool) -> threading.Lock | None:
-        """Called with the lock held. None if there is room now, else what to wait for."""
+        """Return None if there is room now, else what to wait for; called with the lock held."""
         if size > budget:
             raise LaneFullError(
                 f"capture= of {self.label} picked {size:,} bytes, more than its whole max_bytes={budget:,}; give it a larger "
@@ -89,7 +89,7 @@ class SizedLane(Lane):
             )
         if self._closed or (self._retired and waited):
             if self._retired and self.full != "block":
-                raise _Refused  # a stream that was left: nobody is told of an error
+                raise _Refused  # a stream that its reader left: no error
             raise self._closed_error()
         if self.full == "block":
             return self._wait_for_room(f"{self._bytes:,} of {budget:,} bytes wait")
@@ -99,7 +99,7 @@ class SizedLane(Lane):
                 'its handler is slower than its events: give it a larger max_bytes=, a filter like every=, or full="drop_old"'
             )
         if self.full != "drop_new":
-            # Only what is queued can make room: not what is in the handler's hands, or another publisher's.
+            # Only what is queued can make room: not what the handler or another publisher holds.
             queued = [self._size(index) for index in range(len(self._queue))]
             excess = self._bytes + size - budget
             if sum(queued) >= excess:
@@ -123,31 +123,15 @@ class SizedLane(Lane):
             super()._drop(1)
 
     def take(self, most: int) -> list[Any]:
-        """Return queued items, oldest first; their places are free again, their bytes are not yet."""
+        """Return queued items, oldest first; their slots are free again, their bytes are not yet."""
         items = super().take(most)
         self._in_hand.extend((item[1] if self.contextual else item).nbytes for item in items)
         return items
 
-    def delivered(self, number: int) -> None:
-        """Count items whose handler returned."""
-        self._let_go(number)
-        super().delivered(number)
-
-    def failed(self, number: int) -> None:
-        """Count items whose handler raised."""
-        self._let_go(number)
-        super().failed(number)
-
-    def dropped(self, number: int) -> None:
-        """Count items that the consumer took and will not deliver."""
-        self._let_go(number)
-        super().dropped(number)
-
     def _let_go(self, number: int) -> None:
         # The consumer accounts for items in the order in which it took them.
-        with self._lock:
-            for _ in range(number):
-                self._bytes -= self._in_hand.popleft()
+        for _ in range(number):
+            self._bytes -= self._in_hand.popleft()
 
 
 class _Own(threading.local):
@@ -157,4 +141,4 @@ class _Own(threading.local):
 
 
 class _Refused(Exception):  # noqa: N818 - never leaves this module
-    """There is no room for the newest, which is to be dropped."""
+    """The newest event is to be dropped: there is no room for it."""

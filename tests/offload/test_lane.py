@@ -5,8 +5,7 @@ import pytest
 
 from eventloop import LaneFullError
 from eventloop.errors import LaneClosedError
-from eventloop.offload import Lane, LaneStats
-from eventloop.offload.deadline import Deadline
+from eventloop.offload import Deadline, Lane, LaneStats
 
 
 def make(capacity: int = 3, full: str = "block", prepare=lambda event: event) -> Lane:

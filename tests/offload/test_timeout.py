@@ -1,6 +1,7 @@
 """``timeout=``: a handler that hangs has failed, and its lane goes on. For worker processes see test_process.py."""
 
 import threading
+from concurrent.futures import Future
 
 import anyio
 import pytest
@@ -8,7 +9,6 @@ from structlog.testing import capture_logs
 
 from eventloop import Bus, BusStateError, HandlerTimeoutError, Progress, SubscribeError
 from eventloop.events import AfterTrainIter
-from eventloop.offload import worker
 
 
 def iteration(i: int) -> AfterTrainIter:
@@ -85,28 +85,24 @@ def test_a_batch_that_hangs_has_failed_as_a_whole(kind, release):
     assert stats.delivered == 20 - stats.failed
 
 
-def test_a_thread_that_is_done_just_when_it_is_given_up_ends():
-    threads = []
+def test_a_thread_that_is_done_just_when_it_is_given_up_ends(monkeypatch, release):
+    bus = Bus()
+    subscription, finished = hanging(bus, "thread", set(), release, timeout=10, on_error="log")
+    wait = Future.exception
 
-    def make_thread(run):
-        threads.append(threading.Thread(target=run, daemon=True))
-        return threads[0]
+    def too_late(outcome, timeout):
+        wait(outcome, timeout)
+        raise TimeoutError
 
-    class TooLate:
-        """A bell that rings just after one has stopped to wait for it."""
-
-        def __init__(self, bell):
-            self.acquire_really, self.release = bell.acquire, bell.release
-
-        def acquire(self, timeout):
-            self.acquire_really()
-            return False
-
-    hand = worker._Hand(make_thread)
-    hand._done = TooLate(hand._done)
-    assert not hand.do(worker._Call(print, ""), 10)
-    threads[0].join(5)
-    assert not threads[0].is_alive()
+    with capture_logs(), bus:
+        monkeypatch.setattr(Future, "exception", too_late)
+        bus.publish(iteration(0))
+        bus.drain()
+        monkeypatch.undo()
+        bus.publish(iteration(1))
+    assert finished == [0, 1]
+    assert (subscription.stats.failed, subscription.stats.delivered) == (1, 1)
+    # The fixture joins all threads of the bus.
 
 
 def test_the_second_thread_ends_though_the_lane_is_retired_between_two_looks_at_it(monkeypatch, release):

@@ -1,0 +1,105 @@
+"""How a lane's thread calls a blocking handler: by itself, or on a second thread that it can leave behind."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from eventloop.errors import HandlerTimeoutError
+
+T = TypeVar("T")
+
+MakeThread = Callable[[Callable[[], None]], threading.Thread]
+"""Makes a thread, not started yet, that runs a function."""
+
+
+class Caller:
+    """Calls a blocking handler for its lane's thread; subclasses do it where that thread can give up on it."""
+
+    def __init__(self, handler: Callable[[Any], object]) -> None:
+        self._handler = handler
+
+    def call(self, what: Any) -> None:
+        """Call the handler and wait for it.
+
+        Raises:
+            HandlerTimeoutError: it took too long and was left behind or killed; the next call goes elsewhere.
+            WorkerDiedError: its process has ended; the next call starts another.
+            BaseException: what the handler raised.
+        """
+        self._handler(what)
+
+    def interrupt(self, *, now: bool) -> None:
+        """End a call in progress if that is possible, and refuse further ones; from another thread.
+
+        With ``now`` do not wait for an orderly end of an idle worker either.
+        """
+
+    def stop(self) -> None:
+        """End; no call is in progress."""
+
+
+class TimedCaller(Caller):
+    """Calls a handler that has a ``timeout`` on a second thread, and leaves that behind when it takes longer.
+
+    No thread can be ended from outside. A thread left behind ends with its handler, whose outcome is ignored.
+    """
+
+    def __init__(self, handler: Callable[[Any], object], timeout: float, label: str, make_thread: MakeThread) -> None:
+        super().__init__(handler)
+        self._timeout = timeout
+        self._label = label
+        self._make_thread = make_thread
+        self._calls: SimpleQueue[_Call | None] | None = None
+
+    def call(self, what: Any) -> None:
+        """Have the second thread call the handler, in the context variables of this one."""
+        if self._calls is None:
+            calls: SimpleQueue[_Call | None] = SimpleQueue()
+            self._make_thread(partial(_make_calls, calls)).start()
+            self._calls = calls
+        outcome: Future[object] = Future()
+        self._calls.put((outcome, partial(contextvars.copy_context().run, self._handler, what)))
+        try:
+            error = outcome.exception(self._timeout)
+        except TimeoutError:
+            self.stop()
+            raise HandlerTimeoutError(timed_out(self._label, self._timeout, "its thread was left behind")) from None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error, outcome  # no cycle of the error, its traceback and this frame
+
+    def stop(self) -> None:
+        """Have the second thread end after its call in progress."""
+        if self._calls is not None:
+            self._calls.put(None)
+            self._calls = None
+
+
+def timed_out(label: str, timeout: float, what: str) -> str:
+    """Return the message for a handler that took too long."""
+    return f"{label} took longer than its timeout={timeout:g} s; {what}"
+
+
+_Call = tuple[Future[object], Callable[[], object]]
+
+
+def _make_calls(calls: SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        settle(*call)
+        del call  # nothing of it is kept until the next
+
+
+def settle(outcome: Future[T], call: Callable[[], T]) -> None:
+    """Make a call, and note its result or its exception."""
+    try:
+        outcome.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - raised where the outcome is awaited
+        outcome.set_exception(error)

@@ -1,0 +1,398 @@
+"""The consumers of lanes: one daemon thread for a blocking handler, one task for an async one.
+
+Both take what is queued and deliver it, look again after ``linger``, and sleep after an empty look. They end when their lane
+is closed or retired and empty. A ring starts them again for an event that was published just before.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextvars import Context
+from itertools import zip_longest
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import msgspec
+
+from eventloop.errors import HandlerTimeoutError, OffloadError
+from eventloop.events import Event
+from eventloop.offload.callers import Caller, MakeThread, timed_out
+from eventloop.offload.contexts import await_through, enter_loop
+from eventloop.offload.lane import Lane
+from eventloop.offload.loops import in_trio
+from eventloop.offload.slots import LaneStats
+from eventloop.offload.snapshot import Snapshot
+from eventloop.offload.target import Target
+
+_COPY_POLL = 0.0005  # seconds between looks at a copy from a GPU; waiting for it would block the loop
+
+Sources = list[tuple[type[Event], Any]]
+"""Kind and progress of events, as far as they are known."""
+
+
+class Delivery(msgspec.Struct, frozen=True):
+    """What to deliver to which handler, and whom to tell how it went.
+
+    Args:
+        lane: brings the items.
+        handler: gets one item of the lane, or with ``batch`` a list of them.
+        failed: gets every exception of the handler, and the events of that call, before the failure is counted.
+        broken: gets what ended the consumer (``SystemExit`` raised by a handler, say), which delivers nothing more.
+        batch: most items per call.
+        loud: whether items left when the bus closes are an error; else they are logged.
+        is_async: whether the handler is a coroutine function.
+        timeout: seconds that a call may take.
+        target: where a worker process finds the handler; None to call it in this process.
+    """
+
+    lane: Lane
+    handler: Callable[[Any], Any]
+    failed: Callable[[Exception, Sources], None]
+    broken: Callable[[BaseException, Sources], None]
+    batch: int | None = None
+    loud: bool = True
+    is_async: bool = False
+    timeout: float | None = None
+    target: Target | None = None
+
+
+class Consumer:
+    """Counts the items that it holds, and tells how their delivery went.
+
+    Args:
+        delivery: what it does.
+        began: called when it starts, or starts again.
+        ended: called when it ends because its lane is finished.
+    """
+
+    def __init__(self, delivery: Delivery, began: Callable[[Consumer], None], ended: Callable[[Consumer], None]) -> None:
+        self.lane = delivery.lane
+        self.loud = delivery.loud
+        self.before: LaneStats = self.lane.stats  # what the lane had counted before this bus session, or when last reported
+        self._failed = delivery.failed
+        self._broken = delivery.broken
+        self._batch = delivery.batch
+        self._timeout = delivery.timeout
+        self._began = began
+        self._ended = ended
+        self._abandoned = False
+        self._ended_at: Sources = []
+        self._held = 0  # items that were taken and are not accounted for yet
+
+    def abandon(self, *, now: bool) -> None:
+        """Deliver nothing more after the item in progress; ``now``: the bus waits no longer."""
+        self._abandoned = True
+
+    def _take(self) -> list[Any]:
+        items = self.lane.take(self._batch or self.lane.chunk)
+        self._held = len(items)
+        if self.lane.given_up:
+            self._drop_held()
+            return []
+        return items
+
+    def _calls(self, items: list[Any]) -> Iterator[tuple[Context, list[Any]]]:
+        """Split what was taken into calls of the handler: the context variables it sees, and what it gets."""
+        if self._batch is not None:
+            yield self.lane.context.copy(), items
+            return
+        for item in items:
+            context, value = item if self.lane.contextual else (self.lane.context.copy(), item)
+            yield context, [value]
+
+    def _argument(self, arrived: list[Any]) -> Any:
+        return arrived if self._batch is not None else arrived[0]
+
+    def _done(self, number: int) -> None:
+        self._held -= number
+        self.lane.delivered(number)
+
+    def _count_failed(self, number: int) -> None:
+        self._held -= number
+        self.lane.failed(number)
+
+    def _fail(self, error: Exception, items: list[Any], arrived: list[Any]) -> None:
+        # Told before it is counted: a drain that saw the count must find the error.
+        self._failed(error, _sources(items, arrived))
+        self._count_failed(len(items))
+
+    def _fail_and_end(self, items: list[Any], arrived: list[Any]) -> None:
+        """Count the events of a call that ends the consumer; :meth:`_break` tells of it."""
+        self._ended_at = _sources(items, arrived)
+        self._count_failed(len(items))
+
+    def _break(self, error: BaseException) -> None:
+        self._drop_held()
+        self._broken(error, self._ended_at)
+        self.lane.close(f"its consumer has ended: {type(error).__name__}: {error}")
+        self.lane.detach()
+
+    def _drop_held(self) -> None:
+        self.lane.dropped(self._held)
+        self._held = 0
+
+
+def _sources(items: list[Any], arrived: list[Any]) -> Sources:
+    """Return of which events ``items`` of a lane are; ``arrived`` holds those that have arrived."""
+    found: Sources = []
+    for item, value in zip_longest(items, arrived):
+        if isinstance(item, Snapshot) and item.source is not None:
+            found.append(item.source)
+        elif isinstance(value, Event):
+            found.append((type(value), getattr(value, "progress", None)))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ threads
+
+
+class ThreadConsumer(Consumer):
+    """Delivers a lane's items to a blocking handler on a thread of its own.
+
+    A daemon thread of ours, not one of anyio's workers: an abandoned worker would keep the interpreter from exiting.
+    """
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        began: Callable[[Consumer], None],
+        ended: Callable[[Consumer], None],
+        *,
+        caller: Caller,
+        make_thread: MakeThread,
+    ) -> None:
+        super().__init__(delivery, began, ended)
+        self._bell = threading.Lock()  # taken: asleep until a ring releases it; a raw lock cannot be left half set
+        self._bell.acquire()
+        self._starting = threading.Lock()
+        self._caller = caller
+        self._make_thread = make_thread
+        self.thread: threading.Thread | None = None
+
+    def ring(self) -> None:
+        """Wake the thread, or start it; harmless if it is awake."""
+        with self._starting:
+            if self.thread is None and not self._abandoned:
+                self._start()
+        try:
+            self._bell.release()
+        except RuntimeError:  # "release unlocked lock": already rung
+            return
+
+    def abandon(self, *, now: bool) -> None:
+        """Deliver nothing more after the item in progress, which a worker process does not finish."""
+        super().abandon(now=now)
+        self._caller.interrupt(now=now)
+        self.ring()
+
+    def _start(self) -> None:
+        self._began(self)
+        try:
+            self.thread = self._make_thread(self._run)
+            self.thread.start()
+        except BaseException:
+            # "can't start new thread", or Ctrl-C, after which the thread may run all the same: it finds that it is not ours.
+            self.thread = None
+            self._ended(self)
+            raise
+
+    def _run(self) -> None:
+        with self._starting:
+            if self.thread is not threading.current_thread():
+                return
+        try:
+            self._serve()
+        except BaseException as error:  # noqa: BLE001 - SystemExit from a handler, a logger that raises: told, never hung
+            try:
+                self._break(error)
+            finally:
+                self._caller.stop()
+
+    def _serve(self) -> None:
+        lingered = False
+        while not self._abandoned:
+            if items := self._take():
+                lingered = False
+                self._deliver(items)
+            elif not lingered and self.lane.linger and not self.lane.ending:
+                lingered = True
+                self._bell.acquire(timeout=self.lane.linger)
+            elif self.lane.disarm():
+                if self._finish():
+                    return
+                self._bell.acquire()
+                lingered = False
+        self._drop_held()
+        self._caller.stop()
+
+    def _finish(self) -> bool:
+        if not self.lane.finished():
+            return False  # if that changes now, this thread is rung
+        # While the bus, as it closes, still waits for this thread. A call for an event that comes meanwhile starts it again.
+        self._caller.stop()
+        with self._starting:
+            if not self.lane.finished():
+                return False
+            self.thread = None  # a ring from now on starts another
+            self._ended(self)
+            return True
+
+    def _deliver(self, items: list[Any]) -> None:
+        for context, values in self._calls(items):
+            if self._abandoned or self.lane.given_up:
+                self._drop_held()
+                return
+            self._call(context, values)
+
+    def _call(self, context: Context, items: list[Any]) -> None:
+        arrived: list[Any] = []
+        try:
+            arrived = [arrive(item) for item in items]
+            context.run(self._caller.call, self._argument(arrived))
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises is reported, and the lane goes on
+            if self._abandoned:
+                self._count_failed(len(items))  # the bus has closed and said so
+            else:
+                self._fail(error, items, arrived)
+        except BaseException:
+            self._fail_and_end(items, arrived)
+            raise
+        else:
+            self._done(len(items))
+
+
+def arrive(item: Any) -> Any:
+    """Return what the handler gets for an item of its lane, after waiting for its copies."""
+    return item.resolve() if isinstance(item, Snapshot) else item
+
+
+# -------------------------------------------------------------------------------------------------------------- tasks
+
+
+class TaskConsumer(Consumer):
+    """Delivers a lane's items to an async handler in a task of the bus's event loop; cancels a call after its timeout."""
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        began: Callable[[Consumer], None],
+        ended: Callable[[Consumer], None],
+        *,
+        handler: Callable[[Any], Awaitable[Any]],
+        mark: object,
+        spawn: Callable[[Callable[[], Coroutine[Any, Any, None]]], None],
+    ) -> None:
+        super().__init__(delivery, began, ended)
+        self._handler = handler
+        self._mark = mark  # of the runtime, for code that runs in its handlers
+        self._library = ""
+        self._spawn = spawn
+        self._running = False
+        self._reader: Reader | None = None
+        self.alive = False
+        """Whether its task is there, if only because a handler goes on after its cancellation."""
+
+    def ring(self) -> None:
+        """Wake the task, or start it; must be called on the loop's thread and never raises (trio's rule for callbacks)."""
+        if not self._running:
+            self._running = True
+            self._began(self)
+            self._spawn(self.run)
+        elif self._reader is not None:
+            self._reader.ring()
+
+    async def run(self) -> None:
+        """Serve the lane until it is closed or retired and empty."""
+        self._library = "trio" if in_trio() else "asyncio"
+        self.alive = True
+        try:
+            await self._serve(Reader(self.lane))
+        except anyio.get_cancelled_exc_class():
+            self._drop_held()
+            raise
+        except BaseException as error:  # noqa: BLE001 - SystemExit from a handler, a logger that raises: told, never hung
+            self._break(error)
+        else:
+            self._running = False  # a ring from now on starts another task; no await since the lane was seen to be finished
+            self._ended(self)
+        finally:
+            self.alive = False
+
+    async def _serve(self, reader: Reader) -> None:
+        self._reader = reader
+        while items := await reader.next(self._take):
+            for context, values in self._calls(items):
+                if self.lane.given_up:
+                    self._drop_held()
+                    break
+                enter_loop(context, self._mark, self._library)
+                await self._call(context, values)
+            await anyio.lowlevel.checkpoint()  # a handler that never waits must not starve the other lanes
+
+    async def _call(self, context: Context, items: list[Any]) -> None:
+        arrived: list[Any] = []
+        try:
+            arrived = [await arrive_async(item) for item in items]
+            called = await_through(context.run, self._handler(self._argument(arrived)))
+            if self._timeout is None:
+                await called
+            else:
+                await self._limited(called, self._timeout)
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises is reported, and the lane goes on
+            self._fail(error, items, arrived)
+        except anyio.get_cancelled_exc_class() as error:
+            if self._abandoned:
+                raise
+            # asyncio: the handler awaited a future or task that other code cancelled. Not meant for the consumer.
+            stray = OffloadError("the handler awaited something that was cancelled; catch that where it is awaited")
+            stray.__cause__ = error
+            self._fail(stray, items, arrived)
+        except BaseException:
+            self._fail_and_end(items, arrived)
+            raise
+        else:
+            self._done(len(items))
+
+    async def _limited(self, called: Awaitable[object], timeout: float) -> None:  # noqa: ASYNC109 - one that is reported
+        with anyio.move_on_after(timeout) as scope:
+            await called
+        if scope.cancelled_caught:
+            raise HandlerTimeoutError(timed_out(self.lane.label, timeout, "it was cancelled"))
+
+
+class Reader:
+    """Waits in an event loop for the items of a lane."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._bell = anyio.Event()
+
+    def ring(self) -> None:
+        """Have :meth:`next` look again; on the loop's thread."""
+        self._bell.set()
+
+    async def next(self, take: Callable[[], list[Any]]) -> list[Any]:
+        """Return what ``take`` finds in the lane, waiting for it; nothing once the lane is finished."""
+        lingered = False
+        while True:
+            self._bell = anyio.Event()  # made before looking, so that a ring between the look and the wait is kept
+            if items := take():
+                return items
+            if not lingered and self._lane.linger and not self._lane.ending:
+                lingered = True
+                with anyio.move_on_after(self._lane.linger):
+                    await self._bell.wait()
+            elif self._lane.disarm():
+                if self._lane.finished():
+                    return []
+                await self._bell.wait()
+                lingered = False
+
+
+async def arrive_async(item: Any) -> Any:
+    """Like :func:`arrive`, without blocking the event loop."""
+    while isinstance(item, Snapshot) and not item.ready:  # noqa: ASYNC110 - a GPU sets no event of ours
+        await anyio.sleep(_COPY_POLL)
+    return arrive(item)
