@@ -63,6 +63,8 @@ class ParamSchedulerHook(Hook):
     and not when the gradient scaler skipped the step). ``"epoch"``: after each training epoch. ``"metric"``: after each
     validation during training, with the metric named ``monitor``, as ``ReduceLROnPlateau`` needs it.
 
+    ``run.set_lr()`` scales a schedule: each later rate is the schedule's, times the rate that was set over the one before it.
+
     Args:
         scheduler: a scheduler, a list of them, or a mapping of names to them. Names are keys in checkpoints; without one
             it is the name of the class, so two of a class need a mapping. None for no schedules: the hook does nothing.
@@ -103,6 +105,8 @@ class ParamSchedulerHook(Hook):
         self.monitor = monitor
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
         """Of the run, by the name of the scheduler that follows it."""
+        self._starts: dict[str, list[float]] = {}
+        """The ``initial_lr`` of each parameter group, by the name of the scheduler that starts from it."""
 
     def unused(self) -> Collection[str]:
         """The moments of the other values of ``by``; without schedulers, all."""
@@ -125,6 +129,7 @@ class ParamSchedulerHook(Hook):
             for name, scheduler in self.schedulers.items()
             if run.optimizers and isinstance(getattr(scheduler, "optimizer", None), torch.optim.Optimizer)
         }
+        self._starts = {name: _starts(optimizer) for name, optimizer in self._optimizers.items()}
 
     def before_run(self, event: BeforeRun) -> None:
         """Have a resume tell which options of the schedules have changed: those in its checkpoint override them."""
@@ -134,11 +139,13 @@ class ParamSchedulerHook(Hook):
         """Step the schedulers that count iterations."""
         for name, scheduler in self.schedulers.items():
             if self._due(name, event.run):
+                self._rescale(name, scheduler)
                 scheduler.step()
 
     def after_train_epoch(self, event: AfterTrainEpoch) -> None:
         """Step the schedulers that count epochs."""
-        for scheduler in self.schedulers.values():
+        for name, scheduler in self.schedulers.items():
+            self._rescale(name, scheduler)
             scheduler.step()
 
     def after_val_epoch(self, event: AfterValEpoch) -> None:
@@ -164,6 +171,8 @@ class ParamSchedulerHook(Hook):
                 f"two hooks have a scheduler named {', '.join(map(repr, sorted(taken)))}, and a checkpoint keeps them by name; "
                 'give them names: ParamSchedulerHook({"warmup": scheduler}, ...)'
             )
+        for name, scheduler in self.schedulers.items():
+            self._rescale(name, scheduler)
         saved |= {name: scheduler.state_dict() for name, scheduler in self.schedulers.items()}
 
     def after_load_checkpoint(self, event: AfterLoadCheckpoint) -> None:
@@ -179,10 +188,25 @@ class ParamSchedulerHook(Hook):
         """Warn if there was no metric to step by."""
         warn_unvalidated(event, f'{self.label}(by="metric")')
 
+    def _rescale(self, name: str, scheduler: Any) -> None:
+        """Scale what a schedule starts from as ``run.set_lr()`` has scaled ``initial_lr``, of which it has a copy."""
+        if name not in self._optimizers or self._starts[name] == (now := _starts(self._optimizers[name])):
+            return
+        before, self._starts[name] = self._starts[name], now
+        factors = [new / old if old else 1.0 for old, new in zip(before, now, strict=True)]
+        for one in (scheduler, *getattr(scheduler, "_schedulers", ())):
+            for attribute in ("base_lrs", "max_lrs"):  # max_lrs are CyclicLR's
+                if rates := getattr(one, attribute, None):
+                    setattr(one, attribute, [rate * factor for rate, factor in zip(rates, factors, strict=True)])
+
     def _due(self, name: str, run: RunView) -> bool:
         """True if the scheduler's own optimizer has stepped; any of them, where the scheduler does not tell."""
         optimizer = self._optimizers.get(name)
         return run.updated or not run.optimizers if optimizer is None else run.stepped(optimizer)
+
+
+def _starts(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(group.get("initial_lr", 0.0)) for group in optimizer.param_groups]
 
 
 def _optimizer_of(name: str, scheduler: Any, optimizers: Mapping[str, torch.optim.Optimizer]) -> torch.optim.Optimizer:

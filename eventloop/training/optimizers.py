@@ -56,6 +56,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """
     for group in optimizer.param_groups:
         before = float(group["lr"])
+        if "initial_lr" in group and before == 0:
+            log.warning("a schedule has this learning rate at 0 now, so it cannot be scaled; it goes on as it was", wanted=rate)
         for key in ("initial_lr", "max_lr", "min_lr"):
             if key in group and before > 0:
                 group[key] *= rate / before

@@ -1,0 +1,447 @@
+"""The push driver: the same run in three ways (calls, iterators, ``TrainLoop``), and calls out of turn."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eventloop import Bus, ConfigurationError, Run, TrainingError
+from eventloop.errors import RunCancelled
+from eventloop.training import Driver
+
+EPOCHS, ITERS, VAL_EVERY = 2, 5, 2
+
+
+class Job:
+    """One training on a bus of its own: 2 epochs of 3 batches (or 5 iterations), with a validation of 2 batches after each."""
+
+    def __init__(self, parts: Any, work_dir: Any = None, resume: Any = None, by_iter: bool = False) -> None:
+        self.parts, self.work_dir, self.resume, self.by_iter = parts, work_dir, resume, by_iter
+        self.bus = Bus()
+        self.heard: list[Any] = []
+        self.trace = parts.Trace(self.bus)
+        self.model = parts.model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.train, self.val = parts.batches(3), parts.batches(2, seed=2)
+        self.limits = {"max_iters": ITERS} if by_iter else {"max_epochs": EPOCHS}
+
+    def run(self) -> Run:
+        return Run(self.bus, model=self.model, optimizer=self.optimizer, work_dir=self.work_dir, resume=self.resume)
+
+    def learn(self, batch: Any) -> torch.Tensor:
+        loss = self.parts.step(self.model, batch)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def validates_after(self, done: int) -> bool:
+        return self.by_iter and (done % VAL_EVERY == 0 or done == ITERS)
+
+    def published(self) -> list[tuple[Any, ...]]:
+        """Names, progress and metrics of all events; the writer's thread publishes when it likes, and is left out."""
+        events = [one for one in self.trace.events if not one.mount_point.startswith("checkpoint_")]
+        return [(one.mount_point, one.progress, getattr(one, "metrics", None)) for one in events]
+
+
+def by_loop(job: Job) -> None:
+    options = {"val_interval": VAL_EVERY} if job.by_iter else {}
+    loop = job.parts.loop(
+        job.bus,
+        model=job.model,
+        optimizer=job.optimizer,
+        train_data=job.train,
+        val_data=job.val,
+        work_dir=job.work_dir,
+        **job.limits,
+        **options,
+    )
+    loop.run(resume=job.resume)
+
+
+def by_pull(job: Job) -> None:
+    with job.run() as run:
+        for _ in run.epochs(**job.limits):
+            if job.by_iter and run.drive().validation_comes_first:
+                validate_by_pull(job, run)
+            for batch in run.train(job.train, endless=job.by_iter):
+                run.report(loss=job.learn(batch))
+                if job.validates_after(run.progress.iter + 1):
+                    validate_by_pull(job, run)
+            if not job.by_iter:
+                validate_by_pull(job, run)
+
+
+def validate_by_pull(job: Job, run: Run) -> None:
+    for batch in run.validate(job.val):
+        run.report(loss=job.parts.step(job.model, batch))
+
+
+def by_push(job: Job) -> None:
+    run = job.run()
+    drive = run.drive()
+    drive.begin_run()
+    try:
+        train_by_push(job, run, drive)
+        drive.end_run()
+    except BaseException as error:
+        drive.fail(error)
+        raise
+
+
+def train_by_push(job: Job, run: Run, drive: Driver) -> None:
+    if drive.should_stop():
+        return
+    drive.begin_train(**job.limits)
+    if drive.validation_comes_first:
+        validate_by_push(job, drive)
+    for _ in range(run.progress.epoch, 1 if job.by_iter else EPOCHS):
+        if drive.should_stop() or not epoch_by_push(job, run, drive):
+            break
+    drive.end_train()
+
+
+def epoch_by_push(job: Job, run: Run, drive: Driver) -> bool:
+    """Return False if a stop has cut it short."""
+    batches = iter(drive.begin_epoch(job.train, endless=job.by_iter))
+    last = False
+    while not last:
+        if drive.should_stop():
+            drive.abandon_epoch()
+            return False
+        batch = next(batches)
+        drive.begin_iteration(batch)
+        last = drive.last_batch
+        drive.end_iteration({"loss": job.learn(batch)})
+        if job.validates_after(run.progress.iter + 1) and not drive.should_stop():
+            validate_by_push(job, drive)
+    drive.end_epoch()
+    if not job.by_iter and not drive.should_stop():
+        validate_by_push(job, drive)
+    return True
+
+
+def validate_by_push(job: Job, drive: Driver) -> None:
+    batches = iter(drive.begin_validation(job.val))
+    while not drive.should_stop():
+        batch = next(batches, None)
+        if batch is None:
+            drive.end_validation()
+            return
+        drive.begin_validation_iteration(batch)
+        drive.end_validation_iteration({"loss": job.parts.step(job.model, batch)})
+    drive.abandon_validation()
+
+
+WAYS = (by_loop, by_pull, by_push)
+
+
+def act_at(bus: Bus, mount_point: str, count: int, act: Any) -> None:
+    """Call ``act(event)`` at the ``count``-th event of a mount point (from 1)."""
+    left = [count]
+
+    def handler(event: Any) -> None:
+        left[0] -= 1
+        if not left[0]:
+            act(event)
+
+    bus.on(mount_point, handler, priority=100)
+
+
+def in_three_ways(parts: Any, prepare: Any, *, error: Any = None, jobs: Any = None, **options: Any) -> list[tuple[Any, ...]]:
+    """Return what all three ways have published, after a look whether it is the same, and the same weights."""
+    made = jobs or [Job(parts, **options) for _ in WAYS]
+    for way, job in zip(WAYS, made, strict=True):
+        prepare(job.bus)
+        if error is None:
+            way(job)
+        else:
+            with pytest.raises(error):
+                way(job)
+        assert job.bus.state == "idle"
+        assert job.model.training
+    first, *others = made
+    assert first.published()
+    for other in others:
+        assert other.published() == first.published()
+        parts.assert_same(dict(other.model.state_dict()), dict(first.model.state_dict()))
+    return first.published()
+
+
+@pytest.mark.parametrize("by_iter", [False, True], ids=["epochs", "iterations"])
+def test_a_training_publishes_the_same_events_in_three_ways(parts, by_iter):
+    published = in_three_ways(parts, lambda bus: None, by_iter=by_iter)
+    names = [name for name, *_ in published]
+    assert names.count("after_train_iter") == (5 if by_iter else 6)
+    assert names.count("after_val") == (3 if by_iter else 2)
+
+
+@pytest.mark.parametrize("by_iter", [False, True], ids=["epochs", "iterations"])
+@pytest.mark.parametrize(
+    ("mount_point", "count"),
+    [
+        *(("before_train", 1), ("before_train_epoch", 1), ("before_train_iter", 2), ("after_train_iter", 1)),
+        *(("after_train_iter", 3), ("after_train_iter", 4), ("after_train_epoch", 1), ("before_val", 1), ("after_val_iter", 1)),
+        *(("after_val_iter", 2), ("after_val_epoch", 1), ("after_val", 1), ("after_train", 1)),
+    ],
+)
+def test_a_stop_ends_all_three_in_the_same_way(parts, mount_point, count, by_iter):
+    published = in_three_ways(
+        parts, lambda bus: act_at(bus, mount_point, count, lambda event: event.run.stop()), by_iter=by_iter
+    )
+    assert published[-1][0] == "after_run"
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, RunCancelled])
+@pytest.mark.parametrize(
+    ("mount_point", "count"),
+    [
+        *(("before_run", 1), ("before_train_epoch", 2), ("before_train_iter", 2), ("after_train_iter", 4)),
+        *(("after_train_epoch", 1), ("before_val", 1), ("before_val_iter", 2), ("after_val", 1), ("after_train", 1)),
+    ],
+)
+def test_an_exception_and_a_cancellation_end_all_three_in_the_same_way(parts, mount_point, count, kind):
+    def act(event):
+        if kind is RunCancelled:
+            event.run.cancel()
+        else:
+            raise kind
+
+    if kind is RunCancelled and mount_point == "after_train":
+        pytest.skip("no safe mount point comes after it")
+    published = in_three_ways(parts, lambda bus: act_at(bus, mount_point, count, act), error=kind)
+    assert published[-1][0] == "on_exception"
+
+
+@pytest.mark.parametrize("by_iter", [False, True], ids=["epochs", "iterations"])
+@pytest.mark.parametrize(
+    ("mount_point", "count"), [("after_train_iter", 2), ("after_train_iter", 4), ("after_train_epoch", 1), ("before_val", 1)]
+)
+def test_all_three_go_on_from_a_checkpoint_in_the_same_way(parts, tmp_path, mount_point, count, by_iter):
+    first = Job(parts, work_dir=tmp_path / "first", by_iter=by_iter)
+    act_at(first.bus, mount_point, count, lambda event: (event.run.request_save("here.safetensors"), event.run.stop()))
+    by_loop(first)
+    (file,) = (tmp_path / "first").glob("here.safetensors")
+    jobs = [Job(parts, tmp_path / way.__name__, file, by_iter=by_iter) for way in WAYS]
+    in_three_ways(parts, lambda bus: None, jobs=jobs)
+    whole = Job(parts, by_iter=by_iter)
+    by_loop(whole)
+    parts.assert_same(dict(jobs[2].model.state_dict()), dict(whole.model.state_dict()))
+
+
+def test_break_is_an_abandoned_iteration_or_validation(parts):
+    pull, push = Job(parts), Job(parts)
+    with pull.run() as run:
+        for _ in run.epochs(1):
+            for batch in run.train(pull.train):
+                pull.learn(batch)
+                break
+            for _ in run.validate(pull.val):
+                break
+    with push.run() as run:
+        drive = run.drive()
+        drive.begin_train(max_epochs=1)
+        for batch in drive.begin_epoch(push.train):
+            drive.begin_iteration(batch)
+            push.learn(batch)
+            drive.abandon_iteration()
+            break
+        drive.end_epoch()
+        for batch in drive.begin_validation(push.val):
+            drive.begin_validation_iteration(batch)
+            drive.abandon_validation()
+            break
+        drive.end_train()
+    assert push.published() == pull.published()
+    assert push.model.training
+    assert torch.is_grad_enabled()
+
+
+def test_without_data_the_driver_counts_and_the_caller_says_which_batch_is_the_last(parts, tmp_path):
+    job = Job(parts, tmp_path)
+    with job.run() as run:
+        drive = run.drive()
+        drive.begin_train(max_epochs=1)
+        assert list(drive.begin_epoch()) == []
+        for index in range(2):
+            drive.begin_iteration(index, last=index == 1)
+            assert run.last_batch == (index == 1)
+            drive.end_iteration()
+        run.checkpoint_now()
+        drive.begin_iteration()
+        drive.end_iteration()
+        drive.abandon_epoch()
+        assert drive.begin_validation() == ()
+        drive.begin_validation_iteration()
+        drive.end_validation_iteration({"loss": 2.0})
+        assert drive.end_validation({"accuracy": 0.5}) == {"loss": 2.0, "accuracy": 0.5}
+        drive.end_train()
+    again = Job(parts, tmp_path, tmp_path / "iter_3.safetensors")
+    with again.run() as run:
+        drive = run.drive()
+        drive.begin_train(max_epochs=1)
+        drive.begin_epoch()
+        assert (run.progress.iter, run.progress.batch_idx) == (3, 3)
+        drive.abandon_epoch()
+        drive.begin_epoch()
+        assert run.progress.batch_idx == 0
+        drive.end_epoch()
+        drive.end_train()
+
+
+def test_a_test_is_driven_like_a_validation(parts):
+    pull, push = Job(parts), Job(parts)
+    with pull.run() as run:
+        batches = run.test(pull.val)
+        for batch in batches:
+            run.report(loss=parts.step(pull.model, batch))
+    drive = push.run().drive()
+    drive.begin_run()
+    for batch in drive.begin_test(push.val):
+        drive.begin_test_iteration(batch)
+        drive.end_test_iteration({"loss": parts.step(push.model, batch)})
+    assert drive.end_test() == batches.metrics
+    drive.end_run()
+    assert push.published() == pull.published()
+
+
+def test_the_example_of_the_driver_runs(parts, bus, trace):
+    source = textwrap.dedent(inspect.getdoc(Driver).split("\n\n")[1])
+    model = parts.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = {"Run": Run, "bus": bus, "model": model, "optimizer": optimizer, "loader": parts.batches(3)}
+    exec(source, names | {"learn": lambda batch: parts.step(model, batch)})  # noqa: S102 - ours
+    iterations = "3*(before_train_iter after_train_iter)"
+    assert trace.names == parts.spell(
+        f"before_run before_train before_train_epoch {iterations} after_train_epoch after_train after_run"
+    )
+
+
+def test_fail_tells_the_exception_unwinds_and_leaves_it_to_the_caller(parts, bus, trace):
+    undone = []
+    error = ValueError("mine")
+    with Run(bus, model=parts.model()) as run:
+        drive = run.drive()
+        drive.begin_train()
+        run.defer(lambda: undone.append("train"))
+        drive.begin_validation()
+        drive.fail(error)
+        assert bus.state == "idle"
+        assert torch.is_grad_enabled()
+    assert trace.names[-1] == "on_exception"
+    assert trace.events[-1].exception is error
+    assert undone == ["train"]
+    with pytest.raises(TrainingError, match=r"drive.fail\(\) is out of turn"):
+        drive.fail(error)
+    drive.begin_run()  # and once more
+    drive.end_run()
+    assert trace.names[-1] == "after_run"
+
+
+def test_a_driver_that_cannot_begin_leaves_nothing_open(parts, bus):
+    def fail(event):
+        raise OSError("not here")
+
+    bus.on("before_run", fail)
+    run = Run(bus, model=parts.model())
+    with pytest.raises(OSError, match="not here"):
+        run.drive().begin_run()
+    assert bus.state == "idle"
+    with pytest.raises(TrainingError, match=r"out of turn before the run .*; expected drive.begin_run"):
+        run.drive().begin_train()
+
+
+def test_options_of_begin_train_that_cannot_work_change_nothing(parts, trace, bus):
+    with Run(bus, model=parts.model()) as run:
+        with pytest.raises(ConfigurationError, match="one of them"):
+            run.drive().begin_train(max_epochs=1, max_iters=1)
+        with pytest.raises(ConfigurationError, match="max_epochs=0: give an integer of at least 1"):
+            run.drive().begin_train(max_epochs=0)
+    assert trace.names == ["before_run", "after_run"]
+
+
+INSIDE: dict[str, tuple[str, ...]] = {
+    "run": ("",),
+    "train": ("run",),
+    "epoch": ("train",),
+    "iteration": ("epoch",),
+    "validation": ("run", "train", "epoch"),
+    "validation_iteration": ("validation",),
+    "test": ("run", "train", "epoch"),
+    "test_iteration": ("test",),
+}
+"""What each scope may begin in."""
+
+ABANDONED = {
+    "iteration": ("iteration",),
+    "epoch": ("epoch", "iteration"),
+    "validation": ("validation", "validation_iteration"),
+    "test": ("test", "test_iteration"),
+}
+"""What may be abandoned, and where."""
+
+CALLS = [
+    *(f"begin_{name}" for name in INSIDE),
+    *(f"end_{name}" for name in INSIDE),
+    *(f"abandon_{name}" for name in ABANDONED),
+]
+
+
+def in_turn(call: str, innermost: str) -> bool:
+    verb, _, name = call.partition("_")
+    if verb == "begin":
+        return innermost in INSIDE[name]
+    return innermost == name if verb == "end" else innermost in ABANDONED[name]
+
+
+def stand(run: Run, trace: Any) -> tuple[Any, ...]:
+    return len(trace.events), run.progress, run.state.counters.state_dict(), run.state.scopes.innermost, run.state.version
+
+
+@given(st.data())
+def test_every_call_is_in_turn_or_an_error_that_names_what_was_expected_and_changes_nothing(parts, data):
+    bus = Bus()
+    trace = parts.Trace(bus)
+    run = Run(bus, model=parts.model())
+    drive = run.drive()
+    try:
+        scopes = play(run, trace, data)
+    finally:
+        if run.state.scopes.innermost:
+            drive.fail(ZeroDivisionError())
+    if len(scopes) > 1:
+        assert trace.names[-1] == "on_exception"
+    assert bus.state == "idle"
+    assert run.model.training
+    assert torch.is_grad_enabled()
+
+
+def play(run: Run, trace: Any, data: Any) -> list[str]:
+    drive, scopes = run.drive(), [""]
+    for _ in range(data.draw(st.integers(1, 25))):
+        allowed = [call for call in CALLS if in_turn(call, scopes[-1])]
+        call = data.draw(st.sampled_from(allowed) | st.sampled_from(CALLS))
+        before = stand(run, trace)
+        if call not in allowed:
+            with pytest.raises(TrainingError) as refused:
+                getattr(drive, call)()
+            message, _, expected = str(refused.value).partition("; expected ")
+            assert f"drive.{call}() is out of turn" in message
+            assert set(re.findall(r"drive\.(\w+)\(\)", expected)) == set(allowed)
+            assert stand(run, trace) == before
+            continue
+        getattr(drive, call)()
+        verb, _, name = call.partition("_")
+        if verb == "begin":
+            scopes.append(name)
+        else:
+            del scopes[scopes.index(name) :]
+        assert verb == "abandon" or len(trace.events) > before[0]
+    return scopes

@@ -1,0 +1,313 @@
+"""What other threads and signal handlers ask of a run: to pause, to go on, to end, to train at another learning rate."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from torch.optim import lr_scheduler as schedules
+
+from eventloop import Bus, ConfigurationError, Run
+from eventloop.errors import RunCancelled
+from hooks import CheckpointHook, ParamSchedulerHook
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class Stalled:
+    """A loop that pauses itself after its second iteration, and a thread that acts on it once it has stood still."""
+
+    def __init__(self, parts: Any, act: Any, *, at: str = "after_train_iter", **options: Any) -> None:
+        self.bus = Bus()
+        self.trace = parts.Trace(self.bus)
+        self.loop = parts.loop(self.bus, max_epochs=2, **options)
+        self.still: list[bool] = []
+        self.paused_at = 0.0
+        self.bus.on(at, self.pause, priority=100)
+        self.act = act
+
+    def pause(self, event: Any) -> None:
+        if not self.still and len(self.trace.of(event.mount_point)) == 2:
+            event.run.pause()
+            self.still.append(False)
+            threading.Thread(target=self.look, args=(event.run,)).start()
+
+    def look(self, run: Run) -> None:
+        time.sleep(0.1)  # it comes to rest
+        before = len(self.trace.events)
+        time.sleep(0.1)
+        self.still[:] = [len(self.trace.events) == before]
+        self.act(run)
+
+
+@pytest.mark.parametrize("at", ["before_train_iter", "after_train_iter", "before_val_iter", "after_train_epoch", "after_val"])
+def test_a_paused_run_stands_still_until_it_is_resumed_and_then_trains_as_if_nothing_had_been(parts, at):
+    stalled = Stalled(parts, lambda run: run.resume(), at=at)
+    stalled.loop.run()
+    assert stalled.still == [True]
+    whole = parts.loop(max_epochs=2)
+    trace = parts.Trace(whole.bus)
+    whole.run()
+    assert stalled.trace.names == trace.names
+    parts.assert_same(stalled.loop.model.state_dict(), whole.model.state_dict())
+
+
+def test_it_pauses_at_the_end_of_the_iteration_under_way(parts):
+    seen: list[str] = []
+    stalled = Stalled(parts, lambda run: (seen.extend(stalled.trace.names), run.resume()), at="before_train_iter")
+    stalled.loop.run()
+    assert seen[-2:] == ["before_train_iter", "after_train_iter"]
+
+
+def test_the_loop_passes_pause_and_resume_on_to_the_run_under_way(parts):
+    stalled = Stalled(parts, lambda run: stalled.loop.resume())
+    stalled.loop.pause()  # no run, no effect
+    stalled.loop.resume()
+    stalled.loop.set_lr(0.5)
+    stalled.loop.run()
+    assert stalled.still == [True]
+    assert stalled.trace.names[-1] == "after_run"
+
+
+def test_a_stop_releases_a_paused_run_and_ends_it_in_order_without_another_iteration(parts):
+    stalled = Stalled(parts, lambda run: run.stop())
+    stalled.loop.run()
+    assert stalled.still == [True]
+    assert len(stalled.trace.of("after_train_iter")) == 2
+    assert stalled.trace.names[-2:] == ["after_train", "after_run"]
+
+
+def test_a_cancellation_releases_a_paused_run(parts):
+    stalled = Stalled(parts, lambda run: run.cancel())
+    with pytest.raises(RunCancelled):
+        stalled.loop.run()
+    assert stalled.still == [True]
+    assert stalled.trace.names[-1] == "on_exception"
+
+
+def test_ctrl_c_releases_a_paused_run(parts):
+    stalled = Stalled(parts, lambda run: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        stalled.loop.run()
+    assert stalled.still == [True]
+    assert stalled.trace.names[-1] == "on_exception"
+    assert stalled.bus.state == "idle"
+
+
+def test_a_signal_handler_pauses_and_resumes(parts):
+    act = {signal.SIGUSR1: "pause", signal.SIGUSR2: "resume"}
+    runs: list[Run] = []
+    before = {number: signal.signal(number, lambda number, frame: getattr(runs[0], act[number])()) for number in act}
+    try:
+        stalled = Stalled(parts, lambda run: signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2))
+        stalled.bus.on("before_run", lambda event: runs.append(event.run))
+        stalled.pause = lambda event: None
+        stalled.bus.on("after_train_iter", lambda event: _signal_once(stalled, event))
+        stalled.loop.run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert stalled.still == [True]
+    assert stalled.trace.names[-1] == "after_run"
+
+
+def _signal_once(stalled: Stalled, event: Any) -> None:
+    if not stalled.still:
+        stalled.still.append(False)
+        signal.raise_signal(signal.SIGUSR1)
+        threading.Thread(target=stalled.look, args=(event.run,)).start()
+
+
+def test_a_run_that_is_driven_by_calls_pauses_at_the_end_of_an_iteration(parts, bus):
+    run = Run(bus, model=parts.model())
+    drive = run.drive()
+    waits: list[float] = []
+    drive.begin_run()
+    drive.begin_train()
+    for batch in drive.begin_epoch(parts.batches(2)):
+        drive.begin_iteration(batch)
+        run.pause()
+        timer = threading.Timer(0.1, run.resume)
+        timer.start()
+        start = time.monotonic()
+        drive.end_iteration()
+        waits.append(time.monotonic() - start)
+        timer.join()
+    drive.end_epoch()
+    drive.end_train()
+    drive.end_run()
+    assert all(wait > 0.05 for wait in waits)
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("no_blocking")
+async def test_the_hosts_event_loop_goes_on_while_the_run_is_paused_and_resumes_it(parts):
+    loop = parts.loop(max_epochs=2)
+    trace = parts.Trace(loop.bus)
+    loop.bus.on("after_train_iter", lambda event: event.run.pause(), once=2)
+    ticks = 0
+    async with anyio.create_task_group() as group:
+        group.start_soon(loop.arun)
+        while len(trace.of("after_train_iter")) < 2:
+            await anyio.sleep(0.001)
+        for _ in range(50):
+            await anyio.sleep(0.001)
+            ticks += 1
+        assert len(trace.of("before_train_iter")) == 2
+        loop.resume()
+    assert ticks == 50
+    assert trace.names[-1] == "after_run"
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("no_blocking")
+async def test_cancelling_arun_releases_a_paused_run(parts):
+    loop = parts.loop(max_epochs=2)
+    trace = parts.Trace(loop.bus)
+    loop.bus.on("after_train_iter", lambda event: event.run.pause(), once=2)
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as group:
+            group.start_soon(loop.arun)
+            while len(trace.of("after_train_iter")) < 2:
+                await anyio.sleep(0.001)
+            await anyio.sleep(0.05)
+            scope.cancel()
+    assert scope.cancelled_caught
+    assert len(trace.of("before_train_iter")) == 2
+    assert trace.names[-1] == "on_exception"
+
+
+# ---------------------------------------------------------------------------------------------------- learning rates
+
+
+def rates(parts: Any, bus: Bus, optimizer: torch.optim.Optimizer, model: Any, set_at: int | None = None) -> list[float]:
+    """The learning rate of each of 6 iterations; set to 0.02 during the iteration ``set_at``."""
+    seen: list[float] = []
+    bus.on("before_train_iter", lambda event: seen.append(float(optimizer.param_groups[0]["lr"])))
+    if set_at is not None:
+        bus.on("before_forward", lambda event: event.run.set_lr(0.02), once=set_at)
+    parts.loop(bus, model=model, optimizer=optimizer, val_data=None, max_epochs=2).run()
+    return seen
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_learning_rate_holds_from_the_next_iteration_on(parts, bus, as_tensor):
+    model = parts.model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1) if as_tensor else 0.1)
+    assert rates(parts, bus, optimizer, model, set_at=3) == pytest.approx([0.1] * 3 + [0.02] * 3)
+    assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor) == as_tensor
+
+
+def test_it_is_for_all_groups_of_all_optimizers_or_of_one_by_name_or_index(parts, bus):
+    model = parts.model()
+    parameters = list(model.parameters())
+    optimizers = {
+        "one": torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:3], "lr": 0.3}], lr=0.1),
+        "other": torch.optim.SGD(parameters[3:], lr=0.1),
+    }
+
+    def now(run: Run) -> list[list[float]]:
+        run.drive().should_stop()  # a safe mount point
+        return [[group["lr"] for group in one.param_groups] for one in optimizers.values()]
+
+    with Run(bus, model=model, optimizer=optimizers) as run:
+        run.set_lr(0.5, "other")
+        assert now(run) == [[0.1, 0.3], [0.5]]
+        run.set_lr(0.6, 0)
+        assert now(run) == [[0.6, 0.6], [0.5]]
+        run.set_lr(0.7)
+        assert now(run) == [[0.7, 0.7], [0.7]]
+        for wrong, told in (("third", "'one', 'other'"), (2, "a name or an index"), (1.5, "optimizer=1.5: give a text")):
+            with pytest.raises(ConfigurationError, match=told):
+                run.set_lr(0.1, wrong)
+        assert now(run) == [[0.7, 0.7], [0.7]]
+
+
+@pytest.mark.parametrize("rate", [0, -0.1, math.nan, math.inf, True, "0.1", None])
+def test_a_rate_that_cannot_be_is_an_error_of_the_call(parts, rate):
+    model = parts.model()
+    with Run(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)) as run:
+        with pytest.raises(ConfigurationError, match=r"lr=.*: give a number above 0"):
+            run.set_lr(rate)
+
+
+def test_without_an_optimizer_there_is_none_to_set(parts):
+    with pytest.raises(ConfigurationError, match="has no optimizer"):
+        Run(model=parts.model()).set_lr(0.1)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: schedules.StepLR(optimizer, 2),
+        lambda optimizer: schedules.CosineAnnealingLR(optimizer, 8),
+        lambda optimizer: schedules.LambdaLR(optimizer, lambda step: 0.9**step),
+        lambda optimizer: schedules.ExponentialLR(optimizer, 0.5),
+        lambda optimizer: schedules.OneCycleLR(optimizer, 0.3, total_steps=9),
+        lambda optimizer: schedules.SequentialLR(
+            optimizer, [schedules.LinearLR(optimizer, 0.1, total_iters=3), schedules.LambdaLR(optimizer, lambda i: 0.8**i)], [3]
+        ),
+    ],
+    ids=["step", "cosine", "lambda", "exponential", "one cycle", "sequential"],
+)
+@pytest.mark.parametrize("set_at", [1, 3])
+def test_a_schedule_goes_on_scaled_by_the_same_factor(parts, schedule, set_at):
+    seen = []
+    for setting in (None, set_at):
+        bus, model = Bus(), parts.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bus.add(ParamSchedulerHook(schedule(optimizer), by="iter"))
+        seen.append(rates(parts, bus, optimizer, model, setting))
+    plain, changed = seen
+    assert changed[:set_at] == plain[:set_at]
+    # The schedule steps in the same iteration, and the rate is set after it.
+    factor = 0.02 / plain[set_at]
+    assert changed[set_at:] == pytest.approx([rate * factor for rate in plain[set_at:]])
+
+
+def test_a_scaled_schedule_survives_a_resume(parts, tmp_path):
+    def run(epochs: int) -> list[float]:
+        bus, model = Bus(), parts.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        bus.add(ParamSchedulerHook(schedules.LambdaLR(optimizer, lambda i: 0.9**i), by="iter"), CheckpointHook(1))
+        seen: list[float] = []
+        bus.on("before_train_iter", lambda event: seen.append(optimizer.param_groups[0]["lr"]))
+        bus.on("before_forward", lambda event: event.run.set_lr(0.5), once=2)
+        parts.loop(bus, model=model, optimizer=optimizer, val_data=None, max_epochs=epochs, work_dir=tmp_path).run(
+            resume="auto"
+        )
+        return seen
+
+    assert run(1) + run(2) == pytest.approx([0.1, 0.09, *(0.5 * 0.9**i for i in range(4))])
+
+
+# ------------------------------------------------------------------------------------------------------------- models
+
+
+def test_the_unwrapped_model_is_the_one_inside_its_wrappers(parts):
+    model = parts.model()
+    assert Run(model=model).unwrapped_model is model
+    parallel = torch.nn.DataParallel(model)
+    for wrapped in (parallel, torch.compile(model, backend="eager"), torch.compile(parallel, backend="eager")):
+        assert Run(model=wrapped).unwrapped_model is model
+
+
+def test_a_model_with_a_part_called_module_is_no_wrapper():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = torch.nn.Linear(1, 1)
+
+    model = Net()
+    assert Run(model=model).unwrapped_model is model
