@@ -1,4 +1,4 @@
-"""Check what a constructor is given against its own annotations."""
+"""Check what a constructor is given against its annotations, and a function before it is called."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union
 
 import msgspec
 
-from eventloop.errors import ConfigurationError
+from eventloop.errors import ConfigurationError, SubscribeError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,33 +37,29 @@ def check_options(init: Callable[P, R]) -> Callable[P, R]:
         @check_options
         def __init__(self, interval: Annotated[int, msgspec.Meta(ge=1)] = 10, by_epoch: bool = True) -> None: ...
 
-    Nothing is converted: ``"3"`` and ``True`` are no integers. msgspec checks scalars, literals and bounds; of a list, mapping,
-    function or object the kind is checked, and what is in it is up to the constructor.
+    Nothing is converted: ``"3"`` and ``True`` are no integers. msgspec checks scalars, literals and bounds. Of a list, mapping,
+    function or object only the kind is checked; the constructor checks its contents.
     """
     named = [one.name for one in inspect.signature(init).parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
     annotations = functools.cache(lambda: typing.get_type_hints(init, include_extras=True))  # not yet: names may come later
 
     @functools.wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        # A missing or unknown argument, and one too many, are Python's to tell.
+        # Python itself reports a missing or unknown argument, and one too many.
         for option, value in (*zip(named[1:], args[1:], strict=False), *kwargs.items()):
-            if option in annotations() and not _allows(annotations()[option], value):
-                raise ConfigurationError(f"{option}={_shown(value)}: give {_described(annotations()[option])}")
+            if option in annotations():
+                check_value(option, value, annotations()[option])
         return init(*args, **kwargs)
 
     return checked
 
 
-def _shown(value: object) -> str:
-    """Return the value as it is written, or its type where that takes many words (a module, a tensor)."""
-    text = repr(value)
-    return text if len(text) <= 80 and "\n" not in text else f"<{type(value).__name__}>"
-
-
-def check_flag(name: str, value: object) -> None:
-    """Raise ConfigurationError unless ``value`` is a bool: the text "no" would be true."""
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"{name}={value!r}: give True or False")
+def check_value(option: str, value: object, annotation: Any, error: type[Exception] = ConfigurationError) -> None:
+    """Raise ``error``, which says what to give, unless ``annotation`` allows ``value``."""
+    if not any(_allows(member, value) for member in _members(annotation)):
+        text = repr(value)
+        shown = text if len(text) <= 80 and "\n" not in text else f"<{type(value).__name__}>"  # a module, a tensor
+        raise error(f"{option}={shown}: give {', or '.join(map(_described, _members(annotation)))}")
 
 
 def _members(annotation: Any) -> Iterator[Any]:
@@ -83,11 +79,7 @@ def _parts(member: Any) -> tuple[Any, msgspec.Meta | None]:
     return bare, next((mark for mark in marks if isinstance(mark, msgspec.Meta)), None)
 
 
-def _allows(annotation: Any, value: Any) -> bool:
-    return any(_allows_one(member, value) for member in _members(annotation))
-
-
-def _allows_one(member: Any, value: Any) -> bool:
+def _allows(member: Any, value: Any) -> bool:
     bare, _ = _parts(member)
     kind = typing.get_origin(bare) or bare
     if kind in _SCALARS or kind is Literal:
@@ -104,11 +96,7 @@ def _allows_one(member: Any, value: Any) -> bool:
         return True
 
 
-def _described(annotation: Any) -> str:
-    return ", or ".join(map(_described_one, _members(annotation)))
-
-
-def _described_one(member: Any) -> str:
+def _described(member: Any) -> str:
     bare, bounds = _parts(member)
     kind = typing.get_origin(bare) or bare
     if kind is Literal:
@@ -117,6 +105,42 @@ def _described_one(member: Any) -> str:
     words = _WORDS.get(kind) or f"a{'n' * (name[0] in 'AEIOU')} {name}"
     if bounds is None:
         return words
-    told = {"of at least": bounds.ge, "above": bounds.gt, "of at most": bounds.le, "below": bounds.lt}
-    limits = " and ".join(f"{where} {bound:g}" for where, bound in told.items() if bound is not None)
-    return bounds.description or f"{words} {limits}".rstrip()
+    limits = {"of at least": bounds.ge, "above": bounds.gt, "of at most": bounds.le, "below": bounds.lt}
+    said = " and ".join(f"{where} {bound:g}" for where, bound in limits.items() if bound is not None)
+    return bounds.description or f"{words} {said}".rstrip()
+
+
+# -------------------------------------------------------------------------------------------------------- functions
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return True for coroutine functions, partials of them, and objects with an async ``__call__``."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def is_generator(function: Callable[..., Any]) -> bool:
+    """Return True for a function with ``yield`` in it; calling it runs nothing."""
+    return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+
+
+def check_arity(function: Callable[..., Any], who: str, what: str) -> None:
+    """Raise SubscribeError if ``function`` cannot be called with one argument; ``who`` and ``what`` name both in the error."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # a builtin without a signature: nothing to check
+    try:
+        signature.bind(None)
+    except TypeError:
+        raise SubscribeError(f"{who} is called with one argument, {what}; this one takes {signature}") from None
+
+
+def check_picks(option: str, function: Callable[..., Any], purpose: str) -> None:
+    """Raise SubscribeError unless ``function`` is plain and takes an event; the error says that it returns ``purpose``."""
+    if is_async(function) or is_generator(function):
+        kind = "an async function" if is_async(function) else "a generator (it has `yield` in it)"
+        raise SubscribeError(
+            f"{option}= is {kind}: it is called while the event is published, where nothing awaits or iterates over what it "
+            f"returns; make it a plain function that returns {purpose}"
+        )
+    check_arity(function, f"{option}=", "the event")

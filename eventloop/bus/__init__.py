@@ -2,8 +2,8 @@
 
 from eventloop.bus.bus import Bus
 from eventloop.bus.describe import Description
+from eventloop.bus.handler import HandlerOptions, StreamOptions
 from eventloop.bus.hook import Hook, mount
-from eventloop.bus.options import HandlerOptions, StreamOptions
 from eventloop.bus.priority import Priority
 from eventloop.bus.stream import Stream
 from eventloop.bus.subscription import Stats, Subscription

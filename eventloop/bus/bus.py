@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, cast
 
 import msgspec
 import torch
 
 from eventloop.bus.describe import Description, describe
-from eventloop.bus.handlers import stream
-from eventloop.bus.hook import Hook, subscriptions_of
-from eventloop.bus.hook_state import check_names, load_state, state_of
+from eventloop.bus.handler import check_stream_options, stream
+from eventloop.bus.hook import Hook, check_names, load_state, subscriptions_of
 from eventloop.bus.lifecycle import Lifecycle
-from eventloop.bus.options import check_stream_names
 from eventloop.bus.overloads import TypedOn, decorates
 from eventloop.bus.priority import PriorityLike
 from eventloop.bus.routes import Count, Route, Source, compile_route, route_source
 from eventloop.bus.stream import Stream
 from eventloop.bus.subscription import Stats, Subscription
 from eventloop.bus.watch import KINDS, Watch, Watches
-from eventloop.checks import check_flag, check_options
+from eventloop.checks import check_options, check_value
 from eventloop.errors import BusStateError, SubscribeError
 from eventloop.events import Event
 from eventloop.events.event import lineage, name_of, resolve
@@ -79,7 +77,7 @@ class Bus(TypedOn, Lifecycle):
         return subscribe
 
     def _stream(self, event: type[Event] | str, options: dict[str, Any]) -> Any:
-        check_stream_names(options)
+        check_stream_options(options)
         subscription = Subscription(self, resolve(event), stream, **{"full": "drop_old", **options})
         try:
             made = Stream[Any](subscription, cast("Lane", subscription.lane), self._interrupt)
@@ -119,9 +117,12 @@ class Bus(TypedOn, Lifecycle):
 
     def add_chosen(self, chosen: Iterable[tuple[Hook, PriorityLike | None]]) -> None:
         """Add hooks with a priority each, None leaving it to the hook; all of them, or none if one is wrong."""
-        pairs = list(chosen)
-        subscriptions = [made for hook, priority in pairs for made in self._subscriptions_of(hook, priority)]
-        hooks = [hook for hook, _ in pairs]
+        hooks, subscriptions = [], []
+        for hook, priority in chosen:
+            hooks.append(hook)
+            for events, method, options in subscriptions_of(hook):
+                own = options if priority is None else {**options, "priority": priority}
+                subscriptions.append(Subscription(self, events, method, hook, **own))
         with self._lock:
             check_names([*self._hooks, *hooks])
             self._insert(subscriptions)
@@ -209,7 +210,7 @@ class Bus(TypedOn, Lifecycle):
 
     def describe(self, *, stats: bool = False) -> Description:
         """Return who hears what, in the order of a run: a table to print (rich or plain), its data in ``rows``."""
-        check_flag("stats", stats)
+        check_value("stats", stats, bool)
         return describe(self._subscriptions, stats=stats or self._timing, ranks=self._world_size > 1)
 
     def explain(self, event: type[Event] | str) -> Source:
@@ -228,7 +229,7 @@ class Bus(TypedOn, Lifecycle):
 
     @timing.setter
     def timing(self, on: bool) -> None:
-        check_flag("timing", on)
+        check_value("timing", on, bool)
         with self._lock:
             self._timing = on
             self._compiled = {}
@@ -238,7 +239,8 @@ class Bus(TypedOn, Lifecycle):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all hooks by name, and the publish counts that filters compare."""
-        return {"hooks": state_of(self._hooks), "publishes": {name: count.value for name, count in self._counts.items()}}
+        hooks = {hook.label: hook.state_dict() for hook in self._hooks if hook.stateful}
+        return {"hooks": hooks, "publishes": {name: count.value for name, count in self._counts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give every hook its state back. A hook without saved state keeps its own, with a warning, and so the reverse."""
@@ -264,7 +266,7 @@ class Bus(TypedOn, Lifecycle):
         Of several errors of one subscription the first is kept: a handler that always fails would pile them up.
         """
         with self._lock:
-            self._failures.add(subscription, error)
+            self._failures.setdefault(subscription, error)
             # The next publish of any event misses and comes past raise_failures; costs nothing until then.
             self._routes.clear()
 
@@ -277,11 +279,6 @@ class Bus(TypedOn, Lifecycle):
                 subscription.ended()
 
     # -------------------------------------------------------------------------------------------------- internals
-
-    def _subscriptions_of(self, hook: Hook, priority: PriorityLike | None) -> Iterator[Subscription]:
-        for events, method, mark in subscriptions_of(hook):
-            chosen = next(choice for choice in (priority, mark.priority, hook.priority) if choice is not None)
-            yield Subscription(self, events, method, hook=hook, **{"priority": chosen, "ranks": hook.ranks, **mark.options})
 
     def _insert(self, new: list[Subscription]) -> list[Subscription]:
         with self._lock:
@@ -347,10 +344,8 @@ class Bus(TypedOn, Lifecycle):
                 return None
             if event_type not in self._compiled:
                 heard = self._heard_by(event_type)
-                count = self._counts.setdefault(name_of(event_type), Count()).next
-                self._compiled[event_type] = (
-                    compile_route(event_type, heard, count=count, timing=self._timing) if heard else None
-                )
+                count = self._counts.setdefault(name_of(event_type), Count())
+                self._compiled[event_type] = compile_route(event_type, heard, count, timing=self._timing) if heard else None
             if not self._failures:
                 self._routes[event_type] = self._compiled[event_type]
             return self._compiled[event_type]

@@ -1,23 +1,26 @@
-"""Subscriptions as an object: :class:`Hook` and :func:`mount`."""
+"""Subscriptions as an object: :class:`Hook` and :func:`mount`; which methods are subscribed, and the state of hooks by name."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from operator import attrgetter
-from typing import Any, ClassVar, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from eventloop.bus.options import Where
 from eventloop.bus.priority import Priority, PriorityLike
 from eventloop.errors import SubscribeError
 from eventloop.events import Event
 from eventloop.events.event import name_of, registry, resolve, suggest
 from eventloop.events.mount_points import BUILTIN
+from eventloop.log import get_logger
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Ranks = Literal["all", "rank0"]
 
 _PREFIXES = ("before_", "after_", "on_")
+
+log = get_logger()
 
 
 class Hook:
@@ -40,7 +43,7 @@ class Hook:
     priority: PriorityLike = Priority.NORMAL
     name: str = ""
     observes: bool = False
-    ranks: Where = "all"
+    ranks: Ranks = "all"
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this hook has learned and must survive a resume; {} by default."""
@@ -67,22 +70,28 @@ class Hook:
         return type(self).state_dict is not Hook.state_dict
 
 
-def mount(
-    *events: type[Event] | str,
-    priority: PriorityLike | None = None,
-    **options: Any,
-) -> Callable[[Method], Method]:
+class Mount(NamedTuple):
+    """What :func:`mount` noted down on a method."""
+
+    events: tuple[type[Event] | str, ...] = ()
+    priority: PriorityLike | None = None
+    options: Mapping[str, Any] = {}
+
+
+_UNMARKED = Mount()
+
+
+def mount(*events: type[Event] | str, priority: PriorityLike | None = None, **options: Any) -> Callable[[Method], Method]:
     """Give one method of a :class:`Hook` options of its own; they are those of ``bus.on``.
 
     Args:
         *events: the mount point, where the method's name is not it; or several. An offloaded method that hears several has
             one lane for all of them, so that they arrive in the order in which they were published.
         priority: of this method, instead of the hook's.
-        **options: filters, ``offload`` (``"process"`` only for a ``@staticmethod``: the hook itself stays in this process),
-            ``capture``, ``queue``, ``full``, ``batch``, ``linger``, ``max_bytes``, ``timeout``, ``on_error``,
-            ``disable_after``, ``ranks``. An ``operator.attrgetter`` takes the value from the hook when it is added to a bus,
-            such as ``every=attrgetter("interval")`` for what the hook's constructor was given (not for ``when`` and
-            ``capture``, which are functions themselves).
+        **options: those of :class:`eventloop.bus.HandlerOptions`, ``capture`` and ``batch`` (``offload="process"`` only for a
+            ``@staticmethod``: the hook itself stays in this process). An ``operator.attrgetter`` takes the value from the hook
+            when it is added to a bus, such as ``every=attrgetter("interval")`` for an argument of the hook's constructor
+            (not for ``when`` and ``capture``, which are functions themselves).
     """
 
     def mark(method: Method) -> Method:
@@ -93,30 +102,7 @@ def mount(
     return mark
 
 
-class Mount:
-    """What :func:`mount` noted down on a method."""
-
-    __slots__ = ("events", "options", "priority")
-    unmarked: ClassVar[Mount]
-
-    def __init__(self, events: tuple[type[Event] | str, ...], priority: PriorityLike | None, options: dict[str, Any]) -> None:
-        self.events = events
-        self.priority = priority
-        self.options = options
-
-    def options_for(self, hook: Hook) -> Mount:
-        """Return the same with the options that ``hook`` itself decides filled in."""
-        options = {
-            name: value(hook) if isinstance(value, attrgetter) and name not in ("when", "capture") else value
-            for name, value in self.options.items()
-        }
-        return Mount(self.events, self.priority, options)
-
-
-Mount.unmarked = Mount((), None, {})
-
-
-def subscriptions_of(hook: Hook) -> Iterator[tuple[tuple[type[Event], ...], Callable[..., Any], Mount]]:
+def subscriptions_of(hook: Hook) -> Iterator[tuple[tuple[type[Event], ...], Callable[..., Any], dict[str, Any]]]:
     """Yield events, bound method and options for every subscription that ``hook`` asks for, in order of definition.
 
     Raises:
@@ -126,17 +112,21 @@ def subscriptions_of(hook: Hook) -> Iterator[tuple[tuple[type[Event], ...], Call
     _check_instance(hook)
     _check_state(type(hook), hook.label)
     found = False
-    names = _method_names(type(hook))
-    unused = _checked_unused(hook, names)
-    for name in names:
-        mark: Mount = getattr(getattr(type(hook), name), "__trainbus_mount__", Mount.unmarked)
+    marks = dict(_marks(type(hook)))
+    unused = _checked_unused(hook, marks)
+    for name, mark in marks.items():
         if not mark.events and name not in registry:
-            _check_spelling(hook, name, marked=mark is not Mount.unmarked)
+            _check_spelling(hook, name, marked=mark is not _UNMARKED)
             continue
         found = True
-        if name in unused:
-            continue
-        yield tuple(map(resolve, mark.events or (name,))), getattr(hook, name), mark.options_for(hook)
+        if name not in unused:
+            options = {
+                option: value(hook) if isinstance(value, attrgetter) and option not in ("when", "capture") else value
+                for option, value in mark.options.items()
+            }
+            priority = hook.priority if mark.priority is None else mark.priority
+            events = tuple(map(resolve, mark.events or (name,)))
+            yield events, getattr(hook, name), {"priority": priority, "ranks": hook.ranks, **options}
     if not found:
         raise SubscribeError(
             f"{hook.label} has no method named like a mount point, so it would never be called; "
@@ -144,22 +134,29 @@ def subscriptions_of(hook: Hook) -> Iterator[tuple[tuple[type[Event], ...], Call
         )
 
 
-def _checked_unused(hook: Hook, names: list[str]) -> frozenset[str]:
-    told = hook.unused()
-    unused = frozenset([told] if isinstance(told, str) else told)
-    for name in sorted(unused - set(names)):
-        raise SubscribeError(f"{hook.label}.unused() names {name!r}, which is not one of its methods: {', '.join(names)}")
-    return unused
-
-
 def mount_points_of(cls: type[Hook]) -> list[str]:
     """Return the names of the mount points that hooks of a class hear, in order of definition, whatever their options."""
-    found: dict[str, None] = {}
-    for name in _method_names(cls):
-        mark: Mount = getattr(getattr(cls, name), "__trainbus_mount__", Mount.unmarked)
-        if mark.events or name in registry:
-            found.update(dict.fromkeys(name_of(resolve(event)) for event in mark.events or (name,)))
-    return list(found)
+    events = (mark.events or (name,) for name, mark in _marks(cls) if mark.events or name in registry)
+    return list(dict.fromkeys(name_of(resolve(event)) for heard in events for event in heard))
+
+
+def _marks(cls: type[Hook]) -> Iterator[tuple[str, Mount]]:
+    """Yield the methods that a hook's class and its bases define, in that order, with what ``@mount`` noted down on them."""
+    names: dict[str, None] = {}
+    for base in reversed(cls.__mro__):
+        if base not in (object, Hook):
+            names.update(dict.fromkeys(name for name in vars(base) if not name.startswith("_")))
+    for name in names:
+        if inspect.isroutine(inspect.getattr_static(cls, name)) and not hasattr(Hook, name):
+            yield name, getattr(getattr(cls, name), "__trainbus_mount__", _UNMARKED)
+
+
+def _checked_unused(hook: Hook, methods: Collection[str]) -> frozenset[str]:
+    named = hook.unused()
+    unused = frozenset([named] if isinstance(named, str) else named)
+    for name in sorted(unused - set(methods)):
+        raise SubscribeError(f"{hook.label}.unused() names {name!r}, which is not one of its methods: {', '.join(methods)}")
+    return unused
 
 
 def _check_instance(hook: object) -> None:
@@ -184,14 +181,6 @@ def _check_state(cls: type[Hook], label: str) -> None:
         raise SubscribeError(f"{label} has a load_state_dict but no state_dict, so there is nothing to load; define both")
 
 
-def _method_names(cls: type) -> list[str]:
-    names: dict[str, None] = {}
-    for base in reversed(cls.__mro__):
-        if base not in (object, Hook):
-            names.update(dict.fromkeys(name for name in vars(base) if not name.startswith("_")))
-    return [name for name in names if inspect.isroutine(inspect.getattr_static(cls, name)) and not hasattr(Hook, name)]
-
-
 def _check_spelling(hook: Hook, name: str, *, marked: bool) -> None:
     if marked:
         raise SubscribeError(f"{hook.label}.{name} is marked with @mount but there is no mount point {name!r}{suggest(name)}")
@@ -205,3 +194,31 @@ def _check_spelling(hook: Hook, name: str, *, marked: bool) -> None:
             f"{hook.label}.{name} would never be called: there is no mount point {name!r}{suggest(name)} "
             "(a helper method needs a name less like it, or one that begins with an underscore)"
         )
+
+
+# ----------------------------------------------------------------------------------------------- state, by hook name
+
+
+def check_names(hooks: Sequence[Hook]) -> None:
+    """Raise SubscribeError if a hook is among ``hooks`` twice, or two with state have one name."""
+    for index, hook in enumerate(hooks):
+        for other in hooks[:index]:
+            if hook is other:
+                raise SubscribeError(f"{hook.label} is on this bus already")
+            if hook.stateful and other.stateful and hook.label == other.label:
+                raise SubscribeError(
+                    f"two hooks with state are named {hook.label!r}, and a checkpoint keeps state by name; "
+                    f"give one of them another `name`"
+                )
+
+
+def load_state(hooks: Iterable[Hook], state: Mapping[str, Any]) -> None:
+    """Give every hook its state back. A hook or a state without counterpart stays as it is, with a warning."""
+    saved = dict(state)
+    for hook in hooks:
+        if hook.stateful and hook.label not in saved:
+            log.warning("the checkpoint has no state for this hook; it starts afresh", hook=hook.label)
+        elif hook.stateful:
+            hook.load_state_dict(saved.pop(hook.label))
+    if saved:
+        log.warning("the checkpoint has state of hooks that are not on the bus", hooks=sorted(saved))

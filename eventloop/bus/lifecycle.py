@@ -1,4 +1,4 @@
-"""The life of a bus: idle, open, draining, idle again; and what is raised on the training thread while it lasts."""
+"""The life of a bus: idle, open, draining, idle again; and the errors of offloaded handlers that wait to be raised."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
-from eventloop.bus.failures import Failures, raise_all
-from eventloop.checks import check_flag
+from eventloop.checks import check_value
 from eventloop.errors import BusStateError, OffloadError
 from eventloop.log import get_logger
 from eventloop.offload import Backend, Deadline, DrainReport, HostLoop, Runtime, in_thread
@@ -24,12 +23,21 @@ State = Literal["idle", "open", "draining"]
 log = get_logger()
 
 
+class _TrainingThread(NamedTuple):
+    """A thread with an open run."""
+
+    ident: int
+    interrupt: Callable[[], object]
+    forked: Callable[[Callable[[], object]], object]
+
+
 class Lifecycle:
-    """The part of a bus that opens, drains and closes. What it opens for, the bus says."""
+    """The part of a bus that opens, drains and closes. ``Bus`` says what is started and ended then."""
 
     def __init__(self, *, backend: Backend, drain_timeout: float, abort_timeout: float) -> None:
         self._lock = threading.RLock()
-        self._failures = Failures()
+        self._failures: dict[object, BaseException] = {}  # by subscription: the first that is not raised yet
+        self._training: tuple[_TrainingThread, ...] = ()  # those that failures are raised on
         self._backend: Backend = backend
         self._runtime: Runtime | None = None
         self._host: HostLoop | None = None
@@ -41,16 +49,18 @@ class Lifecycle:
         self.abort_timeout = abort_timeout
         _buses.add(self)
 
+    # What Bus makes of a change of state; called under the lock.
+
     def _serve(self, runtime: Runtime) -> None:
-        """Start the consumers of what is subscribed; under the lock."""
+        """Start the consumers of all subscriptions."""
         raise NotImplementedError
 
     def _end_streams(self) -> None:
-        """Let go of the streams of a bus that has closed; under the lock."""
+        """Let go of the streams of a bus that has closed."""
         raise NotImplementedError
 
     def _attach(self) -> None:
-        """Take the news that the state has changed; under the lock."""
+        """Attach hooks to watched modules, or remove them, as the new state requires."""
         raise NotImplementedError
 
     @property
@@ -68,7 +78,7 @@ class Lifecycle:
         self._open(Runtime(self._backend, self._interrupt))
 
     def close(self, *, abort: bool = False) -> None:
-        """Deliver what is pending, end the consumers. Idempotent.
+        """Deliver what is pending and end the consumers. Idempotent.
 
         Args:
             abort: wait for ``abort_timeout`` only, and report what is left or failed instead of raising it.
@@ -86,10 +96,7 @@ class Lifecycle:
         self._close(_Patience(self, abort=abort))
 
     async def aclose(self, *, abort: bool = False) -> None:
-        """Like :meth:`close`, without blocking the event loop. Cancelled, it goes on like ``abort=True``, and then ends.
-
-        ``async with bus:`` does it; what is left to its end then is to leave the block.
-        """
+        """Close without blocking the event loop, as ``async with bus:`` does. Cancelled, it goes on like ``abort=True``."""
         runtime = self._runtime
         if runtime is None:
             return
@@ -101,7 +108,7 @@ class Lifecycle:
         """Wait until everything published before this call is delivered, dropped or failed.
 
         Args:
-            timeout: seconds; None waits for as long as it takes. What is ``pending`` afterwards is in the report.
+            timeout: seconds; None waits for as long as it takes. The report says what is still ``pending``.
 
         Raises:
             BusStateError: the bus is not open, this is an offloaded handler of the same bus, or its event loop.
@@ -114,7 +121,7 @@ class Lifecycle:
         return report
 
     async def adrain(self, timeout: float | None = None) -> DrainReport:  # noqa: ASYNC109 - reports, and does not cancel
-        """Like :meth:`drain`, without blocking the event loop; on any bus that is open, also one with a thread of its own."""
+        """Drain without blocking the event loop, also a bus with a thread of its own."""
         runtime = self._opened()
         _check_not_inside(runtime, "adrain")
         deadline = Deadline(timeout)
@@ -136,7 +143,7 @@ class Lifecycle:
         runtime = Runtime(host, self._interrupt)
         await host.open()
         try:
-            await in_thread(partial(self._open, runtime), "trainbus opens", cancelled=_nothing)
+            await in_thread(partial(self._open, runtime), "trainbus opens", cancelled=lambda: None)  # it is over in a moment
         except BaseException:
             try:
                 if self._runtime is runtime:  # cancelled meanwhile
@@ -159,36 +166,37 @@ class Lifecycle:
     # ------------------------------------------------------------------------- for subscriptions, lanes and runs
 
     def adopt_thread(self, interrupt: Callable[[], object], forked: Callable[[Callable[[], object]], object]) -> None:
-        """Make this thread the one on which errors of offloaded handlers are raised: a run is open on it.
+        """Raise errors of offloaded handlers on this thread: a run is open on it.
 
         Args:
-            interrupt: called when the thread is about to wait for a place in a lane; may raise instead.
-            forked: called in a forked child, where the run must not go on, with what raises the error that says so.
+            interrupt: called when the thread is about to wait for room in a lane; may raise instead.
+            forked: called in a forked child, where the run must not go on, with a function that raises the error saying so.
         """
         with self._lock:
-            self._failures.adopt(interrupt, forked)
+            self._training = (*self._training, _TrainingThread(threading.get_ident(), interrupt, forked))
 
     def release_thread(self, interrupt: Callable[[], object]) -> None:
         """Undo :meth:`adopt_thread` with the same ``interrupt``."""
         with self._lock:
-            self._failures.release(interrupt)
+            self._training = tuple(one for one in self._training if one.interrupt != interrupt)
 
     def raise_failures(self) -> None:
         """Raise what offloaded handlers have left, if this is the thread to raise it on, as the next publish would."""
         if self._raises_here():
-            raise_all(self._taken())
+            _raise_all(self._taken())
 
     @property
     def hosted_here(self) -> bool:
-        """True on the thread whose event loop ``async with bus:`` uses, which nothing may block."""
+        """True on the thread whose event loop ``async with bus:`` uses, which must not block."""
         return self._runtime is not None and self._runtime.in_host_loop
 
     def become_inert(self) -> None:
-        """In a forked child there are no consumers and the locks may be held for ever: start over, deaf."""
+        """Disable this copy of a bus in a forked child, where there are no consumers and the locks may be held for ever."""
         self._inert = self._over = True
         self._lock = threading.RLock()
-        self._failures.forked(self._refuse_in_fork)
-        self._failures = Failures()
+        for one in self._training:
+            one.forked(self._refuse_in_fork)
+        self._training, self._failures = (), {}
         self._runtime = None
         self._host = None
         self._state = "idle"
@@ -218,7 +226,7 @@ class Lifecycle:
     def _open(self, runtime: Runtime) -> None:
         with self._lock:
             self._check_idle()
-            self._failures.take()  # of a session before
+            self._failures = {}  # of a session before
             try:
                 self._serve(runtime)
             except BaseException:
@@ -259,23 +267,31 @@ class Lifecycle:
                     "Give Bus a longer drain_timeout=, or those handlers less to do"
                 )
             )
-        raise_all(failures)
+        _raise_all(failures)
 
     def _wait_for_closer(self, runtime: Runtime, deadline: Deadline) -> None:
-        """Wait until another thread has closed the bus; a signal handler that struck in that close does not wait for itself."""
+        """Wait until another thread has closed the bus. A signal handler that struck in that close does not wait for itself."""
         while self._runtime is runtime and threading.get_ident() != self._closer and deadline.left:
             time.sleep(min(_CLOSER_POLL, deadline.left))
 
     def _raises_here(self) -> bool:
         """True if offloaded handlers have left errors, and this is the thread to raise them on."""
-        return bool(self._failures) and self._failures.here(otherwise=self._runtime is None or not self._runtime.inside)
+        if not self._failures:
+            return False
+        if self._training:
+            return threading.get_ident() in [one.ident for one in self._training]
+        return self._runtime is None or not self._runtime.inside
 
     def _interrupt(self) -> None:
-        self._failures.interrupt()
+        """Call the ``interrupt`` of the run that is open on this thread, if one is."""
+        for one in self._training:
+            if one.ident == threading.get_ident():
+                one.interrupt()
 
     def _taken(self) -> list[BaseException]:
         with self._lock:
-            return self._failures.take()
+            failures, self._failures = list(self._failures.values()), {}
+            return failures
 
     def _shut(self, runtime: Runtime, grace: float, *, abandon: bool) -> dict[str, int]:
         reason = "the bus has closed: events are published inside `with bus:` (or `async with bus:`)"
@@ -295,10 +311,10 @@ class Lifecycle:
 
 
 class _Patience(Deadline):
-    """How long closing waits for handlers. What aborts it can come later, and from another thread."""
+    """How long closing waits for handlers. Another thread may abort it later."""
 
     def __init__(self, bus: Lifecycle, *, abort: bool) -> None:
-        check_flag("abort", abort)
+        check_value("abort", abort, bool)
         super().__init__(bus.abort_timeout if abort else bus.drain_timeout)
         self._abort_timeout = bus.abort_timeout
         self.aborted = abort
@@ -306,6 +322,14 @@ class _Patience(Deadline):
     def abort(self) -> None:
         self.aborted = True
         self.shorten(self._abort_timeout)
+
+
+def _raise_all(failures: list[BaseException]) -> None:
+    """Raise one error as it is, several as a group; return if there is none."""
+    if len(failures) == 1:
+        raise failures[0]
+    if failures:
+        raise BaseExceptionGroup("several offloaded handlers failed", failures)
 
 
 def _check_not_inside(runtime: Runtime, call: str) -> None:
@@ -317,10 +341,6 @@ def _check_may_wait(runtime: Runtime, call: str) -> None:
     _check_not_inside(runtime, call)
     if runtime.in_host_loop:
         raise BusStateError(f"bus.{call}() would block the event loop that this bus runs in: use `await bus.a{call}()`")
-
-
-def _nothing() -> None:
-    """There is nothing to cancel: it is over in a moment."""
 
 
 _buses: weakref.WeakSet[Lifecycle] = weakref.WeakSet()

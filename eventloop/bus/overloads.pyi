@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol, TypeVar, Unpack, overload
 
 from eventloop import events as ev
-from eventloop.bus.options import HandlerOptions, StreamOptions
+from eventloop.bus.handler import HandlerOptions, StreamOptions
 from eventloop.bus.stream import Stream
 from eventloop.bus.subscription import Subscription
 

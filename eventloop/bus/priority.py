@@ -36,13 +36,22 @@ class Priority(IntEnum):
         Raises:
             SubscribeError: an unknown name, a number outside 0–100, or another type.
         """
-        if isinstance(value, bool) or not isinstance(value, int | str):
+        table = cls.__members__ if names is None else names
+        if isinstance(value, str):
+            number = table.get(value.strip().upper())
+            if number is None:
+                near = get_close_matches(value.upper(), table, n=1)
+                hint = f" (did you mean {near[0]}?)" if near else ""
+                raise SubscribeError(
+                    f"priority={value!r} is not a priority name{hint}; use an integer from 0 to 100 or one of "
+                    f"{', '.join(table)}"
+                )
+            return int(number)
+        if isinstance(value, bool) or not isinstance(value, int):
             raise SubscribeError(
-                f"priority={value!r}: a priority is an integer from 0 to 100 or one of {', '.join(names or cls.__members__)}, "
+                f"priority={value!r}: a priority is an integer from 0 to 100 or one of {', '.join(table)}, "
                 f"not {type(value).__name__}"
             )
-        if isinstance(value, str):
-            return cls._from_name(value, cls.__members__ if names is None else names)
         if not 0 <= value <= 100:
             raise SubscribeError(f"priority={value}: priorities go from 0 (runs first) to 100 (runs last)")
         return int(value)
@@ -52,17 +61,6 @@ class Priority(IntEnum):
         """Return the name of ``value``, or that of the named slot before it with a distance: ``"NORMAL+5"``."""
         below = max(member for member in cls if member <= value)
         return below.name if below == value else f"{below.name}+{value - below}"
-
-    @staticmethod
-    def _from_name(name: str, table: Mapping[str, int]) -> int:
-        try:
-            return int(table[name.strip().upper()])
-        except KeyError:
-            near = get_close_matches(name.upper(), table, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise SubscribeError(
-                f"priority={name!r} is not a priority name{hint}; use an integer from 0 to 100 or one of {', '.join(table)}"
-            ) from None
 
 
 PriorityLike = int | str

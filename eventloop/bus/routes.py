@@ -12,68 +12,25 @@ read from the line number of the route's own frame, so the failing handler needs
 from __future__ import annotations
 
 import builtins
+import itertools
 import linecache
 import re
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import count as counter
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter_ns
-from typing import Any, Protocol
+from typing import Any
 
-from eventloop.bus.filters import Filter, count_of
+from eventloop.bus.filters import COUNTS
 from eventloop.bus.priority import Priority
-from eventloop.errors import stopped
+from eventloop.bus.subscription import Subscription
 from eventloop.events import Event
-from eventloop.events.event import moment, name_of
+from eventloop.events.event import name_of
 
 Route = Callable[[Any], None]
 
-FUNCTION = """\
-def {name}(event):
-    {route}
-"""
-"""The source of a route by itself."""
-
-_serial = counter(1)
-
-
-class Entry(Protocol):
-    """What a route needs to know of a subscription."""
-
-    def call_for(self, event_type: type[Event]) -> Callable[[Any], object]:
-        """Return the handler of an inline subscription, the hand-off to its lane of an offloaded one."""
-
-    @property
-    def label(self) -> str:
-        """Name for comments and errors."""
-
-    @property
-    def location(self) -> str:
-        """File and line of the handler."""
-
-    @property
-    def priority(self) -> int:
-        """0 to 100."""
-
-    @property
-    def filter(self) -> Filter | None:
-        """The condition, if there is one."""
-
-    @property
-    def mode(self) -> str:
-        """``"inline"`` or where it is offloaded to."""
-
-    @property
-    def isolated(self) -> bool:
-        """True if an error of this handler is reported instead of raised."""
-
-    def isolate(self, error: Exception, event: Event) -> None:
-        """Take an error of an isolated handler."""
-
-    def spent(self, nanoseconds: int) -> None:
-        """Take the time of one call, while timing is on."""
+_serial = itertools.count(1)
 
 
 class Source(str):
@@ -101,149 +58,94 @@ class Count:
             return self.value
 
 
-def compile_route(
-    event_type: type[Event],
-    entries: Sequence[Entry],
-    *,
-    count: Callable[[], int],
-    timing: bool = False,
-    template: str = FUNCTION,
-) -> Callable[..., None]:
-    """Return the function that calls ``entries`` in their order.
+def compile_route(event_type: type[Event], heard: Sequence[Subscription], count: Count, *, timing: bool) -> Route:
+    """Return the function that calls ``heard``, subscriptions in the order of their priorities.
 
     Args:
         event_type: the event; its ``counts`` says what filters compare.
-        entries: subscriptions in the order of their priorities.
-        count: next value of the publish counter; called only where a filter compares it.
+        heard: at least one.
+        count: of the publishes; asked only where a filter compares it.
         timing: measure each call.
-        template: source of the function that the route is part of; knows its ``event`` and the ``event_type``.
     """
-    writer = _Writer(event_type, entries, timing=timing, template=template)
-    source = writer.source()
+    lines, bound, owners = _write(event_type, heard, timing=timing)
+    source = "\n".join(lines) + "\n"
     filename = f"<trainbus {name_of(event_type)} #{next(_serial)}>"
     namespace = {
         # C code that imports or warns (pickle.dumps; "never awaited") looks these up in the frame that called it.
         "__builtins__": builtins.__dict__,
         "__name__": __name__,
-        "event_type": event_type,
-        "count": count,
+        "count": count.next,
         "clock": perf_counter_ns,
-        "blame": _blame(entries, writer.owners),
+        "blame": _blame(heard, owners),
     }
     module = compile(source, filename, "exec")
     code = next(constant for constant in module.co_consts if isinstance(constant, types.CodeType))
     # Not executed: a function in its own globals would be a cycle, and replaced routes would wait for the garbage collector.
-    route = types.FunctionType(code, namespace | writer.bound)
+    route = types.FunctionType(code, namespace | bound)
     # Tracebacks show the generated line with its comment, which names the user's function and where it is.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     weakref.finalize(route, linecache.cache.pop, filename, None).atexit = False
     return route
 
 
-def route_source(event_type: type[Event], entries: Sequence[Entry], *, timing: bool = False) -> Source:
+def route_source(event_type: type[Event], heard: Sequence[Subscription], *, timing: bool) -> Source:
     """Return the source that :func:`compile_route` compiles for these arguments."""
-    return Source(_Writer(event_type, entries, timing=timing, template=FUNCTION).source())
+    if not heard:
+        return Source(f"def {name_of(event_type)}(event):\n    pass  # no subscriber\n")
+    return Source("\n".join(_write(event_type, heard, timing=timing)[0]) + "\n")
 
 
-class _Writer:
-    """Writes a route's source and remembers which line belongs to which entry."""
-
-    def __init__(self, event_type: type[Event], entries: Sequence[Entry], *, timing: bool, template: str) -> None:
-        self._event_type = event_type
-        self._timing = timing
-        self.bound: dict[str, Any] = {}
-        self.owners: dict[int, int] = {}
-        before, after = template.replace("{name}", name_of(event_type)).split("{route}\n")
-        *self._lines, self._margin = before.split("\n")
-        self._write(entries)
-        self._lines += after.splitlines()
-
-    def source(self) -> str:
-        return "\n".join(self._lines) + "\n"
-
-    def _write(self, entries: Sequence[Entry]) -> None:
-        if not entries:
-            self._put("pass  # nobody listens")
-            return
-        self._put("try:")
-        if any(entry.filter is not None and entry.filter.counted for entry in entries):
-            self._put(f"    v = {count_of(self._event_type)}")
-        for index, entry in enumerate(entries):
-            first = len(self._lines) + 1
-            self._put(*_indent(self._entry(index, entry)))
-            self.owners.update(dict.fromkeys(range(first, len(self._lines) + 1), index))
-        self._put("except Exception as error:", "    blame(error, event)", "    raise")
-
-    def _put(self, *lines: str) -> None:
-        self._lines += [self._margin + line for line in lines]
-
-    def _entry(self, index: int, entry: Entry) -> list[str]:
-        terms, bound = entry.filter.terms(str(index)) if entry.filter is not None else ([], {})
-        call = f"{_identifier(entry.label)}_{index}"
-        self.bound |= bound | {call: entry.call_for(self._event_type)}
-        block = [f"{call}(event)  # {_comment(entry)}"]
-        if self._timing:
-            self.bound[f"_spent_{index}"] = entry.spent
-            block = ["started = clock()", *block, f"_spent_{index}(clock() - started)"]
-        if terms:
-            block = [f"if {' and '.join(terms)}:", *_indent(block)]
-        if entry.isolated:
-            self.bound[f"_isolate_{index}"] = entry.isolate
-            handled = [f"_isolate_{index}(error, event)"]
-            block = ["try:", *_indent(block), "except Exception as error:", *_indent(handled)]
-        return block
+def _write(
+    event_type: type[Event], heard: Sequence[Subscription], *, timing: bool
+) -> tuple[list[str], dict[str, Any], dict[int, int]]:
+    """Return the lines of a route, the objects that they name, and the index of the subscription of each line that has one."""
+    lines = [f"def {name_of(event_type)}(event):", "    try:"]
+    bound: dict[str, Any] = {}
+    owners: dict[int, int] = {}
+    if any(one.filter is not None and one.filter.counted for one in heard):
+        lines.append(f"        v = {COUNTS[event_type.counts]}")
+    for index, one in enumerate(heard):
+        first = len(lines) + 1
+        block, names = _write_call(index, one, event_type, timing=timing)
+        lines += _indent(_indent(block))
+        bound |= names
+        owners.update(dict.fromkeys(range(first, len(lines) + 1), index))
+    lines += ["    except Exception as error:", "        blame(error, event)", "        raise"]
+    return lines, bound, owners
 
 
-def annotate(error: BaseException, entry: Entry, event: Event) -> None:
-    """Add a note to ``error`` that says whose it is, where and when."""
-    where = f"{entry.label} ({entry.mode}, priority {entry.priority}, {entry.location}) at "
-    where += moment(type(event), getattr(event, "progress", None))
-    error.add_note(f"raised later, in {where}" if is_offloaded(error) else f"in {where}")
+def _write_call(index: int, one: Subscription, event_type: type[Event], *, timing: bool) -> tuple[list[str], dict[str, Any]]:
+    terms, bound = one.filter.terms(str(index)) if one.filter is not None else ([], {})
+    # Names of ours begin with an underscore or have no number at the end.
+    name = re.sub(r"\W", "_", one.label, flags=re.ASCII) if re.match("[A-Za-z]", one.label) else "handler"
+    bound[f"{name}_{index}"] = one.call_for(event_type)
+    block = [f"{name}_{index}(event)  # {_comment(one)}"]
+    if timing:
+        bound[f"_spent_{index}"] = one.spent
+        block = ["started = clock()", *block, f"_spent_{index}(clock() - started)"]
+    if terms:
+        block = [f"if {' and '.join(terms)}:", *_indent(block)]
+    if one.on_error == "log":
+        bound[f"_isolate_{index}"] = one.isolate
+        block = ["try:", *_indent(block), "except Exception as error:", f"    _isolate_{index}(error, event)"]
+    return block, bound
 
 
-def note_offloaded(error: BaseException, entry: Entry, events: str) -> None:
-    """Add a note to ``error`` that says which offloaded handler raised it, and at which moment."""
-    note = f"{_OFFLOADED} ({entry.mode}) handler {entry.label} of "
-    if not any(other.startswith(note) for other in getattr(error, "__notes__", ())):  # it may raise the same object every time
-        error.add_note(f"{note}{events}, {entry.location}")
-
-
-def is_offloaded(error: BaseException) -> bool:
-    """True for what an offloaded handler raised, which a later publish raises again wherever that happens to be."""
-    if isinstance(error, BaseExceptionGroup):
-        return any(map(is_offloaded, error.exceptions))
-    return any(note.startswith(_OFFLOADED) for note in getattr(error, "__notes__", ()))
-
-
-_OFFLOADED = "in the offloaded"
-
-
-def _blame(entries: Sequence[Entry], owners: Mapping[int, int]) -> Callable[[Exception, Event], None]:
+def _blame(heard: Sequence[Subscription], owners: Mapping[int, int]) -> Callable[[Exception, Event], None]:
     def find(error: Exception, event: Event) -> None:
         # The innermost traceback entry of the handler is further down; the first one is the route's own frame.
         index = owners.get(error.__traceback__.tb_lineno) if error.__traceback__ is not None else None
-        if index is None:
-            return
-        entry = entries[index]
-        if isinstance(error, StopIteration | StopAsyncIteration):  # by design no error to the iterators that publish
-            error = stopped(error, f"{entry.label} of {name_of(type(event))}")
-            annotate(error, entry, event)
-            raise error
-        annotate(error, entry, event)
+        if index is not None:
+            heard[index].blame(error, event)
 
     return find
 
 
-def _identifier(label: str) -> str:
-    """Return ``label`` as the beginning of a name. Names of ours begin with an underscore or have no number at the end."""
-    return re.sub(r"\W", "_", label, flags=re.ASCII) if re.match("[A-Za-z]", label) else "handler"
-
-
-def _comment(entry: Entry) -> str:
-    text = f"{entry.priority} {Priority.label(entry.priority)}: {entry.label}, {entry.location}"
+def _comment(one: Subscription) -> str:
+    text = f"{one.priority} {Priority.label(one.priority)}: {one.label}, {one.location}"
     # One line, whatever a hook is named and wherever its file is.
     return " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
 
 
-def _indent(lines: Iterable[str]) -> list[str]:
+def _indent(lines: Sequence[str]) -> list[str]:
     return ["    " + line for line in lines]

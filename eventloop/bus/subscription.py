@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol, Self
 
 import msgspec
 
-from eventloop.bus.filters import Filter, make_filter
-from eventloop.bus.handlers import Mode, label_of, location_of, mode_of
-from eventloop.bus.hook import Hook
-from eventloop.bus.lane_options import LaneOptions
-from eventloop.bus.options import Where, check_counts, check_errors, check_names, check_ranks
-from eventloop.bus.priority import Priority, PriorityLike
-from eventloop.bus.routes import annotate, is_offloaded, note_offloaded
-from eventloop.callables import check_arity
+from eventloop.bus.filters import make_filter
+from eventloop.bus.handler import Mode, checked_options, label_of, location_of, make_lane, mode_of, refuse_lane_options
+from eventloop.bus.hook import Hook, Ranks
+from eventloop.bus.priority import Priority
+from eventloop.checks import check_arity
 from eventloop.errors import HandlerTimeoutError, SubscribeError, WorkerDiedError, stopped
 from eventloop.events import Event
 from eventloop.events.event import moment, name_of
 from eventloop.log import get_logger
-from eventloop.offload import Delivery, Full, LaneStats, Runtime, Sources, is_plain, target_of
+from eventloop.offload import Delivery, Lane, LaneStats, Runtime, Sources, is_plain, target_of
 
 _MOST_TIMEOUTS = 3  # handlers that hang in threads left behind, or worker processes that do not start, before it is retired
+_FILTERS = ("every", "once", "after", "before", "when", "every_seconds")
+_OFFLOADED = "in the offloaded"  # begins the note on an error of an offloaded handler
 
 log = get_logger()
 
 
-class Owner(Protocol):
-    """What a subscription needs to know of its bus."""
-
-    def fail(self, subscription: Any, error: BaseException) -> None:
-        """Have ``error`` raised on the training thread."""
-
-    def remove(self, *subscriptions: Any) -> None:
-        """Let go of subscriptions."""
+class _Bus(Protocol):
+    def fail(self, subscription: Any, error: BaseException) -> None: ...
+    def remove(self, *subscriptions: Any) -> None: ...
 
 
 class Stats(msgspec.Struct, frozen=True):
@@ -59,29 +54,16 @@ class Stats(msgspec.Struct, frozen=True):
 class Subscription:
     """The handle that ``bus.on(event, handler)`` returns. ``cancel()`` it, or use it as a context manager.
 
-    An offloaded handler still gets what was published before the cancel.
+    An offloaded handler still gets what was published before the cancel. Options: :class:`eventloop.bus.HandlerOptions`.
     """
 
     def __init__(
         self,
-        bus: Owner,
+        bus: _Bus,
         event: type[Event] | tuple[type[Event], ...],
         handler: Callable[..., Any],
-        *,
         hook: Hook | None = None,
-        priority: PriorityLike = Priority.NORMAL,
-        offload: str | None = None,
-        capture: Callable[[Any], Any] | None = None,
-        queue: int | None = None,
-        full: Full | None = None,
-        linger: float | None = None,
-        max_bytes: int | None = None,
-        timeout: float | None = None,
-        batch: int | None = None,
-        on_error: Literal["raise", "log"] | None = None,
-        disable_after: int | None = None,
-        ranks: Where = "all",
-        **filters: Any,
+        **options: Any,
     ) -> None:
         events = event if isinstance(event, tuple) else (event,)
         self.mount_points = tuple(map(name_of, events))
@@ -90,43 +72,34 @@ class Subscription:
         self.hook = hook
         self.label = label_of(handler, hook)
         self.location = location_of(handler)
-        with _naming(self):
+        with self._named():
             if handler is None:
                 raise SubscribeError("bus.on(..., f()) subscribes what f has returned, which is None; write bus.on(..., f)")
             if not callable(handler):
                 raise SubscribeError("a handler is a function (or an object with __call__) that takes the event")
-            check_names(filters)
-            self.priority = Priority.parse(priority)
-            self.filter: Filter | None = make_filter(**filters)
-            if self.filter is not None and self.filter.counted:
-                for one in events:
-                    check_counts(one)
-            self.mode: Mode = mode_of(handler, offload)
-            check_arity(handler, "a handler", "the event" if batch is None else "a list of events")
-            check_errors(on_error, disable_after)
-            check_ranks(ranks)
+            given = checked_options(options)
+            self.priority = Priority.parse(given.get("priority", Priority.NORMAL))
+            self.filter = make_filter(events, **{name: given[name] for name in _FILTERS if name in given})
+            self.mode: Mode = mode_of(handler, given.get("offload"))
+            self.batch: int | None = given.get("batch")
+            check_arity(handler, "a handler", "the event" if self.batch is None else "a list of events")
             self._target = target_of(handler) if self.mode == "process" else None
-            asked = LaneOptions(capture, queue, full, linger, max_bytes, timeout, batch)
+            self.lane: Lane | None = None
             if self.mode == "inline":
-                asked.refuse()
-                self.lane = None
+                refuse_lane_options(given)
             else:
-                self.lane = asked.make(f"{self.label} ({self.mount_point})")
+                self.lane = make_lane(f"{self.label} ({self.mount_point})", given)
                 # A batch has many publishers: its handler sees the subscriber's context variables.
-                self.lane.contextual = batch is None and self.mode in ("async", "thread")
-        self._detaches = capture is None  # nothing else is done to an event on its way into the lane
-        self.ranks: Where = ranks
-        self.batch = batch
-        self.timeout = timeout
-        self.disable_after = disable_after
-        self.on_error: Literal["raise", "log"] = on_error or ("log" if disable_after else "raise")
+                self.lane.contextual = self.batch is None and self.mode in ("async", "thread")
+        self._detaches = "capture" not in given  # nothing else is done to an event on its way into the lane
+        self.ranks: Ranks = given.get("ranks", "all")
+        self.timeout: float | None = given.get("timeout")
+        self.disable_after: int | None = given.get("disable_after")
+        self.on_error: Literal["raise", "log"] = given.get("on_error", "log" if self.disable_after else "raise")
         self.active = True
         self._bus = bus
         self._counting = threading.Lock()
-        self._failed = 0
-        self._hung = 0
-        self._calls = 0
-        self._nanoseconds = 0
+        self._failed = self._hung = self._calls = self._nanoseconds = 0
 
     # -------------------------------------------------------------------------------------------------- public
 
@@ -163,23 +136,26 @@ class Subscription:
             return self.handler
         return self.lane.put_as_is if self._detaches and is_plain(event_type) else self.lane.put
 
-    @property
-    def isolated(self) -> bool:
-        """True if an error in the route is reported instead of raised."""
-        return self.on_error == "log"
-
-    def isolate(self, error: Exception, event: Event) -> None:
-        """Report an error of this handler (or of its hand-off) and go on."""
-        if is_offloaded(error):
-            raise error  # of another handler, which a publish in here had to raise
-        annotate(error, self, event)
-        self._report(error)
-
     def spent(self, nanoseconds: int) -> None:
         """Count one timed call."""
         with self._counting:
             self._calls += 1
             self._nanoseconds += nanoseconds
+
+    def blame(self, error: Exception, event: Event) -> None:
+        """Add a note to an error of this handler (or of its hand-off) that says whose it is, where and when."""
+        if isinstance(error, StopIteration | StopAsyncIteration):  # by design no error to the iterators that publish
+            error = stopped(error, f"{self.label} of {name_of(type(event))}")
+            self._annotate(error, event)
+            raise error
+        self._annotate(error, event)
+
+    def isolate(self, error: Exception, event: Event) -> None:
+        """Report an error of this handler (or of its hand-off) and go on."""
+        if _is_offloaded(error):
+            raise error  # of another handler, which a publish in here had to raise
+        self._annotate(error, event)
+        self._report(error)
 
     def serve(self, runtime: Runtime) -> None:
         """Start the consumer of an offloaded subscription."""
@@ -199,12 +175,31 @@ class Subscription:
         runtime.serve(delivery)
 
     def ended(self) -> None:
-        """Take the news that the bus has let go of this subscription."""
+        """Retire the lane: the bus has let go of this subscription."""
         self.active = False
         if self.lane is not None:
             self.lane.retire("its subscription was cancelled")
 
     # ------------------------------------------------------------------------------------------------ internals
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Add to a SubscribeError of the block which subscription it is about."""
+        try:
+            yield
+        except SubscribeError as error:
+            raise SubscribeError(f"cannot subscribe {self.label} to {self.mount_point}: {error}") from None
+
+    def _annotate(self, error: BaseException, event: Event) -> None:
+        where = f"in {self.label} ({self.mode}, priority {self.priority}, {self.location}) at "
+        where += moment(type(event), getattr(event, "progress", None))
+        error.add_note(f"raised later, {where}" if _is_offloaded(error) else where)
+
+    def _note_offloaded(self, error: BaseException, events: Sources) -> None:
+        note = f"{_OFFLOADED} ({self.mode}) handler {self.label} of "
+        if not any(other.startswith(note) for other in getattr(error, "__notes__", ())):  # it may raise one object every time
+            moments = [moment(*event) for event in (events[0], events[-1])] if events else [self.mount_point]
+            error.add_note(f"{note}{' to '.join(dict.fromkeys(moments))}, {self.location}")
 
     def _lane_failed(self, error: Exception, events: Sources) -> None:
         if isinstance(error, StopIteration | StopAsyncIteration):  # the training thread raises it within its iterators
@@ -221,21 +216,10 @@ class Subscription:
             if self._hung == _MOST_TIMEOUTS:
                 self._retire()
 
-    def _retire(self) -> None:
-        if self.active:
-            log.error("handler retired", handler=self.label, mount_point=self.mount_point, failures=self._failed)
-            if self.lane is not None:
-                self.lane.give_up("its handler was retired, because it failed too often")
-            self.cancel()
-
     def _lane_broke(self, error: BaseException, events: Sources) -> None:
         # Not an Exception (SystemExit, say): never isolated, just as in an inline handler.
         self._note_offloaded(error, events)
         self._bus.fail(self, error)
-
-    def _note_offloaded(self, error: BaseException, events: Sources) -> None:
-        moments = [moment(*event) for event in (events[0], events[-1])] if events else [self.mount_point]
-        note_offloaded(error, self, " to ".join(dict.fromkeys(moments)))
 
     def _report(self, error: Exception) -> None:
         with self._counting:
@@ -252,16 +236,16 @@ class Subscription:
         if self.disable_after is not None and failures >= self.disable_after:
             self._retire()
 
+    def _retire(self) -> None:
+        if self.active:
+            log.error("handler retired", handler=self.label, mount_point=self.mount_point, failures=self._failed)
+            if self.lane is not None:
+                self.lane.give_up("its handler was retired, because it failed too often")
+            self.cancel()
 
-class _naming:  # noqa: N801 - used like a function
-    """Adds to an error of the block which subscription it is about."""
 
-    def __init__(self, subscription: Subscription) -> None:
-        self._subscription = subscription
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, SubscribeError):
-            which = self._subscription
-            raise SubscribeError(f"cannot subscribe {which.label} to {which.mount_point}: {error}") from None
+def _is_offloaded(error: BaseException) -> bool:
+    """Return True for what an offloaded handler raised, which a later publish raises again wherever that happens to be."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(_is_offloaded, error.exceptions))
+    return any(note.startswith(_OFFLOADED) for note in getattr(error, "__notes__", ()))

@@ -8,7 +8,7 @@ from eventloop.offload.loops import Backend, HostLoop, in_thread, threadsafe_cal
 from eventloop.offload.runtime import Runtime
 from eventloop.offload.sized import SizedLane
 from eventloop.offload.slots import Deadline, DrainReport, LaneStats
-from eventloop.offload.snapshot import Owned, check_capture
+from eventloop.offload.snapshot import Owned
 from eventloop.offload.target import target_of
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "SizedLane",
     "Sources",
     "arrive_async",
-    "check_capture",
     "collectives_allowed",
     "detach",
     "detacher",

@@ -14,8 +14,6 @@ import msgspec
 import numpy as np
 import torch
 
-from eventloop.callables import check_picks
-from eventloop.errors import SubscribeError
 from eventloop.events import Event
 from eventloop.offload.scalars import pinned
 
@@ -85,16 +83,6 @@ def capture(value: Any) -> Snapshot:
     with torch.no_grad():
         copied = copies.copy(value)
     return Snapshot(copied, copies.fences())
-
-
-def check_capture(capture: object) -> None:
-    """Raise SubscribeError unless ``capture`` can be called."""
-    if not callable(capture):
-        raise SubscribeError(
-            f"capture={capture!r}: give a function that picks what the handler needs from the event, such as "
-            'lambda event: event.outputs["logits"]'
-        )
-    check_picks("capture", capture, "what the handler needs")
 
 
 def nbytes(value: Any) -> int:

@@ -43,7 +43,7 @@ def test_the_source_shows_itself_at_a_prompt():
     bus = Bus()
     source = bus.explain("after_run")
     assert isinstance(source, Source)
-    assert repr(source) == str(source) == "def after_run(event):\n    pass  # nobody listens\n"
+    assert repr(source) == str(source) == "def after_run(event):\n    pass  # no subscriber\n"
 
 
 def test_only_a_handler_with_a_filter_has_a_condition():

@@ -155,7 +155,7 @@ def test_what_cannot_be_called_is_refused(handler):
         ({"offload": "thread", "queue": 0}, "queue=0: give a positive number"),
         ({"offload": "thread", "queue": True}, "queue=True"),
         ({"offload": "thread", "batch": 0}, "batch=0"),
-        ({"offload": "thread", "full": "wait"}, "full='wait': a full lane can 'block', 'drop_old'"),
+        ({"offload": "thread", "full": "wait"}, 'full=\'wait\': give "block" or "drop_old"'),
         ({"offload": "thread", "linger": -1}, "linger=-1"),
         ({"offload": "thread", "linger": float("nan")}, "linger=nan"),
         ({"offload": "thread", "capture": 3}, "capture=3: give a function"),

@@ -1,0 +1,176 @@
+"""A handler: where it runs, what it is called, and the options that ``bus.on`` takes for it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict, cast, get_type_hints
+
+from msgspec import Meta
+
+from eventloop.bus.hook import Hook, Ranks
+from eventloop.bus.priority import PriorityLike
+from eventloop.checks import check_picks, check_value, is_async, is_generator
+from eventloop.errors import SubscribeError
+from eventloop.offload import Full, Lane, SizedLane, detacher
+
+Mode = Literal["inline", "async", "thread", "process", "stream"]
+
+
+_Events = Annotated[int, Meta(ge=1, description="a positive number of events")]
+
+
+class StreamOptions(TypedDict, total=False):
+    """Keyword options of ``bus.stream``, which also takes ``capture``: filters and the lane, as in :class:`HandlerOptions`."""
+
+    priority: PriorityLike
+    every: Annotated[int, Meta(ge=1)]
+    once: int | Iterable[int]
+    after: Annotated[int, Meta(ge=0)]
+    before: Annotated[int, Meta(ge=1)]
+    when: Callable[[Any], object]
+    every_seconds: Annotated[float, Meta(gt=0, lt=1e9, description="a positive number of seconds")]
+    queue: _Events
+    max_bytes: Annotated[int, Meta(ge=1, description="a positive number of bytes")]
+    full: Full
+    linger: Annotated[float, Meta(ge=0, le=60, description="seconds between 0 and 60")]
+
+
+class HandlerOptions(StreamOptions, total=False):
+    """Keyword options of ``bus.on`` and ``@mount``, which also take ``capture`` and ``batch`` (see ``Bus.on``).
+
+    ``every``, ``once``, ``after``, ``before``, ``when``, ``every_seconds``: filters, see :mod:`eventloop.bus.filters`.
+    ``offload``: ``"thread"`` for a blocking handler, ``"process"`` for one that computes in Python (a function at the top level
+    of a module, called in a worker process); ``"inline"`` states the default of a plain function.
+    ``queue``, ``full``, ``linger``: the lane of an offloaded handler: its capacity (1024), what a full one does
+    (``"block"``, ``"drop_old"``, ``"drop_new"``, ``"latest"``, ``"raise"``), seconds between looks (0.01).
+    ``max_bytes``: with ``capture``, bytes of tensors that may wait or be in the handler's hands; ``full`` applies to them, too.
+    ``timeout``: seconds after which a call of an offloaded handler has failed: async it is cancelled, in a thread left behind
+    (three times, then the handler is retired), in a process killed with its worker, which is replaced.
+    ``on_error``: ``"raise"`` or ``"log"``. ``disable_after``: retire the handler after so many errors (implies "log").
+    ``ranks``: where several processes train together, ``"rank0"`` for a handler that only the first of them calls.
+    """
+
+    offload: Literal["inline", "thread", "process"]
+    timeout: Annotated[float, Meta(gt=0, lt=1e6, description="the seconds after which a call of the handler has failed")]
+    on_error: Literal["raise", "log"]
+    disable_after: Annotated[int, Meta(ge=1, description="the number of errors after which to retire it")]
+    ranks: Ranks
+
+
+_PICKS = 'a function that picks what the handler needs from the event, such as lambda event: event.outputs["logits"]'
+_OPTIONS: dict[str, Any] = {
+    **get_type_hints(HandlerOptions, include_extras=True),
+    "capture": Annotated[Callable[[Any], Any], Meta(description=_PICKS)],
+    "batch": _Events,
+}
+_LANE_OPTIONS = ("capture", "queue", "full", "linger", "max_bytes", "timeout", "batch")
+
+
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are not None, each checked by itself.
+
+    Raises:
+        SubscribeError: an unknown option, or a value that its type does not allow.
+    """
+    for name in options:
+        if name not in _OPTIONS:
+            near = get_close_matches(name, _OPTIONS, n=1)
+            hint = f"did you mean {near[0]}=?" if near else f"the options are {', '.join(_OPTIONS)}"
+            raise SubscribeError(f"there is no option {name}=; {hint}")
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        if name != "priority":  # which says itself what it takes
+            check_value(name, value, _OPTIONS[name], SubscribeError)
+    if given.get("on_error") == "raise" and "disable_after" in given:
+        raise SubscribeError('disable_after= needs on_error="log": with "raise" the first error ends the run')
+    return given
+
+
+def check_stream_options(options: Mapping[str, Any]) -> None:
+    """Raise SubscribeError for an option that ``bus.stream`` does not take."""
+    known = ["capture", *StreamOptions.__annotations__]
+    for name in options:
+        if name not in known:
+            raise SubscribeError(f"bus.stream takes no {name}=; its options are {', '.join(known)}")
+
+
+def stream(event: Any) -> None:
+    """Stand in for the handler of a stream, whose reader takes the events."""
+
+
+def mode_of(handler: Callable[..., Any], offload: str | None) -> Mode:
+    """Return where a handler runs.
+
+    Raises:
+        SubscribeError: the handler does not go with ``offload``, or cannot run anywhere.
+    """
+    if handler is stream:
+        return "stream"
+    if is_generator(handler):
+        raise SubscribeError("a handler with `yield` in it is a generator: calling it would run nothing; return instead")
+    if not is_async(handler):
+        return cast("Mode", offload or "inline")
+    if offload == "inline":
+        raise SubscribeError(
+            "an async function cannot run inline: publishing never awaits. Leave offload= out to run it on the bus's event "
+            "loop, or make it a plain function"
+        )
+    if offload is not None:
+        raise SubscribeError(
+            f'an async function needs no offload="{offload}": it runs on the bus\'s event loop. Leave offload= out, or make it '
+            f"a plain function to run it in a {offload}"
+        )
+    return "async"
+
+
+def make_lane(label: str, options: Mapping[str, Any]) -> Lane:
+    """Return the lane of an offloaded handler with these options; ``label`` names its subscription in errors.
+
+    Raises:
+        SubscribeError: ``max_bytes`` without ``capture``, or a ``capture`` that cannot be called with the event.
+    """
+    names = {"queue": "capacity", "full": "full", "linger": "linger"}
+    lane = {names[name]: value for name, value in options.items() if name in names}
+    if "capture" in options:
+        check_picks("capture", options["capture"], "what the handler needs")
+        return SizedLane(label, options["capture"], max_bytes=options.get("max_bytes"), **lane)
+    if "max_bytes" in options:
+        raise SubscribeError("max_bytes= counts the tensors that capture= picks; for events without, queue= is the bound")
+    return Lane(label, detacher(), **lane)
+
+
+def refuse_lane_options(options: Mapping[str, Any]) -> None:
+    """Raise SubscribeError if an option is for offloaded handlers, for one that runs inline."""
+    for name in _LANE_OPTIONS:
+        if name in options:
+            raise SubscribeError(
+                f"{name}= is for offloaded handlers, and this one is a plain function that runs inline; "
+                'add offload="thread", or make it async'
+            )
+
+
+def label_of(handler: object, hook: Hook | None) -> str:
+    """Return the name of a handler in tables and errors: ``"watch"``, ``"EMAHook.after_train_iter"``."""
+    if not callable(handler):
+        return repr(handler)
+    name = str(getattr(_unwrapped(handler), "__name__", type(handler).__name__))
+    return name if hook is None else f"{hook.label}.{name}"
+
+
+def location_of(handler: Callable[..., Any]) -> str:
+    """Return the folder, file and line of a handler's code: ``"mine/train.py:12"``."""
+    function = _unwrapped(handler)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    if code is None:
+        return "builtin"
+    return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_firstlineno}"
+
+
+def _unwrapped(handler: Any) -> Any:
+    if isinstance(handler, functools.partial):
+        handler = handler.func
+    return inspect.unwrap(getattr(handler, "__func__", handler))
