@@ -1,26 +1,26 @@
-"""Which checkpoints are the best so far, by one metric or several."""
+"""The metrics by which a checkpoint may be the best."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from eventloop import ConfigurationError, TrainingError
-from hooks.retention import Shelf
-from hooks.rules import GREATER, LESS, Rule, find_rule, is_better
+from hooks.options import one_or_more
+from hooks.rules import GREATER, LESS, Rule, find_rule, is_better, score_of
 
 
-class Best:
-    """The best file by each of some metrics.
+class BestMetrics:
+    """Metrics, and for each the rule by which one score is better than another.
 
     Args:
         metrics: a name or names, ``"auto"`` for the first metric of the first validation, or None.
-        rule: ``"greater"`` or ``"less"`` is better for all of them, or one for each; inferred from each name by default.
+        rule: ``"greater"`` or ``"less"`` is better, for all of them or one for each; by default inferred from each name.
         greater_keys: names of metrics of which more is better, instead of the usual ones.
         less_keys: names of metrics of which less is better, instead of the usual ones.
 
     Raises:
-        ConfigurationError: names or rules that cannot work, or a name that does not tell whether more is better.
+        ConfigurationError: names or rules that cannot work, or a name from which no rule can be inferred.
     """
 
     def __init__(
@@ -30,92 +30,49 @@ class Best:
         greater_keys: str | Iterable[str] | None,
         less_keys: str | Iterable[str] | None,
     ) -> None:
-        self._greater = GREATER if greater_keys is None else names("greater_keys", greater_keys)
-        self._less = LESS if less_keys is None else names("less_keys", less_keys)
-        self._metrics = None if metrics is None else names("save_best", metrics)
-        self._rules = _by_metric(rule, self._metrics or ())
-        self._shelves: dict[str, Shelf] = {}
-        self._check()
+        self._greater = GREATER if greater_keys is None else one_or_more("greater_keys", greater_keys)
+        self._less = LESS if less_keys is None else one_or_more("less_keys", less_keys)
+        self._given = self.names = () if metrics is None else one_or_more("save_best", metrics)
+        """Names; ``("auto",)`` until the first validation."""
+        if "auto" in self.names and len(self.names) > 1:
+            raise ConfigurationError(f'save_best={list(self.names)}: "auto" stands alone, or name the metrics')
+        self._rules = self._by_metric(rule)
+        for metric in self.names:
+            if metric != "auto":
+                self._rule_of(metric)  # raises now if it cannot be inferred
 
-    @property
-    def wanted(self) -> bool:
-        """Whether there is a metric to go by."""
-        return self._metrics is not None
+    def reset(self) -> None:
+        """Forget which metric ``"auto"`` was."""
+        self.names = self._given
 
-    @property
-    def shelves(self) -> list[Shelf]:
-        """The files, of each metric."""
-        return list(self._shelves.values())
+    def found(self, names: Iterable[str] | None) -> None:
+        """Take the metric that ``"auto"`` was in an earlier run."""
+        if self.names == ("auto",) and names:
+            self.names = tuple(names)
 
-    def improved(self, metrics: Mapping[str, Any]) -> Iterator[tuple[str, float, Shelf]]:
-        """Compare a validation with the best so far: the metrics that are better now, their scores, and where their files go.
+    def improved(self, metrics: Mapping[str, Any], best: Mapping[str, float | None]) -> Iterator[tuple[str, float]]:
+        """Yield the metrics of a validation that are better than the ``best`` so far, and their scores.
 
         Raises:
-            TrainingError: a metric is missing, or is no number.
+            TrainingError: a metric is missing, or is not a number.
         """
-        if self._metrics == ("auto",):
-            self._metrics = (next(iter(metrics)),)
-        for metric in self._metrics or ():
-            score = _score(metric, metrics)
-            shelf = self._shelves.setdefault(metric, Shelf(keep=1))
-            best = shelf.newest
-            if score is not None and is_better(self._rule_of(metric), score, best.score if best is not None else None):
-                yield metric, score, shelf
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the names of the files, the scores, and what ``"auto"`` was."""
-        return {"best": {metric: shelf.state_dict() for metric, shelf in self._shelves.items()}, "metrics": self._metrics}
-
-    def load_state_dict(self, state: Mapping[str, Any], exists: Callable[[object], bool]) -> None:
-        """Take it back. A best score whose file is gone is forgotten: the next one is the best that there is."""
-        if self._metrics == ("auto",) and state["metrics"] is not None:
-            self._metrics = tuple(state["metrics"])
-        for metric, saved in state["best"].items():
-            if self._metrics is not None and metric in self._metrics:
-                self._shelves[metric] = Shelf(keep=1)
-                self._shelves[metric].load_state_dict(saved, exists)
+        self.found([next(iter(metrics))])
+        for metric in self.names:
+            if metric not in metrics:
+                raise TrainingError(f"save_best={metric!r}, but this validation has only {', '.join(map(repr, metrics))}")
+            if metrics[metric] is not None:
+                score = score_of(f"save_best={metric!r}: its value", metrics[metric])
+                if is_better(self._rule_of(metric), score, best.get(metric)):
+                    yield metric, score
 
     def _rule_of(self, metric: str) -> Rule:
         return self._rules.get(metric, self._rules.get("auto")) or find_rule(metric, self._greater, self._less)
 
-    def _check(self) -> None:
-        metrics = self._metrics or ()
-        if "auto" in metrics and len(metrics) > 1:
-            raise ConfigurationError(f'save_best={list(metrics)}: "auto" stands alone, or name the metrics')
-        for metric in metrics:
-            if metric != "auto":
-                self._rule_of(metric)  # says now if it cannot tell
-
-
-def names(option: str, given: str | Iterable[str]) -> tuple[str, ...]:
-    """Return a name or names as a tuple, each once.
-
-    Raises:
-        ConfigurationError: there are none, or one is empty or no text.
-    """
-    chosen = (given,) if isinstance(given, str) else tuple(given)
-    if not chosen or not all(isinstance(name, str) and name for name in chosen):
-        raise ConfigurationError(f"{option}={given!r}: give a name or a list of names")
-    return tuple(dict.fromkeys(chosen))
-
-
-def _by_metric(rule: Rule | Sequence[Rule] | None, metrics: Sequence[str]) -> dict[str, Rule | None]:
-    """Return the rule of each metric: the one for all, or the one at the same place of a list."""
-    listed = [rule] if rule is None or isinstance(rule, str) else list(rule)
-    if not all(one in (None, *get_args(Rule)) for one in listed):
-        raise ConfigurationError(f'rule={rule!r}: a rule is "greater" or "less"')
-    if len(listed) not in (1, len(metrics)):
-        raise ConfigurationError(f"rule={rule!r}: give one rule, or one for each metric of save_best={list(metrics)}")
-    return dict(zip(metrics, listed * len(metrics) if len(listed) == 1 else listed, strict=True))
-
-
-def _score(metric: str, metrics: Mapping[str, Any]) -> float | None:
-    if metric not in metrics:
-        raise TrainingError(f"save_best={metric!r}, but this validation has only {', '.join(map(repr, metrics))}")
-    value = metrics[metric]
-    if value is None:
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TrainingError(f"save_best={metric!r}: its value is a {type(value).__name__}, no single number") from error
+    def _by_metric(self, rule: Rule | Sequence[Rule] | None) -> dict[str, Rule | None]:
+        """Return the rule of each metric: the one for all, or the one at the same position of a list."""
+        rules = [rule] if rule is None or isinstance(rule, str) else list(rule)
+        if not all(one in (None, *get_args(Rule)) for one in rules):
+            raise ConfigurationError(f'rule={rule!r}: a rule is "greater" or "less"')
+        if len(rules) not in (1, len(self.names)):
+            raise ConfigurationError(f"rule={rule!r}: give one rule, or one for each metric of save_best={list(self.names)}")
+        return dict(zip(self.names, rules * len(self.names) if len(rules) == 1 else rules, strict=True))

@@ -1,4 +1,4 @@
-"""Stripped copies of checkpoints, named by their content, to hand to others; and what killed processes leave behind."""
+"""Stripped copies of checkpoints, named by their content, and the removal of files that killed processes leave behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, load, load_whole, sa
 
 log = get_logger()
 
-_STILL = 60.0  # seconds without a change after which nobody can be writing a temporary file
+_STILL = 60.0  # seconds without a change after which no process is writing a temporary file
 _PART = 16 << 20  # bytes that are read at a time
 
 
@@ -64,10 +64,10 @@ def keys_to_publish(keys: Iterable[str], there: Iterable[str], checkpoint: str) 
 
 
 def sweep(directory: AnyPath) -> bool:
-    """Remove what a killed process has left in ``directory``: temporary files, and parts of sharded checkpoints.
+    """Remove files that a killed process has left in ``directory``: temporary ones, and parts of sharded checkpoints.
 
-    Those changed within the last minute stay: another process (an evaluation beside the training) may be writing them. So do
-    those of which the store does not tell when they were changed.
+    Files changed within the last minute stay: another process (an evaluation beside the training) may be writing them. So do
+    those whose time of change the store does not know.
 
     Returns:
         True if there are sharded checkpoints.
@@ -79,7 +79,7 @@ def sweep(directory: AnyPath) -> bool:
             continue
         try:
             store.remove(path)
-            log.info("removed what a killed process left behind", path=str(path))
+            log.info("removed a file that a killed process left behind", path=str(path))
         except CheckpointError as error:
             log.warning("a temporary file could not be removed", path=str(path), error=str(error))
     return isinstance(directory, Path) and sweep_shards(directory)
