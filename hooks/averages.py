@@ -32,8 +32,8 @@ class WeightAverage:
     """Base of the averages: pairs every floating-point tensor of a model with an averaged one of the same shape.
 
     Tied tensors are averaged once. Tensors of other types, and buffers unless ``update_buffers``, are not averaged: the
-    model's own are used as they are. The first update copies the weights; of the later ones every ``interval``-th averages.
-    A subclass says how in :meth:`blend`.
+    model's own are used. The first update copies the weights; of the later ones every ``interval``-th averages. A subclass
+    defines the formula in :meth:`blend`.
 
     Averages have the type of the weights. In bfloat16 or float16 small steps are lost in rounding: keep the weights in
     float32 (as ``OptimizerHook(amp=...)`` does).
@@ -52,7 +52,7 @@ class WeightAverage:
         self.interval = interval
         self.update_buffers = update_buffers
         self.steps = 0
-        """Updates so far; while it is 0 the average is whatever the weights are."""
+        """Updates so far; while it is 0 the average is the weights themselves."""
         self._pairs = Pairs(model, update_buffers, {})
 
     @property
@@ -81,11 +81,12 @@ class WeightAverage:
             raise TrainingError("an average cannot be updated while the model has the averaged weights; swap them back first")
         if self._pairs.replaced or self._pairs.moved():
             self._pair_again(model)
-        if self.steps == 0:
-            self._copy()
-        elif self.steps % self.interval == 0:
+        if self.steps % self.interval == 0:
             for averages, weights in self._pairs.groups:  # all detached: nothing is recorded for gradients
-                self.blend(averages, weights)
+                if self.steps == 0:
+                    torch._foreach_copy_(averages, weights)
+                else:
+                    self.blend(averages, weights)
         self.steps += 1
 
     def swap(self, model: torch.nn.Module) -> None:
@@ -98,7 +99,7 @@ class WeightAverage:
         self._pairs.exchange(not self.swapped)
 
     def restore(self, model: torch.nn.Module) -> None:
-        """Give the model its own weights back if it has the averaged ones, or some: Ctrl-C may have cut a swap short."""
+        """Give the model its own weights back if it has averaged ones, all or some: Ctrl-C may have cut a swap short."""
         self._pairs.finish()
         if self.swapped:
             self.swap(model)
@@ -116,8 +117,8 @@ class WeightAverage:
         """Copy averaged tensors into place.
 
         Args:
-            tensors: by checkpoint key; what is not averaged here is ignored.
-            strict: False takes what fits and logs the rest.
+            tensors: by checkpoint key; further ones are ignored.
+            strict: False loads the fitting ones and logs the rest.
 
         Raises:
             CheckpointError: with ``strict``, and some are missing or of another shape.
@@ -138,11 +139,6 @@ class WeightAverage:
         swapped = self.swapped
         self._pairs = Pairs(model, self.update_buffers, self._pairs.held)
         self._pairs.swapped[:] = [swapped] * len(self._pairs.swapped)
-
-    def _copy(self) -> None:
-        with torch.no_grad():
-            for averages, weights in self._pairs.groups:
-                torch._foreach_copy_(averages, weights)
 
 
 @register
@@ -166,7 +162,6 @@ class ExponentialMovingAverage(WeightAverage):
         self.momentum = float(momentum)
 
     def blend(self, averages: Tensors, weights: Tensors) -> None:
-        """Apply the formula with one fused kernel."""
         torch._foreach_lerp_(averages, weights, self.momentum)
 
 
@@ -179,7 +174,6 @@ class StochasticWeightAverage(WeightAverage):
     """
 
     def blend(self, averages: Tensors, weights: Tensors) -> None:
-        """Apply the formula with one fused kernel."""
         torch._foreach_lerp_(averages, weights, 1 / (self.steps // self.interval + 1))
 
 
@@ -191,8 +185,8 @@ class MomentumAnnealingEMA(ExponentialMovingAverage):
 
     Args:
         model: whose weights are averaged.
-        momentum: where it ends.
-        gamma: updates after which it has fallen to one half.
+        momentum: the smallest momentum.
+        gamma: updates after which the momentum has fallen to one half.
         interval: updates per averaging.
         update_buffers: average floating-point buffers, too.
     """
@@ -211,6 +205,5 @@ class MomentumAnnealingEMA(ExponentialMovingAverage):
         self.gamma = gamma
 
     def blend(self, averages: Tensors, weights: Tensors) -> None:
-        """Apply the formula with one fused kernel."""
         momentum = max(self.momentum, self.gamma / (self.gamma + self.steps))
         torch._foreach_lerp_(averages, weights, momentum)

@@ -1,33 +1,23 @@
-"""Averaged weights: kept up to date in training, used in validation, test and checkpoints."""
+"""``EMAHook``: averaged weights, kept up to date in training, used in validation, test and checkpoints."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
 
-from eventloop import ConfigurationError, Hook, Priority, check_options, get_logger, register
+from eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
 from eventloop.config import OptionsOf, find
 from eventloop.errors import UnknownNameError
-from eventloop.events import (
-    AfterLoadCheckpoint,
-    AfterTrainIter,
-    BeforeRun,
-    BeforeSaveCheckpoint,
-    BeforeTestEpoch,
-    BeforeTrainEpoch,
-    BeforeValEpoch,
-    RunView,
-)
 from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WeightAverage
-from hooks.options import NonNegativeInt
+from hooks.options import NonNegativeInt, model_name
 
 log = get_logger()
 
 RAW_WEIGHTS = "ema_state_dict"
-"""The key of a checkpoint under which it has the weights that were trained; its ``state_dict`` has their averages."""
+"""Key of the trained weights in a checkpoint; its ``state_dict`` holds their averages."""
 
 _BUILTIN = (ExponentialMovingAverage, StochasticWeightAverage, MomentumAnnealingEMA)
 
@@ -37,18 +27,19 @@ class EMAHook(Hook):
     """Averages the weights after each optimizer update and validates, tests and saves with the average.
 
     During a validation or test the model has the averaged weights, up to the end of the validation's scope: handlers of
-    ``after_val_epoch`` see what was validated. Storage is exchanged, nothing is copied, and whatever ends the validation
-    puts the raw weights back.
+    ``after_val_epoch`` see the validated weights. Storage is exchanged, nothing is copied, and the raw weights come back
+    however the validation ends.
 
-    In checkpoints ``state_dict`` holds the averaged weights, which makes the file usable for inference, and
-    ``ema_state_dict`` the raw ones; resuming swaps them back. A checkpoint without the latter (saved without this hook)
-    gives a warning, and the average begins with its weights.
+    In checkpoints ``state_dict`` holds the averaged weights, so the file is usable for inference, and ``ema_state_dict`` the
+    raw ones; resuming swaps them back. A checkpoint without the latter (saved without this hook) gives a warning, and the
+    average begins with its weights.
 
     Until ``begin_iter`` or ``begin_epoch`` the average is the weights themselves.
 
     Args:
         ema_type: a class derived from :class:`WeightAverage`, or the name under which one is registered.
-        strict_load: an average in a checkpoint that does not fit is an error; False takes what fits and logs the rest.
+        strict_load: an average in a checkpoint that does not fit is an error; False loads the fitting tensors and logs the
+            rest.
         begin_iter: first iteration (from 1) whose update is averaged; or else
         begin_epoch: first epoch (from 1).
         model: name of the model, where the run has several.
@@ -83,7 +74,9 @@ class EMAHook(Hook):
         self.begin_epoch = begin_epoch
         self._type = _average_type(ema_type, options)
         self._options = options
-        self._model_name = model
+        self._model_option = model
+        self._model_name = ""
+        self._alone = True  # a checkpoint of one model holds its weights without its name
         self._model: torch.nn.Module | None = None
         self._average: WeightAverage | None = None
         self._in_checkpoint = False
@@ -95,14 +88,16 @@ class EMAHook(Hook):
 
     # ------------------------------------------------------------------------------------------------- training
 
-    def before_run(self, event: BeforeRun) -> None:
-        """Find the model; a hook that comes from an earlier run of the same model goes on with its average."""
-        model = event.run.models[self._name_in(event.run)]
-        if model is not self._model:
-            self._model, self._average = model, None
+    def before_run(self, event: events.BeforeRun) -> None:
+        """Find the model; a hook of an earlier run of the same model goes on with its average."""
+        models = event.run.models
+        self._model_name = model_name(self.label, models, self._model_option)
+        self._alone = set(models) == {"model"}
+        if models[self._model_name] is not self._model:
+            self._model, self._average = models[self._model_name], None
 
-    def before_train_epoch(self, event: BeforeTrainEpoch) -> None:
-        """Check that the training comes to what is to be averaged; how many iterations it has is known from here on."""
+    def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
+        """Check that the training comes to its first averaged update; the number of iterations is known from here on."""
         for option, begin, last in (
             ("begin_epoch", self.begin_epoch, event.progress.max_epochs or 1),
             ("begin_iter", self.begin_iter, event.run.total_iters),
@@ -114,64 +109,55 @@ class EMAHook(Hook):
                     f"{option.removeprefix('begin_')} {last}; give {last} at most{hint}"
                 )
 
-    def after_train_iter(self, event: AfterTrainIter) -> None:
-        """Take the new weights into the average, if there are new ones."""
-        run = event.run
+    def after_train_iter(self, event: events.AfterTrainIter) -> None:
+        run, progress = event.run, event.progress
         if not run.updated and run.optimizers:
             return
-        if event.progress.iter + 1 >= self.begin_iter and event.progress.epoch + 1 >= self.begin_epoch:
+        if progress.iter + 1 >= self.begin_iter and progress.epoch + 1 >= self.begin_epoch:
             average = self._average or self._make_average()
             average.update_parameters(self._known_model)
 
     # --------------------------------------------------------------------------------------- validation and test
 
-    def before_val_epoch(self, event: BeforeValEpoch) -> None:
-        """Give the model the averaged weights until the validation ends, however it ends."""
-        self._lend(event.run)
-
-    def before_test_epoch(self, event: BeforeTestEpoch) -> None:
-        """Give the model the averaged weights until the test ends, however it ends."""
-        self._lend(event.run)
-
-    def _lend(self, run: RunView) -> None:
+    @mount("before_val_epoch", "before_test_epoch")
+    def lend(self, event: events.BeforeValEpoch | events.BeforeTestEpoch) -> None:
+        """Give the model the averaged weights until the validation or test ends, however it ends."""
         average = self._average
-        if average is None or not average.steps:
-            return  # the average is the weights themselves
-        run.defer(lambda: average.restore(self._known_model))  # first: Ctrl-C may strike at any moment from here on
-        average.swap(self._known_model)
+        if average is not None and average.steps:  # else the average is the weights themselves
+            event.run.defer(lambda: average.restore(self._known_model))  # first: Ctrl-C may strike at any moment from here on
+            average.swap(self._known_model)
 
     # ----------------------------------------------------------------------------------------------- checkpoints
 
-    def before_save_checkpoint(self, event: BeforeSaveCheckpoint) -> None:
+    def before_save_checkpoint(self, event: events.BeforeSaveCheckpoint) -> None:
         """Put the averaged weights under ``state_dict`` and the raw ones under ``ema_state_dict``."""
-        checkpoint, average = event.checkpoint, self._average
-        weights = self._part(event.run, checkpoint["state_dict"])
-        # What is not averaged (buffers) is the same tensor in both, and one in the file.
-        averaged = raw = dict(weights)
+        average, weights = self._average, self._weights_in(event.checkpoint["state_dict"])
+        # Tensors that are not averaged (buffers) are the same in both, and stored once.
+        averaged = raw = weights
         if average is not None and average.steps:
             other = weights | {key: tensor for key, tensor in average.tensors.items() if key in weights}
             averaged, raw = (weights, other) if average.swapped else (other, weights)
-        self._put(event.run, checkpoint, "state_dict", averaged)
-        self._put(event.run, checkpoint, RAW_WEIGHTS, raw)
+        self._put(event.checkpoint, "state_dict", averaged)
+        self._put(event.checkpoint, RAW_WEIGHTS, raw)
 
-    def after_load_checkpoint(self, event: AfterLoadCheckpoint) -> None:
+    def after_load_checkpoint(self, event: events.AfterLoadCheckpoint) -> None:
         """Take the averaged weights out of ``state_dict`` and put the raw ones there, for the model."""
-        checkpoint, run = event.checkpoint, event.run
+        checkpoint = event.checkpoint
         saved = checkpoint.get(RAW_WEIGHTS, {})
-        self._in_checkpoint = bool(saved) and self._name_in(run) in self._by_model(run, saved)
+        self._in_checkpoint = bool(saved) and (self._alone or self._model_name in saved)
         average = self._average or self._make_average()
         average.steps = 0
         if not self._in_checkpoint:
             log.warning(f"the checkpoint has no averaged weights ({RAW_WEIGHTS}); the average begins with its weights")
             return
-        average.load_tensors(self._part(run, checkpoint["state_dict"]), strict=self.strict_load)
-        self._put(run, checkpoint, "state_dict", self._part(run, saved))
+        average.load_tensors(self._weights_in(checkpoint["state_dict"]), strict=self.strict_load)
+        self._put(checkpoint, "state_dict", self._weights_in(saved))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates; the tensors are in the checkpoint itself."""
         return {"steps": 0 if self._average is None else self._average.steps}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the number of updates back."""
         if self._average is not None and self._in_checkpoint:
             self._average.steps = int(state["steps"])
@@ -187,37 +173,16 @@ class EMAHook(Hook):
         self._average = self._type(self._known_model, **self._options)
         return self._average
 
-    def _name_in(self, run: RunView) -> str:
-        names = list(run.models)
-        if self._model_name in names:
-            return str(self._model_name)
-        if self._model_name is None and len(names) == 1:
-            return names[0]
-        raise ConfigurationError(
-            f"{self.label}: model={self._model_name!r}, but the models of this run are {', '.join(map(repr, names))}; "
-            "name the one to average"
-        )
+    def _weights_in(self, entry: Any) -> dict[str, torch.Tensor]:
+        """Return a copy of the model's part of ``state_dict`` or ``ema_state_dict``."""
+        return dict(entry if self._alone else entry[self._model_name])
 
-    def _part(self, run: RunView, weights: Any) -> dict[str, torch.Tensor]:
-        """Return the weights of our model from an entry of a checkpoint."""
-        return dict(self._by_model(run, weights)[self._name_in(run)])
-
-    def _put(self, run: RunView, checkpoint: MutableMapping[str, Any], key: str, weights: dict[str, torch.Tensor]) -> None:
-        name = self._name_in(run)
-        checkpoint[key] = weights if _flat(run) else {**checkpoint.get(key, {}), name: weights}
-
-    @staticmethod
-    def _by_model(run: RunView, weights: Any) -> Any:
-        return {"model": weights} if _flat(run) else weights
-
-
-def _flat(run: RunView) -> bool:
-    """True if checkpoints of this run hold the weights of one model, without its name."""
-    return set(run.models) == {"model"}
+    def _put(self, checkpoint: dict[str, Any], key: str, weights: dict[str, torch.Tensor]) -> None:
+        checkpoint[key] = weights if self._alone else {**checkpoint.get(key, {}), self._model_name: weights}
 
 
 def _average_type(ema_type: type[WeightAverage] | str, options: dict[str, Any]) -> type[WeightAverage]:
-    """Return the class, once it is certain that it takes ``options``."""
+    """Return the class of averages, after a check that it takes ``options``."""
     try:
         kind = find("average", ema_type) if isinstance(ema_type, str) else ema_type
     except UnknownNameError as error:
@@ -232,5 +197,5 @@ def _average_type(ema_type: type[WeightAverage] | str, options: dict[str, Any]) 
     except TypeError as error:
         raise ConfigurationError(f"{kind.__name__}{inspect.signature(kind)}: {error}") from None
     if kind in _BUILTIN:
-        kind(probe, **options)  # says now which value is out of range
+        kind(probe, **options)  # raises now if a value is out of range
     return kind

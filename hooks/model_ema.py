@@ -9,7 +9,7 @@ import torch
 
 from eventloop import ConfigurationError, Hook, Priority, check_options, register
 from eventloop.events import AfterTrainEpoch, AfterTrainIter, BeforeRun
-from hooks.options import Name
+from hooks.options import Name, model_name
 
 
 @register
@@ -36,12 +36,7 @@ class EMAIterHook(Hook):
     def before_run(self, event: BeforeRun) -> None:
         """Begin the average before a checkpoint is loaded, which then fills its buffers."""
         models = event.run.models
-        if len(models) > 1 if self._name is None else self._name not in models:
-            raise ConfigurationError(
-                f"{self.label}(model={self._name!r}): the models of this run are {', '.join(map(repr, models))}; name the one "
-                "that has an average"
-            )
-        model = _unwrapped(models[self._name] if self._name is not None else event.run.model)
+        model = _unwrapped(models[model_name(self.label, models, self._name)])
         lacking = [method for method in ("init_ema", "update_ema") if not callable(getattr(model, method, None))]
         if lacking:
             raise ConfigurationError(

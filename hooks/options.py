@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Annotated
 
 from msgspec import Meta
@@ -28,3 +28,16 @@ def one_or_more(option: str, given: str | Iterable[str], advice: str = "a name o
     if not chosen or not all(isinstance(one, str) and one for one in chosen):
         raise ConfigurationError(f"{option}={given!r}: give {advice}")
     return tuple(dict.fromkeys(chosen))
+
+
+def model_name(label: str, models: Collection[str], name: str | None) -> str:
+    """Return the name of the model that a hook's option ``model`` names; None names the only one.
+
+    Raises:
+        ConfigurationError: there is no such model, or None of several; the message begins with the hook's label.
+    """
+    if name in models or (name is None and len(models) == 1):
+        return name or next(iter(models))
+    raise ConfigurationError(
+        f"{label}: model={name!r}, but the models of this run are {', '.join(map(repr, models))}; name the one to average"
+    )

@@ -1,4 +1,4 @@
-"""A model's tensors and an averaged one for each: what :mod:`hooks.averages` blends and exchanges."""
+"""A model's tensors and an averaged one for each, to be blended and exchanged by :mod:`hooks.averages`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _data_ptr = torch.Tensor.data_ptr
 
 
 class Pairs:
-    """The live tensors of a model, an averaged one for each, and a cheap look at whether the live ones are still those.
+    """The live tensors of a model, an averaged one for each, and a cheap check that the model still has these tensors.
 
     Of tensors that are sharded over processes (FSDP2's ``fully_shard``), each process pairs its own part.
 
@@ -38,7 +38,7 @@ class Pairs:
         self._live = list({id(tensor): tensor for tensor in live.values()}.values())
         self._twins = [twins[id(tensor)] for tensor in self._live]
         self.swapped = [False] * len(self._live)
-        """For each pair, whether the live tensor has what was averaged."""
+        """For each pair, whether the live tensor has the averaged content."""
         self._unfinished: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._sharded = [hasattr(tensor, "to_local") for tensor in self._live]
         # Detached, because the kernels look into the autograd state of parameters: 4 % of an update.
@@ -56,8 +56,8 @@ class Pairs:
     def replaced(self) -> bool:
         """True if a parameter (or buffer, if they are averaged) or a module was replaced, added or removed.
 
-        Compares identities at C speed: 20 µs for 300 modules with 600 parameters, 1 % of averaging them. What it does not
-        see: a first child or parameter that a module without any gets later.
+        Compares identities at C speed: 20 µs for 300 modules with 600 parameters, 1 % of averaging them. It misses a first
+        child or parameter that a module without any gets later.
         """
         return any(map(is_not, chain.from_iterable(self._views), self._expected))
 
@@ -71,13 +71,13 @@ class Pairs:
         return list(map(self._pointer, self._live[part])) != self._pointers[part]
 
     def exchange(self, swapped: bool) -> None:
-        """Swap what live and averaged tensors hold where it is not as ``swapped`` says."""
+        """Exchange the contents of live and averaged tensors, of those pairs that are not as ``swapped`` says."""
         self.finish()
         for index, (live, twin) in enumerate(zip(self._live, self._twins, strict=True)):
             if self.swapped[index] == swapped:
                 continue
             # No call and no jump within an assignment: Ctrl-C comes before all of it or after it.
-            if self._sharded[index]:  # whoever sharded it holds on to its storage
+            if self._sharded[index]:  # fully_shard holds on to its storage
                 contents = (_own(twin).clone(), _own(live).clone())
                 self.swapped[index], self._unfinished[index] = swapped, contents
                 self.finish()
@@ -85,7 +85,7 @@ class Pairs:
                 live.data, twin.data, self.swapped[index] = twin.data, live.data, swapped
 
     def finish(self) -> None:
-        """Exchange in full what Ctrl-C has cut short. Free where there is nothing."""
+        """Complete exchanges that Ctrl-C has cut short."""
         for index, (for_live, for_twin) in list(self._unfinished.items()):
             _own(self._live[index]).copy_(for_live)
             _own(self._twins[index]).copy_(for_twin)
@@ -93,7 +93,7 @@ class Pairs:
 
 
 def _floating(model: torch.nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield checkpoint key and tensor of everything that is averaged; a tied tensor comes under each of its keys."""
+    """Yield checkpoint key and tensor of all averaged tensors; a tied tensor comes under each of its keys."""
     keys = checkpoint_keys(model)  # first: asked for its state, a sharded model gives up the whole weights of a forward pass
     named: Iterable[tuple[str, torch.Tensor]] = model.named_parameters(remove_duplicate=False)
     if buffers:

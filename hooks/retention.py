@@ -141,7 +141,5 @@ class RetentionPolicy:
                 problem = str(error)
             except OSError:
                 return False
-        log.warning(
-            "the checkpoint names a file that is not one of this hook's; it is left alone", name=name, error=str(foreign)
-        )
+        log.warning("the checkpoint names a file that is not one of this hook's; it is left alone", name=name, error=problem)
         return False

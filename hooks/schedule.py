@@ -1,35 +1,26 @@
-"""Learning-rate schedules: when torch's schedulers step, and their place in checkpoints."""
+"""``ParamSchedulerHook``: learning-rate schedules, when they step and how checkpoints hold them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, Protocol, get_args, runtime_checkable
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from msgspec import Meta
 
-from eventloop import ConfigurationError, Hook, Priority, TrainingError, check_options, get_logger, register
-from eventloop.events import (
-    AfterLoadCheckpoint,
-    AfterRun,
-    AfterTrainEpoch,
-    AfterTrainIter,
-    AfterValEpoch,
-    BeforeRun,
-    BeforeSaveCheckpoint,
-    BeforeTrain,
-    RunView,
-    Slot,
-)
-from hooks.rules import check_validated, warn_unvalidated
+from eventloop import ConfigurationError, Hook, Priority, TrainingError, check_options, events, get_logger, register
+from eventloop.events import RunView, Slot
+from hooks.rules import check_validated, score_of, warn_unvalidated
+
+log = get_logger()
 
 By = Literal["iter", "epoch", "metric"]
 
 
 @runtime_checkable
 class Scheduler(Protocol):
-    """What torch's schedulers have, and others need: a ``step`` (with the metric, where they follow one), and their state."""
+    """The methods of torch's schedulers that others need: ``step`` (with the metric, if they follow one), and their state."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Take a step."""
@@ -43,16 +34,11 @@ class Scheduler(Protocol):
 
 Like = Annotated[Scheduler, Meta(description="an object like torch's schedulers, with step, state_dict and load_state_dict")]
 
-log = get_logger()
-
-_ALWAYS = ("before_run", "before_train", "before_save_checkpoint", "after_load_checkpoint")
-_METHODS: dict[By, str] = {"iter": "after_train_iter", "epoch": "after_train_epoch", "metric": "after_val_epoch"}
-
 STEPPED = Slot("schedulers that hooks step", dict)
 """The hook of each, by the scheduler's id."""
 
 KEY = "param_schedulers"
-"""Where checkpoints hold the states of schedulers, by name."""
+"""Key of the schedulers' states in a checkpoint, where they are by name."""
 
 
 @register
@@ -68,7 +54,7 @@ class ParamSchedulerHook(Hook):
     Args:
         scheduler: a scheduler, a list of them, or a mapping of names to them. Names are keys in checkpoints; without one
             it is the name of the class, so two of a class need a mapping. None for no schedules: the hook does nothing.
-        by: torch's schedulers do not say what they count, so this must.
+        by: when to step; torch's schedulers do not say it.
         monitor: name of the metric, for ``by="metric"``.
 
     Raises:
@@ -88,15 +74,13 @@ class ParamSchedulerHook(Hook):
     ) -> None:
         if scheduler is None and (by is not None or monitor is not None):
             raise ConfigurationError(f"by={by!r}, monitor={monitor!r}: give the scheduler that this is about, too")
-        if scheduler is not None and by not in get_args(By):
+        if scheduler is not None and by is None:
             raise ConfigurationError(
                 f'by={by!r}: say when to step: after each "iter" or "epoch", or after validations with a "metric"'
             )
-        if (by == "metric") != isinstance(monitor, str):
-            raise ConfigurationError(
-                f"by={by!r}, monitor={monitor!r}: "
-                + ("name the metric to step with" if by == "metric" else 'monitor= is for by="metric"')
-            )
+        if (by == "metric") != (monitor is not None):
+            advice = "name the metric to step with" if by == "metric" else 'monitor= is for by="metric"'
+            raise ConfigurationError(f"by={by!r}, monitor={monitor!r}: {advice}")
         self.schedulers = {} if scheduler is None else _named(scheduler)
         for name, one in self.schedulers.items():
             _check_scheduler(name, one, by)
@@ -109,14 +93,18 @@ class ParamSchedulerHook(Hook):
         """The ``initial_lr`` of each parameter group, by the name of the scheduler that starts from it."""
 
     def unused(self) -> Collection[str]:
-        """The moments of the other values of ``by``; without schedulers, all."""
-        if not self.schedulers:
-            return [*_ALWAYS, *_METHODS.values(), "after_run"]
-        others = [method for by, method in _METHODS.items() if by != self.by]
-        return others if self.by == "metric" else [*others, "after_run"]
+        """Return the mount points of the other values of ``by``; without schedulers, all."""
+        steps = {"iter": "after_train_iter", "epoch": "after_train_epoch", "metric": "after_val_epoch"}
+        unused = [method for by, method in steps.items() if by != self.by] + ["after_run"] * (self.by != "metric")
+        always = ("before_run", "before_train", "before_save_checkpoint", "after_load_checkpoint")
+        return unused if self.schedulers else [*always, *unused]
 
-    def before_train(self, event: BeforeTrain) -> None:
-        """Check that each scheduler has something to follow, and that no other hook steps it."""
+    def before_run(self, event: events.BeforeRun) -> None:
+        """Note the options of the schedules, so that a resume warns of changed ones: its checkpoint overrides them."""
+        event.run.note_options(KEY, self._given)
+
+    def before_train(self, event: events.BeforeTrain) -> None:
+        """Check that each scheduler has an optimizer to follow, and that no other hook steps it."""
         run = event.run
         if self.by == "metric":
             check_validated(event, f'{self.label}(by="metric")')
@@ -131,39 +119,31 @@ class ParamSchedulerHook(Hook):
         }
         self._starts = {name: _starts(optimizer) for name, optimizer in self._optimizers.items()}
 
-    def before_run(self, event: BeforeRun) -> None:
-        """Have a resume tell which options of the schedules have changed: those in its checkpoint override them."""
-        event.run.note_options(KEY, self._given)
-
-    def after_train_iter(self, event: AfterTrainIter) -> None:
-        """Step the schedulers that count iterations."""
+    def after_train_iter(self, event: events.AfterTrainIter) -> None:
         for name, scheduler in self.schedulers.items():
             if self._due(name, event.run):
                 self._rescale(name, scheduler)
                 scheduler.step()
 
-    def after_train_epoch(self, event: AfterTrainEpoch) -> None:
-        """Step the schedulers that count epochs."""
+    def after_train_epoch(self, event: events.AfterTrainEpoch) -> None:
         for name, scheduler in self.schedulers.items():
             self._rescale(name, scheduler)
             scheduler.step()
 
-    def after_val_epoch(self, event: AfterValEpoch) -> None:
-        """Step the schedulers that follow a metric."""
-        assert self.monitor is not None  # noqa: S101 - by="metric"
+    def after_val_epoch(self, event: events.AfterValEpoch) -> None:
         if not event.run.training:
             return
-        value = event.metrics.get(self.monitor)
+        value = event.metrics.get(str(self.monitor))
         if value is None:
+            there = ", ".join(map(repr, event.metrics)) or "none"
             raise TrainingError(
-                f"{self.label} steps by the metric {self.monitor!r}, which this validation has not; it has "
-                f"{', '.join(map(repr, event.metrics)) or 'none'}"
+                f"{self.label} steps by the metric {self.monitor!r}, which this validation did not return; it returned {there}"
             )
         for scheduler in self.schedulers.values():
-            scheduler.step(float(value))
+            scheduler.step(score_of(f"monitor={self.monitor!r}: its value", value))
 
-    def before_save_checkpoint(self, event: BeforeSaveCheckpoint) -> None:
-        """Put the schedulers' states into the checkpoint; a save that leaves this key out drops them again."""
+    def before_save_checkpoint(self, event: events.BeforeSaveCheckpoint) -> None:
+        """Put the schedulers' states into the checkpoint; ``CheckpointHook`` may leave them out."""
         saved = event.checkpoint.setdefault(KEY, {})
         taken = saved.keys() & self.schedulers.keys()
         if taken:
@@ -175,7 +155,7 @@ class ParamSchedulerHook(Hook):
             self._rescale(name, scheduler)
         saved |= {name: scheduler.state_dict() for name, scheduler in self.schedulers.items()}
 
-    def after_load_checkpoint(self, event: AfterLoadCheckpoint) -> None:
+    def after_load_checkpoint(self, event: events.AfterLoadCheckpoint) -> None:
         """Give the schedulers their states back."""
         saved = event.checkpoint.get(KEY, {})
         for name, scheduler in self.schedulers.items():
@@ -184,12 +164,11 @@ class ParamSchedulerHook(Hook):
             else:
                 log.warning("the checkpoint has no state for this scheduler; it starts afresh", scheduler=name)
 
-    def after_run(self, event: AfterRun) -> None:
-        """Warn if there was no metric to step by."""
+    def after_run(self, event: events.AfterRun) -> None:
         warn_unvalidated(event, f'{self.label}(by="metric")')
 
     def _rescale(self, name: str, scheduler: Any) -> None:
-        """Scale what a schedule starts from as ``run.set_lr()`` has scaled ``initial_lr``, of which it has a copy."""
+        """Scale a schedule's copies of ``initial_lr`` as ``run.set_lr()`` has scaled the optimizer's."""
         if name not in self._optimizers or self._starts[name] == (now := _starts(self._optimizers[name])):
             return
         before, self._starts[name] = self._starts[name], now
@@ -200,7 +179,7 @@ class ParamSchedulerHook(Hook):
                     setattr(one, attribute, [rate * factor for rate, factor in zip(rates, factors, strict=True)])
 
     def _due(self, name: str, run: RunView) -> bool:
-        """True if the scheduler's own optimizer has stepped; any of them, where the scheduler does not tell."""
+        """Return True if the scheduler's own optimizer has stepped; any of them, if the scheduler has no known optimizer."""
         optimizer = self._optimizers.get(name)
         return run.updated or not run.optimizers if optimizer is None else run.stepped(optimizer)
 
@@ -210,7 +189,7 @@ def _starts(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def _optimizer_of(name: str, scheduler: Any, optimizers: Mapping[str, torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """Return the run's optimizer that a scheduler changes; what wraps an optimizer has the same parameter groups."""
+    """Return the run's optimizer that a scheduler changes; a wrapper of an optimizer has the same parameter groups."""
     groups = scheduler.optimizer.param_groups
     for optimizer in optimizers.values():
         if optimizer.param_groups is groups:
@@ -225,7 +204,7 @@ def _named(scheduler: Any) -> dict[str, Any]:
     if isinstance(scheduler, Mapping):
         named = {str(name): one for name, one in scheduler.items()}
     else:
-        listed = list(scheduler) if isinstance(scheduler, Iterable) else [scheduler]
+        listed = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
         named = {type(one).__name__: one for one in listed}
         if len(named) < len(listed):
             raise ConfigurationError(
@@ -240,37 +219,31 @@ def _named(scheduler: Any) -> dict[str, Any]:
 
 
 def _options(scheduler: Scheduler) -> Any:
-    """Return what of a new schedule's state are its options."""
+    """Return the options among the state of a new schedule: all but the learning rates, which are the optimizer's."""
+
+    def without_rates(state: Any) -> Any:
+        if isinstance(state, Mapping):
+            return {name: without_rates(value) for name, value in state.items() if name not in ("_last_lr", "base_lrs")}
+        return [without_rates(value) for value in state] if isinstance(state, list) else state
+
     try:
-        return _without_rates(scheduler.state_dict())
+        return without_rates(scheduler.state_dict())
     except AttributeError:  # torch's LambdaLR of a builtin function; the first save says that it cannot be saved
         return {}
 
 
-def _without_rates(state: Any) -> Any:
-    """Return a copy without the learning rates, which are the optimizer's."""
-    if isinstance(state, Mapping):
-        return {name: _without_rates(value) for name, value in state.items() if name not in ("_last_lr", "base_lrs")}
-    return [_without_rates(value) for value in state] if isinstance(state, list) else state
-
-
 def _check_scheduler(name: str, scheduler: Any, by: By | None) -> None:
-    lacking = [method for method in ("step", "state_dict", "load_state_dict") if not callable(getattr(scheduler, method, None))]
-    if lacking or isinstance(scheduler, type | torch.optim.Optimizer):  # an optimizer has these methods, too
+    if not isinstance(scheduler, Scheduler) or isinstance(scheduler, type | torch.optim.Optimizer):  # which have the methods
         shown = "an optimizer" if isinstance(scheduler, torch.optim.Optimizer) else repr(scheduler)  # whose repr has many lines
         raise ConfigurationError(
             f"scheduler {name!r} is {shown}; give an object like torch's schedulers, with step, state_dict and load_state_dict"
         )
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and by != "metric":
+    plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    if plateau and by != "metric":
         raise ConfigurationError(f'scheduler {name!r} needs a metric to step: by="metric", monitor="loss", say, not by={by!r}')
-    if by == "metric" and not _takes_metric(scheduler):
+    # The others of torch take an epoch, which is deprecated and no metric.
+    parameters = inspect.signature(scheduler.step).parameters
+    if by == "metric" and not plateau and ("epoch" in parameters or not parameters):
         raise ConfigurationError(
             f'scheduler {name!r} ({type(scheduler).__name__}) steps without a metric: by="iter" or "epoch"'
         )
-
-
-def _takes_metric(scheduler: Any) -> bool:
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        return True
-    # torch's others take an epoch, which is deprecated and no metric.
-    return "epoch" not in (names := inspect.signature(scheduler.step).parameters) and bool(names)
