@@ -1,11 +1,10 @@
-"""Train in the background of a web server: a live page with the loss, and buttons that reach into the run.
+"""Train in the background of a web server: a live page with the loss, and buttons that control the run.
 
     pip install -e ".[demo,web]" && python examples/serve.py        # then open http://127.0.0.1:8000
 
 The server and the bus share one event loop; training has a thread of its own, so pages are served while it computes. What the
-page shows comes from ``bus.stream(...)`` and goes out as server-sent events. What its buttons ask for takes effect at the next
-safe mount point: ``loop.stop()`` and ``loop.checkpoint_now()`` see to that by themselves, ``Control`` is a hook that does the
-same for two wishes of our own.
+page shows comes from ``bus.stream(...)`` and goes out as server-sent events. Its buttons call ``loop.pause()``, ``resume()``,
+``set_lr()``, ``checkpoint_now()`` and ``stop()``, each of which takes effect at the next safe mount point of the run.
 
 Other pages that are open in the visitor's browser can neither read the run nor reach into it: requests have to name a host that
 is known to be this one (no name that is rebound to it), and those of pages to come from ours. What a request brings is bounded.
@@ -18,7 +17,6 @@ import argparse
 import json
 import math
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -43,15 +41,11 @@ from torch.utils.data import DataLoader
 from hooks.demo import Accuracy, digits, network, step
 from trainbus import (
     BeforeRun,
-    BeforeTrainIter,
     Bus,
     CheckInvalidLossHook,
     CheckpointHook,
     EMAHook,
-    Hook,
     OptimizerHook,
-    Priority,
-    RunEvent,
     RuntimeInfoHook,
     TrainLoop,
     get_logger,
@@ -60,74 +54,6 @@ from trainbus import (
 PAGE = Path(__file__).with_name("serve.html")
 
 log = get_logger()
-
-
-class Changed(RunEvent, kw_only=True):
-    """A mount point of our own: somebody has reached into the run, and this is how it goes on."""
-
-    paused: bool = False
-    lr: float
-
-
-class Control(Hook):
-    """Pauses the run and sets its learning rate, both before an iteration begins. Its methods may be called from any thread.
-
-    Args:
-        pace: seconds to wait before each iteration, so that a small job is one that can be watched.
-    """
-
-    priority = Priority.HIGHEST
-
-    def __init__(self, pace: float = 0.0) -> None:
-        self._pace = pace
-        self._going = threading.Event()
-        self._lr: float | None = None
-        self._over = False
-
-    def pause(self) -> None:
-        """Hold the run before its next iteration."""
-        if not self._over:
-            self._going.clear()
-
-    def resume(self) -> None:
-        """Let it go on."""
-        self._going.set()
-
-    def release(self) -> None:
-        """Let it go on, and never wait again: the run is to end."""
-        self._over = True
-        self._going.set()
-
-    def set_lr(self, lr: float) -> None:
-        """Train on with this learning rate."""
-        self._lr = lr
-
-    def before_run(self, event: BeforeRun) -> None:
-        """Begin as a run that goes on, unless somebody was faster."""
-        self._going.set()
-        if self._over:
-            event.run.stop()
-
-    def before_train_iter(self, event: BeforeTrainIter) -> None:
-        """Do what was asked for since the last iteration."""
-        if self._pace:
-            time.sleep(self._pace)
-        if not self._going.is_set():
-            self._tell(event, paused=True)
-            self._going.wait()
-            self._tell(event)
-        lr, self._lr = self._lr, None
-        if lr is not None:
-            for group in _groups(event):
-                group["lr"] = lr
-            self._tell(event)
-
-    def _tell(self, event: BeforeTrainIter, *, paused: bool = False) -> None:
-        event.run.publish(Changed, paused=paused, lr=float(_groups(event)[0]["lr"]))
-
-
-def _groups(event: BeforeTrainIter) -> list[dict[str, Any]]:
-    return [group for optimizer in event.run.optimizers.values() for group in optimizer.param_groups]
 
 
 class Bulletin:
@@ -172,12 +98,15 @@ class Trainer:
         data = {name: DataLoader(part, batch_size=32, shuffle=name == "train") for name, part in digits(seed=0).items()}
         model = network()
         self.work_dir = work_dir
-        self.control = Control(pace)
         self.bulletin = Bulletin()
         self.over = False
+        self._ending = False
+        self._paused = False
+        self._lr = 1e-3
         self.bus = Bus()
+        self.bus.on("before_run", self._begin, priority=0)
+        self.bus.on("before_train_iter", lambda event: time.sleep(pace))
         self.bus.add(
-            self.control,
             OptimizerHook(grad_clip=5.0),
             EMAHook(momentum=0.02),
             RuntimeInfoHook(),  # reports the learning rate
@@ -186,7 +115,7 @@ class Trainer:
         )
         self.loop = TrainLoop(
             model,
-            torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-2),
+            torch.optim.AdamW(model.parameters(), lr=self._lr, weight_decay=1e-2),
             step=step,
             train_data=data["train"],
             val_data=data["val"],
@@ -220,16 +149,37 @@ class Trainer:
         """True if the run has ended before its time."""
         return self.loop.counters.epoch < (self.loop.max_epochs or 0)
 
+    def pause(self, paused: bool = True) -> None:
+        """Hold the run after the iteration under way, or let it go on."""
+        (self.loop.pause if paused else self.loop.resume)()
+        self._paused = paused
+        self._tell()
+
+    def set_lr(self, lr: float) -> None:
+        """Train on with this learning rate."""
+        self.loop.set_lr(lr)
+        self._lr = lr
+        self._tell()
+
     def stop(self) -> None:
-        """End the run in order, also one that is paused."""
+        """End the run in order, also one that is paused or has not begun."""
+        self._ending = True
         self.loop.stop("asked for by a visitor")
-        self.control.release()
+
+    def _begin(self, event: BeforeRun) -> None:
+        """Do what was asked for before there was a run."""
+        if self._ending:
+            event.run.stop()
+        if self._paused:
+            event.run.pause()
+
+    def _tell(self) -> None:
+        self.bulletin.post("changed", paused=self._paused, lr=self._lr, iter=self.loop.counters.iter)
 
     def _streams(self) -> Iterator[tuple[Callable[[Any], None], AsyncIterator[Any]]]:
         yield self._post_scalars, self.bus.stream("after_train_iter", every=2, queue=1000, full="drop_old")
         yield self._post_metrics, self.bus.stream("after_val_epoch")
         yield self._post_checkpoint, self.bus.stream("checkpoint_committed")
-        yield self._post_change, self.bus.stream(Changed)
 
     def _post_scalars(self, event: Any) -> None:
         numbers = {name: value for name, value in event.outputs.items() if math.isfinite(value)}
@@ -241,9 +191,6 @@ class Trainer:
     def _post_checkpoint(self, event: Any) -> None:
         names = [Path(name).name for name in event.names]
         self.bulletin.post("checkpoint", names=names, bytes=event.bytes, seconds=event.seconds)
-
-    def _post_change(self, event: Changed) -> None:
-        self.bulletin.post("changed", paused=event.paused, lr=event.lr, iter=event.progress.iter)
 
 
 async def _post_all(events: AsyncIterator[Any], post: Callable[[Any], None]) -> None:
@@ -325,9 +272,9 @@ def make_app(trainer: Trainer, hosts: Sequence[str] = ()) -> Starlette:
             return JSONResponse({"error": "training is over"}, status_code=409)
         match request.path_params["command"]:
             case "pause":
-                trainer.control.pause()
+                trainer.pause()
             case "resume":
-                trainer.control.resume()
+                trainer.pause(False)
             case "checkpoint":
                 trainer.loop.checkpoint_now()
             case "stop":
@@ -342,7 +289,7 @@ def make_app(trainer: Trainer, hosts: Sequence[str] = ()) -> Starlette:
         except msgspec.DecodeError as error:
             message = f'a learning rate is a number between 0 and 1, such as {{"lr": 0.001}}: {error}'
             return JSONResponse({"error": message}, status_code=422)
-        trainer.control.set_lr(rate.lr)
+        trainer.set_lr(rate.lr)
         return Response(status_code=202)
 
     known = ["127.0.0.1", "localhost", "[::1]", "::1", *hosts]
