@@ -17,8 +17,8 @@ from torch.distributed import is_torchelastic_launched
 
 import trainbus
 from eventloop.cli import catalogue, checkpoint, demo, run
-from eventloop.cli.output import say
-from eventloop.config.words import shortened
+from eventloop.cli.common import say
+from eventloop.config import shortened
 from eventloop.errors import CheckpointDamagedError, TrainbusError
 
 app = App(
@@ -54,9 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CycloptsError as error:
         _tell(command, f"{shortened(str(error), 200)}\n{command} --help shows the options", error)
         return 2
-    except TrainbusError as error:
+    except (TrainbusError, OSError) as error:
+        if isinstance(error, OSError) and names[:1] != ("checkpoint",):
+            raise  # of the user's own code
         _tell(command, str(error), error)
-        return 1 if isinstance(error, CheckpointDamagedError) or isinstance(error.__cause__, OSError) else 2
+        is_damage = isinstance(error, CheckpointDamagedError | OSError) or isinstance(error.__cause__, OSError)
+        return 1 if is_damage else 2
     except KeyboardInterrupt as interrupt:
         _tell(command, "interrupted", interrupt)
         return 130

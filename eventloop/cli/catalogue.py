@@ -78,7 +78,7 @@ def _options(kind: str, signature: Signature, width: int) -> Table:
         if kind == "average" and option.name == "model":
             continue  # the hook gives it
         default = option.default.__name__ if isinstance(option.default, type) else repr(option.default)
-        shown = Text("required", style="red") if option.required else Text(default, style="green")
+        shown = Text("required", style="red") if option.default is option.empty else Text(default, style="green")
         table.add_row(option.name, Text(describe(option.annotation), style="dim"), shown)
     if signature.rest_of is not None:
         table.add_row(f"those of {signature.rest_of}", "", "")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eventloop.cli.arguments import Positive, Seed
-from eventloop.cli.folders import free, resumable, to_resume
+from eventloop.cli.common import Positive, Seed
+from eventloop.cli.run import free, resumable, to_resume
 
 DEFAULT = Path("runs/digits")
 

@@ -1,16 +1,14 @@
 """From text to hooks, models and loops: the objects that a configuration names, typed by their own signatures.
 
-``read`` reads files and applies changes of the command line, ``signature`` finds the options of a class or function,
-``imports`` resolves ``module:attribute``, ``make`` makes the objects; ``hook_list`` makes hooks, ``setup`` a whole loop.
+``read`` reads files and applies changes of the command line, ``names`` has registered classes and resolves
+``module:attribute``, ``make`` makes objects by signature; ``hook_list`` makes hooks, ``setup`` a whole loop.
 """
 
 from eventloop.config.hook_list import Chosen, add_hooks, hook_from, hooks_in, merged
-from eventloop.config.imports import Imports, find_files_in
-from eventloop.config.make import Maker
+from eventloop.config.make import Maker, OptionsOf, Signature, describe
 from eventloop.config.migrations import Migration, OptionChange, PriorityScale, register_migrations, register_priorities
-from eventloop.config.read import SUFFIXES, override, read, settle
-from eventloop.config.registry import Registered, find, register, registered, registrable
-from eventloop.config.signature import Option, OptionsOf, Signature, describe
+from eventloop.config.names import Imports, Registered, find, find_files_in, register, registered, registrable
+from eventloop.config.read import SUFFIXES, override, read, settle, shortened
 
 __all__ = [
     "SUFFIXES",
@@ -18,7 +16,6 @@ __all__ = [
     "Imports",
     "Maker",
     "Migration",
-    "Option",
     "OptionChange",
     "OptionsOf",
     "PriorityScale",
@@ -39,4 +36,5 @@ __all__ = [
     "registered",
     "registrable",
     "settle",
+    "shortened",
 ]

@@ -9,13 +9,10 @@ from typing import Any
 from eventloop.bus import Bus
 from eventloop.bus.hook import Hook
 from eventloop.bus.priority import Priority, PriorityLike
-from eventloop.config.imports import Imports
-from eventloop.config.make import Maker, missing_type
+from eventloop.config.make import Maker, Signature, missing_type
 from eventloop.config.migrations import priority_scales, translated
-from eventloop.config.read import FromText, settle
-from eventloop.config.registry import name_of, registered, registrable
-from eventloop.config.signature import Signature
-from eventloop.config.words import did_you_mean, inside, kind_of, wrong
+from eventloop.config.names import Imports, name_of, registered, registrable
+from eventloop.config.read import FromText, did_you_mean, inside, kind_of, settle, wrong
 from eventloop.errors import SubscribeError
 
 Chosen = tuple[Hook, PriorityLike | None]

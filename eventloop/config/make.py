@@ -2,25 +2,154 @@
 
 from __future__ import annotations
 
+import collections.abc as abc
+import dataclasses
 import functools
 import inspect
 import operator
+import os
 import traceback
+import types
+import typing
 from collections.abc import Callable, Mapping
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
 
 import msgspec
 
-from eventloop.config.imports import Imports, is_reference
 from eventloop.config.migrations import translated, why_not_here
-from eventloop.config.read import FromText, parse, settle
-from eventloop.config.registry import find, kind_of_base
-from eventloop.config.signature import Member, Option, Signature, describe, members
-from eventloop.config.words import check_keys, did_you_mean, inside, kind_of, wrong
+from eventloop.config.names import Imports, find, is_reference, kind_of_base
+from eventloop.config.read import FromText, check_keys, did_you_mean, inside, kind_of, parse, settle, wrong
 from eventloop.errors import TrainbusError
 
+_EMPTY = inspect.Parameter.empty
+_SCALARS = (bool, int, float, str, bytes, type(None))
+_LISTS = (list, tuple, set, frozenset, abc.Sequence, abc.MutableSequence, abc.Iterable, abc.Collection, abc.Set)
+_TABLES = (dict, abc.Mapping, abc.MutableMapping)
 _NOT_IT: Any = object()
+
+# ---------------------------------------------------------------------------------------------------------- signatures
+
+
+class OptionsOf(msgspec.Struct, frozen=True):
+    """Marks the ``**options`` of a constructor as those of the class that another option names.
+
+    ``**options: Annotated[Any, OptionsOf("ema_type")]``
+    """
+
+    option: str
+
+
+class Signature:
+    """The options of a class or function.
+
+    Attributes:
+        label: name of the target in messages.
+        options: parameters that a configuration can give by name, in their order, with resolved annotations.
+        rest: annotation of ``**options``; None if the target has none.
+        rest_of: the option whose class takes ``**options``; None if they are not marked with :class:`OptionsOf`.
+    """
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        self.label: str = getattr(target, "__name__", type(target).__name__)
+        # Torch's schedulers import typing's own names for type checkers only.
+        names = {**vars(abc), **vars(typing), **getattr(inspect.unwrap(_function(target)), "__globals__", {})}
+        self.options: dict[str, inspect.Parameter] = {}
+        self.rest: Any = None
+        try:
+            parameters = list(inspect.signature(target).parameters.values())
+        except (TypeError, ValueError):  # a builtin without a signature takes any options
+            parameters = [inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)]
+        for one in parameters:
+            annotation = _resolved(one.annotation, names)
+            if one.kind is one.VAR_KEYWORD:
+                self.rest = annotation
+            elif one.kind is not one.VAR_POSITIONAL:
+                self.options[one.name] = one.replace(annotation=annotation)
+        marks = getattr(self.rest, "__metadata__", ())
+        self.rest_of: str | None = next((mark.option for mark in marks if isinstance(mark, OptionsOf)), None)
+
+
+def _function(target: Any) -> Any:
+    if isinstance(target, functools.partial):
+        return _function(target.func)
+    if isinstance(target, type):
+        initializer = inspect.getattr_static(target, "__init__")
+        return target.__new__ if initializer is object.__init__ else initializer
+    return target if inspect.isroutine(target) else type(target).__call__
+
+
+def _resolved(annotation: Any, names: dict[str, Any]) -> Any:
+    holder = type("Holder", (), {"__annotations__": {"it": annotation}})
+    try:
+        return Any if annotation is _EMPTY else typing.get_type_hints(holder, names, include_extras=True)["it"]
+    except Exception:  # noqa: BLE001 - a name that only type checkers have, for instance
+        return Any
+
+
+class Member(NamedTuple):
+    """One member of the union that an annotation is; ``text`` is anything that msgspec decodes: a scalar, Literal, record."""
+
+    form: Literal["any", "text", "list", "table", "path", "function", "class", "object"]
+    annotation: Any
+    base: type | None = None  # the container of a list; the class of an object, or of which a class is derived
+    inner: Any = Any  # annotation of the entries; a list of them for a tuple of fixed length
+
+
+def members(annotation: Any) -> list[Member]:
+    """Return the members of a union, or the annotation alone."""
+    while typing.get_origin(annotation) in (Annotated, typing.Final) or isinstance(annotation, TypeVar):
+        is_variable = isinstance(annotation, TypeVar)
+        annotation = (annotation.__bound__ or Any) if is_variable else typing.get_args(annotation)[0]
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        return [one for member in typing.get_args(annotation) for one in members(member)]
+    return [_member(type(None) if annotation is None else annotation)]
+
+
+def _member(annotation: Any) -> Member:
+    origin, arguments = typing.get_origin(annotation) or annotation, typing.get_args(annotation)
+    base = origin if isinstance(origin, type) else None
+    if annotation in (Any, object):
+        return Member("any", Any)
+    if origin in _LISTS:
+        container = base if base in (tuple, set, frozenset) else list
+        fixed = origin is tuple and arguments and arguments[-1] is not Ellipsis
+        return Member("list", annotation, container, list(arguments) if fixed else (*arguments, Any)[0])
+    if origin in _TABLES:
+        return Member("table", annotation, dict, arguments[1] if len(arguments) == 2 else Any)
+    if origin is Literal or annotation in _SCALARS:
+        return Member("text", annotation)
+    if origin is type:
+        asked = members(arguments[0])[0].base if arguments else None
+        return Member("class", annotation, asked or object)
+    if base is not None and (issubclass(base, Enum | msgspec.Struct) or dataclasses.is_dataclass(base)):
+        return Member("text", annotation)
+    if base is not None and issubclass(base, os.PathLike):
+        return Member("path", annotation, base)
+    return Member("function" if origin is abc.Callable else "object", annotation, base)
+
+
+def describe(annotation: Any) -> str:
+    """Return an annotation as people write it."""
+    return " | ".join(map(_described, members(annotation)))
+
+
+def _described(member: Member) -> str:
+    annotation, inner, arguments = member.annotation, member.inner, typing.get_args(member.annotation)
+    if typing.get_origin(annotation) is Literal:
+        return " | ".join(map(repr, arguments))
+    if annotation is type(None):
+        return "None"
+    if member.form == "function":
+        return "function"
+    if member.form == "table" or (member.form == "list" and not isinstance(inner, list)):
+        return member.form if inner is Any else f"{member.form} of {describe(inner)}"
+    name: str = getattr(typing.get_origin(annotation) or annotation, "__name__", str(annotation).removeprefix("typing."))
+    return f"{name}[{', '.join(map(describe, arguments))}]" if arguments else name
+
+
+# ------------------------------------------------------------------------------------------------------------- objects
 
 
 class Maker:
@@ -37,12 +166,9 @@ class Maker:
 
     def __init__(self, imports: Imports | None = None, *, model: Any = None, optimizer: Any = None) -> None:
         self.imports = imports or Imports()
-        self._given = {} if model is None else {"model": model}
         self._optimizers: Mapping[str, Any] = optimizer if isinstance(optimizer, Mapping) else {}
-        if optimizer is not None and not self._optimizers:
-            self._given["optimizer"] = optimizer
-
-    # -------------------------------------------------------------------------------------------- names and tables
+        given = {"model": model, "optimizer": None if self._optimizers else optimizer}
+        self._given = {name: value for name, value in given.items() if value is not None}
 
     def make(self, value: Any, where: str, *, expected: type | None = None, given: Mapping[str, Any] | None = None) -> Any:
         """Return the object that ``value`` describes: the result of calling ``type`` with the options beside it.
@@ -52,17 +178,14 @@ class Maker:
         Raises:
             ConfigurationError: unknown names and options, wrong types, or another class than ``expected``.
         """
-        name, options = self._split(value, where)
-        if name is None:
-            made = value
-        else:
-            made = self.named(value, where, expected)
-            if kind_of_base(expected) is not None:
-                options = translated(name, options, where)
-            if isinstance(made, type | functools.partial) or inspect.isroutine(made):
-                made = self.call(made, options, where, given=given)
-            elif options:
-                raise wrong(where, f"{made!r} is an object, which takes no options ({', '.join(options)})")
+        name, options = _split(value, where)
+        made = value if name is None else self.named(value, where, expected)
+        if name is not None and kind_of_base(expected) is not None:
+            options = translated(name, options, where)
+        if name is not None and (isinstance(made, type | functools.partial) or inspect.isroutine(made)):
+            made = self.call(made, options, where, given=given)
+        elif options:
+            raise wrong(where, f"{made!r} is an object, which takes no options ({', '.join(options)})")
         if expected is not None and not isinstance(made, expected):
             article = "an" if expected.__name__[0] in "AEIOU" else "a"
             raise wrong(where, f"expected {article} {expected.__name__}, got {made!r}")
@@ -70,13 +193,12 @@ class Maker:
 
     def function(self, value: Any, where: str) -> Callable[..., Any]:
         """Return the function that ``value`` names; one with options has them filled in, a class with options is called."""
-        name, options = self._split(value, where)
+        name, options = _split(value, where)
         found = value if name is None else self.named(value, where)
-        if isinstance(value, Mapping):
-            if isinstance(found, type):
-                found = self.call(found, options, where)
-            elif callable(found):
-                found = functools.partial(found, **self.decode(Signature(found), options, where, partly=True)[1])
+        if isinstance(value, Mapping) and isinstance(found, type):
+            found = self.call(found, options, where)
+        elif isinstance(value, Mapping) and callable(found):
+            found = functools.partial(found, **self.decode(Signature(found), options, where))
         if not callable(found):
             raise wrong(where, f"expected a function, as module:attribute, got {kind_of(found)}")
         return found  # type: ignore[no-any-return]
@@ -90,7 +212,7 @@ class Maker:
 
     def named(self, value: str | Mapping[str, Any], where: str, expected: type | None = None) -> Any:
         """Return the class, function or object that a name, or the ``type`` of a table, stands for."""
-        name, _ = self._split(value, where)
+        name, _ = _split(value, where)
         if not isinstance(name, str):
             return name
         where = where if isinstance(value, str) else inside(where, "type")
@@ -103,20 +225,6 @@ class Maker:
             hint = f"{why_not_here(name)}; a class that is not registered is written as module:attribute"
             raise wrong(where, f"{error}{hint}") from None
 
-    def _split(self, value: Any, where: str) -> tuple[Any, dict[str, Any]]:
-        """Return name and options of a description; None as the name of any other value."""
-        if isinstance(value, str):
-            return str(value), {}
-        if not isinstance(value, Mapping):
-            return None, {}
-        options = dict(value)
-        if "type" not in options:
-            hint = f"is missing{missing_type(options)}: say what to make, as module:attribute or a registered name"
-            raise wrong(inside(where, "type"), hint)
-        return options.pop("type"), options
-
-    # ----------------------------------------------------------------------------------------------------- options
-
     def call(
         self,
         target: Callable[..., Any],
@@ -126,11 +234,32 @@ class Maker:
         given: Mapping[str, Any] | None = None,
         also_known: tuple[str, ...] = (),
     ) -> Any:
-        """Call ``target`` with options decoded for its signature; its own errors get ``where`` added."""
+        """Call ``target`` with options decoded for its signature; its own errors get ``where`` added.
+
+        Args:
+            target: a class or function.
+            options: by name.
+            where: the position of its table.
+            given: objects for required parameters that are not among the options; they come before the maker's own.
+            also_known: keys that the caller has taken out, for the hints.
+
+        Raises:
+            ConfigurationError: an unknown or missing option, or a value of the wrong type.
+        """
         signature = Signature(target)
-        positional, named = self.decode(signature, options, where, given=given, also_known=also_known)
+        values = self.decode(signature, options, where, also_known)
+        given = {**self._given, **(given or {})}
+        for name, option in signature.options.items():
+            if option.default is option.empty and name not in values:
+                if name not in given:
+                    type_ = "" if option.annotation is Any else f" ({describe(option.annotation)})"
+                    which = f"; name one of {', '.join(self._optimizers)}" if name == "optimizer" and self._optimizers else ""
+                    raise wrong(inside(where, name), f"is missing: {signature.label} needs it{type_}{which}")
+                values[name] = given[name]
+        by_position = [name for name, option in signature.options.items() if option.kind is option.POSITIONAL_ONLY]
+        positional = [values.pop(name) for name in by_position if name in values]
         try:
-            return target(*positional, **named)
+            return target(*positional, **values)
         except TrainbusError as error:
             raise type(error)(f"{where} ({signature.label}): {error}") from error
         except Exception as error:
@@ -140,136 +269,97 @@ class Maker:
             raise
 
     def decode(
-        self,
-        signature: Signature,
-        table: Mapping[str, Any],
-        where: str,
-        *,
-        given: Mapping[str, Any] | None = None,
-        also_known: tuple[str, ...] = (),
-        partly: bool = False,
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """Return positional and named arguments from a table.
-
-        Args:
-            signature: of the function that gets them.
-            table: the options.
-            where: the position of the table.
-            given: objects for required parameters that are not in the table; they come before the maker's own.
-            also_known: keys that the caller has taken out, for the hints.
-            partly: leave out what is missing.
-
-        Raises:
-            ConfigurationError: an unknown or missing option, or a value of the wrong type.
-        """
-        known = signature.options
-        values = {key: self._option(value, known[key], inside(where, key)) for key, value in table.items() if key in known}
-        further = {key: value for key, value in table.items() if key not in known}
-        extra = self._further(signature, further, values, where, also_known)
-        if not partly:
-            self._complete(signature, values, where, {**self._given, **(given or {})})
-        positional = [values.pop(name) for name in signature.positional if name in values]
-        return positional, values | extra
-
-    def _further(
-        self,
-        signature: Signature,
-        further: Mapping[str, Any],
-        values: Mapping[str, Any],
-        where: str,
-        also_known: tuple[str, ...],
+        self, signature: Signature, table: Mapping[str, Any], where: str, also_known: tuple[str, ...] = ()
     ) -> dict[str, Any]:
-        """Decode the values of ``**options``."""
-        if (owner := signature.rest_of) is None:
-            if signature.rest is None:
-                check_keys(further, [*signature.options, *also_known], where, signature.label)
-            return {key: self._value(value, signature.rest, inside(where, key)) for key, value in further.items()}
-        theirs = Signature(values.get(owner, signature.options[owner].default))
-        names = [name for name, option in theirs.options.items() if not option.required]
-        check_keys(further, [*signature.options, *names, *also_known], where, f"{signature.label} with {theirs.label}")
-        return self.decode(theirs, further, where, partly=True)[1]
+        """Return the options in a table, typed by a signature; see :meth:`call`."""
+        own = {key: value for key, value in table.items() if key in signature.options}
+        further = {key: value for key, value in table.items() if key not in own}
+        values = {key: self._option(value, signature.options[key], inside(where, key)) for key, value in own.items()}
+        known, label = [*signature.options, *also_known], signature.label
+        if (owner := signature.rest_of) is not None:
+            theirs = Signature(values.get(owner, signature.options[owner].default))
+            known += [name for name, option in theirs.options.items() if option.default is not option.empty]
+            check_keys(further, known, where, f"{label} with {theirs.label}")
+            return values | self.decode(theirs, further, where)
+        if signature.rest is None:
+            check_keys(further, known, where, label)
+        return values | {key: self._value(value, signature.rest, inside(where, key)) for key, value in further.items()}
 
-    def _complete(self, signature: Signature, values: dict[str, Any], where: str, given: Mapping[str, Any]) -> None:
-        for name, option in signature.options.items():
-            if option.required and name not in values:
-                if name not in given:
-                    type_ = "" if option.annotation is Any else f" ({describe(option.annotation)})"
-                    which = f"; name one of {', '.join(self._optimizers)}" if name == "optimizer" and self._optimizers else ""
-                    raise wrong(inside(where, name), f"is missing: {signature.label} needs it{type_}{which}")
-                values[name] = given[name]
-
-    def _option(self, value: Any, option: Option, where: str) -> Any:
+    def _option(self, value: Any, option: inspect.Parameter, where: str) -> Any:
         if option.name == "optimizer" and isinstance(value, str) and self._optimizers:
             if value not in self._optimizers:
-                hint = did_you_mean(value, self._optimizers)
-                there = ", ".join(self._optimizers)
+                hint, there = did_you_mean(value, self._optimizers), ", ".join(self._optimizers)
                 raise wrong(where, f"there is no optimizer {str(value)!r}{hint}; there are {there}")
             return self._optimizers[value]
         return self._value(value, option.annotation, where)
-
-    # -------------------------------------------------------------------------------------- values, by annotation
 
     def _value(self, value: Any, annotation: Any, where: str) -> Any:
         kinds = members(annotation)
         forms = {one.form for one in kinds}
         if "any" in forms:
             return self._anything(settle(value), where)
-        if isinstance(value, FromText) and forms - {"text", "path"} and isinstance(found := parse(value), list | dict):
+        typed = isinstance(value, FromText)
+        if typed and forms - {"text", "path"} and isinstance(found := parse(value), list | dict):
             value = found
         texts = [one.annotation for one in kinds if one.form == "text"]
         others = [one for one in kinds if one.form != "text"]
         if isinstance(value, Mapping) and not is_reference(value.get("type")):
             others.sort(key=lambda one: one.form != "table")  # a table without module:attribute is an option that is a table
         for one in others:
-            found = self._described(
-                value, one, where, is_name=isinstance(value, str) and not _is_meant_as_text(value, one, texts)
-            )
-            if found is not _NOT_IT:
+            is_name = isinstance(value, str) and not _is_meant_as_text(value, one, texts)
+            if (found := self._described(value, one, where, is_name=is_name)) is not _NOT_IT:
                 return found
-        typed = isinstance(value, FromText)
-        if texts:
-            try:
+        try:
+            if texts:
                 return msgspec.convert(str(value) if typed else value, functools.reduce(operator.or_, texts), strict=not typed)
-            except msgspec.ValidationError:
-                pass  # told below, with the value
-        raise wrong(where, _unexpected(value, annotation))
+        except msgspec.ValidationError:
+            pass  # told below, with the value
+        literals = [str(one) for kind in kinds if kind.form == "text" for one in typing.get_args(kind.annotation)]
+        hint = did_you_mean(value, literals) if isinstance(value, str) else ""
+        raise wrong(where, f"expected {describe(annotation)}, got {kind_of(value)}{hint}")
 
     def _described(self, value: Any, kind: Member, where: str, *, is_name: bool) -> Any:
         """Return the value for one member of a union that is more than text; ``_NOT_IT`` for another kind of value."""
-        if kind.form == "list":
-            return self._list(value, kind, where) if isinstance(value, list | tuple | set) else _NOT_IT
-        if kind.form == "table":
-            if not isinstance(value, Mapping):
-                return _NOT_IT
+        if kind.form == "list" and isinstance(value, list | tuple | set):
+            inner = kind.inner if isinstance(kind.inner, list) else [kind.inner] * len(value)
+            if len(inner) != len(value):
+                raise wrong(where, f"expected a list of {len(inner)}, got one of {len(value)}")
+            entries = enumerate(zip(value, inner, strict=True))
+            return (kind.base or list)(self._value(one, of, inside(where, index)) for index, (one, of) in entries)
+        if kind.form == "table" and isinstance(value, Mapping):
             return {key: self._value(entry, kind.inner, inside(where, str(key))) for key, entry in value.items()}
         if kind.form == "path" and isinstance(value, str):
             return Path(value) if is_name else value
-        if kind.form == "function":
-            return self.function(value, where) if is_name or isinstance(value, Mapping) or callable(value) else _NOT_IT
+        if kind.form == "function" and (is_name or isinstance(value, Mapping) or callable(value)):
+            return self.function(value, where)
         if kind.form == "class":
             is_name = is_name or (isinstance(value, str) and kind_of_base(kind.base) is not None)
             return self.class_(value, kind.base or object, where) if is_name or isinstance(value, type) else _NOT_IT
         if kind.form == "object" and (is_name or isinstance(value, Mapping)):
             return self.make(value, where, expected=kind.base)
-        return value if kind.base is not None and isinstance(value, kind.base) else _NOT_IT
-
-    def _list(self, value: Any, kind: Member, where: str) -> Any:
-        items = list(value)
-        kinds = kind.inner if isinstance(kind.inner, list) else [kind.inner] * len(items)
-        if len(kinds) != len(items):
-            raise wrong(where, f"expected a list of {len(kinds)}, got one of {len(items)}")
-        made = [self._value(one, of, inside(where, index)) for index, (one, of) in enumerate(zip(items, kinds, strict=True))]
-        return kind.base(made) if kind.base else made
+        return value if kind.form in ("object", "path") and kind.base and isinstance(value, kind.base) else _NOT_IT
 
     def _anything(self, value: Any, where: str) -> Any:
         """Make every table in an untyped value whose ``type`` is ``module:attribute``; the rest stays as it is."""
+        if isinstance(value, dict) and is_reference(value.get("type")):
+            return self.make(value, where)
         if isinstance(value, dict):
-            if is_reference(value.get("type")):
-                return self.make(value, where)
             return {key: self._anything(entry, inside(where, str(key))) for key, entry in value.items()}
         if isinstance(value, list):
             return [self._anything(entry, inside(where, index)) for index, entry in enumerate(value)]
         return value
+
+
+def _split(value: Any, where: str) -> tuple[Any, dict[str, Any]]:
+    """Return name and options of a description; None as the name of any other value."""
+    if isinstance(value, str):
+        return str(value), {}
+    if not isinstance(value, Mapping):
+        return None, {}
+    if "type" not in value:
+        hint = f"is missing{missing_type(value)}: say what to make, as module:attribute or a registered name"
+        raise wrong(inside(where, "type"), hint)
+    return value["type"], {key: entry for key, entry in value.items() if key != "type"}
 
 
 def missing_type(table: Mapping[str, Any]) -> str:
@@ -283,14 +373,6 @@ def _is_meant_as_text(value: str, kind: Member, texts: list[Any]) -> bool:
     if str in texts or kind.form == "path" or set(texts) <= {type(None)}:
         return str in texts
     return not is_reference(value) and kind_of_base(kind.base) is None
-
-
-def _unexpected(value: Any, annotation: Any) -> str:
-    choices = [
-        str(one) for kind in members(annotation) for one in getattr(kind.annotation, "__args__", ()) if isinstance(one, str)
-    ]
-    hint = did_you_mean(value, choices) if isinstance(value, str) else ""
-    return f"expected {describe(annotation)}, got {kind_of(value)}{hint}"
 
 
 def _raised_within_torch(error: Exception) -> bool:

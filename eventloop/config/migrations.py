@@ -7,9 +7,8 @@ from typing import Any
 
 import msgspec
 
-from eventloop.config.read import settle
-from eventloop.config.registry import add_aliases, load_builtin
-from eventloop.config.words import inside, kind_of, wrong
+from eventloop.config.names import add_aliases, load_builtin
+from eventloop.config.read import inside, kind_of, settle, wrong
 
 
 class OptionChange(msgspec.Struct, frozen=True):
@@ -70,7 +69,7 @@ class PriorityScale(msgspec.Struct, frozen=True):
     names: dict[str, int]
 
 
-_by_name: dict[str, list[Migration]] = {}
+_migrations: dict[str, list[Migration]] = {}
 _scales: dict[str, PriorityScale] = {}
 
 
@@ -81,7 +80,7 @@ def register_migrations(table: Iterable[Migration]) -> None:
         for ours in entry.ours[:1]:
             add_aliases(ours, names)
         for name in names:
-            known = _by_name.setdefault(name, [])
+            known = _migrations.setdefault(name, [])
             if entry not in known:
                 known.append(entry)
 
@@ -99,7 +98,7 @@ def priority_scales() -> dict[str, PriorityScale]:
 
 def why_not_here(name: object) -> str:
     """Return the note on a hook of another system that is not here, as the end of a message; "" for other names."""
-    absent = [entry for entry in _by_name.get(str(name), ()) if not entry.ours]
+    absent = [entry for entry in _migrations.get(str(name), ()) if not entry.ours]
     return f" ({absent[0].system}'s: {absent[0].note})" if absent else ""
 
 
@@ -110,10 +109,10 @@ def translated(name: str | None, options: Mapping[str, Any], where: str) -> dict
         ConfigurationError: an option without an equivalent asks for another behaviour, or two options are one here.
     """
     # Of those of one name the one with most of the options, or that takes none.
-    by_options = lambda entry: (len(entry.options.keys() & options.keys()), not entry.options)  # noqa: E731
-    entry = max(_by_name.get(name or "", ()), key=by_options, default=None)
-    if entry is None:
+    entries = [(len(one.options.keys() & options.keys()), not one.options, one) for one in _migrations.get(name or "", ())]
+    if not entries:
         return dict(options)
+    entry = max(entries, key=lambda found: found[:2])[2]
     ours: dict[str, Any] = {}
     also: dict[str, Any] = {}
     for option, value in options.items():

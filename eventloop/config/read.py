@@ -1,6 +1,6 @@
-"""A configuration as text: files in TOML, YAML and JSON, and changes to them such as ``loop.max_epochs=3``.
+"""A configuration as text: files in TOML, YAML and JSON, changes such as ``loop.max_epochs=3``, and words for messages.
 
-All of them give tables, lists, text and numbers, and never run anything. Size, depth and repetition are bounded.
+Text gives tables, lists, strings and numbers, and never runs anything. Size, depth and repetition are bounded.
 """
 
 from __future__ import annotations
@@ -9,26 +9,18 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from eventloop.config.words import did_you_mean, inside, kind_of, shortened, wrong
 from eventloop.errors import ConfigurationError
 
-_LARGEST_FILE = 10_000_000
-"""Bytes."""
-
-_LARGEST_INTEGER = 10_000
-"""Bits: fewer than Python refuses to write as a decimal number."""
-
-_MOST_VALUES = 1_000_000
-"""In a YAML file whose aliases are written out."""
-
-_DEEPEST = 100
-"""Levels of tables and lists within each other."""
-
+_LARGEST_FILE = 10_000_000  # bytes
+_LARGEST_INTEGER = 10_000  # bits: fewer than Python refuses to write as a decimal number
+_MOST_VALUES = 1_000_000  # in a YAML file whose aliases are written out
+_DEEPEST = 100  # levels of tables and lists within each other
 _TOO_DEEP = f"nested too deeply; a configuration has at most {_DEEPEST} levels"
 
 # YAML 1.2's floats. PyYAML reads YAML 1.1, where 1e-3, the usual form of a learning rate, is text.
@@ -267,3 +259,52 @@ def _put(table: Any, steps: list[str | int], value: FromText) -> None:
         elif isinstance(following, str) and isinstance(found, str):
             found = table[step] = {"type": found}
         table = found
+
+
+# ----------------------------------------------------------------------------------------------------- words of messages
+
+
+def inside(where: str, key: str | int) -> str:
+    """Return the position of an entry of the table or list at ``where``."""
+    if isinstance(key, int):
+        return f"{where}[{key}]"
+    shown = key if re.fullmatch(r"[\w-]+", key) else f'"{key}"'
+    return f"{where}.{shown}" if where else shown
+
+
+def wrong(where: str, message: str) -> ConfigurationError:
+    """Return the error for the value at ``where``."""
+    return ConfigurationError(f"{where}: {message}" if where else message)
+
+
+def shortened(text: str, most: int = 80) -> str:
+    """Return a text for a message, cut if it is long."""
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def kind_of(value: Any) -> str:
+    """Return the type of a value, and the value if it is short: ``str 'ten'``, ``a table``."""
+    if isinstance(value, dict | list | tuple):
+        return "a table" if isinstance(value, dict) else "a list"
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return f"str {shortened(str(value))!r}"
+    return f"{type(value).__name__} {value!r}" if isinstance(value, bool | int | float) else shortened(repr(value))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``" (did you mean 'this' or 'that'?)"``, or nothing where no name is near."""
+    lower = {one.lower(): one for one in known}
+    near = get_close_matches(name.lower(), lower, n=2, cutoff=0.6)
+    near = near or [one for one in lower if len(name) > 2 and name.lower() in one][:2]
+    return f" (did you mean {' or '.join(repr(lower[one]) for one in near)}?)" if near else ""
+
+
+def check_keys(table: Mapping[str, object], known: Iterable[str], where: str, whose: str) -> None:
+    """Raise ConfigurationError for a key of ``table`` that is not among those of ``whose``."""
+    names = list(dict.fromkeys(known))
+    for key in table:
+        if key not in names:
+            hint = did_you_mean(str(key), names) or f"; there are {', '.join(names) or 'none'}"
+            raise wrong(inside(where, str(key)), f"{whose} has no option {str(key)!r}{hint}")

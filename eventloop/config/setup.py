@@ -12,11 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from eventloop.bus import Bus
 from eventloop.config.hook_list import hook_from, hooks_in, merged
-from eventloop.config.imports import Imports
-from eventloop.config.make import Maker
-from eventloop.config.read import FromText, settle
-from eventloop.config.signature import Signature
-from eventloop.config.words import check_keys, did_you_mean, inside, kind_of, wrong
+from eventloop.config.make import Maker, Signature
+from eventloop.config.names import Imports
+from eventloop.config.read import FromText, check_keys, did_you_mean, inside, kind_of, settle, wrong
 from eventloop.errors import ConfigurationError, SubscribeError
 from eventloop.training.arguments import device_of
 from eventloop.training.distributed.launch import is_parallel, own_device, shared
@@ -85,7 +83,7 @@ class Setup:
         self._config = {name: value if name in _TYPED else _settled(value) for name, value in config.items()}
         self._check_keys(signature)
         self._maker = Maker(Imports(_module_names(self._config.get("imports", [])), folders))
-        self.loop = self._maker.decode(signature, _table(self._config.get("loop", {}), "loop"), "loop", partly=True)[1]
+        self.loop = self._maker.decode(signature, _table(self._config.get("loop", {}), "loop"), "loop")
 
     @property
     def tests(self) -> bool:

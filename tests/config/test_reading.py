@@ -186,7 +186,7 @@ def typed(annotation, text):
 
     target.__annotations__ = {"option": annotation}
     table = override({"x": {}}, [f"x.option={text}"])["x"]
-    return Maker().decode(Signature(target), table, "x")[1]["option"]
+    return Maker().decode(Signature(target), table, "x")["option"]
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,9 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from eventloop.checkpoint import (
-    AnyPath,
-    RemotePath,
-    convert_foreign,
-    export_tree,
-    export_weights,
-    is_weights,
-    load_pth,
-    outline,
-    save,
-)
-from eventloop.cli.arguments import FileOrURL
-from eventloop.cli.output import check_file, check_kind, say, status_of, to_terminal
+from eventloop import checkpoint
+from eventloop.checkpoint import AnyPath, RemotePath, outline
+from eventloop.cli.common import FileOrURL, check_file, check_kind, say, status_of, to_terminal
 from eventloop.errors import CheckpointError
 from eventloop.training.saves.discover import is_resumable
 
@@ -56,9 +46,9 @@ def export(
     check_kind(file)
     _check_free(file, out, force=force)
     if weights:
-        export_weights(file, out, key=_raw_key(file) if raw else "state_dict", strip=strip, model=model)
+        checkpoint.export_weights(file, out, key=_raw_key(file) if raw else "state_dict", strip=strip, model=model)
     else:
-        export_tree(file, out)
+        checkpoint.export_tree(file, out)
     what = "weights" if weights else "the whole checkpoint"
     how = "safetensors" if out.suffix == ".safetensors" else "torch.load(..., weights_only=True)"
     say(to_terminal(), ("exported ", "bold"), f"{out}  {decimal(status_of(out).bytes)}, {what}, for {how}")
@@ -79,8 +69,8 @@ def import_(file: Path, out: FileOrURL, /, *, force: bool = False) -> int:
     _check_free(file, out, force=force)
     import hooks  # noqa: F401 - registers the formats of other systems
 
-    state, notes = _converted(load_pth(file))
-    written = save(state, out)
+    state, notes = _converted(checkpoint.load_pth(file))
+    written = checkpoint.save(state, out)
     console = to_terminal()
     say(console, ("imported  ", "bold"), f"{out}  {decimal(written.bytes)}, {written.digest}")
     for name, text in notes.items():
@@ -104,9 +94,9 @@ def _raw_key(file: AnyPath) -> str:
 
 def _converted(tree: Any) -> tuple[Any, dict[str, str]]:
     """Return the state to save of ``tree``, and notes on it."""
-    if (converted := convert_foreign(tree)) is not None:
+    if (converted := checkpoint.convert_foreign(tree)) is not None:
         return converted
-    if is_weights(tree):
+    if checkpoint.is_weights(tree):
         return {"state_dict": dict(tree)}, {"from": "a state_dict, now under that key", "resumes": "nothing but the weights"}
     if is_resumable(tree):
         return tree, {"from": "an export of trainbus", "resumes": "the run"}

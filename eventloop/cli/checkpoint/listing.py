@@ -8,12 +8,11 @@ from typing import Any, Literal
 
 import msgspec
 from rich.filesize import decimal
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, file_kind, outline, store_of, verify, verify_shards
-from eventloop.cli.arguments import FileOrURL
-from eventloop.cli.output import Status, check_file, check_kind, printable, say, status_of, to_terminal
+from eventloop.cli.common import FileOrURL, Status, check_file, check_kind, printable, say, status_of, to_terminal
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 from eventloop.training.saves.discover import file_named, read_pointer
 from eventloop.training.saves.write import LAST
@@ -28,8 +27,6 @@ _STYLES: dict[State, str] = {
     "unreadable": "bold red",
     "weights": "dim",
 }
-_OTHERS = 48
-"""Columns that a row takes beside the name, two between any two."""
 
 
 class Found(msgspec.Struct):
@@ -64,7 +61,7 @@ def ls(directory: FileOrURL, /, *, verify: bool = False) -> int:
     text = read_pointer(directory) or None
     newest = None if text is None else file_named(directory, text, [])
     if files:
-        console.print(_table(files, newest, console.width))
+        console.print(_table(files, newest))
     else:
         say(console, f"no checkpoints in {directory}")
     if text is not None:
@@ -161,16 +158,10 @@ def _examined(found: Found, *, every_byte: bool) -> Found:
     return found
 
 
-def _table(files: list[Found], newest: AnyPath | None, width: int) -> Table:
-    longest = max(len(found.names[0].name) for found in files)
-    gap = 2 if longest + _OTHERS <= width else 1
-    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
-    table.add_column("", width=1)
-    table.add_column("file", overflow="fold")
-    for title in ("epoch", "iter", "size"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("when", no_wrap=True)
-    table.add_column("state", no_wrap=True)
+def _table(files: list[Found], newest: AnyPath | None) -> Table:
+    table = Table("", Column("file", overflow="fold"), box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for title in ("epoch", "iter", "size", "when", "state"):
+        table.add_column(title, justify="right" if title in ("epoch", "iter", "size") else "left", no_wrap=True)
     pointed = status_of(newest).identity if newest is not None and newest.exists() else None
     for found in files:
         first, *others = found.names

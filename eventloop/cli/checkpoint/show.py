@@ -13,8 +13,7 @@ import torch
 from rich.filesize import decimal
 
 from eventloop.checkpoint import inspect, outline
-from eventloop.cli.arguments import FileOrURL, Positive
-from eventloop.cli.output import check_file, check_kind, printable, say, to_terminal
+from eventloop.cli.common import FileOrURL, Positive, check_file, check_kind, printable, say, to_terminal
 from eventloop.errors import CheckpointError
 
 _DEPTH: Final = 2

@@ -8,7 +8,7 @@ import structlog
 import torch
 
 from eventloop import ConfigurationError
-from eventloop.config.registry import find
+from eventloop.config.names import find
 from hooks import ConsoleWriter, CSVWriter, JSONLinesWriter, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
 
 NEEDS = {TensorBoardWriter: "tensorboard", WandbWriter: "wandb", MLflowWriter: "mlflow"}

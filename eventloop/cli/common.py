@@ -1,17 +1,36 @@
-"""What several commands share: lines of output, and checks of the files that they are given."""
+"""What several commands share: types of arguments, lines of output, and checks of the files that they are given."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
 
+from cyclopts import Parameter, Token
+from cyclopts.validators import Number
 from rich.console import Console
 from rich.text import Text
 
-from eventloop.checkpoint import AnyPath, RemotePath, file_kind
+from eventloop.checkpoint import AnyPath, RemotePath, as_path, file_kind
+from eventloop.config import shortened
 from eventloop.errors import CheckpointError
 
-WIDE = 200
-"""Columns of a table that goes to a file or a pipe: nothing is folded there."""
+WIDE = 200  # columns of a table that goes to a file or a pipe: nothing is folded there
+
+
+def _as_integer(_: Any, tokens: Sequence[Token]) -> int:
+    try:
+        return int(tokens[0].value)  # cyclopts itself would round 1.5
+    except ValueError:
+        raise ValueError(f"expected an integer, got {shortened(tokens[0].value)!r}") from None
+
+
+def _as_path(_: Any, tokens: Sequence[Token]) -> AnyPath:
+    return as_path(tokens[0].value)
+
+
+Positive = Annotated[int, Parameter(converter=_as_integer, validator=Number(gte=1, lt=2**63))]
+Seed = Annotated[int, Parameter(converter=_as_integer, validator=Number(gte=0, lt=2**63))]
+FileOrURL = Annotated[AnyPath, Parameter(converter=_as_path, accepts_keys=False)]
 
 
 def to_terminal() -> Console:

@@ -1,0 +1,271 @@
+"""Names in a configuration: registered classes, and ``module:attribute``.
+
+    @register
+    class Histograms(Hook): ...                  # {type = "Histograms"} in a configuration
+
+    @register(name="histograms", aliases=("HistogramHook",))
+    class Histograms(Hook): ...
+
+A registered class derives from a base that was declared with :func:`registrable`: ``Hook`` is one, the package ``hooks``
+declares ``Writer`` and ``WeightAverage``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar, overload
+
+import msgspec
+
+from eventloop.config.read import did_you_mean, inside, wrong
+from eventloop.errors import RegistrationError, UnknownNameError
+
+C = TypeVar("C", bound=type)
+
+
+class Registered(msgspec.Struct, frozen=True):
+    """A class that configurations can name."""
+
+    kind: str
+    name: str
+    cls: type
+    aliases: tuple[str, ...] = ()
+
+
+_bases: dict[str, type] = {}
+_found: dict[str, dict[str, Registered]] = {}
+_loaded = False
+
+
+def registrable(kind: str) -> Callable[[C], C]:
+    """Declare, as a decorator, a base whose subclasses can be registered; ``kind`` names one of them, such as ``"hook"``."""
+
+    def declare(base: C) -> C:
+        _bases[kind] = base
+        _found.setdefault(kind, {})
+        return base
+
+    return declare
+
+
+@overload
+def register(cls: C, /) -> C: ...
+@overload
+def register(*, name: str | None = None, aliases: Iterable[str] = ()) -> Callable[[C], C]: ...
+def register(cls: C | None = None, /, *, name: str | None = None, aliases: Iterable[str] = ()) -> C | Callable[[C], C]:
+    """Let configurations name a class: a hook, a writer or an average. As ``@register``, or with options.
+
+    Args:
+        cls: the class.
+        name: its name in configurations; the name of the class by default.
+        aliases: further names.
+
+    Raises:
+        RegistrationError: the class derives from no registrable base, or another class has the name. Registering a class of
+            the same module and name again (a notebook cell) replaces it.
+    """
+    if cls is None:
+        return lambda found: _register(found, name, tuple(aliases))
+    return _register(cls, name, tuple(aliases))
+
+
+def _register(cls: C, name: str | None, aliases: tuple[str, ...]) -> C:
+    kind = next((kind for kind, base in _bases.items() if isinstance(cls, type) and issubclass(cls, base)), None)
+    if kind is None:
+        bases = " or ".join(base.__name__ for base in _bases.values())
+        raise RegistrationError(f"@register is for classes derived from {bases}, not for {cls!r}")
+    entry, named, full = Registered(kind, name or cls.__name__, cls, aliases), _found[kind], _full_name(cls)
+    for one in (entry.name, *aliases):
+        if not isinstance(one, str) or not one or ":" in one:
+            colon = "give a name without a colon, which marks module:attribute"
+            raise RegistrationError(f"{cls.__qualname__} cannot be registered as {one!r}: {colon}")
+        if one in named and (taken := _full_name(named[one].cls)) != full:
+            way_out = f'give {full} another name: @register(name="...")'
+            raise RegistrationError(f"the {kind} {one!r} is already registered by {taken}; {way_out}")
+    for one in [one for one, taken in named.items() if _full_name(taken.cls) == full]:
+        del named[one]
+    named.update(dict.fromkeys((entry.name, *aliases), entry))
+    return cls
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def add_aliases(name: str, aliases: Iterable[str]) -> None:
+    """Let the classes that are registered under a name be found under further ones, unless these are taken."""
+    for named in _found.values():
+        if name in named:
+            entry = named[name]
+            fresh = [one for one in aliases if one not in named]
+            longer = msgspec.structs.replace(entry, aliases=(*entry.aliases, *fresh))
+            named.update({one: longer for one, found in named.items() if found is entry} | dict.fromkeys(fresh, longer))
+
+
+def load_builtin() -> None:
+    """Import the hooks of trainbus, once, by the entry point of the distribution: this package must not know them."""
+    global _loaded
+    if not _loaded:
+        _loaded = True
+        try:
+            points = metadata.distribution("trainbus").entry_points.select(group="trainbus")
+        except metadata.PackageNotFoundError:  # run from a checkout that is not installed: `import hooks` registers them
+            return
+        for point in points:
+            point.load()
+
+
+def kind_of_base(base: type | None) -> str | None:
+    """Return the kind that a base was declared for, ``"writer"`` for ``Writer``; None for any other class."""
+    load_builtin()
+    return next((kind for kind, declared in _bases.items() if declared is base), None)
+
+
+def registered(kind: str) -> list[Registered]:
+    """Return the registered classes of a kind (``"hook"``, ``"writer"``, ``"average"``), in order of registration.
+
+    Raises:
+        UnknownNameError: there is no such kind.
+    """
+    load_builtin()
+    if kind not in _found:
+        raise UnknownNameError(f"there is no kind {kind!r}{did_you_mean(kind, _found)}; there are {', '.join(_found)}")
+    return list({id(entry): entry for entry in _found[kind].values()}.values())
+
+
+def name_of(cls: type) -> str | None:
+    """Return the name under which a class is registered; None if it is not."""
+    load_builtin()
+    return next((entry.name for named in _found.values() for entry in named.values() if entry.cls is cls), None)
+
+
+def find(kind: str, name: str) -> type[Any]:
+    """Return the class registered under a name or an alias.
+
+    Raises:
+        UnknownNameError: there is none; the message has the nearest names.
+    """
+    entries = registered(kind)
+    if name in _found[kind]:
+        return _found[kind][name].cls
+    hint = did_you_mean(name, _found[kind])
+    nothing = "none (`import hooks` registers those that come with trainbus)"
+    known = "" if hint else f"; registered: {', '.join(entry.name for entry in entries) or nothing}"
+    raise UnknownNameError(f"no {kind} is registered as {name!r}{hint}{known}")
+
+
+# -------------------------------------------------------------------------------------------------- module:attribute
+
+_NAME = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
+_REFERENCE = re.compile(rf"({_NAME}):({_NAME})")
+
+
+def is_reference(value: object) -> bool:
+    """True for text of the form ``module:attribute``."""
+    return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
+
+
+def find_files_in(*folders: Path) -> list[Path]:
+    """Let modules be imported from ``folders``, after all installed ones; return the folders without doubles."""
+    unique = list(dict.fromkeys(folder.resolve() for folder in folders))
+    sys.path.extend(str(folder) for folder in unique if str(folder) not in sys.path)
+    importlib.invalidate_caches()
+    return unique
+
+
+class Imports:
+    """The modules that a configuration may name, with their submodules. No other module is ever imported for it.
+
+    Args:
+        modules: their names, as the configuration lists them.
+        folders: of the user's files; a file that an installed module of its name hides is an error.
+
+    Raises:
+        ConfigurationError: a module is not there, or is hidden by another one.
+        Exception: an error of a module that was imported, with a note.
+    """
+
+    def __init__(self, modules: Sequence[str] = (), folders: Sequence[Path] = ()) -> None:
+        self._modules = list(modules)
+        self._folders = list(folders)
+        for index, name in enumerate(self._modules):
+            where = inside("imports", index)
+            origin = getattr(self._load(name, where), "__file__", None)
+            path = name.replace(".", "/")
+            for file in (folder / one for folder in folders for one in (f"{path}.py", f"{path}/__init__.py")):
+                if file.is_file() and (origin is None or not file.samefile(origin)):
+                    shown = origin or "a module of Python itself"
+                    raise wrong(where, f"{name!r} is {shown}, which hides {file}; rename your file")
+
+    def resolve(self, reference: str, where: str) -> Any:
+        """Return the object that ``module:attribute`` names.
+
+        Raises:
+            ConfigurationError: not of that form, a module that is not listed, or an attribute that is not there.
+        """
+        match = _REFERENCE.fullmatch(reference)
+        if match is None:
+            raise wrong(where, f"{reference!r} names nothing: write module:attribute{self._hint(reference)}")
+        name, attributes = match.groups()
+        if not any(f"{name}.".startswith(f"{listed}.") for listed in self._modules):
+            wanted = ", ".join(f'"{one}"' for one in [*self._modules, name])
+            there = importlib.util.find_spec(name.partition(".")[0]) is not None
+            hint = ("" if there else did_you_mean(name, self._modules)) or f"; add it there: imports = [{wanted}]"
+            raise wrong(where, f"{reference!r} is in a module that is not listed under imports{hint}")
+        return _attribute(self._load(name, where), attributes, where)
+
+    def _hint(self, text: str) -> str:
+        """Return a correction of a text that is no reference."""
+        homes = [name for name in self._modules if text.isidentifier() and hasattr(sys.modules.get(name), text)]
+        module, _, name = text.rpartition(".")
+        if text not in self._modules and ((homes and not text.startswith("_")) or is_reference(f"{module}:{name}")):
+            return f" (did you mean '{homes[0] if homes else module}:{name}'?)"
+        return f', such as "{text if text in self._modules else "my_module"}:MyClass"'
+
+    def _load(self, name: str, where: str) -> ModuleType:
+        if name.endswith(".py") or "/" in name:
+            meant = name.removesuffix(".py").strip("./").replace("/", ".")
+            raise wrong(where, f"{name!r} is a file: give the module's name, {meant!r}")
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise wrong(where, f"{name!r} is not the name of a module, such as my_module or my_package.my_module")
+        try:
+            return importlib.import_module(name)
+        except SyntaxError as error:
+            raise wrong(where, f"{name!r} cannot be imported: {error.msg} ({error.filename}, line {error.lineno})") from None
+        except SystemExit as end:
+            ended = f"{name!r} ended the program by sys.exit({end.code!r}) while it was imported"
+            raise wrong(where, f"{ended}: it is a script, not a module") from None
+        except Exception as error:
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing is None or not f"{name}.".startswith(f"{missing}."):
+                error.add_note(f"while importing {name!r} for {where}")
+                raise
+            hint = did_you_mean(missing, {path.stem for folder in self._folders for path in folder.glob("*.py")})
+            folders = f" in {' or '.join(map(str, self._folders))}, nor" if self._folders else ""
+            raise wrong(where, f"there is no module {missing!r}{hint}{folders} among the installed ones") from None
+
+
+def _attribute(module: ModuleType, attributes: str, where: str) -> Any:
+    found: Any = module
+    for name in attributes.split("."):
+        if name.startswith("_"):
+            raise wrong(where, f"{name!r} is private: a configuration can name public attributes only")
+        if not isinstance(found, type) and found is not module:
+            raise wrong(where, f"{name!r} cannot be looked up in a {type(found).__name__}, only in a module or class")
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            shown = f"the class {found.__qualname__!r}" if isinstance(found, type) else f"the module {found.__name__!r}"
+            hint = did_you_mean(name, [one for one in dir(found) if not one.startswith("_")])
+            raise wrong(where, f"{shown} has no {name!r}{hint}") from None
+        if inspect.ismodule(found):
+            raise wrong(where, f"{name!r} is a module: name an object in it, as {found.__name__}:attribute")
+    return found
