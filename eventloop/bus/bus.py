@@ -1,4 +1,4 @@
-"""The bus: who hears what, and the ways to look at that. How it opens and closes is in ``lifecycle``."""
+"""The bus: subscribe, publish, describe. How it opens and closes is in ``lifecycle``."""
 
 from __future__ import annotations
 
@@ -32,16 +32,14 @@ class Bus(TypedOn, Lifecycle):
 
     Inline handlers work at any time. Offloaded ones need the bus to be open: ``with bus:``, which a ``Run`` or
     ``TrainLoop`` does by itself, runs async handlers in an event loop on a thread of the bus; ``async with bus:`` runs them
-    as tasks of the event loop it is written in, asyncio's or trio's. A clean exit waits until everything is delivered.
+    as tasks of the event loop around it, asyncio's or trio's. A clean exit waits until everything is delivered. After its
+    timeout async handlers are cancelled; one that does not end is left behind, with a warning that names it.
 
     Args:
         backend: of the event loop thread for async handlers, ``"asyncio"`` (on uvloop where that is installed) or ``"trio"``.
         timing: measure every call (``stats.seconds``); costs two clock reads per handler, nothing when off.
         drain_timeout: seconds that a clean exit waits for offloaded handlers before it raises OffloadError.
         abort_timeout: the same for an exit by exception, which then reports what is left instead of raising.
-
-    After that, async handlers are cancelled. One that goes on all the same is left behind, as a thread would be, with a warning
-    that names it.
     """
 
     @check_options
@@ -54,8 +52,7 @@ class Bus(TypedOn, Lifecycle):
         abort_timeout: Seconds = 5.0,
     ) -> None:
         super().__init__(backend=backend, drain_timeout=drain_timeout, abort_timeout=abort_timeout)
-        self._routes: dict[type, Route | None] = {}  # emptied, so that the next publish of each event comes by _publish_anew
-        self._compiled: dict[type, Route | None] = {}
+        self._routes: dict[type, Route | None] = {}  # of an event that is not in there, the next publish compiles the route
         self._subscriptions: tuple[Subscription, ...] = ()
         self._hooks: tuple[Hook, ...] = ()
         self._counts: dict[str, Count] = {}
@@ -131,24 +128,20 @@ class Bus(TypedOn, Lifecycle):
     def watch(self, model: torch.nn.Module, *patterns: str) -> Watch:
         """Publish the module events of submodules: ``before_`` and ``after_module_forward``, ``_module_backward``.
 
-        Nothing hangs on a module while nobody subscribes to an event of it. Events are published while the bus is open;
-        as long as all who hear one are inline, also while it is not. Filters count the events of all modules together.
+        A module has no hook as long as its events have no subscriber. Events are published while the bus is open; if all
+        subscribers are inline, also while it is not. Filters count the events of all modules together.
 
-        Backward events come from torch's full backward hooks, with their bounds: the module's inputs and outputs become
-        views, so that an in-place operation on them (``ReLU(inplace=True)`` right behind or before the module) raises, and
-        what does not require gradients has None for one. On a GPU they are published on a thread of autograd's.
+        Backward events have the limits of torch's full backward hooks. The module's inputs and outputs become views, so an
+        in-place operation on them (``ReLU(inplace=True)`` right behind or before the module) raises. What does not require
+        gradients has None for one. On a GPU they are published on autograd's thread.
 
-        A model under ``torch.compile`` publishes, too, and has a graph break at each watched module: not with
-        ``fullgraph=True``, which allows none. When a first subscription comes after the model was compiled, all compiled
-        code is dropped once and made anew.
+        A model under ``torch.compile`` has a graph break at each watched module, so ``fullgraph=True`` is an error. The first
+        subscription after the model was compiled has it compiled again, once.
 
         Args:
             model: also wrapped (``torch.compile``, data parallel); names are those without the wrapper. Held weakly.
             *patterns: of qualified names, as :func:`fnmatch.fnmatchcase` takes them: ``"encoder"`` is one module,
                 ``"encoder.*"`` all below it, as ``*`` matches dots, too. Without any, all modules and the model itself, ``""``.
-
-        Returns:
-            A handle: ``detach()`` ends it, and so does leaving it as a context manager.
 
         Raises:
             SubscribeError: a pattern that matches nothing (or only containers that are never called); names the nearest.
@@ -232,7 +225,6 @@ class Bus(TypedOn, Lifecycle):
         check_value("timing", on, bool)
         with self._lock:
             self._timing = on
-            self._compiled = {}
             self._routes.clear()
 
     # ---------------------------------------------------------------------------------------------- saved state
@@ -251,27 +243,25 @@ class Bus(TypedOn, Lifecycle):
     # --------------------------------------------------------------------------- for subscriptions and their lanes
 
     def place(self, rank: int, world_size: int) -> None:
-        """Say which of the processes that train together this is; a run does. Handlers of others are not called."""
+        """Set the rank of this process, as a run does; handlers for other ranks are not called."""
         with self._lock:
             if (rank, world_size) != (self._rank, self._world_size):
                 self._rank, self._world_size = rank, world_size
-                self._compiled = {}
                 self._routes.clear()
 
     def fail(self, subscription: Subscription, error: BaseException) -> None:
         """Have ``error`` raised by the next publish or drain on the training thread, or by close.
 
-        That is the thread with an open run; without one, any that is not the bus's own.
-
-        Of several errors of one subscription the first is kept: a handler that always fails would pile them up.
+        That is the thread with an open run; without one, any that is not the bus's own. Of several errors of one subscription
+        the first is kept.
         """
         with self._lock:
             self._failures.setdefault(subscription, error)
-            # The next publish of any event misses and comes past raise_failures; costs nothing until then.
+            # The next publish of any event finds no route and comes past raise_failures; costs nothing until then.
             self._routes.clear()
 
     def remove(self, *subscriptions: Subscription) -> None:
-        """Let go of subscriptions; of those that are gone already nothing happens."""
+        """Let go of subscriptions, except those that are gone already."""
         with self._lock:
             gone = [one for one in subscriptions if one.active]
             self._replace([one for one in self._subscriptions if one not in gone], changed=gone)
@@ -296,17 +286,17 @@ class Bus(TypedOn, Lifecycle):
         return new
 
     def _replace(self, subscriptions: list[Subscription], changed: list[Subscription]) -> None:
-        """Put a new table in place; a publish that is under way goes on with the route it has."""
+        """Replace the subscriptions and drop the routes of changed ones; a publish under way goes on with the route it has."""
         names = {name for subscription in changed for name in subscription.mount_points}
         self._subscriptions = tuple(subscriptions)
-        self._compiled = {kind: route for kind, route in self._compiled.items() if names.isdisjoint(lineage(kind))}
-        self._routes.clear()
+        for kind in [kind for kind in self._routes if not names.isdisjoint(lineage(kind))]:
+            del self._routes[kind]
         self._attach()
 
     def _attach(self) -> None:
-        """Have hooks on watched modules for the events that somebody hears and that can be delivered."""
+        """Have hooks on watched modules for the events that have subscribers and can be delivered."""
         if self._watches:
-            self._watches.attach([kind for kind in KINDS if self._delivers(kind)], self)
+            self._watches.attach([kind for kind in KINDS if self._delivers(kind)], self.publish)
 
     def _delivers(self, event_type: type[Event]) -> bool:
         heard = self._heard_by(event_type)
@@ -342,13 +332,12 @@ class Bus(TypedOn, Lifecycle):
         with self._lock:
             if self._inert:
                 return None
-            if event_type not in self._compiled:
-                heard = self._heard_by(event_type)
-                count = self._counts.setdefault(name_of(event_type), Count())
-                self._compiled[event_type] = compile_route(event_type, heard, count, timing=self._timing) if heard else None
+            heard = self._heard_by(event_type)
+            count = self._counts.setdefault(name_of(event_type), Count())
+            route = compile_route(event_type, heard, count, timing=self._timing) if heard else None
             if not self._failures:
-                self._routes[event_type] = self._compiled[event_type]
-            return self._compiled[event_type]
+                self._routes[event_type] = route
+            return route
 
     def _serve(self, runtime: Runtime) -> None:
         for subscription in self._subscriptions:
@@ -363,7 +352,6 @@ class Bus(TypedOn, Lifecycle):
     def become_inert(self) -> None:
         """Disable this copy of a bus in a forked child: it calls no handler any more."""
         super().become_inert()
-        self._compiled = {}
         self._routes.clear()
         for subscription in self._subscriptions:
             if subscription.lane is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import msgspec
+from rich import filesize
 from rich.console import Console, RenderableType
 from rich.table import Table
 
@@ -68,37 +69,36 @@ class Description(msgspec.Struct, frozen=True):
         return captured.get()
 
 
-def describe(subscriptions: Iterable[Subscription], *, stats: bool, ranks: bool = False) -> Description:
-    """Build the table from subscriptions in dispatch order; what hears everything, or a hook's own group, comes last, once."""
-    heard = list(subscriptions)
-    rows = [
-        _row(name, subscription)
+def describe(subscriptions: Sequence[Subscription], *, stats: bool, ranks: bool = False) -> Description:
+    """Build the table from subscriptions in dispatch order; those to every event, or to a user's own group, come last, once."""
+    pairs = [
+        (name, one)
         for name in mount_points()
-        for subscription in heard
-        if any(heard_at in lineage(resolve(name)) and not _listed_apart(heard_at) for heard_at in subscription.mount_points)
+        for one in subscriptions
+        if any(heard in lineage(resolve(name)) and not _listed_apart(heard) for heard in one.mount_points)
     ]
-    rows += [_row(name, subscription) for subscription in heard for name in subscription.mount_points if _listed_apart(name)]
+    pairs += [(name, one) for one in subscriptions for name in one.mount_points if _listed_apart(name)]
+    rows = [
+        Row(
+            mount_point=name,
+            priority=one.priority,
+            label=one.label,
+            priority_name=Priority.label(one.priority),
+            mode=_MODES[one.mode],
+            filter=str(one.filter or ""),
+            lane=_lane(one),
+            stats=one.stats,
+            ranks=one.ranks,
+        )
+        for name, one in pairs
+    ]
     return Description(rows, stats, ranks)
 
 
 def _listed_apart(mount_point: str) -> bool:
-    """True for everything, and for a group of events that somebody made for themselves: one row says it."""
+    """Return True for ``Event`` and for groups that users declare: one row for each of their events would say the same."""
     event = resolve(mount_point)
     return event is Event or (event.group and mount_point not in BUILTIN)
-
-
-def _row(mount_point: str, subscription: Subscription) -> Row:
-    return Row(
-        mount_point=mount_point,
-        priority=subscription.priority,
-        label=subscription.label,
-        priority_name=Priority.label(subscription.priority),
-        mode=_MODES[subscription.mode],
-        filter=str(subscription.filter or ""),
-        lane=_lane(subscription),
-        stats=subscription.stats,
-        ranks=subscription.ranks,
-    )
 
 
 _MODES = {"inline": "inline"} | {
@@ -110,24 +110,16 @@ _MODES = {"inline": "inline"} | {
 
 
 def _lane(subscription: Subscription) -> str:
-    """Queue and policy; the byte budget and the timeout, where there are any."""
+    """Return capacity and policy; the byte budget and the timeout, where there are any."""
     lane = subscription.lane
     if lane is None:
         return ""
     parts = [f"{lane.capacity} {lane.full}"]
     if lane.max_bytes is not None:
-        parts.append(_human(lane.max_bytes))
+        parts.append(filesize.decimal(lane.max_bytes))
     if subscription.timeout is not None:
         parts.append(f"{subscription.timeout:g} s")
     return ", ".join(parts)
-
-
-def _human(size: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.4g} {unit}"
-        size /= 1000
-    return f"{size:.4g} GB"
 
 
 def _short(row: Row) -> str:
@@ -137,7 +129,7 @@ def _short(row: Row) -> str:
 
 
 def _figures(stats: Stats) -> tuple[str, str]:
-    """Events (dropped and failed ones named) and milliseconds on the publishing thread."""
+    """Return the events (dropped and failed ones named) and milliseconds on the publishing thread."""
     events = str(stats.delivered or stats.calls or "")
     if stats.dropped or stats.failed:
         events += f" ({stats.dropped} dropped, {stats.failed} failed)"

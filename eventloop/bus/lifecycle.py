@@ -32,7 +32,12 @@ class _TrainingThread(NamedTuple):
 
 
 class Lifecycle:
-    """The part of a bus that opens, drains and closes. ``Bus`` says what is started and ended then."""
+    """The part of a bus that opens, drains and closes."""
+
+    # Bus defines these; called under the lock.
+    _serve: Callable[[Runtime], None]  # starts the consumers of all subscriptions
+    _end_streams: Callable[[], None]
+    _attach: Callable[[], None]  # attaches hooks to watched modules, or removes them, as the state requires
 
     def __init__(self, *, backend: Backend, drain_timeout: float, abort_timeout: float) -> None:
         self._lock = threading.RLock()
@@ -49,20 +54,6 @@ class Lifecycle:
         self.abort_timeout = abort_timeout
         _buses.add(self)
 
-    # What Bus makes of a change of state; called under the lock.
-
-    def _serve(self, runtime: Runtime) -> None:
-        """Start the consumers of all subscriptions."""
-        raise NotImplementedError
-
-    def _end_streams(self) -> None:
-        """Let go of the streams of a bus that has closed."""
-        raise NotImplementedError
-
-    def _attach(self) -> None:
-        """Attach hooks to watched modules, or remove them, as the new state requires."""
-        raise NotImplementedError
-
     @property
     def state(self) -> State:
         """``"idle"``, ``"open"`` or ``"draining"``."""
@@ -72,7 +63,7 @@ class Lifecycle:
         """Start the consumers of offloaded handlers; ``with bus:`` does it and closes.
 
         Raises:
-            BusStateError: it is open already (whoever opened it closes it).
+            BusStateError: it is open already.
         """
         self._check_idle()
         self._open(Runtime(self._backend, self._interrupt))
@@ -97,12 +88,10 @@ class Lifecycle:
 
     async def aclose(self, *, abort: bool = False) -> None:
         """Close without blocking the event loop, as ``async with bus:`` does. Cancelled, it goes on like ``abort=True``."""
-        runtime = self._runtime
-        if runtime is None:
-            return
-        _check_not_inside(runtime, "aclose")
-        patience = _Patience(self, abort=abort)
-        await in_thread(partial(self._close, patience), "trainbus closes", cancelled=patience.abort)
+        if self._runtime is not None:
+            _check_not_inside(self._runtime, "aclose")
+            patience = _Patience(self, abort=abort)
+            await in_thread(partial(self._close, patience), "trainbus closes", cancelled=patience.abort)
 
     def drain(self, timeout: float | None = None) -> DrainReport:
         """Wait until everything published before this call is delivered, dropped or failed.
@@ -125,8 +114,7 @@ class Lifecycle:
         runtime = self._opened()
         _check_not_inside(runtime, "adrain")
         deadline = Deadline(timeout)
-        stop = partial(deadline.shorten, 0)
-        report = await in_thread(partial(runtime.drain, deadline), "trainbus drains", cancelled=stop)
+        report = await in_thread(partial(runtime.drain, deadline), "trainbus drains", cancelled=partial(deadline.shorten, 0))
         self.raise_failures()
         return report
 

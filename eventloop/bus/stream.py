@@ -1,7 +1,7 @@
 """A subscription as an async iterator, for applications: ``async for event in bus.stream("after_train_iter")``.
 
-A stream's lane has no consumer of the bus: whoever iterates takes events from it, in a task and an event loop of their own.
-So a stream needs no open bus (it may be there before a run begins), and a drain does not wait for its reader.
+The reader takes events from the stream's lane, in its own task and event loop; the bus starts no consumer for it. So a stream
+needs no open bus (it may be made before a run begins), and a drain does not wait for its reader.
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ class Stream(Generic[T_co]):
 
     def __del__(self) -> None:
         # On the loop, and not here: the garbage collector may call this while this thread holds the lane's lock.
-        inbox = getattr(self, "_inbox", None)
-        if inbox is not None:
-            inbox.leave_soon()
+        if hasattr(self, "_inbox"):
+            self._inbox.leave_soon()
 
 
 class _Inbox:
@@ -88,12 +87,18 @@ class _Inbox:
         if not items:
             self.leave()
             raise StopAsyncIteration
-        return await self._arrived(items[0])
+        try:
+            arrived = await arrive_async(items[0])
+        except BaseException:  # cancelled, most likely
+            self._lane.dropped(1)
+            raise
+        self._lane.delivered(1)
+        return arrived
 
     def leave(self) -> None:
-        """Cancel the subscription; a publisher that waits for a place goes on."""
+        """Cancel the subscription; a publisher that waits for room goes on."""
         self._left = True
-        self._lane.full = "drop_new"  # before it is retired, so that whoever waits finds the event dropped and no error
+        self._lane.full = "drop_new"  # before it is retired, so that a publisher that waits drops its event and gets no error
         self.subscription.cancel()
         self._lane.detach()
 
@@ -101,15 +106,6 @@ class _Inbox:
         """Leave, on the loop's thread; may be called anywhere."""
         if not self._left:
             self._wake(self.leave)
-
-    async def _arrived(self, item: Any) -> Any:
-        try:
-            arrived = await arrive_async(item)
-        except BaseException:  # cancelled, most likely
-            self._lane.dropped(1)
-            raise
-        self._lane.delivered(1)
-        return arrived
 
     def _wake(self, callback: Callable[[], object] | None = None) -> None:
         try:

@@ -1,45 +1,32 @@
-"""Module mount points: torch's module hooks, published on the bus while somebody hears them.
+"""Module mount points: torch's module hooks, published on the bus while something subscribes to them.
 
     with bus.watch(model, "encoder.*"):
         bus.on("after_module_forward", lambda event: print(event.module_name, event.outputs.std()))
 
-A submodule has hooks for those of the four events that are subscribed to, from the first subscription until the last one is
-gone, so a model that is watched and not listened to is as fast as any other. That is decided where subscriptions change, and
-never on the way of an event.
+A submodule has torch hooks only for those of the four events that have a subscription, so a watched model without subscribers
+is as fast as any other. Hooks come and go where subscriptions change, never while an event is published.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import cache
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from eventloop.errors import SubscribeError
-from eventloop.events import (
-    AfterModuleBackward,
-    AfterModuleForward,
-    BeforeModuleBackward,
-    BeforeModuleForward,
-    Event,
-    ModuleEvent,
-)
+from eventloop.events import AfterModuleBackward, AfterModuleForward, BeforeModuleBackward, BeforeModuleForward, ModuleEvent
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
-
-class Publisher(Protocol):
-    """A bus, seen from a module."""
-
-    def publish(self, event: Event) -> None:
-        """Publish ``event``."""
+Publish = Callable[[ModuleEvent], object]
 
 
 class Watch:
@@ -51,7 +38,7 @@ class Watch:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The qualified names of the modules that are watched; that of the model itself is ``""``."""
+        """The qualified names of the watched modules; that of the model itself is ``""``."""
         return tuple(name for name, _ in self._modules)
 
     @property
@@ -60,7 +47,7 @@ class Watch:
         return ((name, module) for name, reference in self._modules if (module := reference()) is not None)
 
     def detach(self) -> None:
-        """Publish nothing more of these modules, and leave nothing on them. Idempotent."""
+        """Stop publishing events of these modules and remove the hooks from them. Idempotent."""
         self._detach(self)
 
     def __enter__(self) -> Self:
@@ -73,8 +60,15 @@ class Watch:
         return f"<Watch of {', '.join(map(repr, self.names))}>"
 
 
+class _Attached(NamedTuple):
+    """The hooks on one module."""
+
+    name: str
+    handles: dict[type[ModuleEvent], RemovableHandle]
+
+
 class Watches:
-    """All the watches of a bus, and what hangs on which module for them. Used under the lock of its bus.
+    """All the watches of a bus, and the torch hooks on their modules. Used under the lock of its bus.
 
     A module that several watches name has hooks of the first, so that its events are published once.
     """
@@ -87,48 +81,33 @@ class Watches:
         return bool(self._watches or self._attached)
 
     def add(self, watch: Watch) -> None:
-        """Take a watch; what it needs is attached by the next :meth:`attach`."""
+        """Add a watch; the next :meth:`attach` attaches its hooks."""
         self._watches.append(watch)
 
     def remove(self, watch: Watch) -> None:
-        """Let go of a watch; of one that is gone already nothing happens."""
+        """Remove a watch if it is there; the next :meth:`attach` removes its hooks."""
         if watch in self._watches:
             self._watches.remove(watch)
 
-    def attach(self, kinds: Collection[type[ModuleEvent]], bus: Publisher) -> None:
+    def attach(self, kinds: Collection[type[ModuleEvent]], publish: Publish) -> None:
         """Have hooks for events of these classes on the watched modules, and no others."""
         watched = {module: name for watch in reversed(self._watches) for name, module in watch.modules}
         for module, attached in list(self._attached.items()):
-            if watched.get(module) != attached.name:
-                attached.keep(())
+            stays = watched.get(module) == attached.name
+            for kind in attached.handles.keys() - (set(kinds) if stays else set()):
+                attached.handles.pop(kind).remove()
+            if not stays:
                 del self._attached[module]
-            else:
-                attached.keep(kinds)
         added = False
         for module, name in watched.items():
-            added |= self._attached.setdefault(module, _Attached(name)).add(kinds, module, bus)
+            handles = self._attached.setdefault(module, _Attached(name, {})).handles
+            for kind in kinds:
+                if kind not in handles:
+                    handles[kind] = KINDS[kind].register(module, _tap_class()(publish, kind, name))
+                    added = True
         if added:
             # Code that torch.compile has made of a model without hooks does not look whether it has some now.
             torch.compiler.reset()
-
-
-class _Attached:
-    """What hangs on one module."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._handles: dict[type[ModuleEvent], RemovableHandle] = {}
-
-    def keep(self, kinds: Collection[type[ModuleEvent]]) -> None:
-        for kind in self._handles.keys() - set(kinds):
-            self._handles.pop(kind).remove()
-
-    def add(self, kinds: Collection[type[ModuleEvent]], module: nn.Module, bus: Publisher) -> bool:
-        """Return True if something was not there yet."""
-        missing = [kind for kind in kinds if kind not in self._handles]
-        for kind in missing:
-            self._handles[kind] = KINDS[kind].register(module, _tap()(bus, kind, self.name))
-        return bool(missing)
 
 
 # ----------------------------------------------------------------------------------------------- on the modules
@@ -157,39 +136,31 @@ KINDS: dict[type[ModuleEvent], _Kind] = {
 class _Tap:
     """A hook on a module. It returns nothing, so that it changes nothing."""
 
-    def __init__(self, bus: Publisher, kind: type[ModuleEvent], name: str) -> None:
-        self._bus = bus
+    def __init__(self, publish: Publish, kind: type[ModuleEvent], name: str) -> None:
+        self._publish = publish
         self._kind = kind
-        self._fields = KINDS[kind].fields
         self._name = name
 
     def __call__(self, module: nn.Module, *values: Any) -> None:
         try:
-            fields = dict(zip(self._fields, values, strict=True))
-            self._bus.publish(self._kind(module_name=self._name, module=module, **fields))
+            fields = dict(zip(KINDS[self._kind].fields, values, strict=True))
+            self._publish(self._kind(module_name=self._name, module=module, **fields))
         except Exception as error:
             error.add_note(f"published by the watched module {self._name!r} ({type(module).__name__})")
             raise
 
-    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
-        # A copy of the model (deepcopy, pickle, torch.save) is another model, and nobody watches it.
-        return _make_ignore, ()
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        # A copy of the model (deepcopy, pickle, torch.save) is another model, which is not watched.
+        return functools.partial, (_ignore,)
 
 
 def _ignore(*_: object) -> None:
-    """Hangs on copies of watched modules."""
+    """Do nothing, on copies of watched modules."""
 
 
-def _make_ignore() -> Callable[..., None]:
-    return _ignore
-
-
-@cache
-def _tap() -> type[_Tap]:
-    """Return the class of hooks, fenced off from torch.compile, which must not trace into a bus.
-
-    Made when it is needed first: importing the compiler takes a second.
-    """
+@functools.cache
+def _tap_class() -> type[_Tap]:
+    """Return the class of hooks that torch.compile does not trace. Made late: importing the compiler takes a second."""
 
     class Tap(_Tap):
         __call__ = torch.compiler.disable(  # type: ignore[no-untyped-call]
@@ -208,7 +179,9 @@ def _matching(model: nn.Module, patterns: tuple[str, ...]) -> list[tuple[str, nn
     named = dict(_named_modules(model))
     found: dict[nn.Module, str] = {}
     for pattern in patterns:
-        names = [name for name in named if fnmatchcase(name, _checked(pattern))]
+        if not isinstance(pattern, str):
+            raise SubscribeError(f'bus.watch: {pattern!r} is not a pattern; give names of submodules, such as "encoder.*"')
+        names = [name for name in named if fnmatchcase(name, pattern)]
         if not names:
             raise SubscribeError(f"no submodule of {_class(model)} matches {pattern!r}{_nearest(pattern, named)}")
         called = [name for name in names if not isinstance(named[name], _CONTAINERS)]
@@ -232,12 +205,6 @@ def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             plain = wrappers.get(parent, "")
         wrappers[name] = plain
         yield plain, module
-
-
-def _checked(pattern: object) -> str:
-    if not isinstance(pattern, str):
-        raise SubscribeError(f'bus.watch: {pattern!r} is not a pattern; give names of submodules, such as "encoder.*"')
-    return pattern
 
 
 def _nearest(pattern: str, named: dict[str, nn.Module]) -> str:
