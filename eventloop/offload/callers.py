@@ -14,8 +14,20 @@ from eventloop.errors import HandlerTimeoutError
 
 T = TypeVar("T")
 
-MakeThread = Callable[[Callable[[], None]], threading.Thread]
-"""Makes a thread, not started yet, that runs a function."""
+
+class OwnedThread(threading.Thread):
+    """A daemon thread of ours, of the runtime ``owner``. An abandoned worker of anyio's would block the interpreter's exit."""
+
+    def __init__(self, owner: object, run: Callable[[], None], name: str) -> None:
+        super().__init__(target=run, name=name, daemon=True)
+        self.owner = owner
+
+
+def ended(thread: threading.Thread, grace: float) -> bool:
+    """Wait ``grace`` seconds for ``thread``; return True if it has ended."""
+    if thread is not threading.current_thread():
+        thread.join(grace)
+    return not thread.is_alive()
 
 
 class Caller:
@@ -50,18 +62,18 @@ class TimedCaller(Caller):
     No thread can be ended from outside. A thread left behind ends with its handler, whose outcome is ignored.
     """
 
-    def __init__(self, handler: Callable[[Any], object], timeout: float, label: str, make_thread: MakeThread) -> None:
+    def __init__(self, handler: Callable[[Any], object], timeout: float, label: str, owner: object) -> None:
         super().__init__(handler)
         self._timeout = timeout
         self._label = label
-        self._make_thread = make_thread
+        self._owner = owner
         self._calls: SimpleQueue[_Call | None] | None = None
 
     def call(self, what: Any) -> None:
         """Have the second thread call the handler, in the context variables of this one."""
         if self._calls is None:
             calls: SimpleQueue[_Call | None] = SimpleQueue()
-            self._make_thread(partial(_make_calls, calls)).start()
+            OwnedThread(self._owner, partial(_make_calls, calls), f"trainbus {self._label}").start()
             self._calls = calls
         outcome: Future[object] = Future()
         self._calls.put((outcome, partial(contextvars.copy_context().run, self._handler, what)))

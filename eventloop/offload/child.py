@@ -1,4 +1,4 @@
-"""What runs in a worker process: import the handler, then call it with one parcel after the other."""
+"""The program of a worker process: import the handler, then call it with one parcel after the other."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import pickle
 import signal
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 import torch
 
-from eventloop.offload.parcel import unpack
-from eventloop.offload.segment import Segment
+from eventloop.offload.parcel import Segment, unpack
 from eventloop.offload.target import Target
 
-# Meant for the program, whose children get them too (Ctrl-C, a scheduler's SIGTERM): it decides when its workers end.
+# Signals to the program, which its children get too (Ctrl-C, a scheduler's SIGTERM): the program decides when workers end.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
 
@@ -31,13 +31,13 @@ class Reply(msgspec.Struct, array_like=True):
 
 
 def serve(pipe: Connection, segment: Segment, target: Target, batched: bool) -> None:
-    """Call the handler until the other side says so or is gone.
+    """Call the handler for each parcel until the other side ends that or is gone.
 
     Args:
         pipe: brings tickets, takes replies; an empty message ends the worker.
-        segment: where the parcels are.
-        target: the handler.
-        batched: whether it gets the list.
+        segment: holds the parcels.
+        target: finds the handler.
+        batched: whether the handler gets the list of a batch.
     """
     for number in SIGNALS:
         # A handler that does nothing, and not SIG_IGN, which programs started by the user's handler would inherit.
@@ -48,11 +48,11 @@ def serve(pipe: Connection, segment: Segment, target: Target, batched: bool) -> 
     try:
         handler = target.load()
     except Exception as error:  # noqa: BLE001 - told to the other side
-        _send(pipe, _reply(error))
+        send(pipe, msgspec.msgpack.encode(_reply(error)))
         return
-    _send(pipe, Reply())
-    while ticket := _receive(pipe):
-        _send(pipe, _call(handler, ticket, segment, batched=batched))
+    send(pipe, msgspec.msgpack.encode(Reply()))
+    while ticket := receive(pipe):
+        send(pipe, msgspec.msgpack.encode(_call(handler, ticket, segment, batched=batched)))
 
 
 def _call(handler: Callable[[Any], object], ticket: bytes, segment: Segment, *, batched: bool) -> Reply:
@@ -79,19 +79,19 @@ def _pickled(error: Exception) -> bytes:
     return data if type(again) is type(error) and str(again) == str(error) else b""
 
 
-def _receive(pipe: Connection) -> bytes:
+def receive(pipe: Connection) -> bytes:
+    """Return the next message; an empty one if the other side is gone."""
     try:
         return pipe.recv_bytes()
-    except (EOFError, OSError):  # the other side is gone
+    except (EOFError, OSError):
         return b""
 
 
-def _send(pipe: Connection, reply: Reply) -> None:
-    try:
-        pipe.send_bytes(msgspec.msgpack.encode(reply))
-    except OSError:  # the other side is gone, as the next _receive finds
-        return
+def send(pipe: Connection, message: bytes) -> None:
+    """Send a message; ignored if the other side is gone, as the next :func:`receive` finds."""
+    with suppress(OSError):
+        pipe.send_bytes(message)
 
 
 def _nothing(number: int, frame: object) -> None:
-    """Take a signal that is meant for the program, not for its workers."""
+    """Ignore a signal to the program, not to its workers."""

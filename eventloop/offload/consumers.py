@@ -18,7 +18,7 @@ import msgspec
 
 from eventloop.errors import HandlerTimeoutError, OffloadError
 from eventloop.events import Event
-from eventloop.offload.callers import Caller, MakeThread, timed_out
+from eventloop.offload.callers import Caller, OwnedThread, timed_out
 from eventloop.offload.contexts import await_through, enter_loop
 from eventloop.offload.lane import Lane
 from eventloop.offload.loops import in_trio
@@ -149,10 +149,7 @@ def _sources(items: list[Any], arrived: list[Any]) -> Sources:
 
 
 class ThreadConsumer(Consumer):
-    """Delivers a lane's items to a blocking handler on a thread of its own.
-
-    A daemon thread of ours, not one of anyio's workers: an abandoned worker would keep the interpreter from exiting.
-    """
+    """Delivers a lane's items to a blocking handler on a thread of its own."""
 
     def __init__(
         self,
@@ -161,14 +158,14 @@ class ThreadConsumer(Consumer):
         ended: Callable[[Consumer], None],
         *,
         caller: Caller,
-        make_thread: MakeThread,
+        owner: object,
     ) -> None:
         super().__init__(delivery, began, ended)
         self._bell = threading.Lock()  # taken: asleep until a ring releases it; a raw lock cannot be left half set
         self._bell.acquire()
         self._starting = threading.Lock()
         self._caller = caller
-        self._make_thread = make_thread
+        self._owner = owner
         self.thread: threading.Thread | None = None
 
     def ring(self) -> None:
@@ -190,7 +187,7 @@ class ThreadConsumer(Consumer):
     def _start(self) -> None:
         self._began(self)
         try:
-            self.thread = self._make_thread(self._run)
+            self.thread = OwnedThread(self._owner, self._run, f"trainbus {self.lane.label}")
             self.thread.start()
         except BaseException:
             # "can't start new thread", or Ctrl-C, after which the thread may run all the same: it finds that it is not ours.

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import anyio
 
 from eventloop.errors import BusStateError
-from eventloop.offload.callers import settle
+from eventloop.offload.callers import OwnedThread, ended, settle
 from eventloop.offload.contexts import set_library
 
 T = TypeVar("T")
@@ -37,33 +37,23 @@ class Loop:
         self._call_soon: CallSoon = _not_running
         self._arrivals: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
         self._bell: anyio.Event
+        self._over = threading.Event()
 
     def start(self) -> None:
-        """Return once the loop runs.
-
-        Raises:
-            BusStateError: it did not start (trio is not installed, perhaps).
-        """
+        """Return once the loop runs; raises BusStateError if it does not start."""
 
     def stop(self, grace: float) -> bool:
-        """Cancel what still runs and wait, not on the loop's thread; False if ``grace`` seconds were too few."""
-        raise NotImplementedError
-
-    @property
-    def here(self) -> bool:
-        """True on the loop's thread, which must not wait."""
-        raise NotImplementedError
-
-    @property
-    def _alive(self) -> bool:
-        raise NotImplementedError
+        """Cancel the tasks and wait, not on the loop's thread; False if ``grace`` seconds were too few."""
+        self.stopping = True
+        self.call_soon(self._ring)
+        return self._over.wait(grace)
 
     def call_soon(self, callback: Callable[[], object]) -> None:
         """Run ``callback``, which must not raise, on the loop's thread; does not wait for it. Ignored once it has ended."""
         try:
             self._call_soon(callback)
         except RuntimeError:  # closed (asyncio), finished (trio): the closing code takes care of the rest
-            if not self.stopping and self._alive:
+            if not self.stopping and not self._over.is_set():
                 raise
 
     def spawn(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -95,16 +85,17 @@ class LoopThread(Loop):
 
     Args:
         backend: ``"asyncio"`` (on uvloop where that is installed) or ``"trio"``, which must be.
-        make_thread: makes a thread, not started yet, that runs a function.
+        owner: the runtime that it belongs to.
     """
 
-    def __init__(self, backend: Backend, make_thread: Callable[[Callable[[], None]], threading.Thread]) -> None:
+    name = "trainbus event loop"
+
+    def __init__(self, backend: Backend, owner: object) -> None:
         super().__init__()
         self._backend = backend
         self._ready = threading.Event()
         self._failure: BaseException | None = None
-        self._thread = make_thread(self._run)
-        self.name = self._thread.name
+        self._thread = OwnedThread(owner, self._run, self.name)
 
     def start(self) -> None:
         """Start the loop if it is not running yet, and wait until it is."""
@@ -116,27 +107,18 @@ class LoopThread(Loop):
 
     def stop(self, grace: float) -> bool:
         """End the loop and its thread."""
-        self.stopping = True  # also where Ctrl-C came while it was started, and it is not alive yet
-        if not self._thread.is_alive():
-            return True
-        self.call_soon(self._ring)
-        return ended(self._thread, grace)
-
-    @property
-    def here(self) -> bool:
-        """True in async handlers."""
-        return threading.current_thread() is self._thread
-
-    @property
-    def _alive(self) -> bool:
-        return self._thread.is_alive()
+        self.stopping = True  # also where Ctrl-C came while the thread was started, and it is not alive yet
+        return not self._thread.is_alive() or (super().stop(grace) and ended(self._thread, grace))
 
     def _run(self) -> None:
+        options = {"use_uvloop": find_spec("uvloop") is not None} if self._backend == "asyncio" else {}
         try:
-            anyio.run(self._main, backend=self._backend, backend_options=_options(self._backend))
+            anyio.run(self._main, backend=self._backend, backend_options=options)
         except BaseException as error:  # noqa: BLE001 - handed to start(), which raises it on the caller's thread
             self._failure = error
             self._ready.set()
+        finally:
+            self._over.set()
 
     async def _main(self) -> None:
         self._prepare()
@@ -157,7 +139,6 @@ class HostLoop(Loop):
     def __init__(self) -> None:
         super().__init__()
         self._ident = threading.get_ident()
-        self._over = threading.Event()
         self._ended: anyio.Event
         self._task: object = None
 
@@ -177,20 +158,10 @@ class HostLoop(Loop):
         with anyio.move_on_after(CANCEL_GRACE, shield=True):
             await self._ended.wait()
 
-    def stop(self, grace: float) -> bool:
-        """Cancel the tasks."""
-        self.stopping = True
-        self.call_soon(self._ring)
-        return self._over.wait(grace) or not self._alive
-
     @property
     def here(self) -> bool:
-        """True also in the host's own code."""
+        """True on the loop's thread, which must not wait, also in the host's own code."""
         return threading.get_ident() == self._ident
-
-    @property
-    def _alive(self) -> bool:
-        return not self._over.is_set()
 
     async def _run(self) -> None:
         try:
@@ -268,17 +239,6 @@ def _work(function: Callable[[], T], outcome: Future[T], call_soon: CallSoon, ov
     settle(outcome, function)
     with suppress(RuntimeError):  # the loop has ended and with it the task
         call_soon(over.set)
-
-
-def ended(thread: threading.Thread, grace: float) -> bool:
-    """Wait ``grace`` seconds for ``thread``; return True if it has ended."""
-    if thread is not threading.current_thread():
-        thread.join(grace)
-    return not thread.is_alive()
-
-
-def _options(backend: Backend) -> dict[str, Any]:
-    return {"use_uvloop": find_spec("uvloop") is not None} if backend == "asyncio" else {}
 
 
 def _not_running(callback: Callable[[], object]) -> None:

@@ -8,8 +8,8 @@ import os
 import pickle
 import signal
 import threading
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -19,8 +19,7 @@ from eventloop.errors import BusStateError, HandlerTimeoutError, OffloadError, W
 from eventloop.log import get_logger
 from eventloop.offload import child
 from eventloop.offload.callers import Caller, timed_out
-from eventloop.offload.parcel import pack
-from eventloop.offload.segment import Segment
+from eventloop.offload.parcel import Segment, pack
 from eventloop.offload.target import Target
 
 _START = 300.0  # seconds for a worker to import its handler, on a busy machine
@@ -34,10 +33,10 @@ class ProcessCaller(Caller):
     """Calls a handler in a spawned process.
 
     Args:
-        target: the handler.
-        handler: the same as an object, to see that the name leads to it.
+        target: where the process finds the handler.
+        handler: the same as an object, to check that its name leads to it.
         label: of the subscription, for errors and as the name of the process.
-        batched: whether it gets the list of a batch.
+        batched: whether the handler gets the list of a batch.
         timeout: seconds per call, without the start of a process; None waits for as long as it takes.
     """
 
@@ -49,16 +48,16 @@ class ProcessCaller(Caller):
         self._label = label
         self._batched = batched
         self._timeout = timeout
-        self._lock = threading.Lock()  # between a call and interrupt()
+        self._lock = threading.Lock()  # between the lane's thread and interrupt()
         self._busy = False
         self._refuses = False
         self._end = _END
         self._process: _Process | None = None
 
     def call(self, what: Any) -> None:
-        """Have the handler called in the worker; starts one if there is none."""
+        """Have the worker call the handler; starts one if there is none."""
         with self._lock:
-            self._check()
+            self._check_open()
             self._busy = True
         try:
             process = self._process or self._start()
@@ -81,31 +80,30 @@ class ProcessCaller(Caller):
 
     def stop(self) -> None:
         """End the worker, in order if it does so within a few seconds."""
-        with self._lock:
-            process, self._process = self._process, None
+        process = self._forget()
         if process is not None and not process.end(self._end) and self._end:
             log.warning("a worker process did not end in time and was killed", handler=self._label, pid=process.pid)
 
-    def _check(self) -> None:
+    def _check_open(self) -> None:
         if self._refuses:
             raise WorkerDiedError(f"{self._label} was not called: the bus has closed")
 
     def _start(self) -> _Process:
         self._target.check(self._handler)
         with self._lock:
-            self._check()
+            self._check_open()
             process = self._process = _Process(self._target, f"trainbus {self._label}", batched=self._batched)
         try:
             reply = self._receive(process, _START)
         except WorkerDiedError as error:
             raise WorkerDiedError(
                 f"{error}, before it took any event. A script that uses worker processes is imported by them: it must start "
-                'its work under `if __name__ == "__main__":`. What went wrong otherwise is on stderr',
+                'its work under `if __name__ == "__main__":`. Another reason would be on stderr',
                 started=False,
             ) from None
         if reply.ok:
             return process
-        self._lose(kill=False)
+        self._lose()
         failure = WorkerDiedError(
             f"the worker process of {self._label} could not import its handler: {reply.kind}: {reply.message}", started=False
         )
@@ -116,23 +114,26 @@ class ProcessCaller(Caller):
         try:
             data = process.receive(timeout)
         except TimeoutError:
-            self._lose(kill=True)
+            process.kill()
+            self._lose()
             limit = _START if timeout is None else timeout
             raise HandlerTimeoutError(timed_out(self._label, limit, "its worker process was killed")) from None
         if data is None:
-            code = self._lose(kill=False)
-            raise WorkerDiedError(f"the worker process of {self._label} died ({_how(code)})")
+            raise WorkerDiedError(f"the worker process of {self._label} died ({_how(self._lose())})")
         return msgspec.msgpack.decode(data, type=child.Reply)
 
-    def _lose(self, *, kill: bool) -> int | None:
-        with self._lock:
-            process, self._process = self._process, None
+    def _lose(self) -> int | None:
+        """End the process, which is of no more use, and return its exit code."""
+        process = self._forget()
         if process is None:
             return None
-        if kill:
-            process.kill()
         process.end(_END)
         return process.code
+
+    def _forget(self) -> _Process | None:
+        with self._lock:
+            process, self._process = self._process, None
+        return process
 
 
 class _Process:
@@ -166,20 +167,14 @@ class _Process:
         _processes.add(self)
 
     def send(self, ticket: bytes) -> None:
-        try:
-            self._pipe.send_bytes(ticket)
-        except OSError:  # it is gone, as receive() finds
-            return
+        child.send(self._pipe, ticket)
 
     def receive(self, timeout: float | None) -> bytes | None:
         """Return the next message, None if the process has died; raises TimeoutError."""
         ready = wait([self._pipe, self._death], timeout)
         if not ready:
             raise TimeoutError
-        try:
-            return self._pipe.recv_bytes() if self._pipe in ready else None
-        except (EOFError, OSError):
-            return None
+        return (child.receive(self._pipe) or None) if self._pipe in ready else None
 
     def kill(self) -> None:
         """End it at once; harmless if it has ended."""
@@ -188,8 +183,7 @@ class _Process:
     def end(self, grace: float) -> bool:
         """End it in order within ``grace`` seconds, else kill it; it leaves nothing behind. False if it had to be killed."""
         self.send(b"")
-        deadline = time.monotonic() + grace
-        in_order = bool(wait([self._death], max(0.0, deadline - time.monotonic())))
+        in_order = bool(wait([self._death], grace))
         if not in_order:
             self._process.kill()
         self._process.join()
@@ -201,29 +195,19 @@ class _Process:
         self.segment.close()
         return in_order
 
-    def forget(self) -> None:
-        """In a forked child: it is no child of this process, which must not end it when it exits itself."""
-        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]
-
 
 def _error(reply: child.Reply, pid: int) -> Exception:
-    error: Exception | None = None
+    error: Exception = OffloadError(f"{reply.kind}: {reply.message}")
     if reply.error:
-        try:
+        with suppress(Exception):  # its module may exist in the worker only
             error = pickle.loads(reply.error)  # noqa: S301 - from our own worker
-        except Exception:  # noqa: BLE001 - its module may exist in the worker only
-            error = None
-    if error is None:
-        error = OffloadError(f"{reply.kind}: {reply.message}")
     error.add_note(f"in the worker process {pid}:\n{reply.traceback}")
     return error
 
 
 def _how(code: int | None) -> str:
-    if code is None:
-        return "ended"
-    if code >= 0:
-        return f"exit code {code}"
+    if code is None or code >= 0:
+        return "ended" if code is None else f"exit code {code}"
     try:
         return f"signal {signal.Signals(-code).name}"
     except ValueError:
@@ -235,7 +219,8 @@ _processes: set[_Process] = set()  # that may be running
 
 def _forget_after_fork() -> None:
     for process in list(_processes):
-        process.forget()
+        # It is not a child of the forked process, which must not end it when it exits.
+        multiprocessing.process._children.discard(process._process)  # type: ignore[attr-defined]
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable
 
 from eventloop.log import get_logger
-from eventloop.offload.callers import Caller, MakeThread, TimedCaller
+from eventloop.offload.callers import Caller, OwnedThread, TimedCaller, ended
 from eventloop.offload.collectives import refuses_collectives
 from eventloop.offload.consumers import Consumer, Delivery, TaskConsumer, ThreadConsumer
 from eventloop.offload.contexts import handling
-from eventloop.offload.loops import CANCEL_GRACE, Backend, HostLoop, LoopThread, ended
+from eventloop.offload.loops import CANCEL_GRACE, Backend, HostLoop, LoopThread
 from eventloop.offload.process import ProcessCaller
 from eventloop.offload.slots import Deadline, DrainReport
 
@@ -26,8 +26,8 @@ class Runtime:
     """
 
     def __init__(self, loop: HostLoop | Backend = "asyncio", interrupt: Callable[[], object] = lambda: None) -> None:
-        self.hosted = isinstance(loop, HostLoop)
-        self._loop = loop if isinstance(loop, HostLoop) else LoopThread(loop, self._loop_thread)
+        self._host = loop if isinstance(loop, HostLoop) else None
+        self._loop = loop if isinstance(loop, HostLoop) else LoopThread(loop, self)
         self._interrupt = interrupt
         self._mark = object()
         self._consumers: set[Consumer] = set()
@@ -38,11 +38,7 @@ class Runtime:
     def serve(self, delivery: Delivery) -> None:
         """Start the consumer of a lane: a task in the event loop for an async handler, else a thread."""
         lane = delivery.lane
-        if delivery.is_async:
-            self._loop.start()
-            wake = self._task_of(delivery)
-        else:
-            wake = self._thread_of(delivery)
+        wake = self._task_of(delivery) if delivery.is_async else self._thread_of(delivery)
         lane.attach(wake, self._must_not_wait)
         lane.wake()
 
@@ -53,9 +49,14 @@ class Runtime:
         return handling.get() is self._mark or (isinstance(thread, OwnedThread) and thread.owner is self)
 
     @property
+    def hosted(self) -> bool:
+        """True if async handlers run in the host's event loop."""
+        return self._host is not None
+
+    @property
     def in_host_loop(self) -> bool:
         """True on the thread of the host's event loop, which no call may block."""
-        return self.hosted and self._loop.here
+        return self._host is not None and self._host.here
 
     def drain(self, deadline: Deadline) -> DrainReport:
         """Wait until all that was published before this call is delivered, dropped or failed."""
@@ -122,14 +123,15 @@ class Runtime:
 
     def _task_of(self, delivery: Delivery) -> Callable[[], None]:
         """Return what wakes the task of an async handler."""
+        self._loop.start()
         lane = delivery.lane
         handler = refuses_collectives(delivery.handler, lane.label, is_async=True)
-        consumer = TaskConsumer(delivery, self._began, self._ended, handler=handler, mark=self._mark, spawn=self._loop.spawn)
+        task = TaskConsumer(delivery, self._began, self._ended, handler=handler, mark=self._mark, spawn=self._loop.spawn)
 
         def wake() -> None:
             # Not only once the loop gets to it, also when a task that has ended starts again: a drain must know of it.
-            self._began(consumer)
-            self._loop.call_soon(consumer.ring)
+            self._began(task)
+            self._loop.call_soon(task.ring)
             if self._over:  # the loop may have ended before it got to it, and will not get to it any more
                 lane.detach()
 
@@ -137,21 +139,20 @@ class Runtime:
 
     def _thread_of(self, delivery: Delivery) -> Callable[[], None]:
         """Return what wakes the thread of a blocking handler."""
-        label = delivery.lane.label
-
-        def make_thread(run: Callable[[], None]) -> OwnedThread:
-            return OwnedThread(self, run, f"trainbus {label}")
-
-        caller = _caller(delivery, make_thread)
-        return ThreadConsumer(delivery, self._began, self._ended, caller=caller, make_thread=make_thread).ring
+        label, timeout = delivery.lane.label, delivery.timeout
+        caller: Caller
+        if delivery.target is not None:
+            batched = delivery.batch is not None
+            caller = ProcessCaller(delivery.target, delivery.handler, label, batched=batched, timeout=timeout)
+        else:
+            handler = refuses_collectives(delivery.handler, label, is_async=False)
+            caller = Caller(handler) if timeout is None else TimedCaller(handler, timeout, label, self)
+        return ThreadConsumer(delivery, self._began, self._ended, caller=caller, owner=self).ring
 
     def _must_not_wait(self) -> bool:
         """True where waiting for a slot in a lane could be a deadlock."""
         self._interrupt()
         return self.inside or self.in_host_loop
-
-    def _loop_thread(self, run: Callable[[], None]) -> OwnedThread:
-        return OwnedThread(self, run, "trainbus event loop")
 
     def _serving(self) -> list[Consumer]:
         with self._lock:
@@ -169,19 +170,3 @@ class Runtime:
             self._past += now.since(consumer.before)
             consumer.before = now
             self._consumers.discard(consumer)
-
-
-def _caller(delivery: Delivery, make_thread: MakeThread) -> Caller:
-    label, timeout = delivery.lane.label, delivery.timeout
-    if delivery.target is not None:
-        return ProcessCaller(delivery.target, delivery.handler, label, batched=delivery.batch is not None, timeout=timeout)
-    handler = refuses_collectives(delivery.handler, label, is_async=False)
-    return Caller(handler) if timeout is None else TimedCaller(handler, timeout, label, make_thread)
-
-
-class OwnedThread(threading.Thread):
-    """A daemon thread of a runtime."""
-
-    def __init__(self, owner: Runtime, run: Callable[[], None], name: str) -> None:
-        super().__init__(target=run, name=name, daemon=True)
-        self.owner = owner

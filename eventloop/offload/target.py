@@ -1,4 +1,4 @@
-"""A handler by its name, for a worker process, which imports it: nothing of this process goes along."""
+"""A handler by its name: a worker process imports it, and gets no object of this process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WAY_OUT = 'Define it with `def` at the top level of a module that can be import
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """A module: its name, and its file for those that only some importer of this process finds by name (pytest's)."""
+    """A module: its name, and its file in case only an importer of this process finds the name (pytest's)."""
 
     module: str
     file: str | None = None
@@ -41,7 +41,7 @@ class Target(msgspec.Struct, frozen=True, array_like=True):
         return cast("Callable[[Any], object]", found)
 
     def check(self, handler: Callable[..., Any]) -> None:
-        """Raise WorkerDiedError unless the name leads to ``handler`` by now (a decorator runs before the name is bound)."""
+        """Raise WorkerDiedError unless the name leads to ``handler`` (a decorator runs before the name is bound)."""
         found = _bound(self.origin.module, self.qualname)
         if found is not handler:
             what = "nothing" if found is _MISSING else f"another object, {found!r}"
@@ -55,7 +55,7 @@ def target_of(handler: Callable[..., Any]) -> Target:
     """Return the name by which a worker process finds ``handler``.
 
     Raises:
-        SubscribeError: it has none: a lambda, a function in a function, a method, or one of an interactive session.
+        SubscribeError: it is a lambda, a function in a function, a method, or a function of an interactive session.
     """
     qualname = getattr(handler, "__qualname__", "")
     module = getattr(handler, "__module__", None) or ""
@@ -91,7 +91,7 @@ def load(origin: Origin) -> ModuleType:
     try:
         return importlib.import_module(origin.module)
     except ModuleNotFoundError as error:
-        # Not one of those that the module itself imports.
+        # A module that this one imports is missing: that is its own error.
         if origin.file is None or not (origin.module == error.name or origin.module.startswith(f"{error.name}.")):
             raise
         spec = importlib.util.spec_from_file_location(origin.module, origin.file)

@@ -8,8 +8,7 @@ import torch
 from eventloop import Event, Progress
 from eventloop.events import AfterTrainIter, AfterValEpoch
 from eventloop.offload import detach
-from eventloop.offload.parcel import pack, unpack
-from eventloop.offload.segment import Segment, lay_out
+from eventloop.offload.parcel import Segment, pack, unpack
 from eventloop.offload.snapshot import Snapshot
 
 TENSORS = [
@@ -93,10 +92,6 @@ def test_an_event_that_msgpack_cannot_hold_is_an_error_here(ends, registry):
 
     with pytest.raises(TypeError, match="cannot encode a object"):
         pack([Odd(what=object())], ends[0])
-
-
-def test_parts_lie_one_behind_the_other_and_aligned():
-    assert lay_out([1, 64, 65, 0, 3]) == [(0, 1), (64, 64), (128, 65), (256, 0), (256, 3)]
 
 
 def test_closing_leaves_no_descriptor():
