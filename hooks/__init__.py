@@ -15,10 +15,9 @@ from hooks.optimizer import Fp16OptimizerHook, OptimizerHook
 from hooks.preemption import PreemptionHook
 from hooks.profiler import ProfilerHook
 from hooks.progress_bar import ProgressBar
+from hooks.ranks import DistSamplerSeedHook, SyncBuffersHook
 from hooks.runtime_info import RuntimeInfoHook
-from hooks.sampler_seed import DistSamplerSeedHook
 from hooks.schedule import ParamSchedulerHook
-from hooks.sync_buffers import SyncBuffersHook
 from hooks.timer import IterTimerHook
 from hooks.writers import ConsoleWriter, CSVWriter, JSONLinesWriter, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
 

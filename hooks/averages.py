@@ -105,11 +105,9 @@ class WeightAverage:
             self.swap(model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count and the averaged tensors by checkpoint key."""
         return {"steps": self.steps, "tensors": dict(self._pairs.held)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Take back what :meth:`state_dict` returned; ``strict`` as in :meth:`load_tensors`."""
         self.load_tensors(state["tensors"], strict=strict)
         self.steps = int(state["steps"])
 

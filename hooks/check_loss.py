@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from operator import attrgetter
 
-from eventloop import Hook, Priority, TrainingError, check_options, mount, register
+from eventloop import Hook, TrainingError, check_options, mount, register
 from eventloop.events import AfterTrainIter
 from hooks.options import PositiveInt, one_or_more
 
@@ -26,8 +26,6 @@ class CheckInvalidLossHook(Hook):
         ConfigurationError: an option that cannot work.
         TrainingError: later, from the run: a value is NaN or infinite, or none of the outputs can be checked.
     """
-
-    priority = Priority.NORMAL
 
     @check_options
     def __init__(self, interval: PositiveInt = 50, *, keys: str | Iterable[str] | None = None) -> None:

@@ -135,8 +135,6 @@ class CheckpointHook(Hook):
         self._removes = True  # of several processes, the first one
         self._began_at: int | None = None  # iterations at the beginning, if there is nothing to save of that state
 
-    # -------------------------------------------------------------------------------------------- begin and end
-
     def before_run(self, event: events.BeforeRun) -> None:
         directory = self._directory(event.run.work_dir)
         event.run.shared[KEPT] = policies = event.run.shared.get(KEPT, [])
@@ -175,15 +173,12 @@ class CheckpointHook(Hook):
         self._request(event.run, name, busy="wait")  # a state that is in this file already is not written again
 
     def after_run(self, event: events.AfterRun) -> None:
-        """Write the stripped copies."""
         if self._publish is None or not self._finished or (directory := self._kept.directory) is None or event.run.rank:
             return
         event.run.wait_for_saves()
         for name in self._kept.newest(regular=self.save_last):
             with self._errors("a checkpoint could not be published", directory / name):
                 publish_checkpoint(directory / name, self._publish)
-
-    # ------------------------------------------------------------------------------------------------- training
 
     def after_train_iter(self, event: events.AfterTrainIter) -> None:
         """Save by iterations; at the first update, check that saving is possible."""
@@ -223,8 +218,6 @@ class CheckpointHook(Hook):
             self._kept.put(file, metric, score)
             event.run.request_save(file, directory=self._kept.directory, **self._options)
 
-    # --------------------------------------------------------------------------------- on the committing thread
-
     def checkpoint_committed(self, event: events.CheckpointCommitted) -> None:
         """Delete files that have a durable successor now."""
         directory, gone = self._kept.directory, self._kept.committed(event.names)
@@ -242,20 +235,14 @@ class CheckpointHook(Hook):
         self._kept.forget(event.names)
 
     def checkpoint_skipped(self, event: events.CheckpointSkipped) -> None:
-        """Forget files that were left out, as after a failure."""
         self._kept.forget(event.names)
 
-    # ---------------------------------------------------------------------------------------------------- state
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the names of the files that stay, and the best scores."""
         return self._kept.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take it back. A best score whose file is lost is forgotten: the next score is the best one."""
         self._kept.load_state_dict(state)
-
-    # ------------------------------------------------------------------------------------------------ internals
 
     @property
     def _saves(self) -> bool:

@@ -38,7 +38,6 @@ class Accuracy:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all batches."""
         self._right: torch.Tensor | int = 0
         self._seen = 0
 

@@ -73,11 +73,9 @@ class EarlyStoppingHook(Hook):
         self._last_score: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, the last one, and the number of validations without improvement."""
         return {"best_score": self.best_score, "last_score": self._last_score, "wait_count": self.wait_count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on waiting."""
         self.best_score = state["best_score"]
         self._last_score = state["last_score"]
         self.wait_count = int(state["wait_count"])

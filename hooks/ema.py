@@ -86,8 +86,6 @@ class EMAHook(Hook):
         """The average; None before its first update."""
         return self._average
 
-    # ------------------------------------------------------------------------------------------------- training
-
     def before_run(self, event: events.BeforeRun) -> None:
         """Find the model; a hook of an earlier run of the same model goes on with its average."""
         models = event.run.models
@@ -117,8 +115,6 @@ class EMAHook(Hook):
             average = self._average or self._make_average()
             average.update_parameters(self._known_model)
 
-    # --------------------------------------------------------------------------------------- validation and test
-
     @mount("before_val_epoch", "before_test_epoch")
     def lend(self, event: events.BeforeValEpoch | events.BeforeTestEpoch) -> None:
         """Give the model the averaged weights until the validation or test ends, however it ends."""
@@ -126,8 +122,6 @@ class EMAHook(Hook):
         if average is not None and average.steps:  # else the average is the weights themselves
             event.run.defer(lambda: average.restore(self._known_model))  # first: Ctrl-C may strike at any moment from here on
             average.swap(self._known_model)
-
-    # ----------------------------------------------------------------------------------------------- checkpoints
 
     def before_save_checkpoint(self, event: events.BeforeSaveCheckpoint) -> None:
         """Put the averaged weights under ``state_dict`` and the raw ones under ``ema_state_dict``."""
@@ -154,15 +148,11 @@ class EMAHook(Hook):
         self._put(checkpoint, "state_dict", self._weights_in(saved))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of updates; the tensors are in the checkpoint itself."""
         return {"steps": 0 if self._average is None else self._average.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the number of updates back."""
         if self._average is not None and self._in_checkpoint:
             self._average.steps = int(state["steps"])
-
-    # ------------------------------------------------------------------------------------------------- internals
 
     @property
     def _known_model(self) -> torch.nn.Module:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-from eventloop import ConfigurationError, Hook, Priority, check_options, register
+from eventloop import ConfigurationError, Hook, check_options, register
 from eventloop.events import AfterEpoch, AfterIter, BeforeEpoch, RunEvent
 
 
@@ -26,7 +26,6 @@ class EmptyCacheHook(Hook):
         ConfigurationError: an option that is neither True nor False, or all of them False.
     """
 
-    priority = Priority.NORMAL
     observes = True
 
     @check_options
@@ -39,7 +38,6 @@ class EmptyCacheHook(Hook):
         self._wanted = {"before_epoch": before_epoch, "after_epoch": after_epoch, "after_iter": after_iter}
 
     def unused(self) -> Collection[str]:
-        """Return the mount points whose option is False."""
         return [name for name, wanted in self._wanted.items() if not wanted]
 
     def before_epoch(self, event: BeforeEpoch) -> None:

@@ -95,7 +95,6 @@ class EvaluateHook(Hook):
         self._warned = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best result."""
         return {"monitor": self.monitor, "best": None if self.best is None else msgspec.to_builtins(self.best)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -130,7 +129,6 @@ class EvaluateHook(Hook):
     # Off the path: a slow disk must not hold up the training, nor a full one end it.
     @mount(Evaluated, offload="thread", on_error="log", ranks="rank0", when=attrgetter("work_dir"))
     def write(self, event: Evaluated) -> None:
-        """Append a line to the file."""
         if event.hook == self.label and self._json_file is not None and event.work_dir is not None:
             path = Path(event.work_dir) / self._json_file
             path.parent.mkdir(parents=True, exist_ok=True)

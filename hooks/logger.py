@@ -37,7 +37,6 @@ _Writers = Annotated[
 ]
 
 _tokens = count(1)
-_NUMBERS = frozenset((int, float))
 
 
 class LogRecord(RunEvent, kw_only=True):
@@ -253,8 +252,6 @@ def _where(progress: Progress, batch: int = 0, epoch_length: int | None = None) 
 
 
 def _numbers(outputs: Mapping[str, Any]) -> Mapping[str, float]:
-    if _NUMBERS.issuperset(map(type, outputs.values())):
-        return outputs
     return {name: value for name, value in outputs.items() if isinstance(value, int | float)}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from eventloop import ConfigurationError, Hook, Priority, check_options, register
+from eventloop import ConfigurationError, Hook, check_options, register
 from eventloop.events import AfterTrainEpoch, AfterTrainIter, BeforeRun
 from hooks.options import Name, model_name
 
@@ -25,8 +25,6 @@ class EMAIterHook(Hook):
     Raises:
         ConfigurationError: an option that cannot work; or later, a model without these methods.
     """
-
-    priority = Priority.NORMAL
 
     @check_options
     def __init__(self, model: Name | None = None) -> None:
@@ -69,7 +67,6 @@ class EMAEpochHook(EMAIterHook):
     """
 
     def unused(self) -> tuple[str]:
-        """Return the mount point of :class:`EMAIterHook`."""
         return ("after_train_iter",)
 
     def after_train_epoch(self, event: AfterTrainEpoch) -> None:

@@ -63,8 +63,6 @@ class ProgressBar(Hook):
         self._start: tuple[float, int] | None = None  # a moment of this run, in seconds, and the iterations done by then
         self._eta: float | None = None  # seconds
 
-    # --------------------------------------------------------------------------------- inline: on the training thread
-
     def before_run(self, event: BeforeRun) -> None:
         console = self._console or get_console()
         self._shown = console.is_terminal and not console.is_dumb_terminal
@@ -100,12 +98,9 @@ class ProgressBar(Hook):
             except Exception:  # a lost terminal must not fail a run that was fine
                 log.exception("the progress bar could not be ended")
 
-    # --------------------------------------------------------------------------------------- on the thread of the lane
-
     # A terminal that takes nothing (Ctrl-S, a slow connection) must not stop the training: old positions are dropped.
     @mount(BarMoved, offload="thread", batch=64, queue=64, full="drop_old", disable_after=3)
     def draw(self, events: list[BarMoved]) -> None:
-        """Redraw the bar."""
         for event in events:
             self._take(event)
         with self._lock:

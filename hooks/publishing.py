@@ -20,12 +20,7 @@ _PART = 16 << 20  # bytes that are read at a time
 def publish_checkpoint(path: AnyPath, keys: Iterable[str]) -> AnyPath:
     """Write a copy with only ``keys``, beside the checkpoint, named ``<name>-<first 8 hex digits of its SHA-256>``.
 
-    Args:
-        path: a checkpoint.
-        keys: of its tree, such as ``"state_dict"``.
-
-    Returns:
-        The path of the copy.
+    ``keys`` are of the checkpoint's tree, such as ``"state_dict"``. Returns the path of the copy.
 
     Raises:
         CheckpointError: the checkpoint has none of these keys, cannot be read, or the copy cannot be written.
@@ -67,10 +62,7 @@ def sweep(directory: AnyPath) -> bool:
     """Remove files that a killed process has left in ``directory``: temporary ones, and parts of sharded checkpoints.
 
     Files changed within the last minute stay: another process (an evaluation beside the training) may be writing them. So do
-    those whose time of change the store does not know.
-
-    Returns:
-        True if there are sharded checkpoints.
+    those whose time of change the store does not know. Returns True if there are sharded checkpoints.
     """
     store = store_of(directory)
     for path, changed in store.files(directory):

@@ -77,7 +77,6 @@ class RetentionPolicy:
             return [file.name for file in newest if file.durable]
 
     def has(self, name: str) -> bool:
-        """Return True if the file is one of these."""
         with self._lock:
             return any(file.name == name for files in self._files.values() for file in files)
 
@@ -108,7 +107,6 @@ class RetentionPolicy:
         return [name for name in gone if not any(policy.has(name) for policy in here)]
 
     def forget(self, paths: Iterable[str]) -> None:
-        """Forget files that were not written."""
         own = self.own(paths)
         with self._lock:
             for kind, files in self._files.items():

@@ -156,7 +156,6 @@ class ParamSchedulerHook(Hook):
         saved |= {name: scheduler.state_dict() for name, scheduler in self.schedulers.items()}
 
     def after_load_checkpoint(self, event: events.AfterLoadCheckpoint) -> None:
-        """Give the schedulers their states back."""
         saved = event.checkpoint.get(KEY, {})
         for name, scheduler in self.schedulers.items():
             if name in saved:

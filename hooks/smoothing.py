@@ -52,17 +52,14 @@ class Smoother:
 
     @property
     def customised(self) -> bool:
-        """True if there are windows of the user's own."""
         return bool(self._customs)
 
     def begin_epoch(self) -> None:
-        """Empty the windows of an epoch."""
         for custom in self._customs:
             if custom.options.window_size == "epoch":
                 custom.clear()
 
     def push(self, scalars: Mapping[str, float]) -> None:
-        """Take the scalars of one iteration."""
         self.count += 1
         for key, value in scalars.items():
             self._latest[key] = value

@@ -62,15 +62,11 @@ class IterTimerHook(Hook):
         self._pass = _Pass()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the iterations and seconds of training so far."""
         return {"iters": self.iters, "seconds": self.seconds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from a checkpoint."""
         self.iters = int(state["iters"])
         self.seconds = float(state["seconds"])
-
-    # ------------------------------------------------------------------------------------------------- training
 
     def before_train(self, event: events.BeforeTrain) -> None:
         self._training = _Training(self.warmup_iter)  # a resumed run may be on another machine
@@ -110,7 +106,6 @@ class IterTimerHook(Hook):
         self._training.hooks_done = perf_counter()
 
     def after_train(self, event: events.AfterTrain) -> None:
-        """Log the summary."""
         training, info = self._training, event.run.info
         training.gap_ends()
         facts: dict[str, Any] = {"total": _rounded(training.last - training.began), "iters": training.iters}
@@ -131,8 +126,6 @@ class IterTimerHook(Hook):
 
     def after_val(self, event: events.AfterVal) -> None:
         self._training.validation_ends()
-
-    # --------------------------------------------------------------------------------------- validation and test
 
     @mount("before_val_epoch", "before_test_epoch")
     def pass_begins(self, event: events.BeforeValEpoch | events.BeforeTestEpoch) -> None:

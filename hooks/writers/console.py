@@ -40,7 +40,6 @@ class ConsoleWriter(Writer):
         self._digits = num_digits
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
-        """Print a line."""
         short = {name.removeprefix(f"{where.stage}/"): value for name, value in scalars.items()}
         # Learning rates first, times last; the sort is stable, so the rest stays in the order of the outputs.
         names = sorted(short, key=lambda name: _LAST.index(name) + 2 if name in _LAST else not _is_rate(name))
@@ -48,7 +47,6 @@ class ConsoleWriter(Writer):
         self._print(Text("  ").join([_moment(where), *values]))
 
     def write_text(self, name: str, text: str, where: Where) -> None:
-        """Print a line."""
         self._print(Text.assemble((name, "dim"), " ", text))
 
     def _print(self, line: Text) -> None:

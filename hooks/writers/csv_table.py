@@ -36,7 +36,6 @@ class CSVWriter(FileWriter):
         super().__init__(filename, interval)
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
-        """Append a row."""
         if self.directory is not None:
             # True and False among numbers would make a column of text for most readers.
             numbers = {name: int(value) if isinstance(value, bool) else value for name, value in scalars.items()}
@@ -51,7 +50,6 @@ class Table(GrowingFile):
     """
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add a row."""
         fresh = [name for name in row if name not in self._columns]
         if fresh:
             self._add_columns(fresh)

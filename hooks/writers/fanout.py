@@ -48,7 +48,6 @@ class Fanout:
         self._last = Where("train", 0, 0)
 
     def open(self, run: RunFacts) -> None:
-        """Open all writers for a run."""
         self._run = run
         self._smoother = self._new_smoother()
         self._last = Where("train", 0, 0)
@@ -56,7 +55,6 @@ class Fanout:
             target.open(run)
 
     def train(self, scalars: Mapping[str, float], where: Where) -> None:
-        """Take the scalars of a training iteration."""
         if where.epoch != self._last.epoch:
             self._smoother.begin_epoch()
         self._last = where
@@ -82,13 +80,11 @@ class Fanout:
                 self._write_train(target)
 
     def evaluated(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
-        """Take the metrics of a validation or test."""
         named = {f"{where.stage}/{name}": value for name, value in scalars.items()}
         for target in self._targets:
             target.give("write_scalars", named, step, where)
 
     def image(self, name: str, image: Any, step: int, where: Where) -> None:
-        """Take an image that was reported."""
         takers = [target for target in self._targets if target.takes_images]
         if not takers and not self._warned:
             self._warned = True

@@ -49,11 +49,9 @@ class GrowingFile:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Flush and close the file."""
         self._file.close()
 
     def open(self) -> None:
-        """Open the file at its end."""
         path = self._path
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -82,7 +80,6 @@ class FileWriter(Writer):
         self._file: GrowingFile | None = None
 
     def open(self, run: RunFacts) -> None:
-        """Note the work dir; the file is made when there is something to write."""
         self.directory = run.work_dir
 
     def file(self, kind: type[F], directory: Path) -> F:
@@ -92,17 +89,14 @@ class FileWriter(Writer):
         return self._file
 
     def flush(self) -> None:
-        """Hand the lines to the operating system."""
         if self._file is not None:
             self._file.flush()
 
     def sync(self) -> None:
-        """Write the lines to the disk."""
         if self._file is not None:
             self._file.flush(durable=True)
 
     def close(self) -> None:
-        """Close the file."""
         file, self._file = self._file, None
         if file is not None:
             file.close()

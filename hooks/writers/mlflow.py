@@ -93,7 +93,6 @@ class MLflowWriter(Writer):
         self._client = client
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
-        """Keep them for the next flush."""
         if self._client is not None:
             now, metric = time.time_ns() // 1_000_000, self._entities.Metric
             self._metrics += [metric(_name(name), float(value), now, step) for name, value in scalars.items()]
@@ -117,17 +116,14 @@ class MLflowWriter(Writer):
             self._client.log_batch(self._id, params=new[first : first + _MOST_PARAMS])
 
     def flush(self) -> None:
-        """Write the kept metrics."""
         while self._metrics:
             self._client.log_batch(self._id, metrics=self._metrics[:_MOST_METRICS])
             del self._metrics[:_MOST_METRICS]
 
     def aborted(self) -> None:
-        """Note that the run has failed."""
         self._failed = True
 
     def close(self) -> None:
-        """Finish the run."""
         client, self._client = self._client, None
         if client is not None:
             client.set_terminated(self._id, status="FAILED" if self._failed else "FINISHED")

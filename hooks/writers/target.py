@@ -44,7 +44,6 @@ class Target:
         self._reset(RunFacts("run"))
 
     def open(self, run: RunFacts) -> None:
-        """Open the writer for a run."""
         self.written = 0
         self._reset(run)
         self._try()
@@ -59,8 +58,6 @@ class Target:
         except Exception:  # noqa: BLE001 - logged
             self._keep(call)
             self._failed()
-        else:
-            self._unsure.append(call)
 
     def flush(self, *, durable: bool = False) -> None:
         """Flush the writer; one in trouble is tried again when its pause is over (or at once, if ``durable``)."""
@@ -102,6 +99,7 @@ class Target:
 
     def _do(self, call: Call) -> None:
         getattr(self._writer, call[0])(*call[1:])
+        self._unsure.append(call)
 
     def _flush(self, *, durable: bool) -> None:
         if durable:
@@ -141,9 +139,8 @@ class Target:
     def _give_kept(self) -> None:
         logged = False
         while self._kept:
-            call = self._kept[0]
             try:
-                self._do(call)
+                self._do(self._kept[0])
             except Exception as error:
                 if not self._takes_the_next():
                     raise
@@ -151,8 +148,6 @@ class Target:
                 if not logged:
                     log.exception("a writer does not take this, and goes on without it", writer=self._name, exc_info=error)
                 logged = True
-            else:
-                self._unsure.append(call)
             self._kept.popleft()
 
     def _takes_the_next(self) -> bool:
@@ -163,7 +158,6 @@ class Target:
             self._do(self._kept[1])
         except Exception:  # noqa: BLE001 - the first one's error is raised
             return False
-        self._unsure.append(self._kept[1])
         del self._kept[1]
         return True
 
@@ -183,11 +177,5 @@ class Target:
         pause = min(_FIRST_PAUSE * 2 ** min(self._failures - 1, 10), _LONGEST_PAUSE)
         self._next_try = monotonic() + pause
         if self._failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time: it may go on for days
-            log.exception(
-                "a writer failed, and is tried again",
-                writer=self._name,
-                failures=self._failures,
-                seconds=pause,
-                kept=len(self._kept) + len(self._unsure),
-                lost=self._lost,
-            )
+            facts = {"failures": self._failures, "kept": len(self._kept) + len(self._unsure), "lost": self._lost}
+            log.exception("a writer failed, and is tried again", writer=self._name, seconds=pause, **facts)

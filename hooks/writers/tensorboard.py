@@ -40,7 +40,6 @@ class TensorBoardWriter(Writer):
         self._trains = False
 
     def open(self, run: RunFacts) -> None:
-        """Begin an event file, if the run has a work dir."""
         if run.work_dir is not None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -49,7 +48,6 @@ class TensorBoardWriter(Writer):
             self._trains = False
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
-        """Add a record."""
         if self._events is None:
             return
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -63,18 +61,15 @@ class TensorBoardWriter(Writer):
         self._events.file_writer.add_summary(Summary(value=values), step)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Show the configuration as text, if there is one."""
         if self._events is not None and config:
             text = json.dumps(config, indent=2, ensure_ascii=False)
             self._events.add_text("config", f"```json\n{text}\n```")
 
     def write_text(self, name: str, text: str, where: Where) -> None:
-        """Add a line of text."""
         if self._events is not None:
             self._events.add_text(name, text, where.iter)
 
     def write_image(self, name: str, image: Image, step: int) -> None:
-        """Add an image."""
         if self._events is not None:
             self._events.add_image(name, image, step, dataformats="HWC")
 
@@ -84,7 +79,6 @@ class TensorBoardWriter(Writer):
             self._events.flush()
 
     def close(self) -> None:
-        """Close the event file."""
         events, self._events = self._events, None
         if events is not None:
             events.close()

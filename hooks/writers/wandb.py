@@ -83,7 +83,6 @@ class WandbWriter(Writer):
             self._run.log({name: self._wandb.Image(pixels), f"{stage}/step": step}, step=self._iter)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Set the configuration of the run."""
         if self._run is not None and config:
             self._run.config.update(dict(config), allow_val_change=True)
 
@@ -93,11 +92,9 @@ class WandbWriter(Writer):
             raise FileNotFoundError(errno.ENOENT, "the folder was removed while the run wrote to it", self._run.dir)
 
     def aborted(self) -> None:
-        """Note that the run has failed."""
         self._failed = True
 
     def close(self) -> None:
-        """Finish the run."""
         run, self._run = self._run, None
         if run is not None:
             run.finish(exit_code=int(self._failed))

@@ -327,7 +327,7 @@ def test_raw_weights_are_back_wherever_ctrl_c_strikes_while_they_are_lent_or_giv
 
 def strike(call: Any, at: int) -> bool:
     """Raise KeyboardInterrupt at the n-th line of what swaps and undoes, from 0; False if there are not so many."""
-    names = {"_lend", "swap", "restore", "exchange", "_call"}
+    names = {"lend", "swap", "restore", "exchange", "_call"}
     seen = 0
     struck = False
 

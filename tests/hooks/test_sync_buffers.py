@@ -8,7 +8,7 @@ import torch
 from torch import distributed, nn
 
 from eventloop import Bus, Run
-from hooks.sync_buffers import SyncBuffersHook
+from hooks.ranks import SyncBuffersHook
 from tests.ranks.conftest import on_ranks
 
 

@@ -1,4 +1,4 @@
-"""``SyncBuffersHook``: the same buffers on all ranks, such as the running statistics of batch norms."""
+"""Hooks for training in several processes: the same order of the data, and the same buffers, on all ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,24 @@ from collections.abc import Iterable
 import torch
 from torch import distributed
 
-from eventloop import Hook, Priority, register
-from eventloop.events import AfterTrainEpoch, BeforeTrain, BeforeVal, RunView
+from eventloop import Hook, register
+from eventloop.events import AfterTrainEpoch, BeforeTrain, BeforeTrainEpoch, BeforeVal, RunView
+from eventloop.training import set_sampler_epoch
+
+
+@register
+class DistSamplerSeedHook(Hook):
+    """Calls ``set_epoch(epoch)`` on the sampler of the training data before each epoch.
+
+    A ``DistributedSampler`` draws its order from its seed and this number: without the call, all epochs have the same order.
+    The sampler is the loader's ``sampler``, else its ``batch_sampler``'s, else the ``batch_sampler`` itself: the first one
+    that has a ``set_epoch``. A loader without any draws from the random state of the run and is left alone.
+
+    In iteration-based training there is one long epoch; when the data begins anew in it, the run itself tells the sampler.
+    """
+
+    def before_train_epoch(self, event: BeforeTrainEpoch) -> None:
+        set_sampler_epoch(event.run.train_data, event.progress.epoch)
 
 
 @register
@@ -20,8 +36,6 @@ class SyncBuffersHook(Hook):
     complex buffers are averaged, integers (counts) too, rounded down; boolean masks stay. In a single process the hook does
     nothing. It is a collective: every rank needs the hook, and models with the same buffers.
     """
-
-    priority = Priority.NORMAL
 
     def __init__(self) -> None:
         self._synced_at: int | None = None  # the iterations done at the last time
