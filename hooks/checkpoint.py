@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from eventloop import CheckpointError, ConfigurationError, Hook, Priority, check_options, events, get_logger, register
-from eventloop.checkpoint import AnyPath, Busy, Staging, as_path, is_sharded, store_of, sweep_shards
+from eventloop.checkpoint import AnyPath, Busy, Staging, as_path, is_sharded, remove, sweep_shards
 from eventloop.events import RunView
 from hooks.best import BestMetrics
 from hooks.options import NonNegativeInt, one_or_more
@@ -225,7 +225,7 @@ class CheckpointHook(Hook):
             return
         for name in gone:
             with self._errors("an old checkpoint could not be removed", directory / name):
-                store_of(directory).remove(directory / name)
+                remove(directory / name)
         if self._sharded:  # also when a file was replaced by a newer one of its name
             with self._errors("parts of old checkpoints could not be removed", directory):
                 sweep_shards(Path(str(directory)), still=0)  # nothing else is being written: this is the thread that writes

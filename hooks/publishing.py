@@ -9,7 +9,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from eventloop import CheckpointError, get_logger
-from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, load, load_whole, save, store_of, sweep_shards
+from eventloop.checkpoint import (
+    TEMPORARY_PREFIX,
+    AnyPath,
+    link,
+    list_files,
+    load,
+    load_whole,
+    open_file,
+    remove,
+    save,
+    sweep_shards,
+)
 
 log = get_logger()
 
@@ -27,18 +38,17 @@ def publish_checkpoint(path: AnyPath, keys: Iterable[str]) -> AnyPath:
     """
     tree = load_whole(path) if isinstance(path, Path) else load(path)
     stripped = {key: tree[key] for key in keys_to_publish(keys, tree, str(path))}
-    store = store_of(path)
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}.tmp")
     try:
         save(stripped, temporary)
-        with store.opened(temporary) as (file, _):
+        with open_file(temporary) as (file, _):
             digest = hashlib.sha256()
             while part := file.read(_PART):
                 digest.update(part)
         published = path.with_name(f"{path.stem}-{digest.hexdigest()[:8]}{path.suffix}")
-        store.copy(temporary, published)
+        link(temporary, published)
     finally:
-        store.remove(temporary)
+        remove(temporary)
     log.info("published", path=str(published), keys=list(stripped))
     return published
 
@@ -64,13 +74,12 @@ def sweep(directory: AnyPath) -> bool:
     Files changed within the last minute stay: another process (an evaluation beside the training) may be writing them. So do
     those whose time of change the store does not know. Returns True if there are sharded checkpoints.
     """
-    store = store_of(directory)
-    for path, changed in store.files(directory):
+    for path, changed in list_files(directory):
         leftover = path.name.startswith(TEMPORARY_PREFIX) and path.suffix == ".tmp"
         if not leftover or changed is None or time.time() - changed <= _STILL:
             continue
         try:
-            store.remove(path)
+            remove(path)
             log.info("removed a file that a killed process left behind", path=str(path))
         except CheckpointError as error:
             log.warning("a temporary file could not be removed", path=str(path), error=str(error))

@@ -1,48 +1,301 @@
-"""Writing a staged tree as one file that the safetensors package opens. No pickle anywhere."""
+"""The file of a checkpoint: a safetensors file with two tensors more, and the digest that ends it.
+
+It is ``u64 header length | JSON header | data``. The data are the user's tensors, widest elements first (so that each is
+aligned without holes, which safetensors forbids), then ``__tree__`` (see `tree`), then ``__digest__``: the CRC-32 of every
+byte before it. The order of the names in the header is the order of the data.
+
+The digest guards against damage (torn writes, flipped bits), not against forgery. Measured on an EPYC core with SHA
+extensions: crc32 4.1 GB/s, sha1 1.9, sha256 1.8, blake2b 0.9, md5 0.8; without those extensions sha256 is slower than a disk.
+All release the GIL. CRC-32 finds every flipped bit and every burst of up to 32 bits, and misses one in 2**32 others.
+
+Source: https://huggingface.co/docs/safetensors/index#format
+"""
 
 from __future__ import annotations
 
 import os
-import time
+import queue
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Final
 
 import msgspec
+import orjson
+import torch
 
-from eventloop.checkpoint.digest import readable
-from eventloop.checkpoint.stage import StagedTree, stage
-from eventloop.checkpoint.store import AnyPath, as_path, store_of
+from eventloop.checkpoint.commit import chunks, write_all
+from eventloop.errors import CheckpointDamagedError, CheckpointValueError
+
+FORMAT: Final = "trainbus.checkpoint"
+VERSION: Final = 1
+TREE: Final = "__tree__"
+DIGEST: Final = "__digest__"
+METADATA: Final = "__metadata__"
+RESERVED: Final = frozenset({TREE, DIGEST, METADATA})
+DIGEST_BYTES: Final = 4
+LENGTH_BYTES: Final = 8
+MAX_HEADER_BYTES: Final = 100_000_000  # safetensors refuses more
+MAX_TREE_BYTES: Final = 1 << 32
+"""Bytes of everything in a checkpoint except its tensors. MessagePack cannot hold more in one piece."""
+
+# What every safetensors since 0.4.5 reads. Other dtypes are stored as U8, with their dtype and shape in the tree.
+SAFE_NAMES: Final[dict[torch.dtype, str]] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+}
+SAFE_DTYPES: Final = {name: dtype for dtype, name in SAFE_NAMES.items()}
+
+# Dense dtypes that safetensors, or an older one, lacks. The sub-byte integers are missing: torch cannot copy them.
+_FOREIGN: Final = "complex32 complex64 complex128 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"
+FOREIGN_DTYPES: Final[dict[str, torch.dtype]] = {
+    name: getattr(torch, name) for name in _FOREIGN.split() if hasattr(torch, name)
+}
+FOREIGN_NAMES: Final = {dtype: name for name, dtype in FOREIGN_DTYPES.items()}
+
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+Pieces = tuple[bytes, memoryview, bytes]
+"""A file without its digest: header, tensors, tree."""
+
+# Below this, the digest takes no longer than starting a thread and syncing twice.
+_ALONE: Final = 8 << 20
 
 
-class CommitInfo(msgspec.Struct, frozen=True):
-    """A checkpoint that is on disk: where, its size in bytes, its digest, and the seconds it took without staging."""
+class NewerError(Exception):
+    """A file says that it needs a newer program than this; or a bit of it has flipped."""
 
-    path: AnyPath
+
+class TensorInfo(msgspec.Struct, frozen=True):
+    """One tensor of the header: its dtype by safetensors' name, its shape, and its bytes within the data."""
+
+    dtype: str
+    shape: tuple[_Size, ...]
+    data_offsets: tuple[_Size, _Size]
+
+
+class ForeignInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What the tree knows about a tensor whose dtype safetensors lacks."""
+
+    dtype: str
+    shape: tuple[_Size, ...]
+
+
+class Header(msgspec.Struct, frozen=True):
+    """A checked header: the tensors in the order of the data, without holes; `bytes` is its own length in the file."""
+
+    version: int
+    tensors: dict[str, TensorInfo]
     bytes: int
-    digest: str
-    seconds: float
 
 
-def write(staged: StagedTree, path: str | os.PathLike[str] | AnyPath) -> CommitInfo:
-    """Write a staged tree to `path`, a file here or a URL, durably and atomically, and release it.
+def elements(shape: Sequence[int], most: int) -> int:
+    """Return the number of elements of a shape, or a number above ``most`` where there are more.
 
-    Blocking; meant for a thread beside the training. The GIL is free during nearly all of it. When it fails, what had
-    the name before is untouched, and `staged` is not released: it may be written elsewhere.
+    It never multiplies numbers that are larger than that: 100,000 dimensions of 9 would take seconds.
+    """
+    if 0 in shape:
+        return 0
+    count = 1
+    for size in shape:
+        count *= size
+        if count > most:
+            return most + 1
+    return count
+
+
+def render_start(tensors: dict[str, TensorInfo]) -> bytes:
+    """Return the JSON of the user's tensors: the part of a header that stays the same while the set of tensors does.
 
     Raises:
-        CheckpointError: from the error of the step that failed; `staged` was released before.
-        ConfigurationError: `path` is a URL, and what reaches it is not installed.
+        CheckpointValueError: there are too many tensors for safetensors.
     """
-    start = time.perf_counter()
-    place = as_path(path)
-    digest = store_of(place).write(place, staged.bytes, staged.pieces())
-    staged.release()
-    return CommitInfo(place, staged.bytes, readable(digest), time.perf_counter() - start)
+    metadata = {"format": FORMAT, "version": str(VERSION), "digest": "crc32"}
+    plain = {name: msgspec.structs.asdict(info) for name, info in tensors.items()}
+    start = orjson.dumps({METADATA: metadata, **plain})[:-1]
+    if len(start) > MAX_HEADER_BYTES - 1000:
+        raise CheckpointValueError(f"{len(tensors):,} tensors need a header of {len(start):,} bytes; 100 MB is the limit")
+    return start
 
 
-def save(tree: object, path: str | os.PathLike[str] | AnyPath) -> CommitInfo:
-    """Stage `tree` and write it to `path`.
+def render(start: bytes, data_bytes: int, tree_bytes: int) -> bytes:
+    """Return the whole header, its length included, padded with spaces so that the data begin at a multiple of 8.
 
     Raises:
-        CheckpointValueError: for a value that a checkpoint cannot hold, with its path.
-        CheckpointError: from the `OSError` of the step that failed.
+        CheckpointValueError: the tree is too large.
     """
-    return write(stage(tree), path)
+    if tree_bytes > MAX_TREE_BYTES:
+        raise CheckpointValueError(
+            "more than 4 GB of arrays, bytes and text in all; the way out: torch.from_numpy(...) of the arrays"
+        )
+    tree_end = data_bytes + tree_bytes
+    rest = {
+        TREE: {"dtype": "U8", "shape": (tree_bytes,), "data_offsets": (data_bytes, tree_end)},
+        DIGEST: {"dtype": "U8", "shape": (DIGEST_BYTES,), "data_offsets": (tree_end, tree_end + DIGEST_BYTES)},
+    }
+    return with_length(b"%b,%b" % (start, orjson.dumps(rest)[1:]))
+
+
+def with_length(text: bytes) -> bytes:
+    """Return a JSON header as it stands in a file: after its length, and padded with spaces to a multiple of 8."""
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def header_bytes(prefix: bytes, file_bytes: int) -> int:
+    """Return the length of the JSON header, from the first 8 bytes of a file.
+
+    Raises:
+        CheckpointDamagedError: the file is too short for it, or the length is absurd.
+    """
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < LENGTH_BYTES or length > min(file_bytes - LENGTH_BYTES, MAX_HEADER_BYTES):
+        raise CheckpointDamagedError(f"{file_bytes} bytes cannot hold a header of {length} bytes")
+    return length
+
+
+def decode(text: bytes) -> tuple[dict[str, str], dict[str, msgspec.Raw]]:
+    """Return the metadata and the encoded tensors of the header of any safetensors file.
+
+    Raises:
+        CheckpointDamagedError: it is not such a header.
+    """
+    try:
+        raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        return msgspec.json.decode(raw.pop(METADATA, b"{}"), type=dict[str, str]), raw
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointDamagedError(f"the header cannot be read: {error}") from error
+
+
+def parse(text: bytes, data_bytes: int) -> Header:
+    """Read the JSON header of a checkpoint and check everything that it promises about the data.
+
+    Raises:
+        CheckpointDamagedError: not ours, or in contradiction with itself or the file's size.
+        NewerError: of a newer version.
+    """
+    metadata, raw = decode(text)
+    version = _version(metadata)
+    try:
+        tensors = {name: msgspec.json.decode(info, type=TensorInfo) for name, info in raw.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointDamagedError(f"the header cannot be read: {error}") from error
+    _check_tensors(tensors, data_bytes)
+    return Header(version, tensors, LENGTH_BYTES + len(text))
+
+
+def foreign_dtype(name: str) -> torch.dtype:
+    """Return a dtype of `FOREIGN_DTYPES`; raises NewerError where torch lacks it."""
+    if name not in FOREIGN_DTYPES:
+        raise NewerError(f"it holds a tensor of dtype {name[:60]!r}, which torch {torch.__version__} lacks; upgrade torch")
+    return FOREIGN_DTYPES[name]
+
+
+def _version(metadata: dict[str, str]) -> int:
+    if metadata.get("format") != FORMAT:
+        raise CheckpointDamagedError("its header does not say that it is a checkpoint of trainbus")
+    text = metadata.get("version", "")
+    if not (text.isascii() and text.isdigit()) or metadata.get("digest") != "crc32":
+        raise CheckpointDamagedError(f"the header names version {text!r} and digest {metadata.get('digest')!r}")
+    if int(text[:9]) > VERSION:
+        raise NewerError(f"it has format version {text}, this trainbus reads up to {VERSION}; upgrade trainbus")
+    return int(text)
+
+
+def _check_tensors(tensors: dict[str, TensorInfo], data_bytes: int) -> None:
+    end = 0
+    for name, info in tensors.items():
+        dtype = SAFE_DTYPES.get(info.dtype)
+        begin, after = info.data_offsets
+        if dtype is None or begin != end or after - begin != elements(info.shape, after - begin) * dtype.itemsize:
+            raise CheckpointDamagedError(f"the header contradicts itself at {name!r}")
+        end = after
+    if end != data_bytes:
+        raise CheckpointDamagedError(f"the header promises {end} bytes of data, the file has {data_bytes}")
+    if list(tensors)[-2:] != [TREE, DIGEST] or (tensors[DIGEST].shape, tensors[DIGEST].dtype) != ((DIGEST_BYTES,), "U8"):
+        raise CheckpointDamagedError("the header does not end with the tree and the digest")
+    begin, after = tensors[TREE].data_offsets
+    if after - begin > MAX_TREE_BYTES:
+        raise CheckpointDamagedError(f"the header promises a tree of {after - begin:,} bytes; the limit is {MAX_TREE_BYTES:,}")
+
+
+class Digest:
+    """A running CRC-32."""
+
+    def __init__(self) -> None:
+        self._crc = 0
+
+    def update(self, data: memoryview | bytes) -> None:
+        """Add more bytes, in bounded chunks."""
+        for chunk in chunks(data):
+            self._crc = zlib.crc32(chunk, self._crc)
+
+    def sealing(self, pieces: Pieces) -> Iterator[memoryview | bytes]:
+        """Yield the bytes of the pieces in bounded parts, and their digest as the last one."""
+        for piece in pieces:
+            for part in chunks(piece):
+                self.update(part)
+                yield part
+        yield self.stored()
+
+    def stored(self) -> bytes:
+        """As it stands at the end of the file."""
+        return self._crc.to_bytes(DIGEST_BYTES, "little")
+
+
+def readable(stored: bytes) -> str:
+    """Return a stored digest as text, ``crc32:`` and eight hex digits."""
+    return f"crc32:{int.from_bytes(stored, 'little'):08x}"
+
+
+def write_sealed(descriptor: int, pieces: Pieces, digest: Digest) -> None:
+    """Write the pieces and their digest to a file descriptor; ``digest`` is a new one."""
+    for piece in pieces:
+        write_all(descriptor, piece)
+    if sum(map(len, pieces)) < _ALONE:
+        _digest(pieces, digest)
+    else:
+        _digest_during_sync(descriptor, pieces, digest)
+    write_all(descriptor, digest.stored())
+
+
+def _digest_during_sync(descriptor: int, pieces: Pieces, digest: Digest) -> None:
+    # The digest is made while the disk works. Beside the writing it would be one more busy thread, and on few cores the
+    # training pays for that. Measured on 800 MB: 0.8 times the seconds, too.
+    # The digest has the thread, not the sync: after Ctrl-C, or when the sync fails, this thread need not wait for the other.
+    made: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            _digest(pieces, digest)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            made.put(error)
+        else:
+            made.put(None)
+
+    try:
+        threading.Thread(target=run, name="trainbus-digest", daemon=True).start()
+    except RuntimeError:  # the interpreter is shutting down, and the last checkpoint matters most
+        _digest(pieces, digest)
+        return
+    # Of the data so far; the caller syncs the rest, once the file is complete.
+    (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)
+    if error := made.get():
+        raise error
+
+
+def _digest(pieces: Pieces, digest: Digest) -> None:
+    for piece in pieces:
+        digest.update(piece)

@@ -1,40 +1,46 @@
-"""From checkpoints to files for other programs."""
+"""From checkpoints to files that other programs read: ``.pth`` for ``torch.load(weights_only=True)``, and plain safetensors."""
 
 from __future__ import annotations
 
-import os
+import math
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+import numpy as np
+import orjson
 import torch
 
+from eventloop.checkpoint.commit import commit_file, write_all
+from eventloop.checkpoint.container import METADATA, SAFE_NAMES, with_length
 from eventloop.checkpoint.load import inspect
-from eventloop.checkpoint.plain import weights_only, write_pth, write_safetensors
-from eventloop.checkpoint.store import AnyPath, as_path, store_of
-from eventloop.checkpoint.tree import text_of
-from eventloop.checkpoint.whole import load_whole
+from eventloop.checkpoint.shards import load_whole
+from eventloop.checkpoint.store import AnyPath, AsPath, as_path, link
+from eventloop.checkpoint.tree import join, text_of
 from eventloop.checkpoint.wrappers import without_wrappers
-from eventloop.errors import CheckpointError
+from eventloop.errors import CheckpointError, CheckpointValueError
 
 WEIGHTS: Final = "state_dict"
 """The key under which a checkpoint has the weights of its model, or a mapping of names to weights."""
 
-_Path = str | os.PathLike[str] | AnyPath
 _PTH: Final = (".pth", ".pt")
 _SAFETENSORS: Final = ".safetensors"
+_LONGEST_INT: Final = 255 * 8 - 1  # bits; weights_only knows the pickle of no longer one
+_AS_IT_IS: Final = frozenset(
+    {type(None), bool, float, complex, str, torch.Tensor, torch.dtype, torch.device, torch.Size},
+)
 
 
-def export_tree(path: _Path, out: _Path) -> None:
-    """Write a whole checkpoint as a file that ``torch.load(out, weights_only=True)`` opens.
+def export_tree(path: AsPath, out: AsPath) -> None:
+    """Write a whole checkpoint, durably and atomically, as a file that ``torch.load(out, weights_only=True)`` opens.
 
-    What is converted is listed at `plain.weights_only`. The file is written durably and atomically, and replaces what has
-    its name.
+    `weights_only` lists what is converted.
 
     Args:
         path: a checkpoint, or its URL. It is verified.
-        out: the new file, ``.pth`` or ``.pt``, or a URL.
+        out: the new file, ``.pth`` or ``.pt``, or a URL. A file of that name is replaced.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
@@ -42,12 +48,12 @@ def export_tree(path: _Path, out: _Path) -> None:
         CheckpointValueError: it holds what such a file cannot, with its path.
         CheckpointError: ``out`` has another suffix, or cannot be written.
     """
-    place = _checked_out(out, _PTH)
+    out = _checked_out(out, _PTH)
     tree, size = weights_only(load_whole(path)), inspect(path).bytes
-    _write(place, lambda file: write_pth(tree, file, size))
+    _write(out, lambda file: _write_pth(tree, file, size))
 
 
-def export_weights(path: _Path, out: _Path, *, key: str = WEIGHTS, strip: bool = False, model: str | None = None) -> None:
+def export_weights(path: AsPath, out: AsPath, *, key: str = WEIGHTS, strip: bool = False, model: str | None = None) -> None:
     """Write the weights in a checkpoint, a plain ``state_dict``, as ``.pth`` or plain ``.safetensors``.
 
     Args:
@@ -64,23 +70,23 @@ def export_weights(path: _Path, out: _Path, *, key: str = WEIGHTS, strip: bool =
         CheckpointValueError: the weights hold what such a file cannot, with its path.
         CheckpointError: there are no such weights, ``out`` has another suffix, or cannot be written.
     """
-    place = _checked_out(out, (*_PTH, _SAFETENSORS))
+    out = _checked_out(out, (*_PTH, _SAFETENSORS))
     weights = _weights(load_whole(path), key, model)
     if strip:
-        weights = strip_wrappers(weights)
-    if place.suffix == _SAFETENSORS:
-        _write(place, lambda file: write_safetensors(weights, file))
+        weights = _strip_wrappers(weights)
+    if out.suffix == _SAFETENSORS:
+        _write(out, lambda file: _write_safetensors(weights, file))
     else:
         plain, size = weights_only(weights), inspect(path).bytes
-        _write(place, lambda file: write_pth(plain, file, size))
+        _write(out, lambda file: _write_pth(plain, file, size))
 
 
-def strip_wrappers(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the weights without ``module.`` and ``_orig_mod.`` (DataParallel's and torch.compile's) in their keys.
+def is_weights(value: object) -> bool:
+    """Whether it is a plain ``state_dict``: a mapping with tensors in it, and maybe what modules keep as extra state."""
+    return isinstance(value, Mapping) and any(isinstance(each, torch.Tensor) for each in value.values())
 
-    Raises:
-        CheckpointError: two would get one key.
-    """
+
+def _strip_wrappers(weights: Mapping[str, Any]) -> dict[str, Any]:
     stripped: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for name, short in without_wrappers(weights).items():
@@ -90,19 +96,11 @@ def strip_wrappers(weights: Mapping[str, Any]) -> dict[str, Any]:
     return stripped
 
 
-def is_weights(value: object) -> bool:
-    """Whether it is a plain ``state_dict``: a mapping with tensors in it, and maybe what modules keep as extra state."""
-    return isinstance(value, Mapping) and any(isinstance(each, torch.Tensor) for each in value.values())
-
-
 def _weights(tree: Any, key: str, model: str | None) -> Mapping[str, Any]:
     there = tree if isinstance(tree, Mapping) else {}
     if key not in there:
         raise CheckpointError(f"the checkpoint has no weights ({key}) but {', '.join(map(text_of, there)) or 'no keys'}")
-    return _of_model(there[key], model)
-
-
-def _of_model(weights: Any, model: str | None) -> Mapping[str, Any]:
+    weights = there[key]
     if is_weights(weights):
         if model is not None:
             raise CheckpointError(f"model {model!r}: the checkpoint has one model, without a name")
@@ -111,11 +109,18 @@ def _of_model(weights: Any, model: str | None) -> Mapping[str, Any]:
     if model in models:
         return dict(models[model])
     if not models:
-        raise CheckpointError("what the checkpoint has as weights holds no tensors")
+        raise CheckpointError(f"the checkpoint has no tensors under {key!r}")
     names = ", ".join(map(repr, models))
     if model is None:
         raise CheckpointError(f"the checkpoint has several models, {names}: say which one")
     raise CheckpointError(f"the checkpoint has no model {model!r} but {names}")
+
+
+def _checked_out(out: AsPath, suffixes: tuple[str, ...]) -> AnyPath:
+    path = as_path(out)
+    if path.suffix not in suffixes:
+        raise CheckpointError(f"{out}: the name must end in {' or '.join(suffixes)}")
+    return path
 
 
 def _write(out: AnyPath, write: Callable[[Path], None]) -> None:
@@ -125,11 +130,124 @@ def _write(out: AnyPath, write: Callable[[Path], None]) -> None:
     with TemporaryDirectory() as directory:
         file = Path(directory) / out.name
         write(file)
-        store_of(out).copy(file, out)
+        link(file, out)
 
 
-def _checked_out(out: _Path, suffixes: tuple[str, ...]) -> AnyPath:
-    place = as_path(out)
-    if place.suffix not in suffixes:
-        raise CheckpointError(f"{out}: the name must end in {' or '.join(suffixes)}")
-    return place
+def _write_pth(value: Any, path: Path, size: int) -> None:
+    def fill(descriptor: int) -> None:
+        file = _File(descriptor)
+        try:
+            torch.save(value, file)  # type: ignore[arg-type]  # it calls write and flush only
+        except RuntimeError:  # torch closes its archive while the error is on its way, and then has another one
+            if file.error is not None:
+                raise file.error from None
+            raise
+
+    commit_file(path, size, fill)
+
+
+class _File:
+    """As much of a file as ``torch.save`` needs. It remembers the error of the system."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            write_all(self._descriptor, memoryview(data))
+        except OSError as error:
+            self.error = error
+            raise
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+
+def _write_safetensors(tensors: Mapping[str, Any], path: Path) -> None:
+    """Write a plain safetensors file. Tied tensors are written under each of their names."""
+    for name, tensor in tensors.items():
+        _check_storable(name, tensor)
+    # The widest elements first: so each tensor is aligned without holes, which the format forbids.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
+        header[name] = {"dtype": SAFE_NAMES[tensor.dtype], "shape": tuple(tensor.shape), "data_offsets": (begin, end)}
+    start = with_length(orjson.dumps(header))
+
+    def fill(descriptor: int) -> None:
+        write_all(descriptor, start)
+        for _, tensor in ordered:
+            if tensor.numel():
+                write_all(descriptor, tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    commit_file(path, len(start) + end, fill)
+
+
+def _check_storable(name: Any, tensor: Any) -> None:
+    problem = ""
+    if not isinstance(tensor, torch.Tensor):
+        problem = f"is a {type(tensor).__name__}, and a safetensors file holds tensors only"
+    elif tensor.dtype not in SAFE_NAMES:
+        problem = f"is a tensor of {tensor.dtype}, which safetensors lacks"
+    elif not isinstance(name, str) or name == METADATA or any("\ud800" <= character <= "\udfff" for character in name):
+        problem = "cannot name a tensor in a safetensors file"
+    if problem:
+        raise CheckpointValueError(f"{name!r} {problem}; the way out: export to a .pth file")
+
+
+def weights_only(value: Any, path: str = "") -> Any:
+    """Return a copy of a tree without the types that ``torch.load(weights_only=True)`` refuses. Tensors are not copied.
+
+    Tensors, numbers, text, bytes, lists, tuples, sets, dicts, ``OrderedDict``, ``Counter``, ``torch.Size``, dtypes and devices
+    stay what they are. Converted are numpy arrays (tensors, in this machine's byte order), numpy scalars (numbers),
+    ``defaultdict`` (dict), ``frozenset`` (set) and empty bytes (an empty ``bytearray``).
+
+    Raises:
+        CheckpointValueError: for a value that can be neither, with its path.
+    """
+    kind = type(value)
+    if kind in _AS_IT_IS:
+        return value
+    if kind is int and value.bit_length() <= _LONGEST_INT:
+        return value
+    if kind is bytes:
+        return value or bytearray()  # the pickle of b"" is a call of bytes(), which is not allowed
+    if kind in (dict, OrderedDict, Counter, defaultdict):
+        return _mapping(value, path)
+    if kind in (list, tuple):
+        return kind(weights_only(each, join(path, index)) for index, each in enumerate(value))
+    if kind in (set, frozenset):
+        return {_hashable(each, join(path, "(item)")) for each in value}
+    if isinstance(value, np.ndarray):
+        try:
+            return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
+        except TypeError as error:
+            raise CheckpointValueError(f"{path or 'the tree'}: an array of {value.dtype} cannot be a tensor") from error
+    if isinstance(value, np.generic) and type(number := value.item()) in (bool, int, float, complex):
+        return number
+    raise CheckpointValueError(f"{path or 'the tree'}: torch.load(weights_only=True) refuses {_described(value)}")
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, int):
+        return f"an integer of {value.bit_length():,} bits; the limit is {_LONGEST_INT:,}"
+    return f"a {value.dtype}: Python has no such number" if isinstance(value, np.generic) else f"a {type(value).__qualname__}"
+
+
+def _mapping(value: Mapping[Any, Any], path: str) -> Any:
+    plain: dict[Any, Any] = OrderedDict() if type(value) is OrderedDict else {}
+    for key, each in value.items():
+        plain[_hashable(key, join(path, "(key)"))] = weights_only(each, join(path, key))
+    if type(value) is OrderedDict:  # nn.Module.state_dict() keeps versions of modules in an attribute
+        vars(plain).update(_mapping(vars(value), join(path, "(attributes)")))
+    return Counter(plain) if type(value) is Counter else plain
+
+
+def _hashable(value: Any, path: str) -> Any:
+    if isinstance(value, frozenset) or (value == b"" and isinstance(value, bytes)):
+        raise CheckpointValueError(f"{path}: torch.load(weights_only=True) refuses {value!r} as a key or in a set")
+    return weights_only(value, path)

@@ -1,4 +1,4 @@
-"""Where each tensor of a tree lies in the buffer and in the file; computed once while the set of tensors stays."""
+"""Where each tensor of a tree lies in the buffer and in the file; computed once while the set of tensors stays the same."""
 
 from __future__ import annotations
 
@@ -12,15 +12,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import torch
 
-from eventloop.checkpoint.header import (
-    FOREIGN_NAMES,
-    RESERVED,
-    SAFE_NAMES,
-    Foreign,
-    TensorInfo,
-    render_start,
-)
-from eventloop.checkpoint.tree import Flat, join
+from eventloop.checkpoint.container import FOREIGN_NAMES, RESERVED, SAFE_NAMES, ForeignInfo, TensorInfo, render_start
+from eventloop.checkpoint.tree import FlatTree, join
 from eventloop.errors import CheckpointValueError
 
 _BATCH: Final = 256
@@ -29,6 +22,10 @@ _BATCH: Final = 256
 _JOIN_FROM: Final = 4
 _JOIN_UP_TO: Final = 1 << 18
 """Bytes per tensor up to which one ``torch.cat`` is faster than as many copies (20,000 of 4 KB: 16 ms instead of 35)."""
+
+_pack: Final = msgspec.msgpack.Encoder().encode
+_dtype: Final = attrgetter("dtype")
+Tensors = Sequence[torch.Tensor]
 
 
 class Changed(Exception):  # noqa: N818 - no error: it asks for a new layout
@@ -41,7 +38,7 @@ class Batch(NamedTuple):
     start: int
     """Position of the first one in the order of the file."""
     stop: int
-    pick: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
+    pick: Callable[[Tensors], tuple[torch.Tensor, ...]]
     """Takes them out of all tensors of a tree."""
     facts: list[Any]
     joined: tuple[int, ...] | None
@@ -55,46 +52,47 @@ class Layout:
         CheckpointValueError: for a tensor that cannot be staged, with its path.
     """
 
-    def __init__(self, flat: Flat) -> None:
-        check(flat)
-        self._places = (flat.parents, flat.keys)
-        self._originals = _originals(flat.tensors)
-        self.shapes = [tuple(tensor.shape) for tensor in flat.tensors]
-        self._empty = [(index, shape) for index, shape in enumerate(self.shapes) if 0 in shape]
-        self.dtypes = [tensor.dtype for tensor in flat.tensors]
+    def __init__(self, flat: FlatTree) -> None:
+        _check(flat)
+        tensors = flat.tensors
+        self._paths = (flat.parents, flat.keys)
+        self._originals = _originals(tensors)
+        self._shapes = [tuple(tensor.shape) for tensor in tensors]
+        self._empty = [(index, shape) for index, shape in enumerate(self._shapes) if 0 in shape]
+        self._dtypes = [tensor.dtype for tensor in tensors]
         #: The staged tensors in the order of the file: widest elements first, so that each one is aligned; then by what can
         #: be joined.
         self.order = sorted(
             (index for index, original in enumerate(self._originals) if index == original),
-            key=lambda index: (-self.dtypes[index].itemsize, str(self.dtypes[index]), self._row(index)),
+            key=lambda index: (-self._dtypes[index].itemsize, str(self._dtypes[index]), self._row(index)),
         )
-        self.batches = list(self._batches(flat.tensors))
-        aliases = [index for index, original in enumerate(self._originals) if index != original]
-        self._pick_aliases = _picker(aliases)
-        self._alias_facts = _facts(self._pick_aliases(flat.tensors))
-        self._pick_neighbours = _picker(_neighbours(flat.tensors))
-        self._neighbour_forms = _forms(self._pick_neighbours(flat.tensors))
-        self.bytes, entries = self._entries(flat)
-        self.start = render_start(entries)
-        self.packed_slots = self._pack_slots()
-        self.packed_foreign = self._pack_foreign()
+        self.batches = list(self._batches(tensors))
+        self._pick_aliases = _picker([index for index, original in enumerate(self._originals) if index != original])
+        self._alias_facts = _facts(self._pick_aliases(tensors))
+        self._pick_neighbours = _picker(_neighbours(tensors))
+        self._neighbour_forms = [_form(tensor) for tensor in self._pick_neighbours(tensors)]
+        self.bytes, infos = self._place(flat)
+        self.start = render_start(infos)
+        #: The parts of the packed tree that stay the same: for each tensor its rank in the file, and the dtypes that
+        #: safetensors lacks.
+        self.packed_slots, self.packed_foreign = self._packed()
         #: Whether there are tensors on CUDA devices, which are copied faster, and without waiting, into pinned memory.
-        self.pinned = _any_cuda(flat.tensors)
+        self.pinned = _any_cuda(tensors)
 
-    def check_places(self, flat: Flat) -> None:
-        """Raise Changed unless the tree has its tensors in the same places."""
-        if (flat.parents, flat.keys) != self._places:
+    def check_paths(self, flat: FlatTree) -> None:
+        """Raise Changed unless the tree has its tensors under the same paths."""
+        if (flat.parents, flat.keys) != self._paths:
             raise Changed
         if any(tuple(flat.tensors[index].shape) != shape for index, shape in self._empty):
             raise Changed
 
-    def matched(self, flat: Flat) -> Iterator[tuple[Batch, tuple[torch.Tensor, ...]]]:
+    def matched(self, flat: FlatTree) -> Iterator[tuple[Batch, tuple[torch.Tensor, ...]]]:
         """The tensors of another tree, batch by batch, each batch checked right before it is given out.
 
         Shapes, dtypes, aliases and the kind of device must be those of the layout. It runs at every save, so it looks at
         each tensor once and makes nothing that the garbage collector tracks. Hence no shapes: two of them with as many
         dimensions and elements are equal, or not broadcastable, and then the copy raises; only for empty tensors is
-        that not so, and `check_places` compares those. Of tensors that are to be joined the first one's shape is
+        that not so, and `check_paths` compares those. Of tensors that are to be joined the first one's shape is
         compared, and the others must agree with it or cannot be joined.
 
         Raises:
@@ -112,68 +110,15 @@ class Layout:
         # Where nothing moved, and nothing else did either, there are the same aliases.
         if moved and (_originals(flat.tensors) != self._originals or _any_cuda(flat.tensors) != self.pinned):
             raise Changed
-        if not moved and _forms(self._pick_neighbours(flat.tensors)) != self._neighbour_forms:
+        if not moved and [_form(tensor) for tensor in self._pick_neighbours(flat.tensors)] != self._neighbour_forms:
             raise Changed  # a weight was tied to another, and now it is that one transposed
-
-    def _row(self, index: int) -> tuple[int, ...]:
-        """What must be equal for tensors to be joined: how many dimensions there are, and all but the first of them."""
-        shape = self.shapes[index]
-        return (len(shape), *shape[1:])
-
-    def _batches(self, tensors: Sequence[torch.Tensor]) -> Iterator[Batch]:
-        end = 0
-        for joined, members in self._runs():
-            for first in range(0, len(members), _BATCH):
-                part = members[first : first + _BATCH]
-                rows = sum(self.shapes[index][0] if self.shapes[index] else 1 for index in part) if joined else 0
-                shape = (rows, *self.shapes[part[0]][1:]) if joined else None
-                pick = _picker(part)
-                start, end = end, end + len(part)
-                yield Batch(start, end, pick, _facts(pick(tensors)), shape)
-
-    def _runs(self) -> Iterator[tuple[bool, list[int]]]:
-        """Divide the order of the file into runs of tensors that are joined, and runs of others."""
-        others: list[int] = []
-        for (dtype, _), group in groupby(self.order, key=lambda index: (self.dtypes[index], self._row(index))):
-            members = list(group)
-            largest = max(math.prod(self.shapes[index]) for index in members) * dtype.itemsize
-            if len(members) < _JOIN_FROM or not 0 < largest <= _JOIN_UP_TO or dtype not in SAFE_NAMES:
-                others += members
-                continue
-            yield from [(False, others)] if others else []
-            yield True, members
-            others = []
-        yield from [(False, others)] if others else []
-
-    def _entries(self, flat: Flat) -> tuple[int, dict[str, TensorInfo]]:
-        entries: dict[str, TensorInfo] = {}
-        end = 0
-        for index in self.order:
-            shape, dtype = self.shapes[index], self.dtypes[index]
-            begin, end = end, end + math.prod(shape) * dtype.itemsize
-            stored = shape if dtype in SAFE_NAMES else (end - begin,)
-            name = _unique_name(join(flat.parents[index], flat.keys[index]), entries)
-            entries[name] = TensorInfo(SAFE_NAMES.get(dtype, "U8"), stored, (begin, end))
-        return end, entries
-
-    def _pack_slots(self) -> msgspec.Raw:
-        ranks = {index: rank for rank, index in enumerate(self.order)}
-        return msgspec.Raw(msgspec.msgpack.encode([ranks[original] for original in self._originals]))
-
-    def _pack_foreign(self) -> msgspec.Raw:
-        foreign = {
-            rank: Foreign(FOREIGN_NAMES[self.dtypes[index]], self.shapes[index])
-            for rank, index in enumerate(self.order)
-            if self.dtypes[index] not in SAFE_NAMES
-        }
-        return msgspec.Raw(msgspec.msgpack.encode(foreign))
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """One view of `memory` (flat, uint8) per staged tensor, in the order of the file."""
         views: list[torch.Tensor] = []
         end = 0
-        for dtype, group in groupby(self.order, key=self.dtypes.__getitem__):
-            shapes = [self.shapes[index] for index in group]
+        for dtype, group in groupby(self.order, key=self._dtypes.__getitem__):
+            shapes = [self._shapes[index] for index in group]
             sizes = [math.prod(shape) for shape in shapes]
             begin, end = end, end + sum(sizes) * dtype.itemsize
             # One split per dtype: slicing the buffer for each of 20,000 tensors takes three times as long.
@@ -181,11 +126,57 @@ class Layout:
             views += [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         return views
 
+    def _row(self, index: int) -> tuple[int, ...]:
+        """What must be equal for tensors to be joined: how many dimensions there are, and all but the first of them."""
+        shape = self._shapes[index]
+        return (len(shape), *shape[1:])
 
-_dtype: Final = attrgetter("dtype")
+    def _batches(self, tensors: Tensors) -> Iterator[Batch]:
+        end = 0
+        for joined, members in self._runs():
+            for first in range(0, len(members), _BATCH):
+                part = members[first : first + _BATCH]
+                rows = sum(self._shapes[index][0] if self._shapes[index] else 1 for index in part) if joined else 0
+                shape = (rows, *self._shapes[part[0]][1:]) if joined else None
+                pick = _picker(part)
+                start, end = end, end + len(part)
+                yield Batch(start, end, pick, _facts(pick(tensors)), shape)
+
+    def _runs(self) -> Iterator[tuple[bool, list[int]]]:
+        """Divide the order of the file into runs of tensors that are joined, and runs of others."""
+        others: list[int] = []
+        for (dtype, _), group in groupby(self.order, key=lambda index: (self._dtypes[index], self._row(index))):
+            members = list(group)
+            largest = max(math.prod(self._shapes[index]) for index in members) * dtype.itemsize
+            if len(members) < _JOIN_FROM or not 0 < largest <= _JOIN_UP_TO or dtype not in SAFE_NAMES:
+                others += members
+                continue
+            yield from [(False, others), (True, members)]
+            others = []
+        yield False, others
+
+    def _place(self, flat: FlatTree) -> tuple[int, dict[str, TensorInfo]]:
+        infos: dict[str, TensorInfo] = {}
+        end = 0
+        for index in self.order:
+            shape, dtype = self._shapes[index], self._dtypes[index]
+            begin, end = end, end + math.prod(shape) * dtype.itemsize
+            stored = shape if dtype in SAFE_NAMES else (end - begin,)
+            name = _unique_name(join(flat.parents[index], flat.keys[index]), infos)
+            infos[name] = TensorInfo(SAFE_NAMES.get(dtype, "U8"), stored, (begin, end))
+        return end, infos
+
+    def _packed(self) -> tuple[msgspec.Raw, msgspec.Raw]:
+        ranks = {index: rank for rank, index in enumerate(self.order)}
+        foreign = {
+            rank: ForeignInfo(FOREIGN_NAMES[self._dtypes[index]], self._shapes[index])
+            for index, rank in ranks.items()
+            if self._dtypes[index] not in SAFE_NAMES
+        }
+        return msgspec.Raw(_pack([ranks[original] for original in self._originals])), msgspec.Raw(_pack(foreign))
 
 
-def _facts(tensors: Sequence[torch.Tensor]) -> list[Any]:
+def _facts(tensors: Tensors) -> list[Any]:
     """Four facts per tensor, of all tensors one after the other; none of it runs Python for a tensor."""
     return [
         *map(_dtype, tensors),
@@ -196,11 +187,7 @@ def _facts(tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 
 def _compare(found: list[Any], expected: list[Any]) -> bool:
-    """True if tensors have moved to other memory.
-
-    Raises:
-        Changed: they have changed their form.
-    """
+    """Return True if tensors have moved to other memory; raise Changed if they have another form."""
     if found == expected:
         return False
     form = len(expected) // 4 * 3
@@ -209,17 +196,17 @@ def _compare(found: list[Any], expected: list[Any]) -> bool:
     return True
 
 
-def _picker(indices: Sequence[int]) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:
+def _picker(indices: Sequence[int]) -> Callable[[Tensors], tuple[torch.Tensor, ...]]:
     if len(indices) > 1:
         return itemgetter(*indices)
     return lambda tensors: tuple(tensors[index] for index in indices)
 
 
-def _any_cuda(tensors: Sequence[torch.Tensor]) -> bool:
+def _any_cuda(tensors: Tensors) -> bool:
     return any(tensor.is_cuda for tensor in tensors)
 
 
-def _originals(tensors: Sequence[torch.Tensor]) -> list[int]:
+def _originals(tensors: Tensors) -> list[int]:
     """For each tensor, the index of the first one that is the same memory in the same form."""
     pointers = [tensor.data_ptr() for tensor in tensors]
     if len(set(pointers)) == len(pointers):
@@ -235,33 +222,21 @@ def _originals(tensors: Sequence[torch.Tensor]) -> list[int]:
     return originals
 
 
-def _neighbours(tensors: Sequence[torch.Tensor]) -> list[int]:
+def _neighbours(tensors: Tensors) -> list[int]:
     """The tensors that begin at the address of another, and so are its aliases or not by their form alone."""
     counts = Counter(tensor.data_ptr() for tensor in tensors)
     return [index for index, tensor in enumerate(tensors) if (at := tensor.data_ptr()) and counts[at] > 1]
 
 
-def _forms(tensors: Sequence[torch.Tensor]) -> list[tuple[tuple[int, ...], tuple[int, ...], bool, bool]]:
-    return [(tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()) for tensor in tensors]
+def _form(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], bool, bool]:
+    return tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def _is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one is other or (
-        one.dtype == other.dtype
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.device == other.device
-        and one.is_conj() == other.is_conj()
-        and one.is_neg() == other.is_neg()
-    )
+    return one is other or (one.dtype == other.dtype and one.device == other.device and _form(one) == _form(other))
 
 
-def check(flat: Flat) -> None:
-    """Refuse what cannot be staged.
-
-    Raises:
-        CheckpointValueError: with the path of the first sparse, quantised, meta or sub-byte tensor.
-    """
+def _check(flat: FlatTree) -> None:
     for tensor, parent, key in zip(flat.tensors, flat.parents, flat.keys, strict=True):
         problem, way_out = _problem(tensor)
         if problem:

@@ -1,4 +1,4 @@
-"""Reading checkpoints. Everything is verified; whatever is wrong with a file is a `CheckpointDamagedError`."""
+"""Reading checkpoints. Everything is verified; any damage to a file is a `CheckpointDamagedError`."""
 
 from __future__ import annotations
 
@@ -7,36 +7,38 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, BinaryIO, Final
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Final, Literal
 
 import msgspec
 import numpy as np
 import torch
 
-from eventloop.checkpoint.bounds import check_memory, elements
-from eventloop.checkpoint.digest import CHUNK, Digest, readable
-from eventloop.checkpoint.header import (
+from eventloop.checkpoint import container
+from eventloop.checkpoint.commit import CHUNK
+from eventloop.checkpoint.container import (
     DIGEST,
     DIGEST_BYTES,
     LENGTH_BYTES,
-    SAFE_DTYPES,
     TREE,
-    Foreign,
+    Digest,
+    ForeignInfo,
     Header,
-    NewerError,
     TensorInfo,
-    foreign_dtype,
-    header_bytes,
-    parse,
+    readable,
 )
-from eventloop.checkpoint.packed import check_packed
-from eventloop.checkpoint.rebuild import unflatten
-from eventloop.checkpoint.store import AnyPath, as_path, store_of
+from eventloop.checkpoint.rebuild import check_packed, unflatten
+from eventloop.checkpoint.store import AnyPath, AsPath, as_path, open_file
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 
-_Path = str | os.PathLike[str] | AnyPath
-_Data = np.ndarray[tuple[int], np.dtype[np.uint8]]
-_OWN: Final = (TREE, DIGEST)
+Kind = Literal["checkpoint", "plain safetensors", "torch.save", "unknown"]
+
+ZIP: Final = b"PK\x03\x04"
+"""How files of ``torch.save`` begin, since torch 1.6;"""
+LEGACY: Final = b"\x80\x02\x8a\x0a"
+"""and before."""
+# What other programs write there. Anything else may be our own name with a bit flipped.
+_OTHER_FORMATS: Final = frozenset({None, "pt", "np", "numpy", "tf", "flax", "mlx"})
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True):
@@ -52,11 +54,11 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
 
 class _Body(msgspec.Struct, array_like=True):
     slots: list[Annotated[int, msgspec.Meta(ge=0)]]
-    foreign: dict[int, Foreign]
+    foreign: dict[int, ForeignInfo]
     tree: msgspec.Raw
 
 
-def load(path: _Path, map_location: str | torch.device = "cpu") -> Any:
+def load(path: AsPath, map_location: str | torch.device = "cpu") -> Any:
     """Read and verify a checkpoint, and rebuild the tree.
 
     The file is read once into one buffer, of which the tensors are parts (each with a storage of its own): the buffer
@@ -75,81 +77,114 @@ def load(path: _Path, map_location: str | torch.device = "cpu") -> Any:
     with _opened(path) as (file, size):
         header, digest = _read_header(file, size)
         check_memory(size)
-        data = np.empty(size - header.bytes, np.uint8)
-        _read_into(file, data.data, digest)
-        _check_digest(digest, data[-DIGEST_BYTES:].tobytes())
+        end = size - header.bytes - DIGEST_BYTES
+        data = np.empty(end, np.uint8)
+        for start in range(0, end, CHUNK):
+            part = data[start : min(start + CHUNK, end)].data
+            _fill(file, part)
+            digest.update(part)  # while the chunk is still in the processor's cache
+        _check_digest(digest, file)
         with _rebuilding():
-            start, end = header.entries[TREE].data_offsets
+            start, end = header.tensors[TREE].data_offsets
             body = _body(data[start:end].data)
-            parts = _tensors(header, data, body.foreign)
+            parts = [
+                # Not slices of one tensor: those would share a version counter, and an in-place change of one would make
+                # autograd refuse the backward of all others.
+                torch.frombuffer(data, dtype=dtype, count=count, offset=begin).view(shape)
+                if count
+                else torch.empty(shape, dtype=dtype)
+                for dtype, shape, begin, count in _forms(header, body)
+            ]
         tensors = [part.to(device) for part in parts]
         with _rebuilding():
             return unflatten(body.tree, (tensors[slot] for slot in body.slots))
 
 
-def verify(path: _Path) -> None:
+def verify(path: AsPath) -> None:
     """Read a checkpoint through a small buffer and check its header and every byte.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointDamagedError: the bytes are not those that were written, or not those of a checkpoint.
-        CheckpointError: a newer trainbus or torch wrote it.
+    Raises: see `load`.
     """
     with _opened(path) as (file, size):
         header, digest = _read_header(file, size)
         _check_rest(file, size - header.bytes, digest)
 
 
-def inspect(path: _Path) -> CheckpointInfo:
+def inspect(path: AsPath) -> CheckpointInfo:
     """Describe a checkpoint from its header alone. The data are not read, so damage to them is not seen.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointDamagedError: the header is damaged, or not that of a checkpoint.
-        CheckpointError: a newer trainbus wrote it.
+    Raises: see `load`.
     """
     path = as_path(path)
     with _opened(path) as (file, size):
         header, _ = _read_header(file, size)
         file.seek(size - DIGEST_BYTES)
         digest = readable(file.read(DIGEST_BYTES))
-    tensors = {name: entry for name, entry in header.entries.items() if name not in _OWN}
-    return CheckpointInfo(path, size, header.version, digest, tensors)
+    return CheckpointInfo(path, size, header.version, digest, dict(_user_tensors(header)))
 
 
-def outline(path: _Path) -> Any:
+def outline(path: AsPath) -> Any:
     """Rebuild the tree of a checkpoint with tensors on the device ``meta``: their shapes and dtypes, and none of their data.
 
-    Nothing but the header and the tree is read, so that it is quick for a file of any size; and nothing is verified beyond
+    Only the header and the tree are read, so that it is quick for a file of any size; and nothing is verified beyond
     what the header says of the file's length. Tied tensors are one tensor.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointDamagedError: the header or the tree is damaged, or not that of a checkpoint.
-        CheckpointError: a newer trainbus or torch wrote it.
+    Raises: see `load`.
     """
     with _opened(path) as (file, size):
         header, _ = _read_header(file, size)
-        start, end = header.entries[TREE].data_offsets
+        start, end = header.tensors[TREE].data_offsets
         file.seek(header.bytes + start)
-        packed = bytearray(end - start)
-        _fill(file, memoryview(packed))
+        packed = memoryview(_read(file, end - start))
         with _rebuilding():
             body = _body(packed)
-            forms = [_form(entry, body.foreign.get(rank)) for rank, entry in enumerate(_user_entries(header))]
-            tensors = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in forms]
+            tensors = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape, _, _ in _forms(header, body)]
             return unflatten(body.tree, (tensors[slot] for slot in body.slots))
 
 
+def file_kind(path: AsPath) -> Kind:
+    """Tell what a file is, by its beginning: a checkpoint, weights of another program, or a file of ``torch.save``.
+
+    A damaged checkpoint is a checkpoint or unknown. A file that is not a regular one is unknown.
+
+    Raises:
+        OSError: the file cannot be read.
+        CheckpointError: its store does not answer.
+    """
+    try:
+        with open_file(as_path(path)) as (file, size):
+            start = file.read(LENGTH_BYTES)
+            if start.startswith((ZIP, LEGACY)):
+                return "torch.save"
+            metadata, _ = container.decode(file.read(container.header_bytes(start, size)))
+    except CheckpointDamagedError:
+        return "unknown"
+    if metadata.get("format") == container.FORMAT:
+        return "checkpoint"
+    return "plain safetensors" if metadata.get("format") in _OTHER_FORMATS else "unknown"
+
+
+def check_memory(size: int) -> None:
+    """Raise CheckpointDamagedError if this machine, or this container, has less memory (used or not) than ``size`` bytes."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):  # of a container
+        try:
+            limits.append(int(Path(file).read_text()))
+        except (OSError, ValueError):  # the file is missing, or says "max"
+            continue
+    if size > (memory := min(limits)):
+        raise CheckpointDamagedError(f"it takes {size:,} bytes of memory, and there are {memory:,}")
+
+
 @contextmanager
-def _opened(path: _Path) -> Iterator[tuple[BinaryIO, int]]:
-    place = as_path(path)
-    with store_of(place).opened(place) as (file, size):
+def _opened(path: AsPath) -> Iterator[tuple[BinaryIO, int]]:
+    with open_file(as_path(path)) as (file, size):
         try:
             try:
                 yield file, size
-            except NewerError as error:  # if not for a bit that has flipped
-                _check_all(file, size)
+            except container.NewerError as error:  # if not for a bit that has flipped
+                file.seek(0)
+                _check_rest(file, size, Digest())
                 raise CheckpointError(f"{path} cannot be read here: {error}") from None
         except CheckpointDamagedError as error:
             raise CheckpointDamagedError(f"{path} is damaged: {error}") from error.__cause__
@@ -163,17 +198,11 @@ def _opened(path: _Path) -> Iterator[tuple[BinaryIO, int]]:
 
 def _read_header(file: BinaryIO, size: int) -> tuple[Header, Digest]:
     prefix = file.read(LENGTH_BYTES)
-    text = bytearray(header_bytes(prefix, size))
-    _fill(file, memoryview(text))
+    text = _read(file, container.header_bytes(prefix, size))
     digest = Digest()
     digest.update(prefix)
-    digest.update(bytes(text))
-    return parse(bytes(text), size - LENGTH_BYTES - len(text)), digest
-
-
-def _check_all(file: BinaryIO, size: int) -> None:
-    file.seek(0)
-    _check_rest(file, size, Digest())
+    digest.update(text)
+    return container.parse(text, size - LENGTH_BYTES - len(text)), digest
 
 
 def _check_rest(file: BinaryIO, size: int, digest: Digest) -> None:
@@ -185,16 +214,19 @@ def _check_rest(file: BinaryIO, size: int, digest: Digest) -> None:
         _fill(file, part)
         digest.update(part)
         left -= len(part)
-    _check_digest(digest, file.read(DIGEST_BYTES))
+    _check_digest(digest, file)
 
 
-def _read_into(file: BinaryIO, data: memoryview, digest: Digest) -> None:
-    end = len(data) - DIGEST_BYTES
-    for start in range(0, end, CHUNK):
-        part = data[start : min(start + CHUNK, end)]
-        _fill(file, part)
-        digest.update(part)  # while the chunk is still in the processor's cache
-    _fill(file, data[end:])
+def _check_digest(digest: Digest, file: BinaryIO) -> None:
+    stored = _read(file, DIGEST_BYTES)
+    if digest.stored() != stored:
+        raise CheckpointDamagedError(f"its bytes give {readable(digest.stored())}, written was {readable(stored)}")
+
+
+def _read(file: BinaryIO, size: int) -> bytes:
+    data = bytearray(size)
+    _fill(file, memoryview(data))
+    return bytes(data)
 
 
 def _fill(file: BinaryIO, buffer: memoryview) -> None:
@@ -203,11 +235,6 @@ def _fill(file: BinaryIO, buffer: memoryview) -> None:
         if not count:
             raise CheckpointDamagedError("the file ended while it was being read")
         buffer = buffer[count:]
-
-
-def _check_digest(digest: Digest, stored: bytes) -> None:
-    if digest.stored() != stored:
-        raise CheckpointDamagedError(f"its bytes give {readable(digest.stored())}, written was {readable(stored)}")
 
 
 @contextmanager
@@ -220,34 +247,23 @@ def _rebuilding() -> Iterator[None]:
         raise CheckpointDamagedError(f"the tree cannot be rebuilt ({type(error).__name__}: {first})") from error
 
 
-def _body(packed: bytearray | memoryview) -> _Body:
-    check_packed(memoryview(packed))
+def _body(packed: memoryview) -> _Body:
+    check_packed(packed)
     return msgspec.msgpack.decode(packed, type=_Body)
 
 
-def _user_entries(header: Header) -> list[TensorInfo]:
-    return [entry for name, entry in header.entries.items() if name not in _OWN]
+def _user_tensors(header: Header) -> list[tuple[str, TensorInfo]]:
+    return [(name, info) for name, info in header.tensors.items() if name not in (TREE, DIGEST)]
 
 
-def _tensors(header: Header, data: _Data, foreign: dict[int, Foreign]) -> list[torch.Tensor]:
-    return [_tensor(data, entry, foreign.get(rank)) for rank, entry in enumerate(_user_entries(header))]
-
-
-def _form(entry: TensorInfo, foreign: Foreign | None) -> tuple[torch.dtype, tuple[int, ...]]:
-    dtype = SAFE_DTYPES[entry.dtype] if foreign is None else foreign_dtype(foreign.dtype)
-    shape = entry.shape if foreign is None else foreign.shape
-    begin, end = entry.data_offsets
-    # The header is checked already, not so what the tree says of it.
-    if elements(shape, end - begin) * dtype.itemsize != end - begin:
-        raise ValueError(f"a {dtype} tensor of {len(shape)} dimensions in {end - begin} bytes")
-    return dtype, shape
-
-
-def _tensor(data: _Data, entry: TensorInfo, foreign: Foreign | None) -> torch.Tensor:
-    dtype, shape = _form(entry, foreign)
-    begin, end = entry.data_offsets
-    if begin == end:
-        return torch.empty(shape, dtype=dtype)
-    # Not slices of one tensor: those would share a version counter, and an in-place change of one would make autograd
-    # refuse the backward of all others.
-    return torch.frombuffer(data, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=begin).view(shape)
+def _forms(header: Header, body: _Body) -> Iterator[tuple[torch.dtype, tuple[int, ...], int, int]]:
+    """Yield dtype, shape, first byte and number of elements of each tensor."""
+    for rank, (_, info) in enumerate(_user_tensors(header)):
+        foreign = body.foreign.get(rank)
+        dtype = container.SAFE_DTYPES[info.dtype] if foreign is None else container.foreign_dtype(foreign.dtype)
+        shape = info.shape if foreign is None else foreign.shape
+        begin, end = info.data_offsets
+        # The header is checked already, but not the tree.
+        if container.elements(shape, end - begin) * dtype.itemsize != end - begin:
+            raise ValueError(f"a {dtype} tensor of {len(shape)} dimensions in {end - begin} bytes")
+        yield dtype, shape, begin, (end - begin) // dtype.itemsize

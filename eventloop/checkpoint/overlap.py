@@ -1,12 +1,12 @@
 """Copying beside the training what only ``optimizer.step`` changes.
 
-Parameters and the state of optimizers make up nearly all of a checkpoint, and between two steps nobody changes them. So
+Parameters and the state of optimizers make up nearly all of a checkpoint, and between two steps nothing changes them. So
 they are copied on a thread while the next forward and backward pass run, and the next step waits for the copy: the fence.
 (Small tensors of one shape are copied at once all the same: that is sooner done than handed over.)
-It stands in torch's own step pre-hook, so it holds wherever the step is called.
+The fence is torch's own step pre-hook, so it holds wherever the step is called.
 
-A tensor whose version (which torch counts up with every change in place) moved during the copy makes the save fail. What
-neither the fence nor the versions see, and what therefore must not be done to weights between a save and the next step:
+If a tensor's version (which torch counts up with every change in place) moved during the copy, the save fails. Neither the
+fence nor the versions see the following changes, which must not be made to weights between a save and the next step:
 writes through ``.data`` or into a storage shared by other means (numpy, DLPack, ``.data`` of another tensor), and kernels
 that do not count versions up (torch's fused optimizers, run past ``optimizer.step``). An optimizer that steps inside of
 backward passes the fence as any other, and the backward waits there.
@@ -28,6 +28,7 @@ Staging = Literal["block", "overlap"]
 
 # Tensors per call: many, since each call gives the GIL away once; not all, so that their versions are looked at soon.
 _LOT: Final = 2048
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
 
 def check_staging(staging: object) -> None:
@@ -49,17 +50,14 @@ class Pair(NamedTuple):
 
 
 class Copy:
-    """Tensors that another thread copies."""
+    """Tensors that one of ``threads`` copies; ``path`` returns the path of the tensor at a position, for errors."""
 
-    def __init__(self, pairs: Sequence[Pair], name: Callable[[int], str]) -> None:
-        self._pairs = pairs
-        self._versions = [pair.source._version for pair in pairs]
-        self._name = name
-        self._moments = [_moment(device) for device in {pair.source.device for pair in pairs} if device.type == "cuda"]
-        self._future: Future[None]
-
-    def start(self, threads: ThreadPoolExecutor) -> None:
-        """Have it done by one of ``threads``."""
+    def __init__(self, pairs: Iterable[Pair], path: Callable[[int], str], threads: ThreadPoolExecutor) -> None:
+        self._path = path
+        devices = by_device(pairs)
+        self._ends = {device: end_of_queue(device) for device in devices if device.type == "cuda"}
+        lots = [group[first : first + _LOT] for group in devices.values() for first in range(0, len(group), _LOT)]
+        self._lots = [(lot, [pair.source._version for pair in lot]) for lot in lots]
         try:
             self._future = threads.submit(self._run)
         except RuntimeError:  # the interpreter is shutting down; then nothing is left to overlap with
@@ -85,21 +83,22 @@ class Copy:
 
     @torch.no_grad()
     def _run(self) -> None:
-        streams = [_side_stream(moment) for moment in self._moments]
-        for first in range(0, len(self._pairs), _LOT):
-            part = self._pairs[first : first + _LOT]
-            _copy(part, streams)
-            versions = [pair.source._version for pair in part]
-            if versions != self._versions[first : first + _LOT]:
-                raise CheckpointError(self._complaint(first, versions))
-        self._pairs = ()  # the sources may be gone by now, but for us
-
-    def _complaint(self, first: int, versions: list[int]) -> str:
-        index = next(index for index, version in enumerate(versions, first) if version != self._versions[index])
-        return (
-            f"{self._name(self._pairs[index].position)} was changed while it was being copied, by something other than the "
-            'optimizer\'s step; the way out: staging="block", or change it in or after the step'
-        )
+        streams = {device: _stream_after(device, event) for device, event in self._ends.items()}
+        for lot, versions in self._lots:
+            stream = streams.get(lot[0].source.device)
+            if stream is None:
+                copy(lot)
+            else:
+                with torch.cuda.stream(stream):
+                    copy(lot, non_blocking=True)
+                stream.synchronize()
+            for pair, version in zip(lot, versions, strict=True):
+                if pair.source._version != version:
+                    raise CheckpointError(
+                        f"{self._path(pair.position)} was changed while it was being copied, by something other than the "
+                        'optimizer\'s step; the way out: staging="block", or change it in or after the step'
+                    )
+        self._lots = []  # else it would keep the sources alive
 
 
 class Overlap:
@@ -117,7 +116,7 @@ class Overlap:
         self._process = 0
 
     def divide(self, pairs: Iterable[Pair]) -> tuple[list[Pair], list[Pair]]:
-        """Those to copy at once, and those that only a step changes."""
+        """Return the pairs to copy at once, and those that only a step changes."""
         owned = self._owned()
         parts: tuple[list[Pair], list[Pair]] = [], []
         for pair in pairs:
@@ -125,28 +124,22 @@ class Overlap:
             parts[pair.source.data_ptr() in owned and not pair.source.is_inference()].append(pair)
         return parts
 
-    def start(self, pairs: Sequence[Pair], name: Callable[[int], str]) -> Copy:
-        """Copy on a thread of this object; whoever steps next waits for it.
-
-        Args:
-            pairs: what to copy, and where to.
-            name: of the tensor at a position, for errors.
-        """
-        copy = Copy(pairs, name)
-        copy.start(self._own_thread())
-        self._under_way = [*(other for other in self._under_way if not other.done), copy]
-        return copy
+    def start(self, pairs: Sequence[Pair], path: Callable[[int], str]) -> Copy:
+        """Copy on a thread of this object; the next step waits for it. ``path``: of the tensor at a position, for errors."""
+        late = Copy(pairs, path, self._own_thread())
+        self._under_way = [*(other for other in self._under_way if not other.done), late]
+        return late
 
     def fence(self) -> None:
         """Wait until nothing is being copied. Free where nothing is."""
         if self._under_way:
             if self._process == os.getpid():  # a fork has no copy of the thread
-                for copy in self._under_way:
-                    copy.wait()
+                for late in self._under_way:
+                    late.wait()
             self._under_way = []
 
     def close(self) -> None:
-        """Wait for what is being copied, and leave the optimizers alone."""
+        """Wait for what is being copied, and remove the hooks from the optimizers."""
         self.fence()
         for handle in self._handles:
             handle.remove()
@@ -174,31 +167,27 @@ class Overlap:
         return self._threads
 
 
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+def by_device(pairs: Iterable[Pair]) -> dict[torch.device, list[Pair]]:
+    """Group pairs by the device of their source."""
+    groups: dict[torch.device, list[Pair]] = {}
+    for pair in pairs:
+        groups.setdefault(pair.source.device, []).append(pair)
+    return groups
 
 
-def _copy(pairs: Sequence[Pair], streams: Sequence[torch.cuda.Stream]) -> None:
-    on_cuda = [pair for pair in pairs if pair.source.is_cuda]
-    others = [pair for pair in pairs if not pair.source.is_cuda]
-    if others:
-        torch._foreach_copy_([pair.target for pair in others], [pair.source for pair in others])
-    for stream in streams:
-        part = [pair for pair in on_cuda if pair.source.device == stream.device]
-        if part:
-            with torch.cuda.stream(stream):
-                torch._foreach_copy_([pair.target for pair in part], [pair.source for pair in part], non_blocking=True)
-            stream.synchronize()
+def copy(pairs: Sequence[Pair], *, non_blocking: bool = False) -> None:
+    """Copy the sources of one device."""
+    torch._foreach_copy_([pair.target for pair in pairs], [pair.source for pair in pairs], non_blocking=non_blocking)
 
 
-def _moment(device: torch.device) -> tuple[torch.device, torch.cuda.Event]:
-    """What is enqueued on the current stream of a device up to now."""
+def end_of_queue(device: torch.device) -> torch.cuda.Event:
+    """Return an event after what is enqueued on the current stream of a device up to now."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     event.record(torch.cuda.current_stream(device))
-    return device, event
+    return event
 
 
-def _side_stream(moment: tuple[torch.device, torch.cuda.Event]) -> torch.cuda.Stream:
-    device, event = moment
+def _stream_after(device: torch.device, event: torch.cuda.Event) -> torch.cuda.Stream:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     stream.wait_event(event)
     return stream

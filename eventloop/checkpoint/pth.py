@@ -1,28 +1,36 @@
-"""Reading what ``torch.save`` has written, without running any of it."""
+"""Reading a file of ``torch.save`` without running any of it.
+
+``torch.load(weights_only=True)`` calls nothing but a list of torch's own functions; any other name in a pickle must be put in
+that list by hand. Here that is never the real thing: a stand-in notes what it was called with, and plain data are made of
+that. So numpy's arrays are read without numpy's unpickler, and objects of other training systems without those.
+
+This package knows no such system. ``register_format`` adds one; `hooks.compat` does so for the systems it supports.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import re
 import struct
 import zipfile
 import zlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final, NamedTuple, Self
 
+import numpy as np
 import torch
 
-from eventloop.checkpoint.bounds import check_memory
-from eventloop.checkpoint.inert import revive, stand_ins
-from eventloop.checkpoint.store import store_of
+from eventloop.checkpoint.load import LEGACY, ZIP, check_memory
+from eventloop.checkpoint.rebuild import set_attributes
+from eventloop.checkpoint.store import open_file
+from eventloop.checkpoint.tree import MAX_DEPTH, MAX_VALUES, join
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 
 _REFUSED: Final = re.compile(r"GLOBAL (\S+)")
-ZIP: Final = b"PK\x03\x04"
-"""How files of ``torch.save`` begin, since torch 1.6;"""
-LEGACY: Final = b"\x80\x02\x8a\x0a"
-"""and before."""
 # What a pickle that was not made by torch.save can make of the unpickler.
 _NONSENSE: Final = (
     RuntimeError,
@@ -36,14 +44,45 @@ _NONSENSE: Final = (
     MemoryError,
     struct.error,
 )
+_REPEATED: Final = 1_000_000
+"""Values that are there once more, as what holds them is held several times."""
+
+Converted = tuple[dict[str, Any], dict[str, str]]
+"""The state of a run, and what to tell the user about it: a text for each heading."""
+ToPlain = Callable[[tuple[Any, ...], Any], Any]
+"""Makes plain data of an object's construction arguments and state."""
+
+
+class ForeignFormat(NamedTuple):
+    """How the checkpoints of one other system are read."""
+
+    recognises: Callable[[Any], bool]
+    """Returns True for a tree of this format, as `load_pth` returns it."""
+    convert: Callable[[Any], Converted]
+    """Returns the state of a run that goes on from such a tree, and notes for the user."""
+    objects: Mapping[str, ToPlain] = {}
+    """For each class that its pickles name."""
+
+
+_formats: list[ForeignFormat] = []
+
+
+def register_format(foreign: ForeignFormat) -> None:
+    """Have `load_pth`, `convert_foreign` and thereby ``trainbus checkpoint import`` read this format."""
+    _formats.append(foreign)
+
+
+def convert_foreign(tree: Any) -> Converted | None:
+    """Return the state of a run that goes on from ``tree``; None if no registered format recognises it."""
+    return next((known.convert(tree) for known in _formats if known.recognises(tree)), None)
 
 
 def load_pth(path: str | os.PathLike[str]) -> Any:
     """Read a file of ``torch.save`` by ``torch.load(weights_only=True)``, and check the checksums in it first.
 
-    Beyond what torch allows, numpy's arrays and scalars and the objects of every `ForeignFormat` are read, through stand-ins
-    (see `inert`): no code of the file runs, and the system that wrote it is not needed. For the time of the call the stand-ins
-    are in ``torch.serialization``'s list, which is one for all threads.
+    Beyond what torch allows, numpy's arrays and scalars and the objects of every `ForeignFormat` are read, through stand-ins.
+    No code of the file runs, and the system that wrote it is not needed. A ``bytearray``, which no checkpoint holds, becomes
+    bytes. For the time of the call the stand-ins are in ``torch.serialization``'s list, which is one for all threads.
 
     Returns:
         The tree, with all tensors on the CPU.
@@ -56,24 +95,29 @@ def load_pth(path: str | os.PathLike[str]) -> Any:
     path = Path(path)
     zipped = _check(path)
     size = path.stat().st_size
-    with torch.serialization.safe_globals(list(stand_ins())):
+    known = {**_OBJECTS, **{name: plain for foreign in _formats for name, plain in foreign.objects.items()}}
+    stand_ins: list[Any] = [(type("StandIn", (_Inert,), {"name": name}), name) for name in (*known, *_PARTS)]
+    with torch.serialization.safe_globals(stand_ins):
         try:
             tree = torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise CheckpointError(_refusal(path, str(error), zipped=zipped)) from error
         except _NONSENSE as error:
-            raise CheckpointDamagedError(f"{path} is damaged, or torch.save did not write it: {_first_line(error)}") from error
+            first = str(error).partition("\n")[0] or type(error).__name__
+            raise CheckpointDamagedError(f"{path} is damaged, or torch.save did not write it: {first}") from error
     try:
-        return revive(tree, size)
-    except CheckpointError as error:
+        return _Reviver(size, known).value("", tree, 0)
+    except (CheckpointError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from error
+    except TypeError as error:
+        raise CheckpointError(f"{path}: what stands for an object is the key of a dict, or in a set: {error}") from error
     except MemoryError as error:
         raise CheckpointDamagedError(f"{path} is damaged, or too large for the memory of this machine") from error
 
 
 def _check(path: Path) -> bool:
-    """Whether it is a zip file, as torch writes since 1.6, with every checksum right (torch.load does not look at them)."""
-    with store_of(path).opened(path) as (file, size):
+    """Return whether it is a zip file, as torch writes since 1.6. Check its checksums: torch.load does not."""
+    with open_file(path) as (file, size):
         start = file.read(len(ZIP))
     check_memory(size)
     if start == LEGACY:
@@ -106,7 +150,12 @@ def check_stored(archive: zipfile.ZipFile, size: int) -> None:
 
 
 def _refusal(path: Path, message: str, *, zipped: bool) -> str:
-    names = _refused_names(path, zipped=zipped) or sorted(set(_REFUSED.findall(message)))
+    names = sorted(set(_REFUSED.findall(message)))
+    if zipped:
+        try:
+            names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)) or names
+        except (*_NONSENSE, pickle.UnpicklingError):
+            pass
     if not names:
         detail = message.partition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
         return f"{path} cannot be read without running it: {detail or message.partition(chr(10))[0]}"
@@ -117,14 +166,128 @@ def _refusal(path: Path, message: str, *, zipped: bool) -> str:
     )
 
 
-def _refused_names(path: Path, *, zipped: bool) -> list[str]:
-    if not zipped:
-        return []
-    try:
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except (*_NONSENSE, pickle.UnpicklingError):
-        return []
+class _Inert:
+    """An object that a pickle asked for: the arguments of its construction, and the state that it was given."""
+
+    name: ClassVar[str]
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any) -> Self:
+        """Note the arguments, whatever they are."""
+        self = object.__new__(cls)
+        self.args = args
+        self.state = None
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        """Note the state, whatever it is."""
+        self.state = state
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
+class _Reviver:
+    """Copies a tree with plain data in place of stand-ins. Tensors are not copied; in all, they have ``size`` bytes at most."""
+
+    def __init__(self, size: int, known: Mapping[str, ToPlain]) -> None:
+        self._size = size
+        self._known = known
+        # A pickle may hold one list a thousand times within another that it holds a thousand times …; as a tree without end.
+        # What it holds once takes a byte of it at least.
+        self._left = self._most = min(MAX_VALUES, size + _REPEATED)
+        self._seen: set[int] = set()
+        self._stored = self._spread = 0
+
+    def value(self, path: str, value: Any, depth: int) -> Any:
+        self._left -= 1
+        if self._left < 0 or depth > MAX_DEPTH:
+            where = path[:200] or "the tree"
+            raise CheckpointError(f"{where}: nested deeper than {MAX_DEPTH} levels, or more than {self._most:,} values in all")
+        kind = type(value)
+        if kind in (dict, OrderedDict, Counter):
+            return self._mapping(path, value, depth + 1)
+        if kind in (list, tuple, set):
+            return kind(self.value(join(path, index), each, depth + 1) for index, each in enumerate(value))
+        if kind is bytearray:
+            return bytes(value)
+        if isinstance(value, torch.Tensor):
+            self._weigh(path, value)
+        if isinstance(value, _Inert):
+            return self._inert(path, value, depth + 1)
+        if isinstance(value, type) and issubclass(value, _Inert):
+            raise _code_error(path, value.name)
+        return value
+
+    def _weigh(self, path: str, tensor: torch.Tensor) -> None:
+        """Refuse tensors that have more bytes than the file, or that the memory could not hold without their strides."""
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            return  # no checkpoint holds it; saving it is an error
+        storage = tensor.untyped_storage()
+        if id(tensor) not in self._seen:
+            self._spread += tensor.numel() * tensor.itemsize
+        if storage.data_ptr() not in self._seen:
+            self._stored += storage.nbytes()
+        self._seen |= {id(tensor), storage.data_ptr()}
+        if self._stored > self._size:
+            raise CheckpointError(f"{path or 'the tree'}: there are fewer bytes in the file than in its tensors")
+        check_memory(self._spread)
+
+    def _mapping(self, path: str, mapping: Any, depth: int) -> Any:
+        revived = type(mapping)()
+        for key, value in mapping.items():
+            revived[self.value(join(path, "(key)"), key, depth)] = self.value(join(path, key), value, depth)
+        if type(mapping) is OrderedDict:  # nn.Module.state_dict() keeps versions of modules in an attribute
+            set_attributes(revived, self._mapping(join(path, "(attributes)"), vars(mapping), depth))
+        return revived
+
+    def _inert(self, path: str, value: _Inert, depth: int) -> Any:
+        plain = self._known.get(value.name)
+        if plain is None:
+            raise _code_error(path, value.name)
+        try:
+            return self.value(path, plain(value.args, value.state), depth)
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+            raise CheckpointError(f"{path or 'the tree'}: this {value.name} cannot be read ({error})") from error
+
+
+def _code_error(path: str, name: str) -> CheckpointError:
+    return CheckpointError(f"{path or 'the tree'}: a reference to {name}, which is code and no data")
+
+
+def _array(args: tuple[Any, ...], state: Any) -> Any:
+    _, shape, dtype, fortran, data = state
+    return _rebuilt_array(dtype, tuple(shape), data, fortran=fortran)
+
+
+def _scalar(args: tuple[Any, ...], state: Any) -> Any:
+    dtype, data = args
+    return _rebuilt_array(dtype, (), data, fortran=False)[()]
+
+
+def _rebuilt_array(dtype: _Inert, shape: tuple[int, ...], data: bytes | _Inert, *, fortran: bool) -> Any:
+    (code, *_), (_, order, *_) = dtype.args, dtype.state
+    if not (isinstance(code, str) and re.fullmatch(r"[biufc]\d{1,2}", code) and order in ("<", ">", "|", "=")):
+        raise ValueError(f"a dtype {code!r} with byte order {order!r}; only numbers can be read")
+    kind = np.dtype(order + code)
+    data = data if isinstance(data, bytes) else _bytes(data.args, data.state)
+    if len(data) != math.prod(shape) * kind.itemsize:
+        raise ValueError(f"{kind} of shape {shape}, but not as many bytes")
+    return np.ndarray(shape, kind, bytearray(data), order="F" if fortran else "C")
+
+
+def _bytes(args: tuple[Any, ...], state: Any) -> bytes:
+    # Protocol 2 has no bytes: it names _codecs.encode, which torch knows, and for none at all bytes().
+    if args:
+        raise ValueError("its bytes are made by a call with arguments; only empty ones can be read")
+    return b""
+
+
+# numpy 2 has renamed numpy.core.
+_OBJECTS: Final[dict[str, ToPlain]] = {
+    "numpy.core.multiarray._reconstruct": _array,
+    "numpy._core.multiarray._reconstruct": _array,
+    "numpy.core.multiarray.scalar": _scalar,
+    "numpy._core.multiarray.scalar": _scalar,
+    "builtins.bytes": _bytes,
+}
+# These mean something only within one of the above. getattr: how protocol 2 names the methods of objects.
+_PARTS: Final = ("numpy.ndarray", "numpy.dtype", "builtins.getattr")

@@ -1,24 +1,23 @@
 """Files in stores that fsspec reaches (``s3://``, ``gs://``, ``memory://`` …).
 
-Such a store has no rename that is safe everywhere and no fsync: a put counts when it has returned. So a file is uploaded
-under a temporary name, its size is compared, and only then it gets its name, by a copy or move within the store. Whatever
-fails before that, the name keeps what it had.
+Such a store has no rename that is safe everywhere and no fsync: a file counts when its put has returned. So a file is
+uploaded under a temporary name, its size is compared, and then a copy or move within the store gives it its name. If a step
+before that fails, the name keeps what it had.
 
-Failures of a store, of whatever type, arrive as `CheckpointError` chained from the original one.
+A failure of a store, of whatever type, arrives as a `CheckpointError` that is chained from it.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from eventloop.checkpoint.commit import TEMPORARY_PREFIX
-from eventloop.checkpoint.header import DIGEST_BYTES
-from eventloop.checkpoint.sealed import Pieces, sealed
+from eventloop.checkpoint.commit import TEMPORARY_PREFIX, discard, failing
 from eventloop.errors import CheckpointError, ConfigurationError
 
 _BLOCK: Final = 16 << 20
@@ -26,29 +25,27 @@ _BLOCK: Final = 16 << 20
 
 
 class RemotePath:
-    """A URL with the part of `pathlib.Path` that checkpoints need.
+    """A URL with the part of `pathlib.Path` that checkpoints need, and with durable writes.
 
     Args:
         url: ``protocol://...``, as fsspec takes it.
 
     Raises:
-        ConfigurationError: fsspec, or what it needs for this protocol, is not installed; or nobody knows the protocol.
+        ConfigurationError: fsspec, or what it needs for this protocol, is not installed, or the protocol is unknown.
     """
 
     def __init__(self, url: str) -> None:
-        protocol, _, rest = url.partition("://")
-        self._protocol = protocol
-        self._rest = "/".join(part for part in rest.split("/") if part)
+        self._protocol, _, rest = url.partition("://")
+        self._parts = tuple(filter(None, rest.split("/")))
         self.fs = _file_system(url)
 
-    @classmethod
-    def _of(cls, path: RemotePath, rest: str) -> RemotePath:
-        new = cls.__new__(cls)
-        new._protocol, new._rest, new.fs = path._protocol, rest, path.fs
-        return new
+    def _at(self, *parts: str) -> RemotePath:
+        path = copy(self)
+        path._parts = parts
+        return path
 
     def __str__(self) -> str:
-        return f"{self._protocol}://{self._rest}"
+        return f"{self._protocol}://{'/'.join(self._parts)}"
 
     def __repr__(self) -> str:
         return f"RemotePath({str(self)!r})"
@@ -59,21 +56,18 @@ class RemotePath:
     def __hash__(self) -> int:
         return hash(str(self))
 
-    def __reduce__(self) -> tuple[type[RemotePath], tuple[str]]:
-        return RemotePath, (str(self),)  # to another process, which connects by itself
-
     def __truediv__(self, name: str) -> RemotePath:
-        return self._of(self, f"{self._rest}/{name}")
+        return self._at(*self._parts, name)
 
     @property
     def parent(self) -> RemotePath:
         """The directory it is in."""
-        return self._of(self, self._rest.rpartition("/")[0])
+        return self._at(*self._parts[:-1])
 
     @property
     def name(self) -> str:
         """The last part."""
-        return self._rest.rpartition("/")[2]
+        return self._parts[-1] if self._parts else ""
 
     @property
     def stem(self) -> str:
@@ -86,25 +80,25 @@ class RemotePath:
         return Path(self.name).suffix
 
     def with_name(self, name: str) -> RemotePath:
-        """What has another name in the same directory."""
+        """The path with another last part."""
         return self.parent / name
 
-    def info(self) -> dict[str, Any]:
-        """What the store says of it, asked anew.
-
-        Raises:
-            FileNotFoundError: there is nothing of that name.
-            CheckpointError: the store does not answer.
-        """
-        with failing(f"cannot look at {self}", but=FileNotFoundError):
-            return _info(self)
-
     def absolute(self) -> RemotePath:
-        """The same: it depends on no current directory."""
+        """The same path: it depends on no current directory."""
         return self
 
+    def info(self) -> dict[str, Any]:
+        """What the store knows about the file, asked anew.
+
+        Raises:
+            FileNotFoundError: the store has no such file.
+            CheckpointError: the store does not answer.
+        """
+        with _asking(f"cannot look at {self}"):
+            return self._info()
+
     def exists(self) -> bool:
-        """Whether there is something of that name."""
+        """Whether it is a file or a directory."""
         return self._type() != ""
 
     def is_file(self) -> bool:
@@ -112,19 +106,8 @@ class RemotePath:
         return self._type() == "file"
 
     def is_dir(self) -> bool:
-        """Whether there is something below it: stores of objects have no other directories."""
+        """Whether there are files below it: stores of objects have no other directories."""
         return self._type() == "directory"
-
-    def read_bytes(self) -> bytes:
-        """The content.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            CheckpointError: the store does not answer.
-        """
-        with failing(f"cannot read {self}", but=FileNotFoundError):
-            content: bytes = self.fs.cat_file(str(self))
-            return content
 
     def _type(self) -> str:
         try:
@@ -132,113 +115,97 @@ class RemotePath:
         except FileNotFoundError:
             return ""
 
+    def make_directory(self) -> None:
+        """Make it a directory, where the store has directories."""
+        with failing(f"cannot make the directory {self}", Exception):
+            self.fs.makedirs(str(self), exist_ok=True)
 
-class RemoteStore:
-    """Makes files durable in a store that fsspec reaches; see :class:`eventloop.checkpoint.store.Store`."""
+    def write_bytes(self, data: bytes) -> None:
+        """Create or replace a small file by one put."""
+        with failing(f"cannot write {self} ({len(data):,} bytes)", Exception):
+            self.fs.pipe_file(str(self), data)
+            self._check_size(len(data))
 
-    def make(self, directory: RemotePath) -> None:
-        """Have a directory, where the store knows such a thing."""
-        with failing(f"cannot make the directory {directory}"):
-            directory.fs.makedirs(str(directory), exist_ok=True)
-
-    def write(self, path: RemotePath, size: int, pieces: Pieces) -> bytes:
-        """Create or replace a checkpoint, ``size`` bytes in all; return its digest."""
-        last = b""
-
-        def parts() -> Iterator[memoryview]:
-            nonlocal last
-            for part in sealed(pieces):
-                yield part
-                last = bytes(part[-DIGEST_BYTES:])
-
-        self._upload(path, size, parts())
-        return last
-
-    def _upload(self, path: RemotePath, size: int, parts: Iterator[memoryview]) -> None:
-        temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}.tmp")
+    def upload(self, size: int, parts: Iterable[memoryview | bytes]) -> None:
+        """Create or replace a file of ``size`` bytes."""
+        temporary = self.with_name(f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}.tmp")
         try:
-            with failing(f"cannot write {path} ({size:,} bytes)"):
-                with path.fs.open(str(temporary), "wb", block_size=_BLOCK) as file:
+            with failing(f"cannot write {self} ({size:,} bytes)", Exception):
+                with self.fs.open(str(temporary), "wb", block_size=_BLOCK) as file:
                     for part in parts:
                         file.write(part)
-                _check_size(temporary, size)
-                path.fs.mv(str(temporary), str(path))
-                _check_size(path, size)
+                temporary._check_size(size)
+                self.fs.mv(str(temporary), str(self))
+                self._check_size(size)
         except BaseException as error:
-            _discard(temporary, error)
+            discard(str(temporary), self.fs.rm_file, error)
             raise
 
-    def write_bytes(self, path: RemotePath, data: bytes) -> None:
-        """Create or replace a small file by one put."""
-        with failing(f"cannot write {path} ({len(data):,} bytes)"):
-            path.fs.pipe_file(str(path), data)
-            _check_size(path, len(data))
-
-    def copy(self, existing: Path | RemotePath, new: RemotePath) -> None:
-        """Give what is in ``existing`` the second name ``new``: within the store if it is the same, else by an upload."""
-        if isinstance(existing, RemotePath) and existing.fs is new.fs:
+    def copy_from(self, existing: Path | RemotePath) -> None:
+        """Create or replace the file with the content of ``existing``: within one store, or by an upload."""
+        if isinstance(existing, RemotePath) and existing.fs is self.fs:
             size = int(existing.info()["size"])
-            with failing(f"cannot copy {existing} to {new}"):
-                new.fs.cp_file(str(existing), str(new))
-                _check_size(new, size)
-            return
-        if isinstance(existing, RemotePath):
-            with self.opened(existing) as (file, size):
-                self._upload(new, size, _parts(file))
-            return
-        with failing(f"cannot copy {existing}"):
-            size = existing.stat().st_size
-            with existing.open("rb") as file:
-                self._upload(new, size, _parts(file))
+            with failing(f"cannot copy {existing} to {self}", Exception):
+                self.fs.cp_file(str(existing), str(self))
+                self._check_size(size)
+        elif isinstance(existing, RemotePath):
+            with existing.opened() as (file, size):
+                self.upload(size, iter(lambda: file.read(_BLOCK), b""))
+        else:
+            with failing(f"cannot copy {existing}"), existing.open("rb") as file:
+                self.upload(existing.stat().st_size, iter(lambda: file.read(_BLOCK), b""))
 
-    def remove(self, path: RemotePath) -> None:
-        """Remove a file; a missing one is fine."""
-        with failing(f"cannot remove {path}"):
+    def remove(self) -> None:
+        """Remove the file; a missing one is fine."""
+        with failing(f"cannot remove {self}", Exception):
             try:
-                path.fs.rm_file(str(path))
+                self.fs.rm_file(str(self))
             except FileNotFoundError:
                 return
 
     @contextmanager
-    def opened(self, path: RemotePath) -> Iterator[tuple[BinaryIO, int]]:
-        """A file, for reading, and its size in bytes.
+    def opened(self) -> Iterator[tuple[BinaryIO, int]]:
+        """The file, open for reading, and its size in bytes.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the store has no such file.
             CheckpointError: the store does not answer.
         """
-        size = int(path.info()["size"])
-        with failing(f"cannot read {path}", but=FileNotFoundError), path.fs.open(str(path), "rb", block_size=_BLOCK) as file:
+        size = int(self.info()["size"])
+        with _asking(f"cannot read {self}"), self.fs.open(str(self), "rb", block_size=_BLOCK) as file:
             yield file, size
 
-    def files(self, directory: RemotePath) -> list[tuple[RemotePath, float | None]]:
-        """The files in a directory, and when each was last changed (Unix time in s; None if it does not tell)."""
-        with failing(f"cannot list {directory}"):
+    def files(self) -> list[tuple[RemotePath, float | None]]:
+        """The files in it, and when each was last changed (Unix time in s; None if the store does not tell)."""
+        with failing(f"cannot list {self}", Exception):
             try:
-                directory.fs.invalidate_cache(str(directory))
-                found = directory.fs.ls(str(directory), detail=True)
+                self.fs.invalidate_cache(str(self))
+                found = self.fs.ls(str(self), detail=True)
             except FileNotFoundError:
                 return []
-            names = [str(one["name"]).rpartition("/")[2] for one in found if one["type"] == "file"]
-            return [(directory / name, _modified(directory / name)) for name in names]
+            paths = [self / str(one["name"]).rpartition("/")[2] for one in found if one["type"] == "file"]
+            return [(path, path._modified()) for path in paths]
+
+    def _modified(self) -> float | None:
+        try:
+            return float(self.fs.modified(str(self)).timestamp())
+        except (NotImplementedError, FileNotFoundError):
+            return None
+
+    def _info(self) -> dict[str, Any]:
+        self.fs.invalidate_cache(str(self.parent))
+        found: dict[str, Any] = self.fs.info(str(self))
+        return found
+
+    def _check_size(self, size: int) -> None:
+        found = self._info()["size"]
+        if found != size:
+            raise CheckpointError(f"{self} has {found:,} bytes in the store, and {size:,} were written")
 
 
-@contextmanager
-def failing(what: str, but: type[Exception] = CheckpointError) -> Iterator[None]:
-    """Turn what a store raises into CheckpointError, except ``but``."""
-    try:
-        yield
-    except (CheckpointError, but):
-        raise
-    except Exception as error:
-        # Stores raise what their clients raise: OSError, but also errors of HTTP, of timeouts, of credentials.
-        raise CheckpointError(f"{what}: {error or type(error).__name__}") from error
-
-
-def _info(path: RemotePath) -> dict[str, Any]:
-    path.fs.invalidate_cache(str(path.parent))
-    found: dict[str, Any] = path.fs.info(str(path))
-    return found
+def _asking(what: str) -> Any:
+    # Stores raise what their clients raise: OSError, but also errors of HTTP, of timeouts, of credentials.
+    return failing(what, Exception, but=FileNotFoundError)
 
 
 def _file_system(url: str) -> Any:
@@ -250,30 +217,3 @@ def _file_system(url: str) -> Any:
         return core.url_to_fs(url)[0]
     except (ImportError, ValueError) as error:
         raise ConfigurationError(f"cannot reach {url}: {error}") from error
-
-
-def _parts(file: BinaryIO) -> Iterator[memoryview]:
-    while part := file.read(_BLOCK):
-        yield memoryview(part)
-
-
-def _check_size(path: RemotePath, size: int) -> None:
-    found = _info(path)["size"]
-    if found != size:
-        raise CheckpointError(f"{path} has {found:,} bytes in the store, and {size:,} were written")
-
-
-def _modified(path: RemotePath) -> float | None:
-    try:
-        return float(path.fs.modified(str(path)).timestamp())
-    except (NotImplementedError, FileNotFoundError):
-        return None
-
-
-def _discard(temporary: RemotePath, error: BaseException) -> None:
-    try:
-        temporary.fs.rm_file(str(temporary))
-    except FileNotFoundError:
-        pass
-    except Exception as second:  # noqa: BLE001 - the first failure is the one to tell
-        error.add_note(f"and the temporary file {temporary} could not be removed: {second}")

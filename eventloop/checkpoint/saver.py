@@ -1,4 +1,4 @@
-"""``AsyncSaver``: saves that the caller waits for no longer than a copy takes."""
+"""Saving a tree: at once (`save`), as two steps (`stage`, then `write`), or on a thread that writes (`AsyncSaver`)."""
 
 from __future__ import annotations
 
@@ -6,18 +6,158 @@ import atexit
 import os
 import queue
 import threading
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future
-from typing import NamedTuple, Self
+from typing import Final, Generic, Literal, NamedTuple, Self, TypeVar, get_args
 
+import msgspec
 import torch
 
-from eventloop.checkpoint.container import CommitInfo, write
+from eventloop.checkpoint.container import readable
 from eventloop.checkpoint.overlap import Overlap
 from eventloop.checkpoint.stage import StageBuffer, StagedTree, stage
-from eventloop.checkpoint.store import AnyPath, as_path
-from eventloop.checkpoint.turns import Busy, Turns, check_busy
-from eventloop.errors import CheckpointError
+from eventloop.checkpoint.store import AnyPath, AsPath, as_path, write_pieces
+from eventloop.errors import CheckpointError, ConfigurationError
+
+Busy = Literal["wait", "skip", "replace"]
+
+_POLL: Final = 0.2
+"""Seconds after which a waiting thread looks again, in case Ctrl-C swallowed a notice."""
+
+Job = TypeVar("Job")
+
+
+class CommitInfo(msgspec.Struct, frozen=True):
+    """A checkpoint that is on disk: where, its size in bytes, its digest, and the seconds it took without staging."""
+
+    path: AnyPath
+    bytes: int
+    digest: str
+    seconds: float
+
+
+def write(staged: StagedTree, path: AsPath) -> CommitInfo:
+    """Write a staged tree to `path`, a file or a URL, durably and atomically, and release it.
+
+    Blocking; meant for a thread beside the training. The GIL is free during nearly all of it. If it fails, the name keeps
+    what it had, and `staged` is not released: it may be written elsewhere.
+
+    Raises:
+        CheckpointError: from the error of the step that failed; or `staged` was released before.
+        ConfigurationError: `path` is a URL whose file system is not installed.
+    """
+    start = time.perf_counter()
+    path = as_path(path)
+    digest = write_pieces(path, staged.bytes, staged.pieces())
+    staged.release()
+    return CommitInfo(path, staged.bytes, readable(digest), time.perf_counter() - start)
+
+
+def save(tree: object, path: AsPath) -> CommitInfo:
+    """Stage `tree` and write it to `path`.
+
+    Raises:
+        CheckpointValueError: for a value that a checkpoint cannot hold, with its path.
+        CheckpointError: from the `OSError` of the step that failed.
+    """
+    return write(stage(tree), path)
+
+
+def check_busy(busy: object) -> None:
+    """Raise ConfigurationError unless ``busy`` is a policy."""
+    if busy not in get_args(Busy):
+        raise ConfigurationError(
+            f'busy={busy!r}: while a save is being written, "wait" waits for it, "skip" leaves the new one out, and "replace" '
+            "puts the new one in the place of the one that waits"
+        )
+
+
+class Turns(Generic[Job]):
+    """Tracks the jobs under way and the one that waits. Jobs come from one thread and are done by another.
+
+    A job is entered, begun and ended, or it is entered and taken back before it has begun. Each of these is done in full or
+    not at all when Ctrl-C strikes: CPython looks for signals only at calls and jumps back, and none is between the changes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way: tuple[Job, ...] = ()
+        self._waiting: Job | None = None
+        # One taken lock for each thread in `wait`. An Event would lose track of its own lock when Ctrl-C strikes in it.
+        self._bells: list[threading.Lock] = []
+
+    @property
+    def busy(self) -> bool:
+        """True while a job is under way."""
+        return bool(self._under_way)
+
+    @property
+    def waiting(self) -> Job | None:
+        """The job that can be taken back, if there is one."""
+        return self._waiting
+
+    def wait(self) -> None:
+        """Wait until no job is under way."""
+        while True:
+            with self._lock:
+                if not self._under_way:
+                    return
+                bell = threading.Lock()
+                bell.acquire()
+                self._bells.append(bell)
+            bell.acquire(timeout=_POLL)
+
+    def enter(self, job: Job) -> None:
+        """Note a job that can be taken back until it begins."""
+        with self._lock:
+            self._under_way = (*self._under_way, job)
+            self._waiting = job
+
+    def enter_for_good(self, job: Job) -> None:
+        """Note a job that cannot be taken back; `begin` is not asked about it."""
+        with self._lock:
+            self._under_way = (*self._under_way, job)
+
+    def take_back(self) -> Job | None:
+        """Take back the waiting job, if there is one: it will never begin."""
+        with self._lock:
+            job = self._waiting
+            if job is not None:
+                left = self._without(job)
+                self._under_way = left
+                self._waiting = None
+                self._ring()
+            return job
+
+    def begin(self, job: Job) -> bool:
+        """Begin a job; False if it was taken back."""
+        with self._lock:
+            if self._waiting is not job:
+                return False
+            self._waiting = None
+            return True
+
+    def begin_next(self) -> Job | None:
+        """Begin the waiting job, if there is one."""
+        with self._lock:
+            job = self._waiting
+            self._waiting = None
+            return job
+
+    def end(self, job: Job) -> None:
+        """Note that a job is done, well or not. A job that is not under way is ignored."""
+        with self._lock:
+            left = self._without(job)
+            self._under_way = left
+            self._ring()
+
+    def _without(self, job: Job) -> tuple[Job, ...]:
+        return tuple(other for other in self._under_way if other is not job)
+
+    def _ring(self) -> None:
+        while self._bells and not self._under_way:
+            self._bells.pop().release()
 
 
 class _Job(NamedTuple):
@@ -27,7 +167,7 @@ class _Job(NamedTuple):
 
 
 class AsyncSaver:
-    """Copies trees at once and writes them durably on one thread of its own.
+    """Copies trees at once and writes them durably on a thread of its own.
 
         with AsyncSaver() as saver:
             for step, batch in enumerate(loader):
@@ -35,13 +175,12 @@ class AsyncSaver:
                 if step % 100 == 0:
                     saver.save({"model": model.state_dict()}, f"step_{step}.safetensors")
 
-    For one thread at a time. A save that fails is raised by the next `save`, `wait` or `close`, and it costs no file that is
-    there already. What is unwritten when the interpreter exits is written then. In a forked process it is inert.
+    One thread at a time may use it. If a save fails, the next `save`, `wait` or `close` raises its error, and the files that
+    are there stay. At interpreter exit it writes what is unwritten. In a forked process it does nothing.
 
     Args:
         busy: what a `save` does while another is being written: ``"wait"`` waits for it, ``"skip"`` does nothing,
-            ``"replace"`` takes the place of the one that waits (never of the one that is being written), and so needs
-            staging memory twice.
+            ``"replace"`` replaces the one that waits (never the one that is being written), and so needs staging memory twice.
         overlap: optimizers; their parameters and state are copied while the caller goes on, up to their next step (see
             :mod:`eventloop.checkpoint.overlap`).
 
@@ -67,10 +206,10 @@ class AsyncSaver:
             atexit.register(self.close)
         except BaseException:
             self._closed = True
-            self._bell.put(None)  # after Ctrl-C the thread may run all the same, and nobody else will end it
+            self._bell.put(None)  # after Ctrl-C the thread may run all the same, and must end
             raise
 
-    def save(self, tree: object, path: str | os.PathLike[str] | AnyPath) -> Future[CommitInfo]:
+    def save(self, tree: object, path: AsPath) -> Future[CommitInfo]:
         """Copy ``tree`` and have it written to ``path``, a file or a URL; its directory must exist.
 
         Returns:
@@ -78,11 +217,11 @@ class AsyncSaver:
 
         Raises:
             CheckpointValueError: a value that a checkpoint cannot hold, with its path.
-            CheckpointError: an earlier save failed; or the saver is closed, or of another process.
+            CheckpointError: an earlier save failed; or the saver is closed, or belongs to another process.
         """
         self._check_usable()
         self._raise_failures()
-        place = as_path(path)
+        path = as_path(path)
         future: Future[CommitInfo] = Future()
         if self._busy == "wait":
             self.wait()
@@ -92,7 +231,7 @@ class AsyncSaver:
             future.set_running_or_notify_cancel()  # else concurrent.futures.wait() would wait for it
             return future
         self._give_up_waiting()
-        job = _Job(stage(tree, self._buffer, overlap=self._overlap), place, future)
+        job = _Job(stage(tree, self._buffer, overlap=self._overlap), path, future)
         self._turns.enter(job)  # from here on it is written, or replaced, whatever strikes
         self._bell.put(None)
         return future
@@ -108,7 +247,7 @@ class AsyncSaver:
             self._raise_failures()
 
     def close(self) -> None:
-        """Write what is unwritten, and end. Again is fine, and goes on where Ctrl-C has cut it short.
+        """Write what is unwritten, and end. After Ctrl-C, call it again to finish.
 
         Raises:
             CheckpointError: a save failed.
@@ -117,7 +256,7 @@ class AsyncSaver:
             return
         self._closed = True
         self._finish()
-        self._thread.join()  # for tidiness: nothing is left to be written, should Ctrl-C have it return too soon
+        self._thread.join()  # everything is written by now, should Ctrl-C have it return too soon
         if self._overlap is not None:
             self._overlap.close()
         self._buffer.clear()
@@ -136,11 +275,11 @@ class AsyncSaver:
             error.add_note(f"and a checkpoint could not be written: {failure}")
 
     def _finish(self) -> None:
-        self._bell.put(None)  # Ctrl-C may have struck in save, when the job was there and nobody was told yet
+        self._bell.put(None)  # Ctrl-C may have struck in save, between entering the job and ringing
         self._turns.wait()
 
     def _give_up_waiting(self) -> None:
-        """Make room for another job in the place of the one that waits, if one does."""
+        """Give up the waiting job, if there is one, so that another can wait."""
         waiting = self._turns.waiting
         if waiting is not None and waiting.future.cancel():  # first of all: whoever waits for it must hear of it
             waiting.staged.release()  # so that its memory can be used again
@@ -164,7 +303,7 @@ class AsyncSaver:
             return
         try:
             info = write(job.staged, job.path)
-        except Exception as error:  # noqa: BLE001 - told by the next call
+        except Exception as error:  # noqa: BLE001 - raised by the next call
             job.staged.release()
             self._failures.append(error)
             job.future.set_exception(error)
@@ -173,7 +312,7 @@ class AsyncSaver:
 
     def _check_usable(self) -> None:
         if self._process != os.getpid():
-            raise CheckpointError("this AsyncSaver is of the process that forked this one; make one here")
+            raise CheckpointError("this AsyncSaver belongs to the process that forked this one; make a new one here")
         if self._closed:
             raise CheckpointError("this AsyncSaver is closed; make a new one")
 

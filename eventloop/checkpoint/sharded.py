@@ -1,41 +1,62 @@
 """Checkpoints of state that is spread over processes (FSDP2's ``fully_shard``), by ``torch.distributed.checkpoint``.
 
-The tree is one file as ever; in the place of each sharded tensor (``DTensor``) it has a name, and the tensors are in a
-directory beside it, one file from each process. The directory is written first and synced by every process; only when all of
-them have done so, rank 0 writes the file that names it. So a checkpoint exists when every part of it is durable, and a
-directory that no file names is none (``shards.sweep_shards``).
+The tree is one file as ever; it has a name in place of each sharded tensor (``DTensor``), and the tensors are in a directory
+beside it, one file from each process (see `shards`). Every process writes and syncs its part first; when all have done so,
+rank 0 writes the file that names the directory. So a checkpoint exists when every part of it is durable, and a directory
+that no file names can be removed (``shards.sweep_shards``).
 
-Read back, the tensors have the placement of whoever reads: any number of processes, or one that shards nothing.
+Tensors are read back with the placement of the reading run: any number of processes, or one that shards nothing.
 """
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final, NamedTuple, cast
 
 import msgspec
 import torch
 from torch import distributed
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from eventloop.checkpoint.commit import commit_bytes, make_directory
-from eventloop.checkpoint.shard_index import INDEX, dtype_of, read_index, same_form
-from eventloop.checkpoint.shard_storage import ShardReader, ShardWriter
-from eventloop.checkpoint.shards import DIGESTS, SHARDS, SUFFIX, digest_of, naming_damage, shards_of
+from eventloop.checkpoint.pth import check_stored
+from eventloop.checkpoint.rebuild import DTYPES
+from eventloop.checkpoint.shards import (
+    DIGESTS,
+    INDEX,
+    SHARDS,
+    SUFFIX,
+    Indexed,
+    Piece,
+    all_pieces,
+    digest_of,
+    naming_damage,
+    read_index,
+    shards_of,
+)
+from eventloop.checkpoint.store import commit_bytes, make_directory
 from eventloop.errors import CheckpointError
 
 _MARK: Final = "__sharded__"
-_WHOLE: Final = frozenset({"progress", "data", "rng", "ranks", "stateful", "info"})  # in a run's tree: nothing like weights
+_WHOLE: Final = frozenset({"progress", "data", "rng", "ranks", "stateful", "info"})  # in a run's tree: no weights in them
 
-Path_ = tuple[str | int, ...]
-Like = Callable[[Path_, torch.Size, torch.dtype], torch.Tensor]
-"""Makes an empty tensor for a place in the tree, a whole shape and a dtype, with the placement that it has here."""
+Keys = tuple[str | int, ...]
+"""The way to a value in the tree."""
+Like = Callable[[Keys, torch.Size, torch.dtype], torch.Tensor]
+"""Makes an empty tensor for a value in the tree, a whole shape and a dtype, with the placement that it has in this run."""
 
 
 class Parts:
@@ -43,19 +64,20 @@ class Parts:
 
     Args:
         tensors: by name.
-        directory: where to; a new one.
-        group: of the processes, used by nothing else at the same time; None where there is one process without any group.
+        directory: a new one, to write to.
+        group: of the processes, used for nothing else at the same time; None where there is one process without any group.
     """
 
     def __init__(self, tensors: dict[str, DTensor], directory: Path, group: distributed.ProcessGroup | None) -> None:
         self._tensors: dict[str, Any] = BlockingAsyncStager().stage(tensors)
         self._directory = directory
         self._group = group
+        self._rank = 0 if group is None else distributed.get_rank(group)
 
     @property
     def first(self) -> bool:
         """True on the process that writes the file."""
-        return self._group is None or distributed.get_rank(self._group) == 0
+        return self._rank == 0
 
     def commit(self, write: Callable[[], int]) -> int:
         """Write this process's part, wait for the others', and have rank 0 ``write`` the file; return what that returned.
@@ -65,18 +87,17 @@ class Parts:
         Raises:
             CheckpointError: a part or the file could not be written.
         """
-        self._agree(lambda: make_directory(self._directory) if self.first else None)  # each step: nobody goes on alone
+        self._agree(lambda: make_directory(self._directory) if self.first else None)  # after each step all go on, or none
         self._agree(self._write_parts)
         return int(self._agree(lambda: self._finish(write) if self.first else 0)[0])
 
     def _write_parts(self) -> dict[str, str]:
-        """Write what is this process's; return the digests of its files by name."""
-        rank = 0 if self._group is None else distributed.get_rank(self._group)
+        """Write this process's part; return the digests of its files by name."""
         writer = ShardWriter(self._directory, single_file_per_rank=True, sync_files=True)
         save(self._tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         self._tensors = {}
-        digests = {file.name: digest_of(file) for file in self._directory.glob(f"__{rank}_*.distcp")}
-        commit_bytes(self._directory / f"{rank}.{DIGESTS}", msgspec.json.encode(digests))  # syncs the directory
+        digests = {file.name: digest_of(file) for file in self._directory.glob(f"__{self._rank}_*.distcp")}
+        commit_bytes(self._directory / f"{self._rank}.{DIGESTS}", msgspec.json.encode(digests))  # syncs the directory
         return digests
 
     def _finish(self, write: Callable[[], int]) -> int:
@@ -86,7 +107,7 @@ class Parts:
         return write()
 
     def _agree(self, do: Callable[[], Any]) -> list[Any]:
-        """Do it, and return the results of all processes; raise on all of them if it failed on one."""
+        """Call ``do``, and return the results of all processes; raise on all of them if it failed on one."""
         result: Any = None
         problem, cause = "", None
         try:
@@ -106,7 +127,7 @@ class Parts:
 def take_shards(
     state: dict[str, Any], path: Path, token: str, group: distributed.ProcessGroup | None
 ) -> tuple[dict[str, Any], Parts]:
-    """Return ``state`` with a name in the place of each sharded tensor, and those tensors, copied.
+    """Return ``state`` with a name in place of each sharded tensor, and those tensors, copied.
 
     Args:
         state: the tree.
@@ -116,8 +137,8 @@ def take_shards(
     """
     tensors: dict[str, DTensor] = {}
 
-    def name(place: Path_, value: DTensor) -> dict[str, Any]:
-        key = ".".join(map(str, place))
+    def name(keys: Keys, value: DTensor) -> dict[str, Any]:
+        key = ".".join(map(str, keys))
         tensors[key] = value
         return {_MARK: key, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
 
@@ -126,18 +147,13 @@ def take_shards(
     return {**tree, SHARDS: directory.name}, Parts(tensors, directory, group)
 
 
-def put_shards(
-    state: Mapping[str, Any],
-    path: Path,
-    like: Like,
-    group: distributed.ProcessGroup | None,
-) -> dict[str, Any]:
-    """Return the tree of a loaded checkpoint with its sharded tensors in place. A collective, unless ``group`` is None.
+def put_shards(state: Mapping[str, Any], path: Path, like: Like, group: distributed.ProcessGroup | None) -> dict[str, Any]:
+    """Return the tree of a loaded checkpoint with its sharded tensors. A collective, unless ``group`` is None.
 
     Args:
         state: what was loaded from ``path``.
         path: of the checkpoint.
-        like: returns an empty tensor to read into, for a place in the tree, a whole shape and a dtype.
+        like: returns an empty tensor to read into.
         group: of the processes that read.
 
     Raises:
@@ -148,11 +164,11 @@ def put_shards(
         directory = shards_of(state, path)
         index = read_index(directory)
 
-        def empty(place: Path_, mark: Mapping[str, Any]) -> torch.Tensor:
-            name = mark[_MARK]
-            if name in tensors or not same_form(index[name], mark["shape"], mark["dtype"]):
+        def empty(keys: Keys, mark: Mapping[str, Any]) -> torch.Tensor:
+            name, shape, dtype = mark[_MARK], mark["shape"], mark["dtype"]
+            if name in tensors or (list(index[name].shape), index[name].dtype) != (shape, dtype):
                 raise ValueError(f"the file and the index do not agree on {name!r}")
-            tensors[name] = made = like(place, torch.Size(mark["shape"]), dtype_of(index[name]))
+            tensors[name] = made = like(keys, torch.Size(shape), DTYPES[f"torch.{dtype}"])
             return made
 
         tree = _mapped(state, lambda value: isinstance(value, Mapping) and _MARK in value, empty)
@@ -160,16 +176,16 @@ def put_shards(
             if group is None:
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # it is meant to be
             load(tensors, storage_reader=ShardReader(directory, index), process_group=group, no_dist=group is None)
-        except CheckpointException as error:  # no Exception
+        except CheckpointException as error:  # not a subclass of Exception
             raise ValueError(str(error)) from error
     return {key: value for key, value in tree.items() if key != SHARDS}
 
 
 def spread(state: Mapping[str, Any], like: Like) -> dict[str, Any]:
-    """Return the tree of a checkpoint that one process wrote alone, with each tensor sharded that ``like`` says is."""
+    """Return the tree of a checkpoint that one process wrote alone, with each tensor sharded as ``like`` makes it."""
 
-    def shard(place: Path_, value: torch.Tensor) -> torch.Tensor:
-        target = like(place, value.shape, value.dtype)
+    def shard(keys: Keys, value: torch.Tensor) -> torch.Tensor:
+        target = like(keys, value.shape, value.dtype)
         if not isinstance(target, DTensor):
             return value
         return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)  # all have read it
@@ -180,13 +196,106 @@ def spread(state: Mapping[str, Any], like: Like) -> dict[str, Any]:
     return {key: value if key in _WHOLE else _mapped(value, may_be, shard, (key,)) for key, value in state.items()}
 
 
-def _mapped(value: Any, chosen: Callable[[Any], bool], make: Callable[[Path_, Any], Any], place: Path_ = ()) -> Any:
-    """Return ``value`` with what is chosen in its dicts, lists and tuples made into something else."""
+def _mapped(value: Any, chosen: Callable[[Any], bool], make: Callable[[Keys, Any], Any], keys: Keys = ()) -> Any:
+    """Return ``value`` with what is ``chosen`` in its dicts, lists and tuples replaced by what ``make`` returns."""
     if chosen(value):
-        return make(place, value)
+        return make(keys, value)
     if isinstance(value, dict):
-        made = {key: _mapped(entry, chosen, make, (*place, key)) for key, entry in value.items()}
+        made = {key: _mapped(each, chosen, make, (*keys, key)) for key, each in value.items()}
         return made if type(value) is dict else value if all(made[key] is value[key] for key in value) else made
     if type(value) in (list, tuple):
-        return type(value)(_mapped(entry, chosen, make, (*place, index)) for index, entry in enumerate(value))
+        return type(value)(_mapped(each, chosen, make, (*keys, index)) for index, each in enumerate(value))
     return value
+
+
+class ShardWriter(FileSystemWriter):
+    """Writes our index where torch writes a pickle, which torch would run when it reads it."""
+
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index."""
+        stored: dict[Any, Any] = {result.index: result.storage_data for of_rank in results for result in of_rank}
+
+        def piece(name: str, chunk: dcp.ChunkStorageMetadata) -> Piece:
+            at = stored[dcp.MetadataIndex(name, chunk.offsets)]
+            return Piece(tuple(chunk.offsets), tuple(chunk.sizes), at.relative_path, at.offset, at.length)
+
+        index = {
+            name: Indexed(
+                str(tensor.properties.dtype).removeprefix("torch."),
+                tuple(tensor.size),
+                [piece(name, chunk) for chunk in tensor.chunks],
+            )
+            for name, tensor in metadata.state_dict_metadata.items()
+            if isinstance(tensor, dcp.TensorStorageMetadata)
+        }
+        commit_bytes(Path(self.path) / INDEX, msgspec.json.encode(index))
+
+
+class _Stored(NamedTuple):
+    """What torch's reader asks about a piece."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: None = None
+
+
+class ShardReader(FileSystemReader):
+    """Reads by our index. It names tensors only: torch reads those with ``weights_only=True``, and other objects without."""
+
+    def __init__(self, directory: Path, index: Mapping[str, Indexed]) -> None:
+        super().__init__(directory)
+        self._index = index
+
+    def read_metadata(self) -> dcp.Metadata:
+        """Return the index in torch's form. Without ``**kwargs`` torch looks for no other metadata, which it would unpickle."""
+        self._check_pieces()
+        tensors: dict[str, dcp.STORAGE_TYPES] = {
+            name: dcp.TensorStorageMetadata(
+                dcp.TensorProperties(DTYPES[f"torch.{tensor.dtype}"]),
+                torch.Size(tensor.shape),
+                [dcp.ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.shape)) for piece in tensor.pieces],
+            )
+            for name, tensor in self._index.items()
+        }
+        stored = {
+            dcp.MetadataIndex(name, piece.offsets): _Stored(piece.file, piece.begin, piece.bytes)
+            for name, tensor in self._index.items()
+            for piece in tensor.pieces
+        }
+        return dcp.Metadata(tensors, storage_data=stored)
+
+    def _check_pieces(self) -> None:
+        """Refuse pieces that become larger when they are read."""
+        pieces = sorted(all_pieces(self._index), key=lambda piece: piece.file)
+        for name, group in groupby(pieces, key=lambda piece: piece.file):
+            with (Path(self.path) / name).open("rb") as file:
+                for piece in group:
+                    check_stored(zipfile.ZipFile(cast(IO[bytes], _Window(file, piece.begin, piece.bytes))), piece.bytes)
+
+
+class _Window(io.RawIOBase):
+    """A part of a file, for reading; torch's own miscounts from the end."""
+
+    def __init__(self, file: IO[bytes], begin: int, size: int) -> None:
+        self._file, self._begin, self._size, self._at = file, begin, size, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if at < 0:
+            raise OSError(errno.EINVAL, "a position before the beginning")
+        self._at = at
+        return at
+
+    def readinto(self, buffer: Any, /) -> int:
+        self._file.seek(self._begin + self._at)
+        part = self._file.read(max(0, min(len(buffer), self._size - self._at)))
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)

@@ -1,6 +1,7 @@
-"""What belongs to a checkpoint of sharded state beside its file: the directory with the tensors (see ``checkpoint.sharded``).
+"""The directory with the sharded tensors of a checkpoint, beside its file: its index, its digests, its removal.
 
-Apart from it because ``torch.distributed.checkpoint`` takes a second to import, and most runs never need it.
+The index is JSON, in place of the pickle that torch writes. `sharded` writes and reads the tensors; it is apart because
+``torch.distributed.checkpoint`` takes a second to import, and most runs never need it.
 """
 
 from __future__ import annotations
@@ -12,29 +13,73 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import torch
 
-from eventloop.checkpoint.bounds import file_size, is_plain_name, read_small
-from eventloop.checkpoint.digest import CHUNK, Digest, readable
-from eventloop.checkpoint.load import outline
-from eventloop.checkpoint.shard_index import INDEX, MAX_INDEX_BYTES, all_pieces, read_index
+from eventloop.checkpoint.commit import CHUNK
+from eventloop.checkpoint.container import Digest, elements, readable
+from eventloop.checkpoint.load import load, outline
+from eventloop.checkpoint.rebuild import DTYPES
+from eventloop.checkpoint.store import AsPath, file_size, is_plain_name, read_small
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 
-SUFFIX: Final = ".shards"
 SHARDS: Final = "shards"
 """Key of the tree under which the directory is named."""
-
+SUFFIX: Final = ".shards"
 DIGESTS: Final = "digests.json"
-_STILL: Final = 60.0  # seconds without a change after which nobody can be writing a directory
+INDEX: Final = "index.json"
+MAX_INDEX_BYTES: Final = 1 << 30
+_STILL: Final = 60.0  # seconds without a change after which a directory is not being written
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Shape = tuple[_Size, ...]
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """A part of a tensor: where it begins in the tensor, its shape, and its bytes in a file."""
+
+    offsets: _Shape
+    shape: _Shape
+    file: str
+    begin: _Size
+    bytes: _Size
+
+
+class Indexed(msgspec.Struct, frozen=True):
+    """A sharded tensor: its dtype (``"float32"``), its whole shape, and its pieces."""
+
+    dtype: str
+    shape: _Shape
+    pieces: list[Piece]
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
     """Return True if parameters of ``model`` are spread over processes."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # where it was never imported, there are none
+    tensors = sys.modules.get("torch.distributed.tensor")  # without that import no parameter is sharded
     return tensors is not None and any(isinstance(parameter, tensors.DTensor) for parameter in model.parameters())
+
+
+def has_shards(state: object) -> bool:
+    """Return True if the tree of a checkpoint names a directory with sharded tensors."""
+    return isinstance(state, Mapping) and SHARDS in state
+
+
+def load_whole(path: AsPath) -> Any:
+    """Read a checkpoint on one process, with whole tensors also where the run that wrote it had them sharded.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointDamagedError: the file or a part beside it is not what was written.
+    """
+    state = load(path)
+    if not has_shards(state):
+        return state
+    verify_shards(state, path)
+    from eventloop.checkpoint.sharded import put_shards  # takes a second to import
+
+    return put_shards(state, Path(str(path)), lambda keys, shape, dtype: torch.empty(shape, dtype=dtype), None)
 
 
 def shards_of(state: Mapping[str, Any], path: Path) -> Path:
@@ -52,13 +97,59 @@ def shards_of(state: Mapping[str, Any], path: Path) -> Path:
     return directory
 
 
+def read_index(directory: Path) -> dict[str, Indexed]:
+    """Read the index of a directory, and check it against the files there.
+
+    Raises:
+        CheckpointDamagedError: it is missing, in contradiction with itself or with the sizes of the files.
+    """
+    path = directory / INDEX
+    try:
+        index = msgspec.json.decode(read_small(path, MAX_INDEX_BYTES), type=dict[str, Indexed])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointDamagedError(f"{path} cannot be read: {error}") from error
+    names = {piece.file for piece in all_pieces(index)}
+    for name in names:
+        if not is_plain_name(name):
+            raise CheckpointDamagedError(f"{path} names {name!r}, which is not a file of that directory")
+    sizes = {name: file_size(directory / name) for name in names}
+    if sum(piece.bytes for piece in all_pieces(index)) > sum(sizes.values()):
+        raise CheckpointDamagedError(f"{path} promises more bytes than the files beside it have")
+    for name, tensor in index.items():
+        if not _is_sound(tensor, sizes):
+            raise CheckpointDamagedError(f"{path} contradicts itself or the files beside it at {name!r}")
+    return index
+
+
+def all_pieces(index: Mapping[str, Indexed]) -> Iterator[Piece]:
+    """Yield the pieces of all tensors."""
+    for tensor in index.values():
+        yield from tensor.pieces
+
+
+def _is_sound(tensor: Indexed, sizes: dict[str, int]) -> bool:
+    dtype = DTYPES.get(f"torch.{tensor.dtype}")
+    if dtype is None:
+        return False
+    held = 0
+    for piece in tensor.pieces:
+        count = elements(piece.shape, piece.bytes)
+        inside = len(piece.offsets) == len(piece.shape) == len(tensor.shape) and all(
+            offset + size <= whole for offset, size, whole in zip(piece.offsets, piece.shape, tensor.shape, strict=True)
+        )
+        if not inside or count * dtype.itemsize > piece.bytes or piece.begin + piece.bytes > sizes[piece.file]:
+            return False
+        held += count
+    return elements(tensor.shape, held) == held
+
+
 def verify_shards(state: Any, path: object) -> None:
     """Read the sharded tensors of a checkpoint once, if it has any, and compare their digests.
 
     Raises:
         CheckpointDamagedError: a part is missing, or other than what was written.
     """
-    if not (isinstance(state, Mapping) and SHARDS in state):
+    if not has_shards(state):
         return
     file = Path(str(path))
     with naming_damage(file):
@@ -67,7 +158,7 @@ def verify_shards(state: Any, path: object) -> None:
         for digests in directory.glob(f"*.{DIGESTS}"):
             wanted |= msgspec.json.decode(read_small(digests, MAX_INDEX_BYTES), type=dict[str, str])
         if INDEX not in wanted:
-            raise CheckpointDamagedError(f"{directory} is not there in full")
+            raise CheckpointDamagedError(f"{directory} is not complete")
         if unknown := {piece.file for piece in all_pieces(read_index(directory))} - wanted.keys():
             raise CheckpointDamagedError(f"{directory} has no digests of {', '.join(sorted(unknown))}")
         for name, digest in wanted.items():
@@ -83,7 +174,7 @@ def sweep_shards(directory: Path, *, still: float = _STILL) -> bool:
 
     Args:
         directory: of checkpoints.
-        still: seconds without a change after which nobody can be writing one.
+        still: seconds without a change after which a directory is not being written.
 
     Returns:
         True if there were any of these directories, named or not.
@@ -97,7 +188,7 @@ def sweep_shards(directory: Path, *, still: float = _STILL) -> bool:
             tree = outline(file)
         except (CheckpointError, OSError):
             return True  # it may name any of them
-        named.add(str(tree.get(SHARDS)) if isinstance(tree, Mapping) else "")
+        named.add(str(tree[SHARDS]) if has_shards(tree) else "")
     for one in found:
         if one.name not in named and time.time() - one.stat().st_mtime >= still:
             shutil.rmtree(one, ignore_errors=True)
@@ -105,7 +196,7 @@ def sweep_shards(directory: Path, *, still: float = _STILL) -> bool:
 
 
 def digest_of(file: Path) -> str:
-    """Return the digest of a file, and have it durable."""
+    """Return the digest of a file, and make the file durable."""
     digest = Digest()
     with file.open("rb", buffering=0) as opened:
         while part := opened.read(CHUNK):
@@ -117,7 +208,7 @@ def digest_of(file: Path) -> str:
 
 @contextmanager
 def naming_damage(path: Path) -> Iterator[None]:
-    """Say of what cannot be read that ``path`` is damaged."""
+    """Report every error of reading sharded tensors as damage to the checkpoint ``path``."""
     try:
         yield
     except CheckpointDamagedError as error:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
 import msgspec
 import torch
 
-from eventloop.checkpoint.header import DIGEST_BYTES, render
+from eventloop.checkpoint.container import DIGEST_BYTES, Pieces, render
 from eventloop.checkpoint.layout import Batch, Changed, Layout
-from eventloop.checkpoint.overlap import Copy, Overlap, Pair
-from eventloop.checkpoint.tree import Flat, flatten, join
+from eventloop.checkpoint.overlap import Copy, Overlap, Pair, by_device, copy, end_of_queue
+from eventloop.checkpoint.tree import FlatTree, flatten, join
 from eventloop.errors import CheckpointError
 
 _pack: Final = msgspec.msgpack.Encoder().encode
-_Sources = tuple[torch.Tensor, ...]
 
 _SMALL: Final = 16 << 10
 """Bytes up to which tensors that can be joined are copied sooner than they are handed to another thread."""
@@ -60,9 +58,9 @@ class _Memory:
 class StageBuffer:
     """Staging memory kept between saves.
 
-    As long as names, shapes, dtypes and aliases of the tensors stay the same, the memory and the layout are used again.
-    Memory that a `StagedTree` holds is never written: another is allocated beside it, and kept. `stage` with one buffer is
-    for one thread at a time; `StagedTree.release` is for any thread.
+    Memory and layout are used again while names, shapes, dtypes and aliases of the tensors stay the same. Memory that a
+    `StagedTree` holds is never written: another buffer is allocated beside it, and kept. Only one thread at a time may call
+    `stage` with one buffer; any thread may call `StagedTree.release`.
     """
 
     def __init__(self) -> None:
@@ -79,7 +77,7 @@ class StageBuffer:
         self._layout = None
         self._memories = []
 
-    def _layout_for(self, flat: Flat) -> Layout:
+    def _layout_for(self, flat: FlatTree) -> Layout:
         if self._layout is None:
             self._layout = Layout(flat)
         return self._layout
@@ -95,7 +93,7 @@ class StageBuffer:
 class StagedTree:
     """A copy of a tree at one moment, ready to be written.
 
-    `write` releases it after the commit; whoever does not write it (or whose write failed) calls `release`.
+    `write` releases it after the commit. Call `release` if it is not written, or if writing it fails.
     """
 
     def __init__(self, layout: Layout, memory: _Memory, tree: bytes) -> None:
@@ -111,10 +109,10 @@ class StagedTree:
         return self._memory is None
 
     def release(self) -> None:
-        """Give the memory back to its buffer. Again is fine."""
+        """Give the memory back to its buffer. Calling it again does nothing."""
         self._memory = None
 
-    def pieces(self) -> tuple[bytes, memoryview, bytes]:
+    def pieces(self) -> Pieces:
         """The file without its digest: header, tensors, tree. Waits for copies that are still under way.
 
         Raises:
@@ -161,32 +159,29 @@ def stage(tree: object, buffer: StageBuffer | None = None, *, overlap: Overlap |
 
 
 @torch.no_grad()
-def _fill(flat: Flat, buffer: StageBuffer, overlap: Overlap | None) -> tuple[Layout, _Memory]:
+def _fill(flat: FlatTree, buffer: StageBuffer, overlap: Overlap | None) -> tuple[Layout, _Memory]:
     layout = buffer._layout_for(flat)
-    layout.check_places(flat)
+    layout.check_paths(flat)
     memory = buffer._memory(layout)
-    memory.wait()  # for copies of a StagedTree that nobody wrote, on what may have been another stream
+    memory.wait()  # for the copies of a StagedTree that was never written, perhaps on another stream
     memory.late = None
-    if overlap is None and not layout.pinned:
-        for (_, sources), target in zip(layout.matched(flat), memory.targets, strict=True):
-            _copy_batch(target, sources)
-        return layout, memory
     pairs: list[Pair] = []
     for (batch, sources), target in zip(layout.matched(flat), memory.targets, strict=True):
-        if not layout.pinned and isinstance(target, torch.Tensor) and target.nbytes <= _SMALL * len(sources):
+        small = isinstance(target, torch.Tensor) and target.nbytes <= _SMALL * len(sources)
+        if not layout.pinned and (overlap is None or small):
             _copy_batch(target, sources)
         else:
-            pairs += _paired(memory, batch, sources)
+            pairs += map(Pair, memory.views[batch.start : batch.stop], sources, range(batch.start, batch.stop))
     later: list[Pair] = []
     if overlap is not None and pairs:
         pairs, later = overlap.divide(pairs)
-    _copy_pairs(memory, pairs)
+    memory.events = _copy_pairs(pairs)
     if overlap is not None and later:
-        memory.late = overlap.start(later, partial(_name, flat, layout))
+        memory.late = overlap.start(later, partial(_path, flat, layout))
     return layout, memory
 
 
-def _copy_batch(target: list[torch.Tensor] | torch.Tensor, sources: _Sources) -> None:
+def _copy_batch(target: list[torch.Tensor] | torch.Tensor, sources: tuple[torch.Tensor, ...]) -> None:
     if isinstance(target, list):
         torch._foreach_copy_(target, sources)
     elif sources[0].dim():
@@ -195,29 +190,16 @@ def _copy_batch(target: list[torch.Tensor] | torch.Tensor, sources: _Sources) ->
         torch.stack(sources, out=target)
 
 
-def _paired(memory: _Memory, batch: Batch, sources: _Sources) -> Iterator[Pair]:
-    return map(Pair, memory.views[batch.start : batch.stop], sources, range(batch.start, batch.stop))
-
-
-def _name(flat: Flat, layout: Layout, position: int) -> str:
+def _path(flat: FlatTree, layout: Layout, position: int) -> str:
     index = layout.order[position]
     return join(flat.parents[index], flat.keys[index])
 
 
-def _copy_pairs(memory: _Memory, pairs: list[Pair]) -> None:
-    by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for target, source, _ in pairs:
-        targets, sources = by_device.setdefault(source.device, ([], []))
-        targets.append(target)
-        sources.append(source)
-    memory.events = [event for device, pair in by_device.items() if (event := _copy_from(device, *pair)) is not None]
-
-
-def _copy_from(device: torch.device, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> torch.cuda.Event | None:
-    if device.type != "cuda":
-        torch._foreach_copy_(targets, sources)
-        return None
-    torch._foreach_copy_(targets, sources, non_blocking=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-    event.record(torch.cuda.current_stream(device))
-    return event
+def _copy_pairs(pairs: list[Pair]) -> list[torch.cuda.Event]:
+    """Copy, or enqueue the copies from CUDA devices and return the events that end them."""
+    events = []
+    for device, group in by_device(pairs).items():
+        copy(group, non_blocking=device.type == "cuda")
+        if device.type == "cuda":
+            events.append(end_of_queue(device))
+    return events

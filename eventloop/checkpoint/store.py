@@ -1,120 +1,36 @@
-"""Where checkpoints are: directories of this machine, and stores that fsspec reaches. One way to commit to either."""
+"""Where checkpoints are: on a local file system, or in a store that fsspec reaches. The same functions serve both."""
 
 from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Protocol, cast
+from typing import BinaryIO, Final, TypeGuard
 from urllib.parse import unquote, urlsplit
 
-from eventloop.checkpoint import commit
-from eventloop.checkpoint.bounds import file_size
-from eventloop.checkpoint.digest import CHUNK
-from eventloop.checkpoint.remote import RemotePath, RemoteStore
-from eventloop.checkpoint.sealed import Pieces, write_sealed
+from eventloop.checkpoint.commit import CHUNK, commit_file, link_file, make_local_directory, remove_file, write_all
+from eventloop.checkpoint.container import Digest, Pieces, write_sealed
+from eventloop.checkpoint.remote import RemotePath
+from eventloop.errors import CheckpointDamagedError
 
 AnyPath = Path | RemotePath
-"""A file or a directory, here or elsewhere."""
+"""A file or a directory, on this machine or in a store."""
+AsPath = str | os.PathLike[str] | AnyPath
+"""What `as_path` takes."""
 
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_LONGEST_NAME: Final = 255
+_KINDS: Final = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 
-class Store(Protocol):
-    """How files become durable. Each file appears under its name complete, or not at all.
-
-    What makes files raises CheckpointError from what failed.
-    """
-
-    def make(self, directory: Any) -> None:
-        """Have a directory, durably."""
-
-    def write(self, path: Any, size: int, pieces: Pieces) -> bytes:
-        """Create or replace a checkpoint, ``size`` bytes in all; return its digest."""
-
-    def write_bytes(self, path: Any, data: bytes) -> None:
-        """Create or replace a small file."""
-
-    def copy(self, existing: AnyPath, new: Any) -> None:
-        """Give what is in the file ``existing`` the second name ``new``, without moving bytes where that is possible."""
-
-    def remove(self, path: Any) -> None:
-        """Remove a file; a missing one is fine."""
-
-    def opened(self, path: Any) -> AbstractContextManager[tuple[BinaryIO, int]]:
-        """A file, for reading, and its size in bytes.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            CheckpointDamagedError: it is a FIFO, a socket or a device.
-        """
-
-    def files(self, directory: Any) -> list[tuple[Any, float | None]]:
-        """The files in a directory, if it is there, and when each was last changed (Unix time in s; None if unknown)."""
-
-
-class LocalStore:
-    """The file system of this machine; see :mod:`eventloop.checkpoint.commit`."""
-
-    def make(self, directory: Path) -> None:
-        """Have a directory, durably."""
-        commit.make_directory(directory)
-
-    def write(self, path: Path, size: int, pieces: Pieces) -> bytes:
-        """Create or replace a checkpoint, ``size`` bytes in all; return its digest."""
-        digest = b""
-
-        def fill(descriptor: int) -> None:
-            nonlocal digest
-            digest = write_sealed(descriptor, pieces)
-
-        commit.commit_file(path, size, fill)
-        return digest
-
-    def write_bytes(self, path: Path, data: bytes) -> None:
-        """Create or replace a small file."""
-        commit.commit_bytes(path, data)
-
-    def copy(self, existing: AnyPath, new: Path) -> None:
-        """Link, copy or download ``existing``."""
-        if isinstance(existing, RemotePath):
-            _download(existing, new)
-        else:
-            commit.link(existing, new)
-
-    def remove(self, path: Path) -> None:
-        """Remove a file; a missing one is fine."""
-        commit.remove(path)
-
-    @contextmanager
-    def opened(self, path: Path) -> Iterator[tuple[BinaryIO, int]]:
-        """A file, for reading, and its size in bytes."""
-        if not path.is_dir():  # of that the system says so
-            file_size(path, follow=True)  # opening a FIFO would wait for its writer
-        with path.open("rb", buffering=0) as file:
-            yield file, os.fstat(file.fileno()).st_size
-
-    def files(self, directory: Path) -> list[tuple[Path, float | None]]:
-        """The files in a directory, and when each was last changed."""
-        return [(path, _modified(path)) for path in directory.glob("*") if not path.is_dir()]
-
-
-_LOCAL: Final = LocalStore()
-_REMOTE: Final = RemoteStore()
-
-
-def store_of(place: AnyPath) -> Store:
-    """The store of a file or directory."""
-    return cast(Store, _REMOTE) if isinstance(place, RemotePath) else _LOCAL
-
-
-def as_path(location: str | os.PathLike[str] | AnyPath) -> AnyPath:
-    """What a user has named: a path, or a URL such as ``s3://bucket/run``. ``file://`` is a path.
+def as_path(location: AsPath) -> AnyPath:
+    """Return the path that a user has named: as text, or as a URL such as ``s3://bucket/run``. ``file://`` is a local path.
 
     Raises:
-        ConfigurationError: fsspec is needed and missing, or nobody knows the protocol.
+        ConfigurationError: fsspec is needed and missing, or the protocol is unknown.
     """
     if isinstance(location, Path | RemotePath):
         return location
@@ -126,18 +42,148 @@ def as_path(location: str | os.PathLike[str] | AnyPath) -> AnyPath:
     return RemotePath(text)
 
 
-def _download(existing: RemotePath, new: Path) -> None:
-    with _REMOTE.opened(existing) as (source, size):
+def write_pieces(path: AnyPath, size: int, pieces: Pieces) -> bytes:
+    """Create or replace a checkpoint of ``size`` bytes, digest included; return the digest.
 
-        def fill(descriptor: int) -> None:
-            while part := source.read(CHUNK):
-                commit.write_all(descriptor, memoryview(part))
+    Raises:
+        CheckpointError: from the error of the step that failed; the name keeps what it had.
+    """
+    digest = Digest()
+    if isinstance(path, RemotePath):
+        path.upload(size, digest.sealing(pieces))
+    else:
+        commit_file(path, size, lambda descriptor: write_sealed(descriptor, pieces, digest))
+    return digest.stored()
 
-        commit.commit_file(new, size, fill)
+
+def commit_bytes(path: AsPath, data: bytes) -> None:
+    """Create or replace a small file, atomically and durably.
+
+    Raises:
+        CheckpointError: from the error of the step that failed.
+    """
+    path = as_path(path)
+    if isinstance(path, RemotePath):
+        path.write_bytes(data)
+    else:
+        commit_file(path, len(data), lambda descriptor: write_all(descriptor, data))
+
+
+def link(existing: AsPath, new: AsPath) -> None:
+    """Give the file ``existing`` the second name ``new``, replacing what had it: by a hard link if possible, else by a copy.
+
+    Raises:
+        CheckpointError: from the error of the step that failed.
+    """
+    existing, new = as_path(existing), as_path(new)
+    if isinstance(new, RemotePath):
+        new.copy_from(existing)
+    elif isinstance(existing, RemotePath):
+        with existing.opened() as (source, size):
+
+            def fill(descriptor: int) -> None:
+                while part := source.read(CHUNK):
+                    write_all(descriptor, part)
+
+            commit_file(new, size, fill)
+    else:
+        link_file(existing, new)
+
+
+def remove(path: AsPath) -> None:
+    """Remove a file, durably. A missing one is fine.
+
+    Raises:
+        CheckpointError: from the error of the step that failed.
+    """
+    path = as_path(path)
+    path.remove() if isinstance(path, RemotePath) else remove_file(path)
+
+
+def make_directory(directory: AsPath) -> None:
+    """Make a directory and those above it, durably. One that is there is fine.
+
+    Raises:
+        CheckpointError: from the error of the step that failed.
+    """
+    directory = as_path(directory)
+    directory.make_directory() if isinstance(directory, RemotePath) else make_local_directory(directory)
+
+
+@contextmanager
+def open_file(path: AnyPath) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a file for reading; yields it with its size in bytes.
+
+    Raises:
+        FileNotFoundError: the file is missing.
+        CheckpointDamagedError: it is a FIFO, a socket or a device.
+        CheckpointError: the store does not answer.
+    """
+    if isinstance(path, RemotePath):
+        with path.opened() as opened:
+            yield opened
+        return
+    if not path.is_dir():  # of a directory the system says so
+        file_size(path, follow=True)  # opening a FIFO would wait for its writer
+    with path.open("rb", buffering=0) as file:
+        yield file, os.fstat(file.fileno()).st_size
+
+
+def list_files(directory: AnyPath) -> list[tuple[AnyPath, float | None]]:
+    """The files in a directory, if it is there, and when each was last changed (Unix time in s; None if unknown)."""
+    if isinstance(directory, RemotePath):
+        return [*directory.files()]
+    return [(path, _modified(path)) for path in directory.glob("*") if not path.is_dir()]
 
 
 def _modified(path: Path) -> float | None:
     try:
         return path.stat().st_mtime
-    except OSError:  # removed by another process this very moment
+    except OSError:  # another process has removed it
         return None
+
+
+def is_plain_name(name: object) -> TypeGuard[str]:
+    """Return True if ``name`` is text that can name a file in a directory, and nothing outside of it."""
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+        return False
+    try:
+        return len(os.fsencode(name)) <= _LONGEST_NAME
+    except UnicodeEncodeError:
+        return False
+
+
+def check_regular(path: object) -> None:
+    """Refuse a local file that would block, or lead elsewhere, when it is opened. Stores have only regular files.
+
+    Raises:
+        FileNotFoundError: the file is missing.
+        CheckpointDamagedError: it is a link, a device, a FIFO or a directory.
+    """
+    if isinstance(path, Path):
+        file_size(path)
+
+
+def file_size(path: Path, *, follow: bool = False) -> int:
+    """Return the size of a regular file in bytes.
+
+    Raises:
+        OSError: the system refuses to look at it.
+        CheckpointDamagedError: it is not a regular file; see `check_regular`. With ``follow`` a link to one is allowed.
+    """
+    status = path.stat(follow_symlinks=follow)
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
+        raise CheckpointDamagedError(f"{path} is {kind} and not a regular file")
+    return status.st_size
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """Return the content of a regular file of at most ``most`` bytes.
+
+    Raises:
+        CheckpointDamagedError: it is larger, or see `file_size`.
+    """
+    if (size := file_size(path)) > most:
+        raise CheckpointDamagedError(f"{path} has {size:,} bytes; the limit is {most:,}")
+    return path.read_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tracemalloc
 import zlib
@@ -16,9 +17,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop.checkpoint import inspect, load, outline, packed, save, verify
-from eventloop.checkpoint.bounds import elements, is_plain_name
-from eventloop.checkpoint.packed import check_packed
+from eventloop.checkpoint import inspect, is_plain_name, load, outline, rebuild, save, verify
 from eventloop.cli import main
 from eventloop.errors import CheckpointDamagedError, CheckpointValueError
 from eventloop.training.saves.discover import find_checkpoint
@@ -75,11 +74,19 @@ def test_a_hundred_thousand_dimensions_are_no_work(tmp_path, sizes):
 
 
 @pytest.mark.parametrize(
-    ("shape", "count"),
-    [((), 1), ((2, 3), 6), ((2**62, 0), 0), ((2**62, 4), 101), ((10, 10), 100), ((101,), 101), ((1,) * 99, 1)],
+    "shape", [(100,), (10, 10), (1,) * 99 + (100,), (), (2, 3), (101,), (2**62, 0), (2**62, 4), (2**62, 2**62)]
 )
-def test_elements_are_counted_up_to_a_bound(shape, count):
-    assert elements(shape, 100) == count
+def test_a_shape_must_have_as_many_elements_as_the_header_gives_it_bytes(tmp_path, shape):
+    tree = pack([[0], {}, Ext(1, b"")])
+    info = {"dtype": "U8", "shape": shape, "data_offsets": [0, 100]}
+    body = header_of({"w": info}, 100, len(tree)) + bytes(100) + tree
+    (tmp_path / "a").write_bytes(body + zlib.crc32(body).to_bytes(4, "little"))
+    if math.prod(shape) == 100:
+        assert load(tmp_path / "a").shape == shape
+        return
+    for read in (load, outline, inspect, verify):
+        with pytest.raises(CheckpointDamagedError, match="contradicts itself at 'w'"):
+            read(tmp_path / "a")
 
 
 def test_a_file_larger_than_the_memory_is_refused_at_once_and_a_run_falls_back(tmp_path):
@@ -114,7 +121,7 @@ def test_a_tree_of_ten_gigabytes_is_not_read(tmp_path):
 
 @pytest.mark.parametrize("token", [b"\x90", b"\x80", b"\xc0", Ext], ids=["lists", "dicts", "None", "sets"])
 def test_values_are_counted_before_they_are_made(tmp_path, monkeypatch, token):
-    monkeypatch.setattr(packed, "_TOKENS", 1000)
+    monkeypatch.setattr(rebuild, "_TOKENS", 1000)
     item = pack(Ext(7, b"\x90")) if token is Ext else token
     count = (6 << 20) // len(item)
     path = with_tree(tmp_path / "a", b"\x93\x90\x80\xdd" + count.to_bytes(4, "big") + item * count)
@@ -136,15 +143,15 @@ VALUES: list[Any] = [
 
 
 def test_every_value_is_counted_to_its_end_and_is_worth_eight_tokens_at_most(tmp_path, monkeypatch):
-    monkeypatch.setattr(packed, "_SMALL", 0)
+    monkeypatch.setattr(rebuild, "_SMALL", 0)
     for value in VALUES:
         tree = [value] * 3
         save(tree, tmp_path / "a")
-        monkeypatch.setattr(packed, "_TOKENS", 8 * (4 + 3 * (2 * len(value) if hasattr(value, "__len__") else 1)) + 20)
+        monkeypatch.setattr(rebuild, "_TOKENS", 8 * (4 + 3 * (2 * len(value) if hasattr(value, "__len__") else 1)) + 20)
         load(tmp_path / "a")
-    with pytest.raises(ValueError, match="values"):
-        monkeypatch.setattr(packed, "_TOKENS", 3)
-        check_packed(memoryview(of([1, 2, 3])))
+    monkeypatch.setattr(rebuild, "_TOKENS", 3)
+    with pytest.raises(CheckpointDamagedError, match="more than 3 values"):
+        load(with_tree(tmp_path / "a", of([1, 2, 3])))
 
 
 def test_more_values_than_are_read_are_refused_when_they_are_saved(tmp_path, monkeypatch):
@@ -155,7 +162,7 @@ def test_more_values_than_are_read_are_refused_when_they_are_saved(tmp_path, mon
 
 
 def test_a_larger_tree_than_is_read_is_refused_when_it_is_saved(tmp_path, monkeypatch):
-    monkeypatch.setattr("eventloop.checkpoint.header.MAX_TREE_BYTES", 1000)
+    monkeypatch.setattr("eventloop.checkpoint.container.MAX_TREE_BYTES", 1000)
     save({"a": bytes(900)}, tmp_path / "a")
     with pytest.raises(CheckpointValueError, match=r"the way out: torch\.from_numpy"):
         save({"a": bytes(1000)}, tmp_path / "a")

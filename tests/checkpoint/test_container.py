@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from eventloop.checkpoint import StageBuffer, inspect, load, save, stage, write
-from eventloop.checkpoint.header import SAFE_DTYPES, SAFE_NAMES
+from eventloop.checkpoint.container import SAFE_DTYPES, SAFE_NAMES
 from eventloop.errors import CheckpointValueError
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch says so of any complex32 tensor
@@ -328,7 +328,7 @@ def test_tensors_begin_at_multiples_of_their_element_size(file):
 
 
 def test_too_many_tensors_for_safetensors_are_refused(monkeypatch):
-    monkeypatch.setattr("eventloop.checkpoint.header.MAX_HEADER_BYTES", 2000)
+    monkeypatch.setattr("eventloop.checkpoint.container.MAX_HEADER_BYTES", 2000)
     with pytest.raises(CheckpointValueError, match="the limit"):
         stage([torch.ones(1)] + [torch.ones(1) for _ in range(50)])
 

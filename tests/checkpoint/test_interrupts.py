@@ -12,8 +12,7 @@ import threading
 import pytest
 import torch
 
-from eventloop.checkpoint import AsyncSaver, load, save, saver, sealed
-from eventloop.checkpoint.turns import Turns
+from eventloop.checkpoint import AsyncSaver, Turns, load, save
 
 STRIKES = 1500
 
@@ -27,8 +26,8 @@ def no_thread_is_left():
         assert not thread.is_alive(), thread
 
 
-def tree(number):
-    return {"w": torch.full((100,), float(number)), "n": number}
+def tree(number, size=100):
+    return {"w": torch.full((size,), float(number)), "n": number}
 
 
 def number_of(path):
@@ -63,15 +62,16 @@ def test_thousands_of_interrupts_of_saves_cost_no_file_and_hang_nothing(busy, tm
         number_of(path)
 
 
-def lines_of(module, functions):
-    """Where the n-th line of a module's functions (from 0) is reached, Ctrl-C strikes; tells whether there were as many."""
+def lines_of(*methods):
+    """Where the n-th line of these methods of AsyncSaver (from 0) is reached, Ctrl-C strikes; tells if there are as many."""
+    codes = {getattr(AsyncSaver, name).__code__ for name in methods}
 
     def strike(at, call):
         lines = 0
 
         def trace(frame, event, _):
             nonlocal lines
-            if event == "line" and frame.f_code.co_name in functions and frame.f_code.co_filename == module.__file__:
+            if event == "line" and frame.f_code in codes:
                 lines += 1
                 if lines > at:
                     raise KeyboardInterrupt  # which ends the tracing
@@ -91,7 +91,7 @@ def lines_of(module, functions):
 
 
 def test_an_interrupt_at_any_line_of_a_save_leaves_a_saver_that_goes_on(tmp_path, no_thread_is_left):
-    strike = lines_of(saver, {"save", "wait", "_finish", "_give_up_waiting", "_check_usable", "_raise_failures"})
+    strike = lines_of("save", "wait", "_finish", "_give_up_waiting", "_check_usable", "_raise_failures")
     for busy in ("wait", "skip", "replace"):
         for at in itertools.count():
             with AsyncSaver(busy=busy) as one:
@@ -106,7 +106,7 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_a_saver_that_goes_on(tmp_path
 
 
 def test_an_interrupt_at_any_line_of_closing_is_made_up_for_by_closing_again(tmp_path, no_thread_is_left):
-    strike = lines_of(saver, {"close", "_finish", "_raise_failures"})
+    strike = lines_of("close", "_finish", "_raise_failures")
     for at in itertools.count():
         one = AsyncSaver()
         one.save(tree(at), tmp_path / "a")
@@ -153,9 +153,8 @@ def test_an_interrupt_while_a_saver_starts_its_thread_leaves_none(after, monkeyp
 @pytest.mark.skipif(not hasattr(os, "fdatasync"), reason="no fdatasync")
 @pytest.mark.parametrize("place", ["start", "started", "sync", "rename"])
 def test_an_interrupt_of_a_plain_save_leaves_the_file_that_was_there(place, tmp_path, monkeypatch, no_thread_is_left):
-    monkeypatch.setattr(sealed, "_ALONE", 0)
-    path = tmp_path / "a"
-    save(tree(1), path)
+    path, large = tmp_path / "a", 3_000_000  # a digest of so many bytes has a thread
+    save(tree(1, large), path)
     real = threading.Thread.start
 
     def interrupt(*arguments):
@@ -171,10 +170,10 @@ def test_an_interrupt_of_a_plain_save_leaves_the_file_that_was_there(place, tmp_
         else:
             patch.setattr(threading.Thread, "start", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            save(tree(2), path)
+            save(tree(2, large), path)
     assert number_of(path) == 1
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
-    save(tree(3), path)
+    save(tree(3, large), path)
     assert number_of(path) == 3
 
 

@@ -114,7 +114,7 @@ def test_an_absurd_header_length_allocates_nothing(good, path, length):
 
 def test_files_of_others_are_refused(path):
     safetensors.torch.save_file({"w": torch.ones(3)}, path)
-    assert_damaged(path, path.read_bytes(), "no checkpoint of trainbus")
+    assert_damaged(path, path.read_bytes(), "does not say that it is a checkpoint of trainbus")
     torch.save({"w": torch.ones(3)}, path)
     assert_damaged(path, path.read_bytes())
 

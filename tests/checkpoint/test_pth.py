@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hooks  # noqa: F401 - registers the format of MMEngine
-from eventloop.checkpoint import inert, load, load_pth, save
+from eventloop.checkpoint import load, load_pth, pth, save
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 
 DATA = Path(__file__).parent / "data"
@@ -247,7 +247,7 @@ def test_a_list_within_itself_is_an_error(tmp_path):
 
 
 def test_lists_that_repeat_each_other_without_end_are_an_error_and_fill_no_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("eventloop.checkpoint.inert.MAX_VALUES", 10_000)
+    monkeypatch.setattr("eventloop.checkpoint.pth.MAX_VALUES", 10_000)
     bomb: list[Any] = [0]
     for _ in range(40):
         bomb = [bomb, bomb]
@@ -302,7 +302,7 @@ def test_a_pickle_that_asks_for_more_memory_than_the_file_has_bytes_is_refused(t
 
 
 def test_a_list_of_itself_many_times_over_is_refused_before_it_has_filled_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(inert, "_REPEATED", 1000)
+    monkeypatch.setattr(pth, "_REPEATED", 1000)
     tree = [1]
     for _ in range(40):
         tree = [tree, tree]

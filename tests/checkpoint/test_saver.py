@@ -206,7 +206,7 @@ def test_after_a_fork_it_is_inert(disk, tmp_path):
             try:
                 saver.save(tree(1), tmp_path / "1")
             except CheckpointError as error:
-                os._exit(0 if "make one here" in str(error) else 1)
+                os._exit(0 if "make a new one here" in str(error) else 1)
             os._exit(2)
         assert os.waitpid(child, 0)[1] == 0
         disk.go.set()

@@ -13,9 +13,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fdatasync"), reason="no fdatasy
 
 
 @pytest.fixture
-def large(monkeypatch):
-    monkeypatch.setattr("eventloop.checkpoint.sealed._ALONE", 0)
-    return {"weights": torch.arange(1000.0)}
+def large():
+    return {"weights": torch.arange(3_000_000.0)}
 
 
 def test_a_file_that_was_synced_while_its_digest_was_made_is_whole(large, tmp_path):

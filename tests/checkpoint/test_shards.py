@@ -127,7 +127,7 @@ def test_a_pickle_beside_it_is_never_read(place, tmp_path, name, index):
     if index:
         load_whole(place / "a.safetensors")
     else:
-        assert_refused(place, "is not there in full")
+        assert_refused(place, "is not complete")
 
 
 def zipped(files: dict[str, bytes], how: int = zipfile.ZIP_STORED) -> bytes:

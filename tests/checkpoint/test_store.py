@@ -19,10 +19,11 @@ from eventloop.checkpoint import (
     RemotePath,
     as_path,
     inspect,
+    link,
     load,
     outline,
+    remove,
     save,
-    store_of,
     verify,
 )
 from eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError
@@ -140,22 +141,22 @@ def test_a_second_name_is_copied_within_the_store_and_moved_between_places(memor
         as_path("failing://b/o.safetensors"),
     )
     save(tree(), local)
-    store_of(remote).copy(local, remote)
-    store_of(remote).copy(remote, remote.with_name("best.safetensors"))
-    store_of(other).copy(remote, other)
+    link(local, remote)
+    link(remote, remote.with_name("best.safetensors"))
+    link(remote, other)
     back = tmp_path / "back.safetensors"
-    store_of(back).copy(other, back)
+    link(other, back)
     assert back.read_bytes() == local.read_bytes()
     assert memory.cat_file("/b/best.safetensors") == local.read_bytes()
 
 
 def test_removing_what_is_not_there_is_fine_and_a_store_that_refuses_is_an_error() -> None:
     path = as_path("failing://bucket/a.safetensors")
-    store_of(path).remove(path)
+    remove(path)
     Failing.calls.clear()
     Failing.fail_at, Failing.error = 0, PermissionError("not yours")
     with pytest.raises(CheckpointError, match=r"cannot remove failing://bucket/a.safetensors: not yours"):
-        store_of(path).remove(path)
+        remove(path)
 
 
 def test_a_bucket_that_is_not_there_is_a_failed_write(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from rich.table import Column, Table
 from rich.text import Text
 
-from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, file_kind, outline, store_of, verify, verify_shards
+from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, file_kind, list_files, outline, verify, verify_shards
 from eventloop.cli.common import FileOrURL, Status, check_file, check_kind, printable, say, status_of, to_terminal
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 from eventloop.training.saves.discover import file_named, read_pointer
@@ -70,7 +70,7 @@ def ls(directory: FileOrURL, /, *, verify: bool = False) -> int:
     bad = [found for found in files if found.is_bad]
     for found in bad:
         say(console, (found.problem, _STYLES[found.state]))
-    for name in sorted(path.name for path, _ in store_of(directory).files(directory)):
+    for name in sorted(path.name for path, _ in list_files(directory)):
         if name.startswith(TEMPORARY_PREFIX) and name.endswith(".tmp"):
             say(console, ("unfinished: ", "yellow"), f"{name}, of a save that was cut off or is under way")
     return int(bool(bad))
@@ -124,10 +124,7 @@ def _find(directory: AnyPath) -> list[Found]:
         raise CheckpointError(f"{directory} is a file; trainbus checkpoint show {directory} looks into it")
     found: dict[object, Found] = {}
     # The regular name of a file before best_…, and epoch_9 before epoch_10.
-    files = [
-        (path.name.startswith("best_"), len(path.name), path.name, path, at)
-        for path, at in store_of(directory).files(directory)
-    ]
+    files = [(path.name.startswith("best_"), len(path.name), path.name, path, at) for path, at in list_files(directory)]
     for *_, path, modified in sorted(files, key=lambda file: file[:3]):
         if path.name.startswith(".") or path.suffix != ".safetensors":
             continue

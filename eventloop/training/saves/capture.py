@@ -20,8 +20,7 @@ import torch
 
 from eventloop import events as ev
 from eventloop.bus import Bus
-from eventloop.checkpoint import AnyPath, Overlap, StageBuffer, as_path, is_sharded, stage, without_wrappers
-from eventloop.checkpoint.plain import weights_only
+from eventloop.checkpoint import AnyPath, Overlap, StageBuffer, as_path, is_sharded, stage, weights_only, without_wrappers
 from eventloop.errors import ConfigurationError
 from eventloop.events import Event, Progress
 from eventloop.training.distributed.ranks import Ranks, saves_group

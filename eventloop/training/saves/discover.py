@@ -13,9 +13,10 @@ from eventloop.checkpoint import (
     as_path,
     check_regular,
     is_plain_name,
+    list_files,
     load,
+    open_file,
     outline,
-    store_of,
     verify_shards,
 )
 from eventloop.errors import CheckpointDamagedError, CheckpointError
@@ -116,7 +117,7 @@ def _first_good(directories: Iterable[AnyPath], known: Iterable[AnyPath], read: 
 
 
 def _newest_first(directories: Iterable[AnyPath], known: Iterable[AnyPath], damage: list[str]) -> Iterator[AnyPath]:
-    files = {directory: [path for path, _ in store_of(directory).files(directory)] for directory in directories}
+    files = {directory: [path for path, _ in list_files(directory)] for directory in directories}
     pointers = [directory for directory in files if directory / LAST in files[directory]]
     named = [_pointed_to(directory, [*files, *known], damage) for directory in pointers]
     first = list(dict.fromkeys(path for path in named if path is not None))
@@ -162,7 +163,7 @@ def read_pointer(directory: AnyPath) -> str | None:
     pointer = directory / LAST
     try:
         check_regular(pointer)
-        with store_of(pointer).opened(pointer) as (file, _):
+        with open_file(pointer) as (file, _):
             return os.fsdecode(file.read(_MOST)).strip()
     except FileNotFoundError:
         return None

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from eventloop import events as ev
-from eventloop.checkpoint import SHARDS, AnyPath, as_path, convert_foreign, load, verify_shards
+from eventloop.checkpoint import AnyPath, as_path, convert_foreign, has_shards, load, verify_shards
 from eventloop.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, TrainingError
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import this_rank, world_size
@@ -68,7 +68,7 @@ class Restore:
                 log.info("no checkpoint to resume from; the run begins", work_dir=str(self._run.work_dir))
                 return
             path, state = found
-            if self._saves.sharded or SHARDS in state:
+            if self._saves.sharded or has_shards(state):
                 state = self._with_shards(state, path)
             self._apply(state, str(path))
             self._run.resumed_from = path
@@ -150,7 +150,7 @@ class Restore:
         from eventloop.checkpoint.sharded import put_shards, spread  # a second to import, and only sharded models need it
 
         like = placement(self._run.models, self._run.optimizers)
-        if SHARDS not in state:
+        if not has_shards(state):
             return spread(state, like)
         return put_shards(state, path, like, None if self._saves.ranks is None else self._saves.ranks.group)
 

@@ -13,7 +13,7 @@ import msgspec
 from eventloop.bus import Bus
 from eventloop.bus.priority import Priority
 from eventloop.bus.subscription import Subscription
-from eventloop.checkpoint import AnyPath, RemotePath, StagedTree, Turns, store_of, write
+from eventloop.checkpoint import AnyPath, RemotePath, StagedTree, Turns, commit_bytes, link, make_directory, write
 from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointSkipped, CheckpointStaged, Progress
 from eventloop.log import get_logger
 from eventloop.offload import Deadline, Owned, collectives_allowed
@@ -210,7 +210,7 @@ class Writer:
         """Give the file ``source`` the name ``path``, too, on the process that writes."""
         if job.first:
             self._make(path.parent)
-            store_of(path).copy(source, path)
+            link(source, path)
             if source.parent != path.parent:
                 self._point_to(path)
 
@@ -218,13 +218,13 @@ class Writer:
         """Make ``path`` the newest checkpoint of its directory, and of the work dir ``home``."""
         for directory in dict.fromkeys((path.parent, home or path.parent)):
             self._make(directory)
-            store_of(directory).write_bytes(directory / LAST, _pointer(directory, path))
+            commit_bytes(directory / LAST, _pointer(directory, path))
 
     def _make(self, directory: AnyPath) -> None:
         # One of this machine may have been removed meanwhile. In a store of objects there is nothing to remove.
         if directory in self._made and (isinstance(directory, RemotePath) or directory.is_dir()):
             return
-        store_of(directory).make(directory)
+        make_directory(directory)
         self._made.add(directory)
 
 
