@@ -297,8 +297,11 @@ class TrainBatches(Batches):
         if not self._begun and not should_stop():
             self._begun = True
             bodies.begin_epoch(self._feed, self, endless=self._endless)
-        bodies.abandon_evaluation()
-        bodies.end_iteration()
+        if self._drive.state.scopes.innermost == "iter":  # the usual case, quickly
+            self._drive.end_iteration()
+        else:
+            bodies.abandon_evaluation()
+            bodies.end_iteration()
         if should_stop() and not self._complete():
             self._over = True
             bodies.abandon_epoch()

@@ -257,6 +257,8 @@ class RunState:
         Raises:
             RunCancelled: the run was cancelled.
         """
+        if self.agreement is None and not (self.cancelled or self.paused or self.rates):
+            return  # as after nearly every iteration
         self.check_cancelled()
         if self.paused if self.agreement is None else self.agreement.paused:
             self._wait()
@@ -270,8 +272,7 @@ class RunState:
             RunCancelled: the run was cancelled.
         """
         self.heed()
-        stop = self.stop if self.agreement is None else self.agreement.stop
-        return stop and not self._window_open()
+        return (self.stop if self.agreement is None else self.agreement.stop) and not self._window_open()
 
     def settle(self) -> None:
         """Wait for what other ranks have asked for, if there are any."""
