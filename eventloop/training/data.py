@@ -24,6 +24,7 @@ from eventloop.training.loaders import (
     skip_batches,
     start_persistent_workers,
 )
+from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.rng import get_rng_state, set_epoch, set_rng_state, set_sampler_epoch
 
 log = get_logger()
@@ -245,6 +246,7 @@ class Feeds:
         self.train: Feed | None = None
         self.evaluated: Feed | None = None
         self._device = device
+        self._told: set[str] = set()  # metrics that a warning was about
         self._evaluated: list[Iterable[Any]] = []  # loaders of validations and tests, in the order of their first use
         self._place: Mapping[str, Any] | None = None
         self._places: list[Mapping[str, Any]] = []  # of such loaders, from the checkpoint
@@ -272,6 +274,10 @@ class Feeds:
             warn_if_all(loader, name)
             self._restore(loader, self._places[len(self._evaluated) - 1 :])
         return self.evaluated
+
+    def metrics(self, metrics: NamedMetrics | None) -> Metrics:
+        """Return metrics on the device of the run; each one is warned of once in it."""
+        return Metrics(metrics, self._device, self._told)
 
     def state_dict(self, *, validating: bool) -> Mapping[str, Any] | None:
         """Return the place in the data; None before the first epoch and the first validation.

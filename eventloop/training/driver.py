@@ -6,7 +6,6 @@ It is the push way to drive a run. The iterators (:mod:`eventloop.training.itera
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -14,25 +13,17 @@ import torch
 from eventloop import events as ev
 from eventloop.bus import Bus
 from eventloop.checks import check_options
-from eventloop.errors import ConfigurationError, LaneFullError, TrainingError
+from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.events import Event, Stage
 from eventloop.events.run_view import RunView
-from eventloop.log import get_logger
-from eventloop.offload import Deadline
 from eventloop.training.arguments import Limit
 from eventloop.training.data import Feed, Feeds
-from eventloop.training.distributed.ranks import Wishes, join_ranks, tell_failure, this_rank, world_size
 from eventloop.training.distributed.shares import Share, forward_alone
-from eventloop.training.locks import DirectoryLock
 from eventloop.training.metrics import Metrics, NamedMetrics
-from eventloop.training.optimizers import stepping, tell_useless
-from eventloop.training.rng import get_rng_state, seed_everything
+from eventloop.training.rng import get_rng_state
 from eventloop.training.saves.capture import Saves
-from eventloop.training.saves.restore import Restore
+from eventloop.training.session import Session
 from eventloop.training.state import RunState, never
-from eventloop.training.update import check_updates
-
-log = get_logger()
 
 _TURNS: Final[Mapping[str, tuple[str, ...]]] = {
     "": ("begin_run",),
@@ -61,9 +52,6 @@ _EVALUATION: Final[Mapping[str, tuple[type[Event], ...]]] = {
 
 AnyMetrics = NamedMetrics | Metrics
 
-_open: list[RunView] = []
-"""Runs of this process that have begun and not ended."""
-
 
 class Driver:
     """Drives a run by calls, for control flow that is no ``for`` statement; ``run.drive()`` returns it.
@@ -76,8 +64,10 @@ class Driver:
             drive.begin_iteration(batch)
             drive.end_iteration({"loss": learn(batch)})     # forward, backward, step: yours
             if drive.should_stop():
+                drive.abandon_epoch()
                 break
-        drive.end_epoch()
+        else:
+            drive.end_epoch()
         drive.end_train()
         drive.end_run()                                     # or, after an exception, drive.fail(error)
 
@@ -89,18 +79,7 @@ class Driver:
         TrainingError: a call out of turn; it names the calls that are in turn, and has changed nothing.
     """
 
-    def __init__(
-        self,
-        run: RunView,
-        bus: Bus,
-        state: RunState,
-        feeds: Feeds,
-        saves: Saves,
-        restore: Restore,
-        *,
-        moves: bool,
-        told: set[str] | None = None,
-    ) -> None:
+    def __init__(self, run: RunView, bus: Bus, state: RunState, feeds: Feeds, saves: Saves, session: Session) -> None:
         self.state = state
         self.feed: Feed | None = None
         """The data of the epoch."""
@@ -110,13 +89,8 @@ class Driver:
         self._bus = bus
         self._feeds = feeds
         self._saves = saves
-        self._restore = restore
-        self._moves = moves
-        self._told = set() if told is None else told
-        self._opened = False
-        self._patience: Deadline | None = None
-        self._locks: dict[Path, DirectoryLock] = {}
-        self._begun = False
+        self._session = session
+        self._begun = False  # an epoch, since the run began
         self._batch: Any = None
         self._last: bool | None = None
         self._evaluated: Feed | None = None
@@ -158,28 +132,14 @@ class Driver:
             Exception: of a handler, or of the checkpoint; nothing is left open then.
         """
         self._take_turn("begin_run")
-        bus = self._bus
-        if bus.state == "idle":
-            bus.open()
-            self._opened = True
-        self._patience = None
-        bus.adopt_thread(self._interrupt, self.state.refuse)
-        try:
-            self._begin()
-        except BaseException as error:
-            self._abort(error)
-            raise
+        self._begun = False
+        self._session.begin(loop_driven=self.loop_driven)
+        self.state.scopes.defer(self._forget)
 
     def end_run(self) -> None:
         """Publish ``after_run``, wait until all checkpoints are written, and close the bus if the run has opened it."""
         self._take_turn("end_run")
-        try:
-            self._end()
-        except BaseException as failure:
-            self._abort(failure)
-            raise
-        self._bus.release_thread(self._interrupt)
-        self._close()
+        self._session.end()
 
     def fail(self, error: BaseException) -> None:
         """End the run by an exception: publish ``on_exception``, end all scopes, drain for at most the bus's ``abort_timeout``.
@@ -188,141 +148,7 @@ class Driver:
         """
         if not self.state.scopes.innermost:
             raise TrainingError("drive.fail() is out of turn: the run has not begun, or has ended; expected drive.begin_run()")
-        self._abort(error)
-
-    def _begin(self) -> None:
-        run, state = self._run, self.state
-        state.scopes.enter("run")
-        state.agreement = join_ranks(
-            self._bus,
-            run.models,
-            lambda: Wishes(state.stop, state.save_now, state.cancelled, state.paused, bool(state.rates)),
-            lambda: state.stop_reason,
-            trains=bool(run.optimizers),
-        )
-        state.scopes.defer(run.shared.clear)
-        state.scopes.defer(self._forget)
-        check_updates(self._bus.hooks, loop_driven=self.loop_driven)
-        self._tell_others()
-        tell_useless(run.optimizers, run.models)
-        if run.seed is not None:
-            seed_everything(run.seed)
-        for model in run.models.values() if self._moves else ():
-            model.to(run.device)
-        # Before the steps are watched: its fence comes before the handlers of before_optimizer_step, which may change weights.
-        self._saves.open(state.ranks)
-        for name, optimizer in run.optimizers.items():
-            self._watch_steps(name, optimizer)
-        if state.trains:
-            self._lock()  # before a handler opens a file there
-        run.publish(ev.BeforeRun)
-        if state.trains:
-            self._lock()  # where hooks save, too
-        self._restore.load()
-
-    def _end(self) -> None:
-        state = self.state
-        state.progress = state.counters.snapshot()
-        if reason := state.stop_reason or (state.agreement.reason if state.agreement is not None else ""):
-            self._run.info["stop_reason"] = reason
-        self._tell(ev.AfterRun)
-        self._saves.end()
-        if state.agreement is not None:  # no process leaves before all is written, and all hear if it is not
-            self._bus.raise_failures()
-            state.settle()
-        state.scopes.leave("run")
-
-    def _abort(self, error: BaseException) -> None:
-        if world_size() > 1:
-            tell_failure(error)
-        self._patience = Deadline(self._bus.abort_timeout)
-        # Finally: a second Ctrl-C strikes in a handler of on_exception, say, and must not leave anything open.
-        try:
-            self._tell_exception(error)
-        finally:
-            try:
-                self.state.scopes.unwind()
-            finally:
-                self._bus.release_thread(self._interrupt)
-                self._close(abort=True)
-
-    def _tell_exception(self, error: BaseException) -> None:
-        try:
-            self._bus.raise_failures()  # publishing would raise them instead of being heard
-        except Exception as failure:
-            log.exception("an offloaded handler failed, too")
-            error.add_note(f"at about the same time, an offloaded handler failed: {failure!r}")
-        try:
-            self._run.publish(ev.OnException, error=f"{type(error).__name__}: {error}", exception=error)
-        except Exception as failure:
-            log.exception("a handler of on_exception failed")
-            error.add_note(f"while handling it, a handler of on_exception failed: {failure!r}")
-
-    def _close(self, *, abort: bool = False) -> None:
-        try:
-            if self._opened:
-                self._opened = False
-                self._bus.close(abort=abort)
-        finally:
-            while self._locks:
-                self._locks.popitem()[1].release()
-
-    def _interrupt(self) -> None:
-        """Raise if the training thread should not wait for room in a full lane; called where it is about to."""
-        if self._patience is None:
-            self.state.check_cancelled()
-        elif not self._patience.left:
-            raise LaneFullError(
-                f"the run ends by an exception, and waits no longer than {self._bus.abort_timeout:g} s for its lanes"
-            )
-
-    def _lock(self) -> None:
-        """Lock the directories of this training. Rank 0 locks them for all; an error is raised on all ranks."""
-        problem = ""
-        try:
-            for place in self._saves.directories if not this_rank() else ():
-                # One directory may have several names: a link to it, a way with "..".
-                if isinstance(place, Path) and (directory := place.resolve()) not in self._locks:
-                    self._locks[directory] = DirectoryLock(directory)
-        except ConfigurationError as error:
-            problem = str(error)
-        if self.state.ranks is not None:
-            problem = self.state.ranks.from_first(problem)
-        if problem:
-            raise ConfigurationError(problem)
-
-    def _tell_others(self) -> None:
-        """Warn of runs at the same time whose random numbers are not those that a seed promises."""
-        for other in _open:
-            if self._run.seed is not None or other.seed is not None:
-                log.warning(
-                    "two runs at once in one process draw from the same random state: neither gets the numbers of its seed, "
-                    "and no resume is bitwise; run one after the other, or each in a process of its own",
-                    run=self._run.name,
-                    other=other.name,
-                )
-        _open.append(self._run)
-        self.state.scopes.defer(lambda: _open.remove(self._run))
-
-    def _forget(self) -> None:
-        self.feed = self._evaluated = self._share = self._batch = None
-        self.state.validation_follows = never
-        self._feeds.forget()
-
-    def _watch_steps(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        # GradScaler does not call step() for a step that it skips, so torch's own hooks see the real ones only.
-        publish, stepped = self._run.publish, self.state.stepped
-
-        def before_step(*step: Any) -> None:
-            publish(ev.BeforeOptimizerStep, name=name, optimizer=optimizer)
-
-        def after_step(*step: Any) -> None:
-            stepped.add(id(optimizer))
-            publish(ev.AfterOptimizerStep, name=name, optimizer=optimizer)
-
-        inner = stepping(optimizer)
-        self.state.scopes.defer(inner.register_step_pre_hook(before_step).remove)
-        self.state.scopes.defer(inner.register_step_post_hook(after_step).remove)
+        self._session.abort(error)
 
     # ------------------------------------------------------------------------------------------------------- training
 
@@ -338,7 +164,7 @@ class Driver:
         if max_epochs is not None and max_iters is not None:
             raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give drive.begin_train() one of them")
         state = self.state
-        self._lock()
+        self._session.lock()
         if max_epochs is not None or max_iters is not None:
             state.counters.max_epochs, state.counters.max_iters = max_epochs, max_iters
         state.scopes.enter("train")
@@ -350,7 +176,7 @@ class Driver:
         """Publish ``after_train``."""
         self._take_turn("end_train")
         self.state.progress = self.state.counters.snapshot()
-        self._tell(ev.AfterTrain)
+        self._session.tell(ev.AfterTrain)
         self._saves.save_if_asked(force=True)
         self.state.scopes.leave("train")
 
@@ -387,7 +213,7 @@ class Driver:
         """Publish ``after_train_epoch`` and count it."""
         self._take_turn("end_epoch")
         counters = self.state.counters
-        self._tell(ev.AfterTrainEpoch)
+        self._session.tell(ev.AfterTrainEpoch)
         counters.epoch += 1
         counters.batches = 0
         counters.phase = "val" if counters.max_iters is None else "train"
@@ -517,7 +343,7 @@ class Driver:
         self._take_turn(call)
         state = self.state
         feed = None if data is None else self._feeds.for_evaluation(data, f"{stage}_data")
-        accumulated = metrics if isinstance(metrics, Metrics) else Metrics(metrics, self._run.device, self._told)
+        accumulated = metrics if isinstance(metrics, Metrics) else self._feeds.metrics(metrics)
         self._evaluated, self._metrics, self._index = feed, accumulated, -1
         self._share = None if feed is None else Share(feed.loader)
         length = None if feed is None else feed.length
@@ -535,8 +361,8 @@ class Driver:
         self._evaluation_mode()
         before, before_epoch, before_iter, after_iter, *_ = _EVALUATION[stage]
         self._evaluation_changes = self._bus.may_change_state(before_iter) or self._bus.may_change_state(after_iter)
-        self._tell(before)
-        self._tell(before_epoch)
+        self._session.tell(before)
+        self._session.tell(before_epoch)
         if self._share is not None:
             state.scopes.defer(self._share.leave_out())
         self._metrics.reset()
@@ -576,14 +402,14 @@ class Driver:
         metrics = {**self._metrics.compute(state.ranks), **(values or {})}
         if stage == "val":
             self.state.go_on()
-        self._tell(_EVALUATION[stage][4], metrics=dict(metrics))
+        self._session.tell(_EVALUATION[stage][4], metrics=dict(metrics))
         state.counters.validations += stage == "val"
         state.counters.tests += stage == "test"
         state.settle()
         # Also within an accumulation window (its gradients are saved, too): the best weights are those that were validated.
         self._saves.save_if_asked(force=True)
         state.scopes.leave(stage)
-        self._tell(_EVALUATION[stage][5])
+        self._session.tell(_EVALUATION[stage][5])
         self._saves.save_if_asked()
         state.heed()
         return metrics
@@ -603,10 +429,10 @@ class Driver:
             model.eval()
         torch.set_grad_enabled(False)
 
-    def _tell(self, event: type[Event], **payload: Any) -> None:
-        """Publish an event between iterations, and move the version if a handler may have changed the state."""
-        self._run.publish(event, **payload)
-        self.state.version += self._bus.may_change_state(event)
+    def _forget(self) -> None:
+        """Let go of what leads to the loaders."""
+        self.feed = self._evaluated = self._share = self._batch = None
+        self.state.validation_follows = never
 
     def _take_turn(self, call: str) -> None:
         """Raise TrainingError unless the call is in turn."""

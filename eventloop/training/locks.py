@@ -20,10 +20,10 @@ log = get_logger()
 
 
 class DirectoryLock:
-    """Holds a directory for one training, in whatever process, until :meth:`release` or the end of this process.
+    """Holds a directory for one training until :meth:`release` or the end of this process, by ``flock`` on a file in it.
 
-    It is ``flock`` on a file in it, which the kernel gives up with the process, also one that is killed. Where the file system
-    has no such locks (some network file systems) or nothing may be written, a log line says so, and the training goes on.
+    Where the file system has no such locks (some network file systems), or the file cannot be written, a warning is logged and
+    the training goes on.
 
     Args:
         directory: made if it is not there.
@@ -37,7 +37,8 @@ class DirectoryLock:
         self._descriptor: int | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._take()
+            if not any(self._taken() for _ in range(_TRIES)):
+                raise OSError(errno.ESTALE, "the file of the lock is another one each time", str(self._file))
         except BlockingIOError:
             holder, end = self._holder()
             raise ConfigurationError(
@@ -57,13 +58,12 @@ class DirectoryLock:
         """Let others have the directory. Idempotent."""
         _held.discard(self)
         try:
-            try:
-                if self._descriptor is not None and self._is_file(self._descriptor):
-                    self._file.unlink()  # before it is given up: who opened it meanwhile looks whether it is still there
-            finally:
-                self.forget()
+            if self._descriptor is not None and self._is_file(self._descriptor):
+                self._file.unlink()  # before the lock goes: a process that has opened the file checks that it is still there
         except OSError as error:
             log.warning("the file of a lock cannot be removed; it locks nothing", path=str(self._file), error=str(error))
+        finally:
+            self.forget()
 
     def forget(self) -> None:
         """Close the file; in a forked child, where the parent goes on holding it."""
@@ -71,28 +71,20 @@ class DirectoryLock:
         if descriptor is not None:
             os.close(descriptor)
 
-    def _take(self) -> None:
-        if not any(self._taken() for _ in range(_TRIES)):
-            raise OSError(errno.ESTALE, "the file of the lock is another one each time", str(self._file))
-
     def _taken(self) -> bool:
         """Lock the file; False if it was removed meanwhile, by the one that had it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(self._file, flags, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            taken = self._is_file(descriptor)
-            if taken:
+            if self._is_file(descriptor):
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, _this_process().encode())
-        except BaseException:
-            os.close(descriptor)
-            raise
-        if taken:
-            self._descriptor = descriptor
-        else:
-            os.close(descriptor)
-        return taken
+                self._descriptor = descriptor
+        finally:
+            if self._descriptor is None:
+                os.close(descriptor)
+        return self._descriptor is not None
 
     def _is_file(self, descriptor: int) -> bool:
         try:

@@ -49,12 +49,13 @@ from eventloop.training.data import Feeds
 from eventloop.training.distributed.ranks import this_rank, world_size
 from eventloop.training.driver import Driver
 from eventloop.training.iterators import Bodies, Epochs, EvaluationBatches, TrainBatches
-from eventloop.training.metrics import Metrics, NamedMetrics
+from eventloop.training.metrics import NamedMetrics
 from eventloop.training.optimizers import by_place, options_given, stepping
 from eventloop.training.rng import checked_seed
 from eventloop.training.saves.capture import Saves
 from eventloop.training.saves.request import OnError, SaveRequest
 from eventloop.training.saves.restore import HOSTED, Restore
+from eventloop.training.session import Session
 from eventloop.training.state import Counters, RunState
 from eventloop.training.update import window_open
 
@@ -125,12 +126,10 @@ class Run:
         self.resumed_from: AnyPath | None = None
         self.options = options_given(self.optimizers, seed)
         self._feeds = Feeds(self.device)
-        self._told: set[str] = set()
         self._saves = Saves(self)
         self._restore = Restore(self, self._saves, resume, strict=strict)
-        self._driver = Driver(
-            self, self.bus, self.state, self._feeds, self._saves, self._restore, moves=device is not None, told=self._told
-        )
+        session = Session(self, self.bus, self.state, self._feeds, self._saves, self._restore, moves=device is not None)
+        self._driver = Driver(self, self.bus, self.state, self._feeds, self._saves, session)
         self._bodies = Bodies(self._driver)
 
     # --------------------------------------------------------------------------------------- what users call
@@ -232,13 +231,13 @@ class Run:
         """
         self.validates = True
         feed = self._feeds.for_evaluation(loader, "val_data")
-        return EvaluationBatches(self._bodies, feed, Metrics(metrics, self.device, self._told), "val")
+        return EvaluationBatches(self._bodies, feed, self._feeds.metrics(metrics), "val")
 
     @check_options
     def test(self, loader: Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
         """Iterate over test batches; like :meth:`validate` with the events of a test."""
         feed = self._feeds.for_evaluation(loader, "test_data")
-        return EvaluationBatches(self._bodies, feed, Metrics(metrics, self.device, self._told), "test")
+        return EvaluationBatches(self._bodies, feed, self._feeds.metrics(metrics), "test")
 
     def report(self, *unnamed: Any, **entries: Any) -> None:
         """Add entries to the outputs of the current iteration, by name; tensors stay on their device."""

@@ -34,7 +34,6 @@ Precision = Literal["bf16", "fp16"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SCALER_OPTIONS = ("growth_factor", "backoff_factor", "growth_interval")
-_AUTOCAST = ("before_forward", "after_forward", "before_val_iter", "after_val_iter", "before_test_iter", "after_test_iter")
 
 
 class Update(Hook):
@@ -99,8 +98,8 @@ class Update(Hook):
         window = state.get("window")
         if window is None:
             return
-        saved = {name: [_shape(gradient) for gradient in gradients] for name, gradients in window["gradients"].items()}
-        own = {name: [_shape(parameter) for parameter in _parameters(one)] for name, one in self._optimizers.items()}
+        saved = window["gradients"]
+        own = {name: _parameters(one) for name, one in self._optimizers.items()}
         if not _fit(saved, own):
             log.warning(
                 "the checkpoint was made in an accumulation window, and its gradients are not those of these parameters; the "
@@ -108,13 +107,13 @@ class Update(Hook):
             )
             return
         self._count = int(window["count"])
-        for name, gradients in window["gradients"].items():
-            for parameter, gradient in zip(_parameters(self._optimizers[name]), gradients, strict=True):
+        for name, gradients in saved.items():
+            for parameter, gradient in zip(own[name], gradients, strict=True):
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
     def unused(self) -> Collection[str]:
         """Autocast's methods, where there is none: four events an iteration are not even made for them."""
-        return () if self._amp is not None else _AUTOCAST
+        return () if self._amp is not None else ("enter_autocast", "leave_autocast")
 
     def before_run(self, event: BeforeRun) -> None:
         """Make the scaler that fp16 needs, now that the device is known and before a checkpoint is loaded into it."""
@@ -127,34 +126,16 @@ class Update(Hook):
             state = self._scaler.state_dict()
             event.run.note_options("scaler", {name: state[name] for name in _SCALER_OPTIONS if name in state})
 
-    # Entered last and left first, so that no other handler runs under autocast.
-    @mount(priority=Priority.LOWEST)
-    def before_forward(self, event: BeforeForward) -> None:
-        """Enter autocast; left in after_forward, or when the iteration ends by an exception."""
-        self._enter_autocast(event.run)
+    # Entered last and left first, so that no other handler runs under autocast. What is validated is what is trained.
+    @mount(BeforeForward, BeforeValIter, BeforeTestIter, priority=Priority.LOWEST)
+    def enter_autocast(self, event: BeforeForward | BeforeValIter | BeforeTestIter) -> None:
+        """Enter autocast; left after the forward pass, or when the iteration ends by an exception."""
+        self._autocast = torch.autocast(event.run.device.type, dtype=_DTYPES[self._amp or "bf16"])
+        self._autocast.__enter__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        event.run.defer(self._leave_autocast)
 
-    @mount(priority=Priority.HIGHEST)
-    def after_forward(self, event: AfterForward) -> None:
-        """Leave autocast."""
-        self._leave_autocast()
-
-    @mount(priority=Priority.LOWEST)
-    def before_val_iter(self, event: BeforeValIter) -> None:
-        """Enter autocast for a validation batch: what is validated is what is trained."""
-        self._enter_autocast(event.run)
-
-    @mount(priority=Priority.HIGHEST)
-    def after_val_iter(self, event: AfterValIter) -> None:
-        """Leave autocast, before metrics are computed."""
-        self._leave_autocast()
-
-    @mount(priority=Priority.LOWEST)
-    def before_test_iter(self, event: BeforeTestIter) -> None:
-        """Enter autocast for a test batch."""
-        self._enter_autocast(event.run)
-
-    @mount(priority=Priority.HIGHEST)
-    def after_test_iter(self, event: AfterTestIter) -> None:
+    @mount(AfterForward, AfterValIter, AfterTestIter, priority=Priority.HIGHEST)
+    def leave_autocast(self, event: AfterForward | AfterValIter | AfterTestIter) -> None:
         """Leave autocast, before metrics are computed."""
         self._leave_autocast()
 
@@ -223,12 +204,6 @@ class Update(Hook):
         elif state or (self._scaler is not None and self._scaler.is_enabled()):
             log.warning("either the checkpoint or this update has a gradient scaler, the other has not; nothing is loaded")
 
-    def _enter_autocast(self, run: RunView) -> None:
-        assert self._amp is not None  # noqa: S101 - else its callers are not subscribed
-        self._autocast = torch.autocast(run.device.type, dtype=_DTYPES[self._amp])
-        self._autocast.__enter__()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        run.defer(self._leave_autocast)
-
     def _leave_autocast(self) -> None:
         if self._autocast is not None:
             autocast, self._autocast = self._autocast, None
@@ -285,22 +260,17 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _shape(tensor: torch.Tensor | None) -> torch.Size | None:
-    return None if tensor is None else tensor.shape
-
-
 def _fit(gradients: Mapping[str, list[Any]], parameters: Mapping[str, list[Any]]) -> bool:
-    """True if shapes of gradients, None for none, are those of parameters."""
+    """True if gradients, None for none, have the shapes of parameters."""
     return gradients.keys() == parameters.keys() and all(
-        len(shapes) == len(parameters[name])
-        and all(one in (None, own) for one, own in zip(shapes, parameters[name], strict=True))
-        for name, shapes in gradients.items()
+        len(some) == len(parameters[name])
+        and all(one is None or one.shape == own.shape for one, own in zip(some, parameters[name], strict=True))
+        for name, some in gradients.items()
     )
 
 
 def _scale_gradients(optimizers: Any, factor: float) -> None:
-    gradients = [p.grad for optimizer in optimizers for p in _parameters(optimizer) if p.grad is not None]
-    if gradients:
+    if gradients := [p.grad for optimizer in optimizers for p in _parameters(optimizer) if p.grad is not None]:
         torch._foreach_mul_(gradients, factor)
 
 

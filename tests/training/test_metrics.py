@@ -110,7 +110,7 @@ class Alone:
 def test_a_metric_that_cannot_be_merged_over_ranks_is_warned_of_once_in_a_run(parts, monkeypatch):
     run = Run(model=parts.model())
     made = []
-    monkeypatch.setattr("eventloop.training.run.Metrics", lambda *arguments: made.append(Metrics(*arguments)) or made[-1])
+    monkeypatch.setattr("eventloop.training.data.Metrics", lambda *arguments: made.append(Metrics(*arguments)) or made[-1])
     with capture_logs() as logs:
         for _ in range(3):
             run.validate([1], {"accuracy": Accuracy()})
