@@ -37,8 +37,7 @@ class DirectoryLock:
         self._descriptor: int | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            if not any(self._taken() for _ in range(_TRIES)):
-                raise OSError(errno.ESTALE, "the file of the lock is another one each time", str(self._file))
+            self._take()
         except BlockingIOError:
             holder, end = self._holder()
             raise ConfigurationError(
@@ -71,20 +70,21 @@ class DirectoryLock:
         if descriptor is not None:
             os.close(descriptor)
 
-    def _taken(self) -> bool:
-        """Lock the file; False if it was removed meanwhile, by the one that had it."""
+    def _take(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(self._file, flags, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self._is_file(descriptor):
-                os.ftruncate(descriptor, 0)
-                os.write(descriptor, _this_process().encode())
-                self._descriptor = descriptor
-        finally:
-            if self._descriptor is None:
-                os.close(descriptor)
-        return self._descriptor is not None
+        for _ in range(_TRIES):
+            descriptor = os.open(self._file, flags, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._is_file(descriptor):  # else the training that had it has removed it meanwhile
+                    os.ftruncate(descriptor, 0)
+                    os.write(descriptor, _this_process().encode())
+                    self._descriptor = descriptor
+                    return
+            finally:
+                if self._descriptor is None:
+                    os.close(descriptor)
+        raise OSError(errno.ESTALE, "the file of the lock is another one each time", str(self._file))
 
     def _is_file(self, descriptor: int) -> bool:
         try:
