@@ -12,11 +12,10 @@ from msgspec import Meta
 from eventloop import CheckpointError, ConfigurationError, Hook, Priority, check_options, events, get_logger, register
 from eventloop.checkpoint import AnyPath, Busy, Staging, as_path, is_sharded, remove, sweep_shards
 from eventloop.events import RunView
-from hooks.best import BestMetrics
 from hooks.options import NonNegativeInt, one_or_more
 from hooks.publishing import keys_to_publish, publish_checkpoint, sweep
 from hooks.retention import KEPT, SUFFIX, RetentionPolicy
-from hooks.rules import Rule, check_validated, warn_unvalidated
+from hooks.rules import BestMetrics, Rule, check_validated, warn_unvalidated
 from hooks.schedule import KEY as SCHEDULES
 
 log = get_logger()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -108,15 +108,18 @@ class EvaluateHook(Hook):
         if event.progress.iter == 0:
             self.best = None
 
-    def after_train_iter(self, event: AfterTrainIter) -> None:
-        done = event.progress.iter + 1
-        if not self.by_epoch and self.period and done % self.period == 0:
-            self._evaluate(event.run, event.progress.epoch + 1, done)
+    def unused(self) -> Collection[str]:
+        """Return the mount point that is not counted; with ``period=0`` both."""
+        counted = "after_train_epoch" if self.by_epoch else "after_train_iter"
+        return {"after_train_iter", "after_train_epoch"} - ({counted} if self.period else set())
 
+    @mount(every=attrgetter("period"))
+    def after_train_iter(self, event: AfterTrainIter) -> None:
+        self._evaluate(event.run, event.progress.epoch + 1, event.progress.iter + 1)
+
+    @mount(every=attrgetter("period"))
     def after_train_epoch(self, event: AfterTrainEpoch) -> None:
-        done = event.progress.epoch + 1
-        if self.by_epoch and self.period and done % self.period == 0:
-            self._evaluate(event.run, done, event.progress.iter + 1)
+        self._evaluate(event.run, event.progress.epoch + 1, event.progress.iter + 1)
 
     def after_train(self, event: AfterTrain) -> None:
         """Evaluate at the end of training, unless that has been done, and log the best."""

@@ -11,7 +11,7 @@ import msgspec
 from eventloop import CheckpointError, get_logger
 from eventloop.checkpoint import AnyPath, as_path, check_regular, is_plain_name
 from eventloop.events import Slot
-from hooks.best import BestMetrics
+from hooks.rules import BestMetrics
 
 log = get_logger()
 
