@@ -1,4 +1,4 @@
-"""What an event is: its fields, its mount point, how it is named, found, encoded and shown.
+"""The base of all events: fields, names of mount points, encoding.
 
 An event is a frozen :class:`msgspec.Struct`. Its class name is its mount point: ``AfterTrainIter`` is published at
 ``"after_train_iter"``. Subclassing :class:`Event` declares a mount point:
@@ -24,18 +24,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
 from types import UnionType
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    TypeVar,
-    Union,
-    dataclass_transform,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 import msgspec
 import torch
@@ -60,7 +49,7 @@ Counter = Literal["iter", "epoch", "update", "batch", "validation", "publish"]
 class Progress(msgspec.Struct, frozen=True):
     """A snapshot of how far a run has come, made once per iteration. All counts are 0-based, like MMEngine's.
 
-    ``iter`` counts micro-batches, ``update`` optimizer steps that happened (one that the gradient scaler skipped is none),
+    ``iter`` counts micro-batches, ``update`` optimizer steps (without those that the gradient scaler skipped),
     ``batch_idx`` batches within the epoch or validation, ``validation`` the validations (or tests) before this one.
     """
 
@@ -88,8 +77,8 @@ def mount_name(class_name: str) -> str:
 class Event(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="event", tag=mount_name):
     """Base of all events. Subclass it to declare a mount point of your own; ``bus.on(Event)`` hears every event.
 
-    Compared by identity (comparing tensors has no truth value). Publishing a subclass without ``progress`` makes filters
-    count its publishes.
+    Events are compared by identity (comparing tensors has no truth value). Filters count the publishes of a subclass without
+    ``progress``.
 
     Raises:
         EventDefinitionError: when a subclass takes the mount-point name of another module's event. Defining a class
@@ -105,7 +94,7 @@ class Event(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="even
         """Register the mount point."""
         super().__init_subclass__()
         if "__detached__" in cls.__dict__:
-            return  # a generated twin (detach.py), not a mount point
+            return  # a detached twin (offload/detach.py), not a mount point
         cls.group = bool(cls.__dict__.get("group", False))
         name = mount_name(cls.__name__)
         taken = Event if name == "event" else registry.get(name)
@@ -124,8 +113,8 @@ class Event(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="even
     def to_json(self) -> bytes:
         """Encode a detached event (what an offloaded handler gets) as one JSON object tagged with its mount point.
 
-        Non-finite floats become the strings "NaN", "Infinity" and "-Infinity". Texts that read like these get a backslash in
-        front in fields that may hold both (``Any``, ``dict[str, Any]``, ``float | str``). :func:`from_json` undoes either.
+        Non-finite floats become the strings "NaN", "Infinity" and "-Infinity". In fields that may hold both floats and texts
+        (``Any``, ``dict[str, Any]``, ``float | str``), such a text gets a backslash in front. :func:`from_json` undoes both.
 
         Raises:
             TypeError: the event holds live state, which has no encoding.
@@ -139,13 +128,13 @@ class Event(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="even
         return msgspec.msgpack.encode(self, enc_hook=_refuse_live)
 
     def __repr__(self) -> str:
-        fields = (f"{name}={_short(getattr(self, name))}" for name in self.__struct_fields__ if _present(self, name))
-        return f"{type(self).__name__}({', '.join(fields)})"
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self.__rich_repr__())})"
 
-    def __rich_repr__(self) -> Any:
-        for name in self.__struct_fields__:
-            if _present(self, name):
-                yield name, _short(getattr(self, name))
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        # A property is a live field of a detached event: reading it raises.
+        names = (name for name in self.__struct_fields__ if not isinstance(getattr(type(self), name), property))
+        values = ((name, getattr(self, name)) for name in names)
+        return [(name, _short(value)) for name, value in values if value is not msgspec.UNSET]
 
 
 # ------------------------------------------------------------------------------------------------------ names
@@ -157,7 +146,7 @@ def name_of(event: type[Event]) -> str:
 
 
 def moment(event: type[Event], progress: object) -> str:
-    """Return an event's mount point and how far its run had come: ``"after_train_iter, epoch 1, iteration 37"``, from 1."""
+    """Return an event's mount point and progress, from 1: ``"after_train_iter, epoch 1, iteration 37"``."""
     name = name_of(event)
     if not isinstance(progress, Progress):
         return name
@@ -185,12 +174,10 @@ def resolve(event: type[Event] | str) -> type[Event]:
         TypeError: ``event`` is neither.
     """
     if isinstance(event, str):
-        if event == "event":
-            return Event
-        try:
-            return registry[event]
-        except KeyError:
-            raise UnknownEventError(f"there is no mount point {event!r}{suggest(event)}") from None
+        found = Event if event == "event" else registry.get(event)
+        if found is None:
+            raise UnknownEventError(f"there is no mount point {event!r}{suggest(event)}")
+        return found
     if isinstance(event, type) and issubclass(event, Event):
         return event
     raise TypeError(
@@ -218,7 +205,7 @@ _SPELLED = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-
 
 
 def _spell(value: Any, *, texts: bool) -> Any:
-    """JSON knows no NaN, and a loss that became NaN must not arrive as null. Nor must a text "NaN" arrive as a number."""
+    """Spell non-finite floats as texts: JSON has no NaN, and a NaN loss must not arrive as null."""
     if isinstance(value, dict):
         return {key: _spell(entry, texts=texts) for key, entry in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -244,7 +231,7 @@ def hints_of(event: type[Event]) -> dict[str, Any]:
     """Return the annotation of every field.
 
     Raises:
-        EventDefinitionError: they name something that is not there at the top level of the event's module.
+        EventDefinitionError: they use a name that is not defined at the top level of the event's module.
     """
     try:
         hints = get_type_hints(event, include_extras=True)
@@ -258,7 +245,7 @@ def hints_of(event: type[Event]) -> dict[str, Any]:
 
 @cache
 def mixed_fields(event: type[Event]) -> frozenset[str]:
-    """Return the fields in which both floats and texts may stand, so that decoding cannot tell them apart by the type."""
+    """Return the fields that may hold both floats and texts, which decoding cannot tell apart by the type."""
     try:
         return frozenset(name for name, hint in hints_of(event).items() if _mixed(hint))
     except EventDefinitionError:
@@ -277,12 +264,6 @@ def _refuse_live(value: Any) -> Any:
         f"cannot encode a {type(value).__name__}: this event still refers to live training state. Encode the event that an "
         "offloaded handler receives, or pick plain values with capture="
     )
-
-
-def _present(event: Event, name: str) -> bool:
-    if isinstance(getattr(type(event), name), property):
-        return False  # a live field of a detached event: reading it raises
-    return getattr(event, name) is not msgspec.UNSET
 
 
 def _short(value: Any) -> str:

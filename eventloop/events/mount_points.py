@@ -1,4 +1,4 @@
-"""Every mount point that trainbus declares, in the order of a run. What an event is, is in ``event``."""
+"""Every mount point that trainbus declares, in the order of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 
-from eventloop.events.event import ABSENT, Counter, Event, Live, Progress, Scalars, name_of, registry
+from eventloop.events.event import ABSENT, Counter, Event, Live, Progress, Scalars, registry
 from eventloop.events.run_view import RunView
 
 __all__ = [
@@ -59,32 +59,32 @@ __all__ = [
 
 
 class RunEvent(Event, kw_only=True):
-    """Base of everything a run publishes: who runs, and how far it has come."""
+    """Base of everything a run publishes: the run and its progress."""
 
     group: ClassVar[bool] = True
     run: Live[RunView] = ABSENT
     progress: Progress
 
 
-def _elsewhere(name: str, path: str, way: str = "") -> property:
-    """Return a property for what an event has no field for, but its run or its progress has; the error says where."""
+def _elsewhere(name: str, path: str, hint: str = "") -> None:
+    """Give events a property ``name`` that raises: the run or the progress has it. A type checker does not see the property."""
 
     def touch(event: RunEvent) -> Any:
-        where = f"{name_of(type(event))} has no field {name!r}: write event.{path}"
-        raise AttributeError(where + way.format(path=path), name=name, obj=event)
+        raise AttributeError(f"{event.mount_point} has no field {name!r}: write event.{path}{hint}", name=name, obj=event)
 
-    return property(touch, doc=f"Raises AttributeError: it is ``event.{path}``.")
+    setattr(RunEvent, name, property(touch, doc=f"Raises AttributeError: it is ``event.{path}``."))
 
 
-_CAPTURED = "; an offloaded handler gets a copy of what it picks when subscribing, capture=lambda event: event.{path}..."
+def _captured(path: str) -> str:
+    return f"; an offloaded handler gets a copy of what it picks when subscribing, capture=lambda event: event.{path}..."
 
-# As properties, which cost other attributes nothing. Set afterwards, so that a type checker knows of no such attributes.
+
 for _name, _member in [(name, member) for name, member in vars(RunView).items() if not name.startswith("_")]:
-    _way = _CAPTURED if isinstance(_member, property) else ", in an inline handler"
-    setattr(RunEvent, _name, _elsewhere(_name, f"run.{_name}", _way))
+    _path = f"run.{_name}"
+    _elsewhere(_name, _path, _captured(_path) if isinstance(_member, property) else ", in an inline handler")
 for _name in Progress.__struct_fields__:
-    setattr(RunEvent, _name, _elsewhere(_name, f"progress.{_name}"))
-setattr(RunEvent, "optimizer", _elsewhere("optimizer", "run.optimizers", _CAPTURED))  # noqa: B010 - as above
+    _elsewhere(_name, f"progress.{_name}")
+_elsewhere("optimizer", "run.optimizers", _captured("run.optimizers"))
 
 
 # ---------------------------------------------------------------------------------------------- groups over all stages
@@ -238,7 +238,7 @@ class AfterVal(RunEvent, kw_only=True):
 
 
 class ImageReported(RunEvent, kw_only=True):
-    """Somebody called ``run.report_image``. An offloaded handler gets a copy of the image on the host."""
+    """``run.report_image`` was called. An offloaded handler gets a copy of the image on the host."""
 
     counts: ClassVar[Counter] = "iter"
     name: str

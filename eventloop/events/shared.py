@@ -1,44 +1,47 @@
-"""A typed place where hooks keep data for each other while a run goes on.
+"""Typed slots in which hooks keep data for each other while a run goes on.
 
-GRADIENT = Slot("gradient direction", torch.Tensor)      # a module says what there is, and of which type
+GRADIENT = Slot("gradient direction", torch.Tensor)      # in a module that both hooks import
 
-run.shared[GRADIENT] = direction                         # one hook puts it there,
+run.shared[GRADIENT] = direction                         # one hook puts a value there,
 direction = run.shared[GRADIENT]                         # another one takes it, as a torch.Tensor for the type checker
 
-The run owns what is in it and forgets it when it ends; neither the slots nor the hooks keep a run alive.
+The run owns the values and drops them when it ends; neither the slots nor the hooks keep a run alive.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar, overload
+from typing import Annotated, Any, Generic, TypeVar, overload
 
-from eventloop.errors import ConfigurationError, TrainingError
+from msgspec import Meta
+
+from eventloop.checks import check_options
+from eventloop.errors import TrainingError
 
 T = TypeVar("T")
 D = TypeVar("D")
 
 
+_Name = Annotated[str, Meta(min_length=1, description="a name of the value")]
+
+
 class Slot(Generic[T]):
-    """The name and type of something that hooks share. Two slots are two places, whatever they are called.
+    """The name and type of a value that hooks share. Two slots hold two values, even under one name.
 
     Args:
         name: for tables and errors.
-        kind: type of what it holds; putting anything else there is an error.
-        weak: the run does not keep the value alive: it is gone once the hook that made it lets go of it.
+        kind: type of the value; another one is an error.
+        weak: do not keep the value alive: it is gone once the hook that made it drops it.
 
     Raises:
-        ConfigurationError: an empty name, or a kind that is no type.
+        ConfigurationError: an empty name, or a ``kind`` that is not a type.
     """
 
     __slots__ = ("__weakref__", "kind", "name", "weak")
 
-    def __init__(self, name: str, kind: type[T], *, weak: bool = False) -> None:
-        if not isinstance(name, str) or not name:
-            raise ConfigurationError(f"Slot({name!r}): give what it holds a name")
-        if not isinstance(kind, type):
-            raise ConfigurationError(f"Slot({name!r}, {kind!r}): give the type of what it holds, such as torch.Tensor")
+    @check_options
+    def __init__(self, name: _Name, kind: type[T], *, weak: bool = False) -> None:
         self.name = name
         self.kind = kind
         self.weak = weak
@@ -48,9 +51,9 @@ class Slot(Generic[T]):
 
 
 class Shared:
-    """What hooks have put into slots, in ``run.shared``: used on the training thread, forgotten when the run ends.
+    """The values of slots, in ``run.shared``: used on the training thread, dropped when the run ends.
 
-    It is not in checkpoints: what must survive a resume belongs into the ``state_dict`` of the hook that makes it. Slots
+    They are not in checkpoints: what must survive a resume belongs into the ``state_dict`` of the hook that makes it. Slots
     are held weakly, so that those of a module that was reloaded go.
     """
 
@@ -58,25 +61,15 @@ class Shared:
         self._values: weakref.WeakKeyDictionary[Slot[Any], Any] = weakref.WeakKeyDictionary()
 
     def __setitem__(self, slot: Slot[T], value: T) -> None:
-        """Put a value there, instead of the one before.
-
-        Raises:
-            TypeError: it is not of the slot's type, or the slot is weak and the value's type knows no weak references.
-        """
         if not isinstance(value, slot.kind):
             raise TypeError(f"{slot!r} holds a {slot.kind.__name__}, not a {type(value).__name__}")
         self._values[slot] = weakref.ref(value) if slot.weak else value
 
     def __getitem__(self, slot: Slot[T]) -> T:
-        """Return what is there.
-
-        Raises:
-            TrainingError: nothing is.
-        """
         value = self.get(slot)
         if value is None:
             raise TrainingError(
-                f"nothing is in {slot!r}: is the hook that fills it on the bus, and does its turn come earlier (a lower "
+                f"{slot!r} is empty: is the hook that fills it on the bus, and does its turn come earlier (a lower "
                 f"priority, an earlier mount point)? shared are {', '.join(one.name for one in self) or 'none'}"
             )
         return value
@@ -99,12 +92,12 @@ class Shared:
     @overload
     def get(self, slot: Slot[T], default: D) -> T | D: ...
     def get(self, slot: Slot[T], default: D | None = None) -> T | D | None:
-        """Return what is there, or ``default``."""
+        """Return the value of ``slot``, or ``default``."""
         value = self._values.get(slot)
         if slot.weak and value is not None:
             value = value()
         return default if value is None else value
 
     def clear(self) -> None:
-        """Forget everything; the run calls it when it ends, however it ends."""
+        """Drop all values; the run calls it when it ends, however it ends."""
         self._values.clear()
