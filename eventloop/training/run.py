@@ -126,7 +126,7 @@ class Run:
         self.resumed_from: AnyPath | None = None
         self.options = options_given(self.optimizers, seed)
         self._feeds = Feeds(self.device)
-        self._saves = Saves(self)
+        self._saves = Saves(self, self._feeds)
         self._restore = Restore(self, self._saves, resume, strict=strict)
         session = Session(self, self.bus, self.state, self._feeds, self._saves, self._restore, moves=device is not None)
         self._driver = Driver(self, self.bus, self.state, self._feeds, self._saves, session)
@@ -494,14 +494,6 @@ class Run:
         if self.counters.max_epochs is None or self.epoch_length is None:
             return None
         return self.counters.max_epochs * self.epoch_length
-
-    def data_state(self) -> Mapping[str, Any] | None:
-        """Return the place in the data; for checkpoints."""
-        return self._feeds.state_dict(validating=self.state.validation_rng is not None)
-
-    def set_data_state(self, state: Mapping[str, Any] | None) -> None:
-        """Go on at this place in the data; from checkpoints."""
-        self._feeds.load_state_dict(state)
 
     # ------------------------------------------------------------------------------------------- begin and end
 

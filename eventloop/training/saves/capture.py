@@ -11,10 +11,10 @@ name for that file: two states are the same if their versions are equal (see :me
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -22,13 +22,14 @@ from eventloop import events as ev
 from eventloop.bus import Bus
 from eventloop.checkpoint import AnyPath, Overlap, StageBuffer, as_path, is_sharded, stage, weights_only, without_wrappers
 from eventloop.errors import ConfigurationError
-from eventloop.events import Event, Progress
+from eventloop.events import Event
+from eventloop.training.data import Feeds
 from eventloop.training.distributed.ranks import Ranks, saves_group
 from eventloop.training.optimizers import stepping
 from eventloop.training.rng import get_rng_state
 from eventloop.training.saves.request import SaveRequest, merged
 from eventloop.training.saves.write import SaveJob, Writer
-from eventloop.training.state import Counters, RunState
+from eventloop.training.state import RunState
 from eventloop.training.update import window_open
 
 FORMAT = 1
@@ -38,39 +39,18 @@ FORMAT = 1
 class SavedRun(Protocol):
     """The run whose state is saved and restored."""
 
+    bus: Bus
+    state: RunState
     models: dict[str, torch.nn.Module]
     optimizers: dict[str, torch.optim.Optimizer]
     stateful: dict[str, Any]
-    counters: Counters
     info: dict[str, Any]
     options: dict[str, Any]
     work_dir: Path | None
     resumed_from: AnyPath | None
-    state: RunState
-    bus: Bus
-
-    @property
-    def progress(self) -> Progress:
-        """How far the run has come."""
 
     def publish(self, event: type[Event], **payload: Any) -> None:
         """Publish an event of the run."""
-
-    def data_state(self) -> Mapping[str, Any] | None:
-        """Return the position in the data."""
-
-    def set_data_state(self, state: Mapping[str, Any] | None) -> None:
-        """Go on at this position in the data."""
-
-
-class _Saved(NamedTuple):
-    """The last state that was handed to the writer."""
-
-    version: object
-    request: SaveRequest
-    job: SaveJob
-    names: set[AnyPath]
-    """All names that its file was given, links included."""
 
 
 class Saves:
@@ -78,15 +58,18 @@ class Saves:
 
     Args:
         run: whose state it is.
+        feeds: its data.
     """
 
-    def __init__(self, run: SavedRun) -> None:
+    def __init__(self, run: SavedRun, feeds: Feeds) -> None:
         self._run = run
         self._requests: list[SaveRequest] = []
-        self._last: _Saved | None = None
+        self._last: SaveJob | None = None
+        self._names: set[AnyPath] = set()  # of the last file, links included
         self._buffer = StageBuffer()
         self._writer: Writer | None = None
         self._overlap: Overlap
+        self.feeds = feeds
         self.directories: list[AnyPath] = [] if run.work_dir is None else [run.work_dir]
         """Where the checkpoints of this run are: the work dir, if there is one, and where hooks save."""
         self.ranks: Ranks | None = None
@@ -127,7 +110,7 @@ class Saves:
             ConfigurationError: its directory is a file, an option is unknown, or the run has not begun.
         """
         writer = self._opened()
-        if not (self._run.state.has_trained or self._run.progress.stage == "train"):
+        if not (self._run.state.has_trained or self._run.state.progress.stage == "train"):
             self._refuse(request)
             return
         request.check(sharded=self.sharded)
@@ -210,10 +193,10 @@ class Saves:
 
     def _refuse(self, request: SaveRequest) -> None:
         reason = "only a training saves, and this run has not trained"
-        self._opened().skip(SaveJob([request.path], self._run.progress, request.on_error, given_up=reason))
+        self._opened().skip(SaveJob(request, [request.path], self._run.state.progress, given_up=reason))
 
     def _asked_now(self) -> SaveRequest:
-        return SaveRequest(self.directory() / f"iter_{self._run.counters.iter}.safetensors")
+        return SaveRequest(self.directory() / f"iter_{self._run.state.counters.iter}.safetensors")
 
     def _take_save_now(self) -> bool:
         """Return True, once, if ``checkpoint_now`` was called, on whichever rank."""
@@ -252,26 +235,26 @@ class Saves:
         wanted, writer = merged(requests), self._opened()
         held, busy = self._standing or self._stands(wanted)
         paths = list(dict.fromkeys(request.path for request in requests))
-        progress = self._run.progress
+        progress = self._run.state.progress
         if held and self._last is not None:
-            paths = [path for path in paths if path not in self._last.names or path in writer.failed]
-            self._last.names.update(paths)
+            paths = [path for path in paths if path not in self._names or path in writer.failed]
+            self._names.update(paths)
             if paths:
-                self._hand_over(writer, SaveJob(paths, progress, wanted.on_error, source=self._last.job))
+                self._hand_over(writer, SaveJob(wanted, paths, progress, source=self._last))
         elif wanted.busy == "skip" and busy:
-            writer.skip(SaveJob(paths, progress, wanted.on_error, given_up="another checkpoint is being written"))
+            writer.skip(SaveJob(wanted, paths, progress, given_up="another checkpoint is being written"))
         else:
-            version, state = self._version(), self._state(wanted.path, wanted.leave_out)
+            job = SaveJob(wanted, paths, progress, version=self._version())
+            state = self._state(wanted.path, wanted.leave_out)
             if wanted.busy == "wait":
                 writer.wait()
-            writer.replace(paths[0])
-            job = SaveJob(paths, progress, wanted.on_error)
+            writer.replace(wanted.path)
             if self.sharded:
-                state, job.parts = self._take_shards(state, paths[0])
+                state, job.parts = self._take_shards(state, wanted.path)
             # In a validation hooks may have lent the model other weights (averages), which only a copy made now holds.
             overlap = self._overlap if wanted.staging == "overlap" and progress.stage == "train" else None
             job.staged = stage(state, self._buffer, overlap=overlap)
-            self._last = _Saved(version, wanted, job, set(paths))
+            self._last, self._names = job, set(paths)
             self._hand_over(writer, job)
 
     def _hand_over(self, writer: Writer, job: SaveJob) -> None:
@@ -317,7 +300,7 @@ class Saves:
         state: dict[str, Any] = {
             "format": FORMAT,
             "state_dict": models["model"] if set(models) == {"model"} else models,
-            "progress": run.counters.state_dict(),
+            "progress": run.state.counters.state_dict(),
             **self._state_of_rank(),
             "bus": run.bus.state_dict(),
             "stateful": {name: thing.state_dict() for name, thing in run.stateful.items()},
@@ -335,7 +318,8 @@ class Saves:
         return state
 
     def _state_of_rank(self) -> dict[str, Any]:
-        return {"data": self._run.data_state(), "rng": self._run.state.validation_rng or get_rng_state()}
+        rng = self._run.state.validation_rng
+        return {"data": self.feeds.state_dict(validating=rng is not None), "rng": rng or get_rng_state()}
 
     def _take_shards(self, state: dict[str, Any], path: Any) -> tuple[dict[str, Any], Any]:
         from eventloop.checkpoint.sharded import take_shards  # a second to import, and only sharded models need it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from eventloop.checkpoint import (
     AnyPath,
@@ -127,28 +127,20 @@ def _newest_first(directories: Iterable[AnyPath], known: Iterable[AnyPath], dama
     others = [path for paths in files.values() for path in paths if path.suffix == ".safetensors" and path.name[0] != "."]
     ranks = {path: _rank(path) for path in others}
     # What is beyond the newest is of another training, in the same directory, that had come further.
-    limit = next((rank for rank in map(ranks.get, first) if rank is not None and rank.progress), None)
+    limit = next((rank for rank in map(ranks.get, first) if rank is not None and rank[1]), None)
     for path in sorted(others, key=lambda path: (limit is None or ranks[path] <= limit, ranks[path]), reverse=True):
         if path not in first:
             yield path
 
 
-class _Rank(NamedTuple):
-    """How new a file is. One that cannot be read comes before all others: it is reported, and may be the newest."""
-
-    unreadable: bool
-    progress: tuple[int, ...]
-    regular: bool
-    name: str
-
-
-def _rank(path: AnyPath) -> _Rank:
+def _rank(path: AnyPath) -> tuple[bool, tuple[int, ...], bool, str]:
+    """Return how new a file is. One that cannot be read comes before all others: it is reported, and may be the newest."""
     regular = not path.name.startswith("best_")
     try:
         check_regular(path)
-        return _Rank(False, how_far(outline(path)), regular, path.name)
+        return False, how_far(outline(path)), regular, path.name
     except (CheckpointDamagedError, OSError):
-        return _Rank(True, (), regular, path.name)
+        return True, (), regular, path.name
 
 
 # ------------------------------------------------------------------- last_checkpoint: a hint, no digest guards its bytes

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -103,48 +102,79 @@ class Restore:
         self._apply(state_of_rank(state, this_rank(), world_size()), "")
 
     def _apply(self, state: Mapping[str, Any], path: str) -> None:
+        """Put ``state`` into the run; the random states last, so that nothing in between draws from them.
+
+        Raises:
+            CheckpointError: it is not the state of a run, or that of another model (missing, unexpected and mis-shaped keys are
+                listed) or optimizer.
+        """
         run, state = self._run, dict(state)
         _check(state)
         run.publish(ev.AfterLoadCheckpoint, path=path, checkpoint=state)
-        apply(run, state, strict=self._strict)
+        saved = state["state_dict"] if set(run.models) != {"model"} else {"model": state["state_dict"]}
+        if absent := sorted(run.models.keys() - saved.keys()):
+            raise CheckpointError(
+                f"the checkpoint has no model {', '.join(map(repr, absent))} but {', '.join(map(repr, saved))}"
+            )
+        # All is compared before anything is loaded: what is refused changes nothing.
+        fitting = {name: _fitting(model, saved[name], name, strict=self._strict) for name, model in run.models.items()}
+        # What an optimizer knows of parameters of another shape would fail at its first step.
+        optimizers = state.get("optimizer") if all(complete for _, complete in fitting.values()) else None
+        if optimizers is None and run.optimizers:
+            log.warning("the checkpoint has nothing that fits; it starts afresh", what="optimizer")
+        known = _with_state("optimizer", run.optimizers, optimizers) if optimizers is not None else []
+        loaded = [_load_optimizer(*one, strict=self._strict) for one in known]
+        for name, model in run.models.items():
+            model.load_state_dict(fitting[name][0], strict=False)
+        for _, thing, saved_state in _with_state("stateful", run.stateful, state["stateful"]):
+            thing.load_state_dict(saved_state)
+        counters = run.state.counters
+        counters.load_state_dict(state["progress"])
+        run.info.update(state["info"])
+        run.bus.load_state_dict(state["bus"])
+        self._saves.feeds.load_state_dict(state["data"])
+        options = dict(state.get("options", {}))
+        if optimizers is None or sum(loaded) < len(run.optimizers):
+            forget_options(options, "optimizer")
+        tell_changed(options, run.options)
+        run.options.update(options)  # for the checkpoints to come: what is in force since the run began
+        if state["rng"] is not None:  # None: imported from elsewhere
+            set_rng_state(state["rng"])
         run.state.resumed = True
-        run.state.progress = run.counters.snapshot()
-        log.info("resumed", path=path or "the state that was given", epoch=run.counters.epoch, iter=run.counters.iter)
+        run.state.progress = counters.snapshot()
+        log.info("resumed", path=path or "the state that was given", epoch=counters.epoch, iter=counters.iter)
 
     def _find(self) -> tuple[AnyPath, Any] | None:
         """Load the checkpoint to go on from: the one that rank 0 finds, on all ranks."""
-        found: tuple[AnyPath, Any] | None = None
         ranks = self._saves.ranks
-        if ranks is None or not ranks.rank:
-            if self._source == "auto":
-                found = find_checkpoint(*self._saves.directories)
-            elif self._source is not None:
-                found = self._load_named(as_path(self._source))
+        found = self._find_here() if ranks is None or not ranks.rank else None
         if ranks is None:
             return found
         path = ranks.from_first(None if found is None else found[0])
         if path is None:
             return None
-        state = load(path) if found is None else found[1]
-        return path, state_of_rank(state, this_rank(), world_size())
+        return path, state_of_rank(load(path) if found is None else found[1], this_rank(), world_size())
 
-    def _load_named(self, path: AnyPath) -> tuple[AnyPath, Any]:
-        if not path.is_dir():
-            try:
-                state = load(path)
-            except FileNotFoundError as error:
-                raise CheckpointNotFoundError(
-                    f"resume={str(path)!r}: there is no such file; give the path or URL of a checkpoint, or of a directory "
-                    'with some, or resume="auto", which takes the newest one in the work dir and begins where it finds none'
-                ) from error
-            verify_shards(state, path)
-            return path, state
-        found = find_checkpoint(path, known=self._saves.directories)
-        if found is None:
-            raise CheckpointError(
-                f'there is no checkpoint of a run in {path} to resume from; resume="auto" begins where it finds none'
-            )
-        return found
+    def _find_here(self) -> tuple[AnyPath, Any] | None:
+        if self._source == "auto":
+            return find_checkpoint(*self._saves.directories)
+        path = as_path(self._source or "")
+        if path.is_dir():
+            found = find_checkpoint(path, known=self._saves.directories)
+            if found is None:
+                raise CheckpointError(
+                    f'there is no checkpoint of a run in {path} to resume from; resume="auto" begins where it finds none'
+                )
+            return found
+        try:
+            state = load(path)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"resume={str(path)!r}: there is no such file; give the path or URL of a checkpoint, or of a directory "
+                'with some, or resume="auto", which takes the newest one in the work dir and begins where it finds none'
+            ) from error
+        verify_shards(state, path)
+        return path, state
 
     def _with_shards(self, state: Mapping[str, Any], path: Any) -> dict[str, Any]:
         from eventloop.checkpoint.sharded import put_shards, spread  # a second to import, and only sharded models need it
@@ -153,37 +183,6 @@ class Restore:
         if not has_shards(state):
             return spread(state, like)
         return put_shards(state, path, like, None if self._saves.ranks is None else self._saves.ranks.group)
-
-
-def apply(run: SavedRun, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Put ``state`` back into ``run``; the random states last, so that nothing in between draws from them.
-
-    Raises:
-        CheckpointError: it is a checkpoint of another model (missing, unexpected and mis-shaped keys are listed) or optimizer.
-    """
-    models = state["state_dict"] if set(run.models) != {"model"} else {"model": state["state_dict"]}
-    if absent := sorted(run.models.keys() - models.keys()):
-        raise CheckpointError(f"the checkpoint has no model {', '.join(map(repr, absent))} but {', '.join(map(repr, models))}")
-    # All is compared before anything is loaded: what is refused changes nothing.
-    fitting = {name: _fitting(model, models[name], name, strict=strict) for name, model in run.models.items()}
-    fits = all(found.complete for found in fitting.values())
-    # What an optimizer knows of parameters of another shape would fail at its first step.
-    optimizers = state.get("optimizer") if fits else None
-    loaded = _load_each("optimizer", run.optimizers, optimizers, partial(_load_optimizer, strict=strict))
-    for name, model in run.models.items():
-        model.load_state_dict(fitting[name].weights, strict=False)
-    _load_each("stateful", run.stateful, state["stateful"])
-    run.counters.load_state_dict(state["progress"])
-    run.info.update(state["info"])
-    run.bus.load_state_dict(state["bus"])
-    run.set_data_state(state["data"])
-    options = dict(state.get("options", {}))
-    if not loaded:
-        forget_options(options, "optimizer")
-    tell_changed(options, run.options)
-    run.options.update(options)  # for the checkpoints to come: what is in force since the run began
-    if state["rng"] is not None:  # None: imported from elsewhere
-        set_rng_state(state["rng"])
 
 
 def placement(
@@ -279,19 +278,13 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], name: str =
     Raises:
         CheckpointError: with ``strict``, and keys are missing, unexpected or of another shape.
     """
-    found = _fitting(model, weights, name, strict=strict)
-    model.load_state_dict(found.weights, strict=False)
-    return found.complete
+    fitting, complete = _fitting(model, weights, name, strict=strict)
+    model.load_state_dict(fitting, strict=False)
+    return complete
 
 
-class _Fitting(NamedTuple):
-    weights: dict[str, Any]
-    """By the model's own names."""
-    complete: bool
-
-
-def _fitting(model: torch.nn.Module, weights: Mapping[str, Any], name: str, *, strict: bool) -> _Fitting:
-    """Return those of ``weights`` that fit; raises CheckpointError as load_weights does."""
+def _fitting(model: torch.nn.Module, weights: Mapping[str, Any], name: str, *, strict: bool) -> tuple[dict[str, Any], bool]:
+    """Return those of ``weights`` that fit, by the model's own names, and whether they are all; raises as load_weights."""
     values = model.state_dict()
     own = {short: (name, values[name]) for name, short in checkpoint_keys(model).items()}
     shapes = {
@@ -310,7 +303,7 @@ def _fitting(model: torch.nn.Module, weights: Mapping[str, Any], name: str, *, s
     if found:
         log.warning("the checkpoint does not fit in full", model=name, **problems)
     fitting = {key: weights[short] for short, (key, _) in own.items() if short in weights and short not in shapes}
-    return _Fitting(fitting, complete=not found)
+    return fitting, not found
 
 
 def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, state: Any, *, strict: bool) -> bool:
@@ -335,30 +328,12 @@ def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, state: Any, *, 
     return False
 
 
-def _load(name: str, thing: Any, state: Any) -> bool:
-    thing.load_state_dict(state)
-    return True
-
-
-def _load_each(
-    kind: str,
-    things: Mapping[str, Any],
-    saved: Mapping[str, Any] | None,
-    load: Callable[[str, Any, Any], bool] = _load,
-) -> bool:
-    """Return True if all of ``things`` have their state."""
-    if saved is None:
-        if things:
-            log.warning("the checkpoint has nothing that fits; it starts afresh", what=kind)
-        return False
-    complete = True
-    for name, thing in things.items():
-        if name in saved:
-            complete &= load(name, thing, saved[name])
-        else:
-            complete = False
+def _with_state(kind: str, things: Mapping[str, Any], saved: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return those of ``things`` that have a saved state, each with its name and state; warn of the others."""
+    for name in things:
+        if name not in saved:
             log.warning("the checkpoint has no state for this; it starts afresh", what=kind, name=name, saved=sorted(saved))
-    return complete
+    return [(name, thing, saved[name]) for name, thing in things.items() if name in saved]
 
 
 def _first(keys: list[str], most: int = 8) -> str:

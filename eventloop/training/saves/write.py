@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from eventloop.checkpoint import AnyPath, RemotePath, StagedTree, Turns, commit_
 from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointSkipped, CheckpointStaged, Progress
 from eventloop.log import get_logger
 from eventloop.offload import Deadline, Owned, collectives_allowed
-from eventloop.training.saves.request import OnError
+from eventloop.training.saves.request import SaveRequest
 
 if TYPE_CHECKING:  # a second to import, and only sharded models need it
     from eventloop.checkpoint.sharded import Parts
@@ -32,9 +31,11 @@ log = get_logger()
 class SaveJob(msgspec.Struct, eq=False):
     """One save: a staged state (or the job before it, whose file holds that state already) and the names to give it."""
 
+    request: SaveRequest
     paths: list[AnyPath]
     progress: Progress
-    on_error: OnError
+    version: object = None
+    """Of the state."""
     staged: StagedTree | None = None
     source: SaveJob | None = None
     given_up: str = ""
@@ -139,27 +140,24 @@ class Writer:
             # Told as an event, too; on_error="raise" sends it on to the training thread.
             job.release()
             self._tell_failed(job, [path for path in job.paths if path not in done], error)
-            if job.on_error == "raise":
+            if job.request.on_error == "raise":
                 raise
         finally:
             self._turns.end(job)
 
     def _wait_for_handlers(self) -> None:
         """Wait until the other offloaded handlers of ``checkpoint_staged`` are done, but not for ever."""
-        for one in self._others():
+        for one in self._bus.subscriptions:
+            if one is self._lane or one.lane is None or one.mode == "stream":
+                continue
+            if self._lane.mount_point not in one.mount_points:
+                continue
             patience = 0.0 if one in self._late else self._bus.abort_timeout / 2  # less than a run that ends by an error has
-            if one.lane is None or one.lane.join(Deadline(patience)):
+            if one.lane.join(Deadline(patience)):
                 self._late.discard(one)
             elif one not in self._late:
                 self._late.add(one)
                 log.warning("a checkpoint does not wait any longer for a handler of its event", handler=one.label)
-
-    def _others(self) -> Iterable[Subscription]:
-        return (
-            one
-            for one in self._bus.subscriptions
-            if one is not self._lane and one.mode != "stream" and self._lane.mount_point in one.mount_points
-        )
 
     def _commit(self, job: SaveJob, done: list[AnyPath]) -> None:
         """Write or link every name, noting the durable ones in ``done``; publish those also where a later one fails."""
