@@ -12,7 +12,7 @@ from eventloop import checkpoint
 from eventloop.checkpoint import AnyPath, RemotePath, outline
 from eventloop.cli.common import FileOrURL, check_file, check_kind, say, status_of, to_terminal
 from eventloop.errors import CheckpointError
-from eventloop.training.saves.discover import is_resumable
+from eventloop.training.saves.discover import lacking
 
 
 def export(
@@ -98,7 +98,7 @@ def _converted(tree: Any) -> tuple[Any, dict[str, str]]:
         return converted
     if checkpoint.is_weights(tree):
         return {"state_dict": dict(tree)}, {"from": "a state_dict, now under that key", "resumes": "nothing but the weights"}
-    if is_resumable(tree):
+    if not lacking(tree):
         return tree, {"from": "an export of trainbus", "resumes": "the run"}
     nothing = "nothing; eventloop.checkpoint.load reads it"
     if not isinstance(tree, Mapping):

@@ -77,7 +77,6 @@ class Saves:
         """True if parameters of a model are spread over processes. Then every process writes its part."""
         self._rank_states: tuple[Any, ...] = ()
         self._token = ""
-        self._standing: tuple[bool, bool] | None = None
 
     def open(self, ranks: Ranks | None) -> None:
         """Take requests until the innermost scope ends. A collective where the model is sharded."""
@@ -104,31 +103,19 @@ class Saves:
     # ------------------------------------------------------------------------------------------------------ request
 
     def request(self, request: SaveRequest) -> None:
-        """Note a request for the next save point of a training; skip it in a validation or test of its own.
-
-        Raises:
-            ConfigurationError: its directory is a file, an option is unknown, or the run has not begun.
-        """
+        """Note a request for the next save point of a training; skip it in a validation or test of its own."""
         writer = self._opened()
         if not (self._run.state.has_trained or self._run.state.progress.stage == "train"):
             self._refuse(request)
             return
         request.check(sharded=self.sharded)
         directory = request.path.parent
-        if not writer.made(directory) and directory.exists() and not directory.is_dir():
+        if directory not in writer.made and directory.exists() and not directory.is_dir():
             raise ConfigurationError(f"cannot save to {request.path}: {directory} is not a directory")
         self._requests.append(request)
 
     def check(self, request: SaveRequest, *, copy: bool) -> list[str]:
-        """With ``copy``, copy the state as for a save (into memory that the first save uses); write nothing.
-
-        Returns:
-            The keys that the checkpoint would have; none without ``copy``.
-
-        Raises:
-            CheckpointValueError: it holds something that no checkpoint can hold.
-            ConfigurationError: the processes cannot save like this.
-        """
+        """Raise what a save would raise; with ``copy``, return the keys of its checkpoint, copied to where the first save goes."""
         self._opened()
         request.check(sharded=self.sharded)
         if not copy:
@@ -151,10 +138,9 @@ class Saves:
             return
         if self._take_save_now():
             self.request(self._asked_now())
-        if self.ranks is not None:
-            self._agree(self.ranks, force=force)
+        standing = None if self.ranks is None else self._agree(self.ranks, force=force)
         if self._requests:
-            self._save()
+            self._save(standing)
 
     def end(self) -> None:
         """Save what was requested last, and wait until all is written. A run that has not trained skips what is requested."""
@@ -167,15 +153,10 @@ class Saves:
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
-        self._opened().wait()
+        self._opened().turns.wait()
 
     def gather(self) -> dict[str, Any]:
-        """Return the state as a tree of tensors (by reference) and plain values. A collective where there are several ranks.
-
-        Raises:
-            ConfigurationError: a model is sharded.
-            CheckpointValueError: the state holds something else, with its path.
-        """
+        """Return the state as a tree of tensors (by reference) and plain values. A collective where there are several ranks."""
         if self.sharded:
             raise ConfigurationError(
                 "run.gather_state() cannot put a sharded model into one dict: save it with run.request_save(), and resume "
@@ -209,8 +190,13 @@ class Saves:
         state.agreement.save = state.save_now = False
         return True
 
-    def _agree(self, ranks: Ranks, *, force: bool) -> None:
-        """Have all processes save the same, if anything, and rank 0 know the random states of all."""
+    def _agree(self, ranks: Ranks, *, force: bool) -> tuple[bool, bool] | None:
+        """Have all processes save the same, if anything, and rank 0 know the random states of all.
+
+        Returns:
+            How the save stands (see :meth:`_standing`) for all of them, where all of them write.
+        """
+        standing = None
         if force:  # a file that could not be written, only rank 0 knows of, and may want another one for it
             everyones = ranks.gather(self._requests)
             ranks.check_first_has_all([[request.path.name for request in requests] for requests in everyones])
@@ -218,22 +204,23 @@ class Saves:
         elif self._requests and self._run.state.agreement is not None:
             self._run.state.agreement.confirm()
         if self._requests:
-            own = (self._state_of_rank(), secrets.token_hex(4), self._stands(merged(self._requests)))
+            own = (self._state_of_rank(), secrets.token_hex(4), self._standing(merged(self._requests)))
             self._rank_states, tokens, standings = zip(*ranks.gather(own), strict=True)
             self._token = tokens[0]
             if self.sharded:  # all do the same, however far each is with the save before
                 held, busy = zip(*standings, strict=True)
-                self._standing = all(held), any(busy)
+                standing = all(held), any(busy)
         if ranks.rank and not self.sharded:
             self._requests = []
+        return standing
 
     # ----------------------------------------------------------------------------------------------------- capture
 
-    def _save(self) -> None:
+    def _save(self, standing: tuple[bool, bool] | None) -> None:
         """Capture and hand over what was requested. Waits at most for a save that is still being written."""
         requests, self._requests = self._requests, []
         wanted, writer = merged(requests), self._opened()
-        held, busy = self._standing or self._stands(wanted)
+        held, busy = standing or self._standing(wanted)
         paths = list(dict.fromkeys(request.path for request in requests))
         progress = self._run.state.progress
         if held and self._last is not None:
@@ -247,7 +234,7 @@ class Saves:
             job = SaveJob(wanted, paths, progress, version=self._version())
             state = self._state(wanted.path, wanted.leave_out)
             if wanted.busy == "wait":
-                writer.wait()
+                writer.turns.wait()
             writer.replace(wanted.path)
             if self.sharded:
                 state, job.parts = self._take_shards(state, wanted.path)
@@ -266,7 +253,7 @@ class Saves:
                 self._last = None
             raise
 
-    def _stands(self, wanted: SaveRequest) -> tuple[bool, bool]:
+    def _standing(self, wanted: SaveRequest) -> tuple[bool, bool]:
         """Return whether the last file holds the present state and all that is wanted of it, and whether the writer is busy."""
         last, writer = self._last, self._opened()
         held = (
@@ -275,7 +262,7 @@ class Saves:
             and last.request.path not in writer.failed
             and last.request.leave_out <= wanted.leave_out
         )
-        return held, writer.busy
+        return held, writer.turns.busy
 
     def _version(self) -> object:
         """Return what is equal while the state of the run is the same.

@@ -51,7 +51,7 @@ def peek(path: str | os.PathLike[str] | AnyPath) -> Progress:
         file, state = found
     else:
         state = outline(file)
-    if not is_resumable(state) or not how_far(state):
+    if lacking(state) or not how_far(state):
         raise CheckpointError(f"{file} is not a checkpoint of a run, so nothing in it says how far a run has come")
     counters = Counters()
     counters.load_state_dict(state["progress"])
@@ -76,13 +76,8 @@ def find_checkpoint(*directories: AnyPath, known: Iterable[AnyPath] = ()) -> tup
     return _first_good(directories, known, _loaded)
 
 
-def is_resumable(state: Any) -> bool:
-    """Return True if this is the state of a run, with all that a resume needs."""
-    return not lacking(state)
-
-
 def lacking(state: Any) -> list[str]:
-    """Return the keys that a resume needs, and that ``state`` does not have."""
+    """Return the keys that a resume needs and ``state`` does not have; none if it is the state of a run."""
     there = state if isinstance(state, Mapping) else {}
     return [key for key in ("format", "state_dict", "progress", "bus", "rng") if key not in there]
 
@@ -108,7 +103,7 @@ def _first_good(directories: Iterable[AnyPath], known: Iterable[AnyPath], read: 
             log.warning("a checkpoint cannot be read; trying the one before it", path=str(path), error=str(error))
             damage.append(str(error))
         else:
-            if is_resumable(state):
+            if not lacking(state):
                 return path, state
             log.info("this file is not a checkpoint of a run (a published copy?); trying the one before it", path=str(path))
     if damage:
@@ -147,11 +142,7 @@ def _rank(path: AnyPath) -> tuple[bool, tuple[int, ...], bool, str]:
 
 
 def read_pointer(directory: AnyPath) -> str | None:
-    """Return the text of ``last_checkpoint`` in ``directory``; None, with a warning, where that cannot be read.
-
-    Raises:
-        CheckpointError: a remote directory does not answer.
-    """
+    """Return the text of ``last_checkpoint`` in ``directory``; None, with a warning, where that cannot be read."""
     pointer = directory / LAST
     try:
         check_regular(pointer)

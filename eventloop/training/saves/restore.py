@@ -36,9 +36,6 @@ class Restore:
         saves: its saves; they know where its checkpoints are.
         source: ``"auto"``, a path or URL, or None, as ``resume=`` of the run.
         strict: False loads from a checkpoint of another model what fits.
-
-    Raises:
-        ConfigurationError: ``"auto"`` without a work dir, or a file of ``torch.save``.
     """
 
     def __init__(self, run: SavedRun, saves: Saves, source: str | Path | None, *, strict: bool) -> None:
@@ -73,11 +70,7 @@ class Restore:
             self._run.resumed_from = path
 
     def apply_state(self, from_: Mapping[str, Any]) -> None:
-        """Restore the state in another checkpoint; within ``before_run``, once its last handler has run.
-
-        Raises:
-            TrainingError: the run has not begun, or its training has.
-        """
+        """Restore the state in another checkpoint; within ``before_run``, once its last handler has run."""
         state = self._run.state
         if state.scopes.innermost != "run" or state.has_trained:
             raise TrainingError(
@@ -102,12 +95,7 @@ class Restore:
         self._apply(state_of_rank(state, this_rank(), world_size()), "")
 
     def _apply(self, state: Mapping[str, Any], path: str) -> None:
-        """Put ``state`` into the run; the random states last, so that nothing in between draws from them.
-
-        Raises:
-            CheckpointError: it is not the state of a run, or that of another model (missing, unexpected and mis-shaped keys are
-                listed) or optimizer.
-        """
+        """Put ``state`` into the run; the random states last, so that nothing in between draws from them."""
         run, state = self._run, dict(state)
         _check(state)
         run.publish(ev.AfterLoadCheckpoint, path=path, checkpoint=state)

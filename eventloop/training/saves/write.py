@@ -68,8 +68,9 @@ class Writer:
     def __init__(self, bus: Bus, work_dir: Path | None) -> None:
         self._bus = bus
         self._work_dir = work_dir
-        self._turns: Turns[SaveJob] = Turns()
-        self._made: set[AnyPath] = set()  # directories that a power cut cannot take away any more
+        self.turns: Turns[SaveJob] = Turns()
+        self.made: set[AnyPath] = set()
+        """Directories that were made (or found), and that a power cut cannot take away any more."""
         self._late: set[Subscription] = set()  # handlers of checkpoint_staged that took too long
         self._skipped = 0
         self.failed: set[AnyPath] = set()
@@ -78,30 +79,21 @@ class Writer:
 
     # --------------------------------------------------------------------------------------- on the training thread
 
-    @property
-    def busy(self) -> bool:
-        """True while a job is under way."""
-        return self._turns.busy
-
-    def made(self, directory: AnyPath) -> bool:
-        """Return True if the directory was made (or found) before."""
-        return directory in self._made
-
     def enter(self, job: SaveJob) -> None:
         """Note a job that is about to be published; one with a staged state can be replaced until it begins."""
-        (self._turns.enter_for_good if job.staged is None else self._turns.enter)(job)
+        (self.turns.enter_for_good if job.staged is None else self.turns.enter)(job)
 
     def call_off(self, job: SaveJob) -> bool:
         """Forget a job whose event did not reach the lane; return False if the lane has begun it all the same."""
-        if job.staged is not None and not self._turns.begin(job):
+        if job.staged is not None and not self.turns.begin(job):
             return False
         job.release()
-        self._turns.end(job)
+        self.turns.end(job)
         return True
 
     def replace(self, path: AnyPath) -> None:
         """Give up the job that waits, if one does, in favour of ``path``."""
-        replaced = self._turns.take_back()
+        replaced = self.turns.take_back()
         if replaced is not None:
             replaced.given_up = f"replaced by {path}"
             replaced.release()  # first, so that its memory can be used again
@@ -114,10 +106,6 @@ class Writer:
         log.warning("checkpoint not made", names=names, reason=job.given_up, skipped=self._skipped)
         self._bus.publish(CheckpointSkipped(progress=job.progress, path=names[0], names=names, reason=job.given_up))
 
-    def wait(self) -> None:
-        """Wait until nothing is being written."""
-        self._turns.wait()
-
     def close(self) -> None:
         """Take the lane off the bus; jobs that it has are still written."""
         self._lane.cancel()
@@ -126,7 +114,7 @@ class Writer:
 
     def run(self, job: SaveJob) -> None:
         """Make one job durable, unless it was replaced."""
-        if job.staged is not None and not self._turns.begin(job):
+        if job.staged is not None and not self.turns.begin(job):
             return
         done: list[AnyPath] = []
         try:
@@ -143,7 +131,7 @@ class Writer:
             if job.request.on_error == "raise":
                 raise
         finally:
-            self._turns.end(job)
+            self.turns.end(job)
 
     def _wait_for_handlers(self) -> None:
         """Wait until the other offloaded handlers of ``checkpoint_staged`` are done, but not for ever."""
@@ -220,10 +208,10 @@ class Writer:
 
     def _make(self, directory: AnyPath) -> None:
         # One of this machine may have been removed meanwhile. In a store of objects there is nothing to remove.
-        if directory in self._made and (isinstance(directory, RemotePath) or directory.is_dir()):
+        if directory in self.made and (isinstance(directory, RemotePath) or directory.is_dir()):
             return
         make_directory(directory)
-        self._made.add(directory)
+        self.made.add(directory)
 
 
 def _job(event: CheckpointStaged) -> Any:
