@@ -115,7 +115,7 @@ class Saves:
         self._requests.append(request)
 
     def check(self, request: SaveRequest, *, copy: bool) -> list[str]:
-        """Raise what a save would raise; with ``copy``, return the keys of its checkpoint, copied to where the first save goes."""
+        """Raise what a save would raise; with ``copy``, copy the state into the first save's memory and return its keys."""
         self._opened()
         request.check(sharded=self.sharded)
         if not copy:
