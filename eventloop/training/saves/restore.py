@@ -96,8 +96,8 @@ class Restore:
 
     def _apply(self, state: Mapping[str, Any], path: str) -> None:
         """Put ``state`` into the run; the random states last, so that nothing in between draws from them."""
-        run, state = self._run, dict(state)
         _check(state)
+        run, state = self._run, dict(state)
         run.publish(ev.AfterLoadCheckpoint, path=path, checkpoint=state)
         saved = state["state_dict"] if set(run.models) != {"model"} else {"model": state["state_dict"]}
         if absent := sorted(run.models.keys() - saved.keys()):
