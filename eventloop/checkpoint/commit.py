@@ -27,15 +27,9 @@ CHUNK: Final = 16 << 20
 
 
 def commit_file(path: str | os.PathLike[str], size: int, fill: Callable[[int], None]) -> None:
-    """Create or replace the file at `path`; its directory must exist.
+    """Create or replace the file at `path`, in a directory that exists.
 
-    Args:
-        path: the name of the file.
-        size: the number of bytes that `fill` will write, for the error message.
-        fill: writes the content to the file descriptor that it is called with.
-
-    Raises:
-        CheckpointError: from the `OSError` of the step that failed.
+    `fill` is called with a file descriptor and writes the content, `size` bytes (for the error message).
     """
     # System calls without pathlib: this runs beside the training, and Python code holds the GIL.
     name = os.fspath(path)
@@ -54,11 +48,7 @@ def commit_file(path: str | os.PathLike[str], size: int, fill: Callable[[int], N
 
 
 def write_all(descriptor: int, data: memoryview | bytes) -> None:
-    """Write all of `data`, in bounded pieces and however few bytes the system takes at a time.
-
-    Raises:
-        OSError: the system refused, or took nothing.
-    """
+    """Write all of `data`, in bounded pieces and however few bytes the system takes at a time."""
     for chunk in chunks(data):
         rest = chunk
         while rest:
@@ -76,11 +66,7 @@ def chunks(data: memoryview | bytes) -> Iterator[memoryview]:
 
 
 def link_file(existing: Path, new: Path) -> None:
-    """Give the file `existing` the second name `new`, replacing what had it; copy it where hard links are not possible.
-
-    Raises:
-        CheckpointError: from the `OSError` of the step that failed.
-    """
+    """Give the file `existing` the second name `new`, replacing what had it; copy it where hard links are not possible."""
     with failing(f"cannot give {existing} the name {new}"):
         linked = _link(existing, new)
     if not linked:
@@ -111,11 +97,7 @@ def _link(existing: Path, new: Path) -> bool:
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file, durably. A missing one is fine.
-
-    Raises:
-        CheckpointError: from the `OSError` of the step that failed.
-    """
+    """Remove a file, durably. A missing one is fine."""
     with failing(f"cannot remove {path}"):
         path.unlink(missing_ok=True)
         _sync_directory(path.parent)
@@ -126,9 +108,6 @@ def make_local_directory(directory: Path) -> None:
 
     Existing directories are synced into their parents as well, since their maker may not have done so; parents that this
     process may not read are left out.
-
-    Raises:
-        CheckpointError: from the `OSError` of the step that failed.
     """
     path = Path(os.path.abspath(directory))  # noqa: PTH100 - resolve() would follow links
     with failing(f"cannot make the directory {directory}"):

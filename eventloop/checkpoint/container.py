@@ -102,13 +102,10 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def elements(shape: Sequence[int], most: int) -> int:
-    """Return the number of elements of a shape, or a number above ``most`` where there are more.
-
-    It never multiplies numbers that are larger than that: 100,000 dimensions of 9 would take seconds.
-    """
+    """Return the number of elements of a shape, or a number above ``most`` where there are more."""
     if 0 in shape:
         return 0
-    count = 1
+    count = 1  # never much larger than `most`: to multiply 100,000 dimensions of 9 would take seconds
     for size in shape:
         count *= size
         if count > most:
@@ -117,11 +114,7 @@ def elements(shape: Sequence[int], most: int) -> int:
 
 
 def render_start(tensors: dict[str, TensorInfo]) -> bytes:
-    """Return the JSON of the user's tensors: the part of a header that stays the same while the set of tensors does.
-
-    Raises:
-        CheckpointValueError: there are too many tensors for safetensors.
-    """
+    """Return the JSON of the user's tensors: the part of a header that stays the same while the set of tensors does."""
     metadata = {"format": FORMAT, "version": str(VERSION), "digest": "crc32"}
     plain = {name: msgspec.structs.asdict(info) for name, info in tensors.items()}
     start = orjson.dumps({METADATA: metadata, **plain})[:-1]
@@ -131,11 +124,7 @@ def render_start(tensors: dict[str, TensorInfo]) -> bytes:
 
 
 def render(start: bytes, data_bytes: int, tree_bytes: int) -> bytes:
-    """Return the whole header, its length included, padded with spaces so that the data begin at a multiple of 8.
-
-    Raises:
-        CheckpointValueError: the tree is too large.
-    """
+    """Return the whole header, its length included, padded with spaces so that the data begin at a multiple of 8."""
     if tree_bytes > MAX_TREE_BYTES:
         raise CheckpointValueError(
             "more than 4 GB of arrays, bytes and text in all; the way out: torch.from_numpy(...) of the arrays"
@@ -155,11 +144,7 @@ def with_length(text: bytes) -> bytes:
 
 
 def header_bytes(prefix: bytes, file_bytes: int) -> int:
-    """Return the length of the JSON header, from the first 8 bytes of a file.
-
-    Raises:
-        CheckpointDamagedError: the file is too short for it, or the length is absurd.
-    """
+    """Return the length of the JSON header, from the first 8 bytes of a file."""
     length = int.from_bytes(prefix, "little")
     if len(prefix) < LENGTH_BYTES or length > min(file_bytes - LENGTH_BYTES, MAX_HEADER_BYTES):
         raise CheckpointDamagedError(f"{file_bytes} bytes cannot hold a header of {length} bytes")
@@ -167,11 +152,7 @@ def header_bytes(prefix: bytes, file_bytes: int) -> int:
 
 
 def decode(text: bytes) -> tuple[dict[str, str], dict[str, msgspec.Raw]]:
-    """Return the metadata and the encoded tensors of the header of any safetensors file.
-
-    Raises:
-        CheckpointDamagedError: it is not such a header.
-    """
+    """Return the metadata and the encoded tensors of the header of any safetensors file."""
     try:
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         return msgspec.json.decode(raw.pop(METADATA, b"{}"), type=dict[str, str]), raw
@@ -180,12 +161,7 @@ def decode(text: bytes) -> tuple[dict[str, str], dict[str, msgspec.Raw]]:
 
 
 def parse(text: bytes, data_bytes: int) -> Header:
-    """Read the JSON header of a checkpoint and check everything that it promises about the data.
-
-    Raises:
-        CheckpointDamagedError: not ours, or in contradiction with itself or the file's size.
-        NewerError: of a newer version.
-    """
+    """Read the JSON header of a checkpoint and check all its promises about the data; raise NewerError for a newer version."""
     metadata, raw = decode(text)
     version = _version(metadata)
     try:

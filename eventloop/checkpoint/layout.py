@@ -46,11 +46,7 @@ class Batch(NamedTuple):
 
 
 class Layout:
-    """Offsets, names and the first part of the header for one set of tensors.
-
-    Raises:
-        CheckpointValueError: for a tensor that cannot be staged, with its path.
-    """
+    """Offsets, names and the first part of the header for one set of tensors, all of which can be staged."""
 
     def __init__(self, flat: FlatTree) -> None:
         _check(flat)

@@ -79,11 +79,7 @@ def load(path: AsPath, map_location: str | torch.device = "cpu") -> Any:
         check_memory(size)
         end = size - header.bytes - DIGEST_BYTES
         data = np.empty(end, np.uint8)
-        for start in range(0, end, CHUNK):
-            part = data[start : min(start + CHUNK, end)].data
-            _fill(file, part)
-            digest.update(part)  # while the chunk is still in the processor's cache
-        _check_digest(digest, file)
+        _read_checked(file, digest, end, data.data)
         with _rebuilding():
             start, end = header.tensors[TREE].data_offsets
             body = _body(data[start:end].data)
@@ -107,7 +103,7 @@ def verify(path: AsPath) -> None:
     """
     with _opened(path) as (file, size):
         header, digest = _read_header(file, size)
-        _check_rest(file, size - header.bytes, digest)
+        _read_checked(file, digest, size - header.bytes - DIGEST_BYTES)
 
 
 def inspect(path: AsPath) -> CheckpointInfo:
@@ -184,7 +180,7 @@ def _opened(path: AsPath) -> Iterator[tuple[BinaryIO, int]]:
                 yield file, size
             except container.NewerError as error:  # if not for a bit that has flipped
                 file.seek(0)
-                _check_rest(file, size, Digest())
+                _read_checked(file, Digest(), size - DIGEST_BYTES)
                 raise CheckpointError(f"{path} cannot be read here: {error}") from None
         except CheckpointDamagedError as error:
             raise CheckpointDamagedError(f"{path} is damaged: {error}") from error.__cause__
@@ -205,19 +201,14 @@ def _read_header(file: BinaryIO, size: int) -> tuple[Header, Digest]:
     return container.parse(text, size - LENGTH_BYTES - len(text)), digest
 
 
-def _check_rest(file: BinaryIO, size: int, digest: Digest) -> None:
-    """Read on through a small buffer to the end, ``size`` bytes from here, and check the digest."""
-    left = size - DIGEST_BYTES
-    buffer = memoryview(bytearray(min(left, CHUNK)))
-    while left:
-        part = buffer[: min(left, CHUNK)]
+def _read_checked(file: BinaryIO, digest: Digest, size: int, into: memoryview | None = None) -> None:
+    """Read ``size`` bytes, ``into`` memory or through a small buffer, and the digest; check it."""
+    buffer = memoryview(bytearray(min(size, CHUNK))) if into is None else into
+    for start in range(0, size, CHUNK):
+        length = min(CHUNK, size - start)
+        part = buffer[:length] if into is None else into[start : start + length]
         _fill(file, part)
-        digest.update(part)
-        left -= len(part)
-    _check_digest(digest, file)
-
-
-def _check_digest(digest: Digest, file: BinaryIO) -> None:
+        digest.update(part)  # while the chunk is still in the processor's cache
     stored = _read(file, DIGEST_BYTES)
     if digest.stored() != stored:
         raise CheckpointDamagedError(f"its bytes give {readable(digest.stored())}, written was {readable(stored)}")

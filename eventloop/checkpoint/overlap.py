@@ -49,58 +49,6 @@ class Pair(NamedTuple):
     """In the order of the file."""
 
 
-class Copy:
-    """Tensors that one of ``threads`` copies; ``path`` returns the path of the tensor at a position, for errors."""
-
-    def __init__(self, pairs: Iterable[Pair], path: Callable[[int], str], threads: ThreadPoolExecutor) -> None:
-        self._path = path
-        devices = by_device(pairs)
-        self._ends = {device: end_of_queue(device) for device in devices if device.type == "cuda"}
-        lots = [group[first : first + _LOT] for group in devices.values() for first in range(0, len(group), _LOT)]
-        self._lots = [(lot, [pair.source._version for pair in lot]) for lot in lots]
-        try:
-            self._future = threads.submit(self._run)
-        except RuntimeError:  # the interpreter is shutting down; then nothing is left to overlap with
-            self._future = Future()
-            self._future.set_result(self._run())
-
-    @property
-    def done(self) -> bool:
-        """True once nothing is read or written any more."""
-        return self._future.done()
-
-    def wait(self) -> None:
-        """Wait until it is done, well or not."""
-        wait([self._future])
-
-    def finish(self) -> None:
-        """Wait until it is done.
-
-        Raises:
-            CheckpointError: a tensor changed meanwhile.
-        """
-        self._future.result()
-
-    @torch.no_grad()
-    def _run(self) -> None:
-        streams = {device: _stream_after(device, event) for device, event in self._ends.items()}
-        for lot, versions in self._lots:
-            stream = streams.get(lot[0].source.device)
-            if stream is None:
-                copy(lot)
-            else:
-                with torch.cuda.stream(stream):
-                    copy(lot, non_blocking=True)
-                stream.synchronize()
-            for pair, version in zip(lot, versions, strict=True):
-                if pair.source._version != version:
-                    raise CheckpointError(
-                        f"{self._path(pair.position)} was changed while it was being copied, by something other than the "
-                        'optimizer\'s step; the way out: staging="block", or change it in or after the step'
-                    )
-        self._lots = []  # else it would keep the sources alive
-
-
 class Overlap:
     """Divides what is staged into what is copied at once and what is copied until the next step of ``optimizers``.
 
@@ -111,7 +59,7 @@ class Overlap:
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._optimizers = list(optimizers)
         self._handles = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self._optimizers]
-        self._under_way: list[Copy] = []
+        self._under_way: list[Future[None]] = []
         self._threads: ThreadPoolExecutor | None = None
         self._process = 0
 
@@ -124,18 +72,29 @@ class Overlap:
             parts[pair.source.data_ptr() in owned and not pair.source.is_inference()].append(pair)
         return parts
 
-    def start(self, pairs: Sequence[Pair], path: Callable[[int], str]) -> Copy:
-        """Copy on a thread of this object; the next step waits for it. ``path``: of the tensor at a position, for errors."""
-        late = Copy(pairs, path, self._own_thread())
-        self._under_way = [*(other for other in self._under_way if not other.done), late]
+    def start(self, pairs: Iterable[Pair], path: Callable[[int], str]) -> Future[None]:
+        """Copy on a thread of this object; the next step waits for it. The future fails if a tensor changed during the copy.
+
+        `path` returns the path of the tensor at a position, for the error.
+        """
+        devices = by_device(pairs)
+        ends = {device: end_of_queue(device) for device in devices if device.type == "cuda"}
+        lots = [group[first : first + _LOT] for group in devices.values() for first in range(0, len(group), _LOT)]
+        versions = [[pair.source._version for pair in lot] for lot in lots]
+        threads = self._own_thread()
+        try:
+            late = threads.submit(_copy_lots, lots, versions, ends, path)
+        except RuntimeError:  # the interpreter is shutting down; then nothing is left to overlap with
+            late = Future()
+            late.set_result(_copy_lots(lots, versions, ends, path))
+        self._under_way = [*(other for other in self._under_way if not other.done()), late]
         return late
 
     def fence(self) -> None:
         """Wait until nothing is being copied. Free where nothing is."""
         if self._under_way:
             if self._process == os.getpid():  # a fork has no copy of the thread
-                for late in self._under_way:
-                    late.wait()
+                wait(self._under_way)
             self._under_way = []
 
     def close(self) -> None:
@@ -178,6 +137,30 @@ def by_device(pairs: Iterable[Pair]) -> dict[torch.device, list[Pair]]:
 def copy(pairs: Sequence[Pair], *, non_blocking: bool = False) -> None:
     """Copy the sources of one device."""
     torch._foreach_copy_([pair.target for pair in pairs], [pair.source for pair in pairs], non_blocking=non_blocking)
+
+
+@torch.no_grad()
+def _copy_lots(
+    lots: list[list[Pair]],
+    versions: list[list[int]],
+    ends: dict[torch.device, torch.cuda.Event],
+    path: Callable[[int], str],
+) -> None:
+    streams = {device: _stream_after(device, event) for device, event in ends.items()}
+    for lot, before in zip(lots, versions, strict=True):
+        stream = streams.get(lot[0].source.device)
+        if stream is None:
+            copy(lot)
+        else:
+            with torch.cuda.stream(stream):
+                copy(lot, non_blocking=True)
+            stream.synchronize()
+        for pair, version in zip(lot, before, strict=True):
+            if pair.source._version != version:
+                raise CheckpointError(
+                    f"{path(pair.position)} was changed while it was being copied, by something other than the "
+                    'optimizer\'s step; the way out: staging="block", or change it in or after the step'
+                )
 
 
 def end_of_queue(device: torch.device) -> torch.cuda.Event:

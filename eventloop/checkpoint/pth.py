@@ -139,11 +139,7 @@ def _check(path: Path) -> bool:
 
 
 def check_stored(archive: zipfile.ZipFile, size: int) -> None:
-    """Refuse parts that become larger when they are read: torch.save compresses none, and each of its bytes is of one part.
-
-    Raises:
-        ValueError: ``archive``, a file of ``size`` bytes, has such parts.
-    """
+    """Refuse parts that become larger when they are read: torch.save compresses none, and each of its bytes is of one part."""
     parts = archive.infolist()
     if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or sum(part.file_size for part in parts) > size:
         raise ValueError("its parts are compressed, or larger than the file; torch.save writes them as they are")

@@ -72,11 +72,7 @@ def _decode_ordered(parts: list[Any]) -> object:
 
 
 def set_attributes(ordered: OrderedDict[Any, Any], attributes: Mapping[Any, Any]) -> None:
-    """Give an OrderedDict attributes of its own. None may hide a method such as ``items``, which readers call.
-
-    Raises:
-        ValueError: one hides a method.
-    """
+    """Give an OrderedDict attributes of its own. None may hide a method such as ``items``, which readers call."""
     for name in attributes:
         if not isinstance(name, str) or hasattr(OrderedDict, name):
             raise ValueError(f"an attribute {short(text_of(name))} of an OrderedDict")

@@ -165,12 +165,7 @@ class RemotePath:
 
     @contextmanager
     def opened(self) -> Iterator[tuple[BinaryIO, int]]:
-        """The file, open for reading, and its size in bytes.
-
-        Raises:
-            FileNotFoundError: the store has no such file.
-            CheckpointError: the store does not answer.
-        """
+        """The file, open for reading, and its size in bytes."""
         size = int(self.info()["size"])
         with _asking(f"cannot read {self}"), self.fs.open(str(self), "rb", block_size=_BLOCK) as file:
             yield file, size

@@ -138,13 +138,6 @@ class Turns(Generic[Job]):
             self._waiting = None
             return True
 
-    def begin_next(self) -> Job | None:
-        """Begin the waiting job, if there is one."""
-        with self._lock:
-            job = self._waiting
-            self._waiting = None
-            return job
-
     def end(self, job: Job) -> None:
         """Note that a job is done, well or not. A job that is not under way is ignored."""
         with self._lock:
@@ -289,7 +282,9 @@ class AsyncSaver:
     def _write_all(self) -> None:
         while True:
             self._bell.get()
-            while (job := self._turns.begin_next()) is not None:
+            while (job := self._turns.waiting) is not None:
+                if not self._turns.begin(job):
+                    continue  # replaced at this moment
                 try:
                     self._write(job)
                 finally:

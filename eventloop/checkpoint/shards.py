@@ -83,11 +83,7 @@ def load_whole(path: AsPath) -> Any:
 
 
 def shards_of(state: Mapping[str, Any], path: Path) -> Path:
-    """Return the directory with the sharded tensors of the checkpoint ``path``.
-
-    Raises:
-        CheckpointDamagedError: the checkpoint names a directory that does not belong to it.
-    """
+    """Return the directory with the sharded tensors of the checkpoint ``path``, which must be beside it."""
     name = state[SHARDS]
     if not (is_plain_name(name) and name.endswith(SUFFIX)):
         raise CheckpointDamagedError(f"{name!r} does not name a directory with sharded tensors beside it")
@@ -98,11 +94,7 @@ def shards_of(state: Mapping[str, Any], path: Path) -> Path:
 
 
 def read_index(directory: Path) -> dict[str, Indexed]:
-    """Read the index of a directory, and check it against the files there.
-
-    Raises:
-        CheckpointDamagedError: it is missing, in contradiction with itself or with the sizes of the files.
-    """
+    """Read the index of a directory, and check it against itself and the sizes of the files there."""
     path = directory / INDEX
     try:
         index = msgspec.json.decode(read_small(path, MAX_INDEX_BYTES), type=dict[str, Indexed])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from concurrent.futures import Future
 from functools import partial
 from typing import Final
 
@@ -11,7 +12,7 @@ import torch
 
 from eventloop.checkpoint.container import DIGEST_BYTES, Pieces, render
 from eventloop.checkpoint.layout import Batch, Changed, Layout
-from eventloop.checkpoint.overlap import Copy, Overlap, Pair, by_device, copy, end_of_queue
+from eventloop.checkpoint.overlap import Overlap, Pair, by_device, copy, end_of_queue
 from eventloop.checkpoint.tree import FlatTree, flatten, join
 from eventloop.errors import CheckpointError
 
@@ -33,7 +34,7 @@ class _Memory:
         # Copies from CUDA devices that may be under way.
         self.events: list[torch.cuda.Event] = []
         # What an Overlap copies here; it goes on when the StagedTree is released meanwhile.
-        self.late: Copy | None = None
+        self.late: Future[None] | None = None
 
     def _target(self, batch: Batch) -> list[torch.Tensor] | torch.Tensor:
         views = self.views[batch.start : batch.stop]
@@ -52,7 +53,7 @@ class _Memory:
     @property
     def in_use(self) -> bool:
         holder = self.lease() if self.lease is not None else None
-        return (holder is not None and not holder.released) or (self.late is not None and not self.late.done)
+        return (holder is not None and not holder.released) or (self.late is not None and not self.late.done())
 
 
 class StageBuffer:
@@ -122,7 +123,7 @@ class StagedTree:
         if memory is None:
             raise CheckpointError("this StagedTree was released (it was written already?); stage the tree again")
         if memory.late is not None:
-            memory.late.finish()
+            memory.late.result()
         memory.wait()
         return self._header, memory.flat.numpy().data, self._tree
 

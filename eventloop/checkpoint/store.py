@@ -43,11 +43,7 @@ def as_path(location: AsPath) -> AnyPath:
 
 
 def write_pieces(path: AnyPath, size: int, pieces: Pieces) -> bytes:
-    """Create or replace a checkpoint of ``size`` bytes, digest included; return the digest.
-
-    Raises:
-        CheckpointError: from the error of the step that failed; the name keeps what it had.
-    """
+    """Create or replace a checkpoint of ``size`` bytes, digest included; return the digest."""
     digest = Digest()
     if isinstance(path, RemotePath):
         path.upload(size, digest.sealing(pieces))
@@ -165,12 +161,7 @@ def check_regular(path: object) -> None:
 
 
 def file_size(path: Path, *, follow: bool = False) -> int:
-    """Return the size of a regular file in bytes.
-
-    Raises:
-        OSError: the system refuses to look at it.
-        CheckpointDamagedError: it is not a regular file; see `check_regular`. With ``follow`` a link to one is allowed.
-    """
+    """Return the size of a regular file in bytes; see `check_regular`. With ``follow`` a link to one is allowed."""
     status = path.stat(follow_symlinks=follow)
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
@@ -179,11 +170,7 @@ def file_size(path: Path, *, follow: bool = False) -> int:
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """Return the content of a regular file of at most ``most`` bytes.
-
-    Raises:
-        CheckpointDamagedError: it is larger, or see `file_size`.
-    """
+    """Return the content of a regular file of at most ``most`` bytes."""
     if (size := file_size(path)) > most:
         raise CheckpointDamagedError(f"{path} has {size:,} bytes; the limit is {most:,}")
     return path.read_bytes()
