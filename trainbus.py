@@ -30,8 +30,7 @@ _HOME = Path(__file__).resolve().parent
 def main() -> int:
     """Run the command line; return its exit status.
 
-    Files of the user's that are called ``hooks.py`` or ``eventloop.py`` do not get in the way, wherever they are: the command
-    and the processes that it starts find trainbus's own packages first.
+    The command and the processes that it starts find trainbus's own packages before a user's ``hooks.py`` or ``eventloop.py``.
     """
     if not all(_is_own(find_spec(name)) for name in _PACKAGES):
         sys.path.insert(0, str(_HOME))
@@ -65,7 +64,7 @@ def _own(name: str) -> ModuleType:
     return module
 
 
-if not TYPE_CHECKING:  # to which any name would be one of these
+if not TYPE_CHECKING:  # or a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         globals()[name] = found = _find(name)

@@ -36,7 +36,7 @@ class LaneFullError(TrainbusError, RuntimeError):
 
 
 class LaneClosedError(TrainbusError, RuntimeError):
-    """The lane closed while a publisher waited for a place in it."""
+    """The lane closed while a publisher waited for room in it."""
 
 
 class OffloadError(TrainbusError, RuntimeError):
@@ -44,7 +44,7 @@ class OffloadError(TrainbusError, RuntimeError):
 
 
 class RunCancelled(BaseException):  # as in asyncio and trio: nothing that `except Exception` takes
-    """Somebody called ``run.cancel()``, or cancelled ``await loop.arun()``; raised on the training thread."""
+    """``run.cancel()`` was called, or ``await loop.arun()`` cancelled; raised on the training thread."""
 
 
 class HandlerTimeoutError(TrainbusError, TimeoutError):
@@ -52,11 +52,7 @@ class HandlerTimeoutError(TrainbusError, TimeoutError):
 
 
 class WorkerDiedError(OffloadError):
-    """The worker process of an ``offload="process"`` handler ended in a call, or could not be started.
-
-    Attributes:
-        started: False if it never came so far as to take events.
-    """
+    """The worker process of an ``offload="process"`` handler ended in a call, or did not start (``started`` is False)."""
 
     def __init__(self, message: str, *, started: bool = True) -> None:
         super().__init__(message)

@@ -1,16 +1,14 @@
 """trainbus's log lines: through structlog as the application has configured it, else plain lines on stderr.
 
 structlog's own default prints to stdout and, where rich is installed, draws tracebacks with all local variables: seconds
-beside a training thread, and a screenful of tensors. Where several processes train together, all but the first tell of
-warnings and errors only, with their rank.
+beside a training thread, and a screenful of tensors. Where several processes train together, all but the first log only
+warnings and errors, with their rank.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import MutableMapping
-from functools import partial
 from typing import Any, TextIO, cast
 
 import structlog
@@ -18,7 +16,7 @@ from structlog.typing import FilteringBoundLogger
 
 
 def get_logger() -> FilteringBoundLogger:
-    """Return the logger named ``"trainbus"``; what is configured is looked up at each line."""
+    """Return the logger named ``"trainbus"``, which looks up structlog's configuration at each line."""
     return cast("FilteringBoundLogger", _Logger())
 
 
@@ -33,7 +31,7 @@ def _plain() -> Any:
     return structlog.wrap_logger(
         structlog.PrintLogger(cast("TextIO", _Stderr())),
         processors=[
-            *([partial(_add_rank, rank)] if rank else []),
+            *([lambda _, __, event: {**event, "rank": rank}] if rank else []),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="%Y-%m-%d %H:%M:%S", utc=False),
             structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback),
@@ -43,14 +41,9 @@ def _plain() -> Any:
 
 
 def _rank() -> int:
-    """Which of several processes that train together this is. All but the first tell of trouble only."""
-    distributed = sys.modules.get("torch.distributed")
-    together = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    return distributed.get_rank() if distributed is not None and together else 0
-
-
-def _add_rank(rank: int, logger: object, name: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    return {**event, "rank": rank}
+    """Return the rank of this process among those that train together, without importing torch."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    return distributed.get_rank() if distributed and distributed.is_available() and distributed.is_initialized() else 0
 
 
 class _Stderr:

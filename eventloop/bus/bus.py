@@ -141,7 +141,7 @@ class Bus(TypedOn, Lifecycle):
         Args:
             model: also wrapped (``torch.compile``, data parallel); names are those without the wrapper. Held weakly.
             *patterns: of qualified names, as :func:`fnmatch.fnmatchcase` takes them: ``"encoder"`` is one module,
-                ``"encoder.*"`` all below it, as ``*`` matches dots, too. Without any, all modules and the model itself, ``""``.
+                ``"encoder.*"`` all below it: ``*`` also matches dots. Without any, all modules and the model itself, ``""``.
 
         Raises:
             SubscribeError: a pattern that matches nothing (or only containers that are never called); names the nearest.
@@ -242,8 +242,8 @@ class Bus(TypedOn, Lifecycle):
 
     # --------------------------------------------------------------------------- for subscriptions and their lanes
 
-    def place(self, rank: int, world_size: int) -> None:
-        """Set the rank of this process, as a run does; handlers for other ranks are not called."""
+    def set_rank(self, rank: int, world_size: int) -> None:
+        """Set the rank of this process; a run does. Handlers for other ranks are not called."""
         with self._lock:
             if (rank, world_size) != (self._rank, self._world_size):
                 self._rank, self._world_size = rank, world_size
@@ -300,7 +300,7 @@ class Bus(TypedOn, Lifecycle):
 
     def _delivers(self, event_type: type[Event]) -> bool:
         heard = self._heard_by(event_type)
-        # A model is also called where there is no run, and for a handler that is offloaded that must be no error.
+        # Without a run the bus is idle, and calling the model must not fail for want of an offloaded handler's consumer.
         return bool(heard) and (self._state != "idle" or all(one.mode in ("inline", "stream") for one in heard))
 
     def _unwatch(self, watch: Watch) -> None:

@@ -47,7 +47,7 @@ class HandlerOptions(StreamOptions, total=False):
     of a module, called in a worker process); ``"inline"`` states the default of a plain function.
     ``queue``, ``full``, ``linger``: the lane of an offloaded handler: its capacity (1024), what a full one does
     (``"block"``, ``"drop_old"``, ``"drop_new"``, ``"latest"``, ``"raise"``), seconds between looks (0.01).
-    ``max_bytes``: with ``capture``, bytes of tensors that may wait or be in the handler's hands; ``full`` applies to them, too.
+    ``max_bytes``: with ``capture``, the most bytes of tensors that wait or are being handled; ``full`` applies to them as well.
     ``timeout``: seconds after which a call of an offloaded handler has failed: async it is cancelled, in a thread left behind
     (three times, then the handler is retired), in a process killed with its worker, which is replaced.
     ``on_error``: ``"raise"`` or ``"log"``. ``disable_after``: retire the handler after so many errors (implies "log").
@@ -114,15 +114,12 @@ def mode_of(handler: Callable[..., Any], offload: str | None) -> Mode:
         raise SubscribeError("a handler with `yield` in it is a generator: calling it would run nothing; return instead")
     if not is_async(handler):
         return cast("Mode", offload or "inline")
-    if offload == "inline":
-        raise SubscribeError(
-            "an async function cannot run inline: publishing never awaits. Leave offload= out to run it on the bus's event "
-            "loop, or make it a plain function"
-        )
     if offload is not None:
+        why = "cannot run inline: publishing never awaits" if offload == "inline" else f'needs no offload="{offload}"'
+        where = "inline" if offload == "inline" else f"in a {offload}"
         raise SubscribeError(
-            f'an async function needs no offload="{offload}": it runs on the bus\'s event loop. Leave offload= out, or make it '
-            f"a plain function to run it in a {offload}"
+            f"an async function {why}. Leave offload= out to run it on the bus's event loop, or make it a plain function to run "
+            f"it {where}"
         )
     return "async"
 

@@ -120,7 +120,7 @@ def test_results_are_lines_of_json_in_the_work_dir(job: SimpleNamespace, tmp_pat
 def test_of_several_processes_the_first_one_writes_the_file(tmp_path: Path, rank: int, lines: int) -> None:
     bus, progress = Bus(), Progress()
     bus.add(EvaluateHook(4, Function()))
-    bus.place(rank, 2)
+    bus.set_rank(rank, 2)
     with bus:
         bus.publish(
             Evaluated(progress=progress, hook="EvaluateHook", epoch=1, iter=4, metrics={"acc": 0.5}, work_dir=str(tmp_path))

@@ -245,7 +245,7 @@ def join_ranks(
     """
     global _runs
     check_initialized()
-    bus.place(this_rank(), world_size())
+    bus.set_rank(this_rank(), world_size())
     if world_size() == 1:
         return None
     _runs += 1
