@@ -118,8 +118,8 @@ def mode_of(handler: Callable[..., Any], offload: str | None) -> Mode:
         why = "cannot run inline: publishing never awaits" if offload == "inline" else f'needs no offload="{offload}"'
         where = "inline" if offload == "inline" else f"in a {offload}"
         raise SubscribeError(
-            f"an async function {why}. Leave offload= out to run it on the bus's event loop, or make it a plain function to run "
-            f"it {where}"
+            f"an async function {why}. Leave offload= out to run it on the bus's event loop, or make it a plain function to "
+            f"run it {where}"
         )
     return "async"
 

@@ -153,7 +153,7 @@ class RunView(Protocol):
         """Save under ``name`` once the last subscriber of the current mount point has run (see ``Run.request_save``)."""
 
     def keeps_checkpoints_in(self, directory: Any) -> None:
-        """Have ``resume="auto"`` search ``directory`` as well; for hooks that save outside the work dir, before the run begins."""
+        """Have ``resume="auto"`` search ``directory`` as well; for hooks that save there, before the run begins."""
 
     def note_options(self, owner: str, options: Any) -> None:
         """Note options that a checkpoint overrides; a resume warns of those that the program gives in another way now."""
