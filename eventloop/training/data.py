@@ -1,4 +1,4 @@
-"""Batches: moving them to a device, knowing the last one, and finding the place in the data again after a resume."""
+"""Batches: move them to a device, know the last one, and find the position in the data again after a resume."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ log = get_logger()
 
 _MISSING: Any = object()
 _END: Any = object()
-# What reads a map-style sample, here or (raised again here) in a worker; what asks an iterable dataset for the next ones.
+# The functions that read a map-style sample, here or in a worker, and the one that asks an iterable dataset for the next ones.
 _SAMPLING = (fetch._MapDatasetFetcher.fetch.__code__, ExceptionWrapper.reraise.__code__)
 _FETCH_NEXT = fetch._IterableDatasetFetcher.fetch.__code__
 
 
 class Feed:
-    """One pass after another over a loader, with its place in the data.
+    """One pass after another over a loader, and its position in the data.
 
     Args:
         loader: any iterable of batches that can be iterated again for the next epoch.
@@ -54,7 +54,7 @@ class Feed:
         self._name = name
         self._iterator: Iterator[Any] | None = None
         self._ahead: Any = _MISSING
-        self._place: Any = _MISSING  # the loader's own state before it was asked for the batch ahead
+        self._position: Any = _MISSING  # the loader's own state before it was asked for the batch ahead
         self._start: dict[str, Any] | None = None
         self._skip = 0
         self.resuming = False
@@ -76,7 +76,7 @@ class Feed:
 
     def begin(self) -> None:
         """Make the iterator of a new pass, or of the pass that a resumed run was in the middle of."""
-        self._ahead = self._place = _MISSING
+        self._ahead = self._position = _MISSING
         if self._endless and self._epoch is not None:  # after the hooks, which know the epoch and not the pass within it
             set_sampler_epoch(self.loader, self._epoch + self.passes)
         if self._skip:
@@ -92,7 +92,7 @@ class Feed:
     def end(self) -> None:
         """End the pass; workers of a DataLoader end with its iterator."""
         self._iterator = None
-        self._ahead = self._place = _MISSING
+        self._ahead = self._position = _MISSING
         self.used = 0
 
     def next(self, *, may_be_empty: bool = False) -> tuple[Any] | None:
@@ -126,7 +126,7 @@ class Feed:
         if self.length is not None or self._iterator is None:
             return self.length is not None and self.used >= self.length
         if self._ahead is _MISSING:
-            self._place = self.loader.state_dict() if has_state(self.loader) else _MISSING
+            self._position = self.loader.state_dict() if has_state(self.loader) else _MISSING
             self._ahead = self._pull()
         return self._ahead is _END
 
@@ -136,7 +136,7 @@ class Feed:
         return self._start
 
     def state_dict(self, instead: Mapping[torch.Generator, torch.Tensor] = {}) -> dict[str, Any]:
-        """Return the place in the data: batches used up (not those prefetched) and how the order of this pass came about.
+        """Return the position: batches used up (not those prefetched), and the random states that gave this pass its order.
 
         Args:
             instead: states that generators had, and that count.
@@ -150,7 +150,7 @@ class Feed:
             "counted": passes_made(self.loader),
         }
         if has_state(self.loader):
-            state["loader"] = self.loader.state_dict() if self._place is _MISSING else self._place
+            state["loader"] = self.loader.state_dict() if self._position is _MISSING else self._position
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], but: Collection[torch.Generator] = ()) -> None:
@@ -167,7 +167,7 @@ class Feed:
         if self.used and self.length and self.length != (before := state.get("length") or self.length):
             log.warning(
                 "resuming in the middle of an epoch, which has another number of batches than it had (of another size, or of "
-                "other data): the place in the data is not the same; resume with the old ones, or from the end of an epoch",
+                "other data): the position in the data is not the same; resume with the old ones, or from the end of an epoch",
                 before=before,
                 now=self.length,
                 used=self.used,
@@ -185,7 +185,7 @@ class Feed:
             return self._pull()
         if self._ahead is _END:
             return _END
-        batch, self._ahead, self._place = self._ahead, _MISSING, _MISSING
+        batch, self._ahead, self._position = self._ahead, _MISSING, _MISSING
         return batch
 
     def _pull(self) -> Any:
@@ -206,7 +206,7 @@ class Feed:
             raise TrainingError(f"{self._name} yielded no batch; is the dataset smaller than a batch with drop_last?")
 
     def _check_end(self, *, may_be_empty: bool) -> None:
-        """Say what is wrong with a pass that is over too early."""
+        """Raise or warn if a pass ended too early."""
         if not may_be_empty:
             self.check_not_empty()
         if self.length is not None and self.used < self.length and not self._told:
@@ -248,31 +248,34 @@ class Feeds:
         self._device = device
         self._told: set[str] = set()  # metrics that a warning was about
         self._evaluated: list[Iterable[Any]] = []  # loaders of validations and tests, in the order of their first use
-        self._place: Mapping[str, Any] | None = None
-        self._places: list[Mapping[str, Any]] = []  # of such loaders, from the checkpoint
+        self._position: Mapping[str, Any] | None = None
+        self._positions: list[Mapping[str, Any]] = []  # of such loaders, from the checkpoint
         # Each is put back once: two loaders may share one, and what has drawn from it must not draw the same again.
         self._restored: set[torch.Generator] = set()
 
     def for_training(self, loader: Iterable[Any]) -> Feed:
         """Return the feed of ``loader``: the one it had, or one that goes on where a resumed run has to."""
+        if isinstance(loader, Feed):
+            self.train = loader
         if self.train is None or (self.train is not loader and self.train.loader is not loader):
             self.train = Feed(loader, self._device)
             warn_if_all(loader, "train_data")
-            if self._place is not None:
-                self.train.load_state_dict(self._place, self._restored)
+            if self._position is not None:
+                self.train.load_state_dict(self._position, self._restored)
                 self._note(loader)
-                self._place = None
+                self._position = None
         return self.train
 
     def for_evaluation(self, loader: Iterable[Any], name: str) -> Feed:
         """Return a new feed of ``loader``, which errors call ``name``."""
         if isinstance(loader, Feed):
+            self.evaluated = loader
             return loader
         self.evaluated = Feed(loader, self._device, name)
         if not any(known is loader for known in self._evaluated):
             self._evaluated.append(loader)
             warn_if_all(loader, name)
-            self._restore(loader, self._places[len(self._evaluated) - 1 :])
+            self._restore(loader, self._positions[len(self._evaluated) - 1 :])
         return self.evaluated
 
     def metrics(self, metrics: NamedMetrics | None) -> Metrics:
@@ -280,18 +283,18 @@ class Feeds:
         return Metrics(metrics, self._device, self._told)
 
     def state_dict(self, *, validating: bool) -> Mapping[str, Any] | None:
-        """Return the place in the data; None before the first epoch and the first validation.
+        """Return the position in the data; None before the first epoch and the first validation.
 
         Args:
-            validating: whether it is to be the one that the validation under way began with.
+            validating: True for the position that the validation under way began with.
         """
         began = self.evaluated.start if validating and self.evaluated is not None else None
         instead: dict[Any, Any] = {}
         if began is not None and self.evaluated is not None:
             instead = dict(zip(own_generators(self.evaluated.loader), began["generators"], strict=True))
-        place: Mapping[str, Any] = self._place or {}  # resumed, and not come to training yet
+        position: Mapping[str, Any] = self._position or {}  # resumed, and not come to training yet
         if self.train is not None:
-            place = self.train.state_dict(instead)
+            position = self.train.state_dict(instead)
         evaluated: list[Mapping[str, Any]] = [
             {
                 "generators": generator_states(loader, instead),
@@ -303,14 +306,14 @@ class Feeds:
         if began is not None and self.evaluated is not None:
             now = next(index for index, loader in enumerate(self._evaluated) if loader is self.evaluated.loader)
             evaluated[now] = {**evaluated[now], "workers": began["workers"]}
-        evaluated += self._places[len(evaluated) :]
-        return {**place, "evaluated": evaluated} if place or evaluated else None
+        evaluated += self._positions[len(evaluated) :]
+        return {**position, "evaluated": evaluated} if position or evaluated else None
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Have the next feeds go on at this place."""
+        """Continue from this position with the next feeds."""
         state = state or {}
-        self._place = state if "used" in state else None
-        self._places = list(state.get("evaluated", ()))
+        self._position = state if "used" in state else None
+        self._positions = list(state.get("evaluated", ()))
 
     def forget(self) -> None:
         """Let go of the data, when the run ends."""
@@ -319,12 +322,12 @@ class Feeds:
         self.train = None
         self._evaluated.clear()
 
-    def _restore(self, loader: Iterable[Any], places: list[Mapping[str, Any]]) -> None:
-        if places:
-            if places[0]["workers"]:
+    def _restore(self, loader: Iterable[Any], positions: list[Mapping[str, Any]]) -> None:
+        if positions:
+            if positions[0]["workers"]:
                 start_persistent_workers(loader)
-            set_passes_made(loader, places[0].get("counted"))  # not in older checkpoints
-            set_generators(loader, places[0]["generators"], self._restored)
+            set_passes_made(loader, positions[0].get("counted"))  # not in older checkpoints
+            set_generators(loader, positions[0]["generators"], self._restored)
             self._note(loader)
 
     def _note(self, loader: Iterable[Any]) -> None:

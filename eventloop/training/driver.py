@@ -54,7 +54,7 @@ AnyMetrics = NamedMetrics | Metrics
 
 
 class Driver:
-    """Drives a run by calls, for control flow that is no ``for`` statement; ``run.drive()`` returns it.
+    """Drives a run by calls, for control flow that is not a ``for`` statement; ``run.drive()`` returns it.
 
         run = Run(bus, model=model, optimizer=optimizer)
         drive = run.drive()
@@ -184,7 +184,7 @@ class Driver:
     def begin_epoch(self, data: Iterable[Any] | None = None, *, endless: bool = False) -> Iterable[Any]:
         """Publish ``before_train_epoch``; return the batches of ``data`` on the device of the run.
 
-        Draw them from the result, so that the run knows its place in the data and finds it again after a resume. The data's
+        Draw them from the result, so that the run knows its position in the data and finds it again after a resume. The data's
         iterator is made after the event, so that hooks can still seed samplers.
 
         Args:

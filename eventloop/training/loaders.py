@@ -1,6 +1,6 @@
 """Loaders: state that is in no ``state_dict`` (generators, workers, a count of passes), and skipping batches after a resume.
 
-Accelerate's loaders are no DataLoaders, but hold one as ``base_dataloader``, and pretend to be of its class.
+Accelerate's loaders hold a DataLoader as ``base_dataloader`` and pretend to be of its class.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def has_workers(loader: Iterable[Any]) -> bool:
 
 
 def start_persistent_workers(loader: Iterable[Any]) -> None:
-    """Have the workers that an uninterrupted run would have by now, so that later passes draw what they would have drawn."""
+    """Start the workers that an uninterrupted run would have by now, so that later passes make the same random draws."""
     if isinstance(loader, DataLoader) and loader.persistent_workers and not has_workers(loader):
         now, generators = get_rng_state(), generator_states(loader)
         iter(_held(loader))
@@ -50,7 +50,7 @@ def start_persistent_workers(loader: Iterable[Any]) -> None:
 
 
 def has_state(loader: Iterable[Any]) -> bool:
-    """True if a loader tells its place and takes it back. Accelerate's claim to; what counts is the one that they hold."""
+    """True if a loader has ``state_dict`` and ``load_state_dict``. Of Accelerate's loaders, the one inside counts."""
     return all(callable(getattr(_held(loader), name, None)) for name in ("state_dict", "load_state_dict"))
 
 
@@ -84,7 +84,7 @@ def skip_batches(loader: Iterable[Any], used: int, again: Callable[[], None] | N
 
     Args:
         loader: the data.
-        used: how many batches to leave out.
+        used: number of batches to leave out.
         again: puts the random states back that the pass began with, where it began without a draw for its workers.
     """
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and _iterates_as_torch(loader):
@@ -105,7 +105,7 @@ def skip_batches(loader: Iterable[Any], used: int, again: Callable[[], None] | N
 
 
 def _iterates_as_torch(loader: DataLoader[Any]) -> bool:
-    """False for a class of its own that changes batches on their way: another loader in its place would not."""
+    """False for a subclass that changes batches on their way: a rebuilt loader would not."""
     kind = type(loader)
     return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
 
@@ -132,7 +132,7 @@ def _skip_by_index(loader: DataLoader[Any], used: int, again: Callable[[], None]
 
 
 class _SkippingSampler:
-    """Yields what a sampler yields after the first ``used``. The draws come after the loader's own, as they did then."""
+    """Yields the indices of a sampler after the first ``used``. Its draws come after the loader's own, as in the first run."""
 
     def __init__(self, sampler: Iterable[Any], used: int, again: Callable[[], None] | None) -> None:
         self._sampler = sampler

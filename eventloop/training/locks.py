@@ -93,7 +93,7 @@ class DirectoryLock:
             return False
 
     def _holder(self) -> tuple[str, str]:
-        """Return who has the lock, and how to end that."""
+        """Return the holder of the lock, and the way to end it."""
         try:
             with self._file.open("rb") as file:
                 told = file.read(_MOST).decode(errors="replace")

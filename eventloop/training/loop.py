@@ -42,13 +42,7 @@ class TrainLoop:
         max_iters: iterations to train for (iteration-based training: one long epoch).
         val_interval: epochs (default 1) or iterations (default 1000) between validations; there is always one at the end.
         val_begin: first epoch (or iteration) after which to validate, 1-based.
-        work_dir: where checkpoints and logs go.
-        device: where the model and batches are moved to; None leaves the model where it is.
-        seed: for Python, numpy and torch, set when a run begins. The model's weights are drawn before: call
-            ``torch.manual_seed`` before you make it.
-        stateful: anything else with ``state_dict``/``load_state_dict`` to keep in checkpoints, by name.
-        name: of the experiment.
-        config: of the user, for the record.
+        work_dir, device, seed, stateful, name, config: see :class:`Run`.
 
     Raises:
         ConfigurationError: both or neither of ``max_epochs`` and ``max_iters`` where there is something to train on, or
@@ -84,7 +78,7 @@ class TrainLoop:
         for label, function in (("step", step), ("val_step", val_step), ("test_step", test_step)):
             if function is not None:
                 check_step(label, function)
-        Metrics(metrics)  # says now what it cannot use
+        Metrics(metrics)  # checks them now
         self.model = model
         self.bus = bus if bus is not None else Bus()
         self.max_epochs = max_epochs
@@ -100,15 +94,9 @@ class TrainLoop:
         self._optimizer = optimizer
         self._running: Run | None = None
         self._cancelled = False
-        self._options: dict[str, Any] = {
-            "work_dir": work_dir,
-            "device": device,
-            "seed": seed,
-            "stateful": stateful,
-            "name": name,
-            "config": config,
-        }
-        self._new_run()  # says now which options cannot work
+        files = {"work_dir": work_dir, "name": name, "config": config}
+        self._options: dict[str, Any] = {"device": device, "seed": seed, "stateful": stateful, **files}
+        self._new_run()  # checks the options now
         if optimizer is not None and not any(isinstance(hook, Update) for hook in self.bus.hooks):
             self.bus.add(Update())
 
@@ -117,15 +105,16 @@ class TrainLoop:
         """Train, validating in between; return the metrics of the last validation.
 
         Args:
-            resume: ``"auto"`` goes on from the newest good checkpoint in ``work_dir``, or where the hooks save (or begins, if
-                there is none); the path or URL of a file from that one, that of a directory from the newest good one in it.
+            resume: a checkpoint to continue from; see :class:`Run`.
             strict: False loads from a checkpoint of another model or optimizer what fits.
 
         Raises:
             ConfigurationError: there is nothing to train on or with.
             Exception: whatever a step, a loader or a hook raised, unchanged.
         """
-        self._check_trainable()
+        self._need("train")
+        if self._optimizer is None:
+            raise ConfigurationError("there is nothing to train with: give TrainLoop an optimizer")
         metrics: dict[str, Any] = {}
         with self._begun(trains=True, resume=resume, strict=strict) as run:
             for _ in run.epochs(self.max_epochs, max_iters=self.max_iters):
@@ -143,7 +132,7 @@ class TrainLoop:
         """Like :meth:`run`, on a thread of its own, while the event loop of the caller (asyncio or trio) goes on.
 
         A bus that is not open is opened by ``async with bus:``, so that async handlers are tasks of the caller's loop. When
-        the caller is cancelled, the run ends at the next safe mount point, or where it waits for a place in a full lane
+        the caller is cancelled, the run ends at the next safe mount point, or where it waits for room in a full lane
         (see :meth:`Run.cancel`); handlers are drained for at most the bus's ``abort_timeout``, and the cancellation goes on.
         """
         train = partial(self._run_unless_cancelled, resume=resume, strict=strict, device=_cuda_device())
@@ -165,28 +154,28 @@ class TrainLoop:
 
     def stop(self, reason: str = "") -> None:
         """End the run under way at the next safe mount point; from any thread. Without one, nothing happens."""
-        if self._running is not None:
-            self._running.stop(reason)
+        if (run := self._running) is not None:
+            run.stop(reason)
 
     def pause(self) -> None:
         """Have the run under way wait at its next safe mount point; see :meth:`Run.pause`. Without one, nothing happens."""
-        if self._running is not None:
-            self._running.pause()
+        if (run := self._running) is not None:
+            run.pause()
 
     def resume(self) -> None:
         """Have a paused run go on; from any thread. Without one, nothing happens."""
-        if self._running is not None:
-            self._running.resume()
+        if (run := self._running) is not None:
+            run.resume()
 
     def set_lr(self, lr: float, optimizer: str | int | None = None) -> None:
         """Set the learning rate in the run under way; see :meth:`Run.set_lr`. Without one, nothing happens."""
-        if self._running is not None:
-            self._running.set_lr(lr, optimizer)
+        if (run := self._running) is not None:
+            run.set_lr(lr, optimizer)
 
     def checkpoint_now(self) -> None:
         """Save at the next safe mount point of the run under way; from any thread. Without one, nothing happens."""
-        if self._running is not None:
-            self._running.checkpoint_now()
+        if (run := self._running) is not None:
+            run.checkpoint_now()
 
     def _run_unless_cancelled(self, *, device: int | None, **options: Any) -> dict[str, Any]:
         if device is not None:
@@ -201,8 +190,8 @@ class TrainLoop:
     def _cancel(self) -> None:
         # Before looking: _begun() looks the other way round, so that one of the two sees the other.
         self._cancelled = True
-        if self._running is not None:
-            self._running.cancel()
+        if (run := self._running) is not None:
+            run.cancel()
 
     def _forward(self, run: Run, batch: Any) -> None:
         run.publish(BeforeForward, batch=batch)
@@ -230,14 +219,7 @@ class TrainLoop:
         return done >= self.val_begin and done % self.val_interval == 0
 
     def _new_run(self, **options: Any) -> Run:
-        run = Run(
-            self.bus,
-            model=self.model,
-            optimizer=self._optimizer,
-            counters=self.counters,
-            **self._options,
-            **options,
-        )
+        run = Run(self.bus, model=self.model, optimizer=self._optimizer, counters=self.counters, **self._options, **options)
         run.drive().loop_driven = True
         return run
 
@@ -250,7 +232,7 @@ class TrainLoop:
         run = self._running = self._new_run(**options)
         run.state.trains = trains
         run.validates = self._data["val"] is not None
-        run.state.validation_follows = self._iteration_is_validated
+        run.state.validation_follows = lambda: self.max_iters is not None and self._validation_due()
         if self._cancelled:
             run.cancel()
         try:
@@ -259,19 +241,11 @@ class TrainLoop:
         finally:
             self._running = None
 
-    def _iteration_is_validated(self) -> bool:
-        return self.max_iters is not None and self._validation_due()
-
     def _need(self, stage: str) -> Iterable[Any]:
         data = self._data[stage]
         if data is None:
             raise ConfigurationError(f"there is nothing to {stage} on: give TrainLoop {stage}_data")
         return data
-
-    def _check_trainable(self) -> None:
-        self._need("train")
-        if self._optimizer is None:
-            raise ConfigurationError("there is nothing to train with: give TrainLoop an optimizer")
 
 
 def _check_limits(train_data: object, max_epochs: int | None, max_iters: int | None) -> None:
@@ -296,7 +270,7 @@ def _called(name: str, step: Step, model: Any, batch: Any) -> Any:
 
 
 def _checked_outputs(outputs: Any) -> dict[str, Any]:
-    """Return what a training step returned as a dict with a scalar ``"loss"``."""
+    """Return the outputs of a training step as a dict with a scalar ``"loss"``."""
     if not isinstance(outputs, Mapping):
         outputs = {"loss": outputs}
     if "loss" not in outputs:

@@ -1,4 +1,4 @@
-"""Metrics of a validation: objects with update, compute and reset (torchmetrics' protocol), and means of what is reported."""
+"""Metrics of a validation: objects with update, compute and reset (torchmetrics' protocol), and means of scalar outputs."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ class Metrics:
         """Return all values by name, those of the metrics first; a metric that returns a mapping gives ``name/key``.
 
         Args:
-            ranks: all processes, where there are several: the values are then of what all of them have seen, and the same
-                on each, as decisions (the best checkpoint, an early stop) hang on them. A collective.
+            ranks: all processes, where there are several. The values then cover the batches of all ranks and are equal on
+                each, since decisions (the best checkpoint, an early stop) depend on them. A collective.
         """
         sums, counts, metrics = self._sums, self._counts, self._metrics
         if ranks is not None:
@@ -120,7 +120,7 @@ class Metrics:
         for name, metric in metrics.items():
             try:
                 value = _call(name, metric.compute)
-            except Exception:  # what it makes of no batch at all is not asked for: rank 0's value counts
+            except Exception:  # a metric may fail without a batch; rank 0's value counts
                 if not self._empty or ranks is None or not ranks.rank or metric is not self._metrics[name]:
                     raise
                 continue
@@ -128,12 +128,12 @@ class Metrics:
                 values |= {f"{name}/{key}": _number(entry) for key, entry in value.items()}
             else:
                 values[name] = _number(value)
-        # After them: who takes the first metric (save_best="auto") means one that the user has named.
+        # After them: save_best="auto" takes the first metric, which should be one that the user has named.
         values |= {name: _number(total / counts[name]) for name, total in sums.items() if name not in values}
         return values if ranks is None else dict(ranks.from_first(values))
 
     def _merged(self, ranks: Ranks) -> dict[str, Metric]:
-        """Return metrics that know what all ranks have seen, as far as that is possible."""
+        """Return metrics merged over all ranks, where they can be merged."""
         able = {name: metric for name, metric in self._metrics.items() if _merges(metric)}
         gathered = ranks.gather(able)
         for name, metric in self._metrics.items():
@@ -216,7 +216,7 @@ def _plain(sums: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
 
 
 def _added(parts: list[tuple[dict[str, float], dict[str, int], set[str]]]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the sums and the counts of all ranks, without those of names that are no scalars on one of them."""
+    """Return the sums and the counts of all ranks, without names that are not scalars on one of them."""
     sums: dict[str, Any] = {}
     counts: dict[str, int] = {}
     sized = set().union(*(names for _, _, names in parts))

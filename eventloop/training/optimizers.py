@@ -18,12 +18,12 @@ _seen: WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = WeakKeyDiction
 
 
 def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer whose step torch's hooks see: that inside a wrapper which never called ``Optimizer.__init__``.
+    """Return the optimizer whose steps torch's hooks see: the inner one of a wrapper that never called ``Optimizer.__init__``.
 
     Such are Accelerate's ``AcceleratedOptimizer`` and torchft's ``OptimizerWrapper``.
 
     Raises:
-        ConfigurationError: there is none inside.
+        ConfigurationError: the wrapper holds no such optimizer.
     """
     inner: torch.optim.Optimizer | None = optimizer
     while inner is not None and not hasattr(inner, "_optimizer_step_pre_hooks"):  # made by Optimizer.__init__
@@ -68,25 +68,25 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def options_given(optimizers: Mapping[str, torch.optim.Optimizer], seed: int | None) -> dict[str, Any]:
-    """Return by place what the program gives as the seed and as the options of ``optimizers``."""
+    """Return the seed and the options of ``optimizers`` as the program gives them, by path (``"optimizer.lr"``)."""
     given: dict[str, Any] = {} if seed is None else {"seed": seed}
     for name, optimizer in optimizers.items():
-        place = "optimizer" if name == "optimizer" else f"optimizer.{name}"
-        given |= by_place(_seen.setdefault(optimizer, _options(optimizer)), place)
+        path = "optimizer" if name == "optimizer" else f"optimizer.{name}"
+        given |= by_path(_seen.setdefault(optimizer, _options(optimizer)), path)
     return given
 
 
-def by_place(options: Any, place: str) -> dict[str, Any]:
-    """Return the plain values in a tree of options by their places, ``"optimizer.lr"``; of tensors, numbers."""
-    return dict(_leaves(options, place))
+def by_path(options: Any, path: str) -> dict[str, Any]:
+    """Return the plain values in a tree of options by path (``"optimizer.lr"``), tensors as numbers."""
+    return dict(_leaves(options, path))
 
 
 def tell_changed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Warn of options that have changed since the run began, and that its checkpoint overrides."""
     changed = [
-        f"{place} is {saved[place]!r}, not {value!r}"
-        for place, value in given.items()
-        if place in saved and not _same(saved[place], value)
+        f"{path} is {saved[path]!r}, not {value!r}"
+        for path, value in given.items()
+        if path in saved and not _same(saved[path], value)
     ]
     if changed:
         log.warning(
@@ -102,20 +102,20 @@ def _options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if "initial_lr" in group:
             group["lr"] = group.pop("initial_lr")
     options = groups[0] if len(groups) == 1 else {"groups": groups}
-    return by_place({"type": type(optimizer).__name__, **options}, "")
+    return by_path({"type": type(optimizer).__name__, **options}, "")
 
 
-def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for name, each in value.items():
-            yield from _leaves(each, f"{place}.{name}" if place else str(name))
+            yield from _leaves(each, f"{path}.{name}" if path else str(name))
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):
-            yield from _leaves(each, f"{place}[{index}]")
+            yield from _leaves(each, f"{path}[{index}]")
     elif isinstance(value, torch.Tensor) and value.numel() == 1:
-        yield place, value.item()
+        yield path, value.item()
     elif value is None or isinstance(value, bool | int | float | str):
-        yield place, value
+        yield path, value
 
 
 def _same(one: Any, other: Any) -> bool:

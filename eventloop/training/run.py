@@ -1,4 +1,4 @@
-"""A run: what its hooks and its user see of it; opens and closes the bus, saves and resumes.
+"""``Run``: the interface of a run for its hooks and its user.
 
     with Run(bus, model=model, optimizer=optimizer, work_dir="runs/mine") as run:
         for epoch in run.epochs(20):
@@ -7,7 +7,7 @@
                 run.report(loss=loss)
 
 publishes the same events around the user's own body that ``TrainLoop`` publishes around its own. Their order is in
-:mod:`eventloop.training.state`.
+:mod:`eventloop.training.driver`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from eventloop.training.distributed.ranks import this_rank, world_size
 from eventloop.training.driver import Driver
 from eventloop.training.iterators import Bodies, Epochs, EvaluationBatches, TrainBatches
 from eventloop.training.metrics import NamedMetrics
-from eventloop.training.optimizers import by_place, options_given, stepping
+from eventloop.training.optimizers import by_path, options_given, stepping
 from eventloop.training.rng import checked_seed
 from eventloop.training.saves.capture import Saves
 from eventloop.training.saves.request import OnError, SaveRequest
@@ -61,29 +61,30 @@ from eventloop.training.update import window_open
 
 
 class Run:
-    """Counts, publishes, keeps scopes and save points. A context manager; opens the bus if it is not open.
+    """One run of a training, validation or test. A context manager; opens the bus if it is not open.
 
-    Where ``torch.distributed`` is initialised with several processes, each has a run of its own, and they go in step: the model
-    is one that its wrapper keeps the same on all ranks (``DistributedDataParallel``), validation metrics are those of all
-    ranks, a stop or a checkpoint that one of them asks for is made by all after the same iteration, rank 0 writes the
-    files, and an exception on one ends them all. None waits for another longer than ``init_process_group(timeout=)`` says,
-    so it has to be longer than what one rank does while the others wait, such as writing the last checkpoint.
+    Where ``torch.distributed`` is initialised with several processes, each has its own run, and the runs go in step:
+
+    - A wrapper (``DistributedDataParallel``) keeps the model the same on all ranks; validation metrics cover all ranks.
+    - A stop, pause or checkpoint that one rank asks for is made by all after the same iteration; rank 0 writes the files.
+    - An exception on one rank ends all. No rank waits for another longer than ``init_process_group(timeout=)``, so the
+      timeout has to be longer than anything one rank does alone, such as writing the last checkpoint.
 
     Args:
-        bus: with the hooks on it; a new one without any if None.
+        bus: with the hooks on it; a new one if None.
         model: a module, or several by name.
         optimizer: an optimizer, or several by name. Steps are counted (and published) wherever they are made.
-        work_dir: where files go. Needed for checkpoints.
-        device: where models and batches are moved to; None leaves the model where it is and batches follow it.
+        work_dir: directory for files. Needed for checkpoints.
+        device: models and batches are moved to it; None leaves the model on its device, and batches follow it.
         seed: for Python, numpy and torch, set when the run begins. The model's weights are drawn before: call
             ``torch.manual_seed`` before you make it.
-        stateful: anything else with ``state_dict``/``load_state_dict`` that checkpoints must hold, by name.
-        resume: ``"auto"`` goes on from the newest good checkpoint in ``work_dir``, or where the hooks save (or begins, if
-            there is none); the path or URL of a file from that one, that of a directory from the newest good one in it.
+        stateful: other objects with ``state_dict`` and ``load_state_dict`` that checkpoints must hold, by name.
+        resume: ``"auto"`` for the newest good checkpoint in ``work_dir`` or where the hooks save (a new run if there is none),
+            the path or URL of a file, or that of a directory for the newest good checkpoint in it.
         strict: False loads from a checkpoint of another model or optimizer what fits.
-        name: of the experiment; the work dir's by default.
+        name: of the experiment; by default that of the work dir.
         config: of the user, for the record (see ``RuntimeInfoHook``).
-        counters: of an earlier run to go on from (``TrainLoop`` passes its own).
+        counters: of an earlier run to continue (``TrainLoop`` passes its own).
 
     Raises:
         ConfigurationError: an option that cannot work.
@@ -110,7 +111,7 @@ class Run:
         self.models = named("model", model, torch.nn.Module)
         self.optimizers = named("optimizer", {} if optimizer is None else optimizer, torch.optim.Optimizer)
         for one in self.optimizers.values():
-            stepping(one)  # says now which one's steps cannot be seen
+            stepping(one)  # checks now that its steps can be counted
         self.stateful = checked_stateful(stateful or {})
         self.work_dir = None if work_dir is None else checked_work_dir(work_dir).absolute()
         self.device = device_of(device, self.models)
@@ -131,8 +132,6 @@ class Run:
         session = Session(self, self.bus, self.state, self._feeds, self._saves, self._restore, moves=device is not None)
         self._driver = Driver(self, self.bus, self.state, self._feeds, self._saves, session)
         self._bodies = Bodies(self._driver)
-
-    # --------------------------------------------------------------------------------------- what users call
 
     @property
     def model(self) -> torch.nn.Module:
@@ -163,7 +162,7 @@ class Run:
 
     @property
     def outputs(self) -> dict[str, Any]:
-        """What the current iteration has reported so far."""
+        """The outputs that the current iteration has reported so far."""
         return self.state.outputs
 
     @property
@@ -186,7 +185,7 @@ class Run:
         return self._driver.last_batch
 
     def drive(self) -> Driver:
-        """Return what drives this run by calls, for control flow that is no ``for`` statement; always the same object.
+        """Return the driver of this run, for control flow that is not a ``for`` statement; always the same object.
 
         Call its ``begin_run()``, or use it inside of ``with run:``. See :class:`~eventloop.training.Driver`.
         """
@@ -197,8 +196,8 @@ class Run:
         """Iterate over the indices of the epochs that are left; publishes ``before_train`` and ``after_train`` around them.
 
         Args:
-            max_epochs: how many there are in all; or else
-            max_iters: one long epoch of so many iterations (to be used with ``run.train(loader, endless=True)``).
+            max_epochs: number of epochs in all; or else
+            max_iters: number of iterations of one long epoch (use ``run.train(loader, endless=True)``).
         """
         if (max_epochs is None) == (max_iters is None):
             raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give run.epochs() one of them")
@@ -210,8 +209,8 @@ class Run:
     def train(self, loader: Data, *, endless: bool = False) -> TrainBatches:
         """Iterate over the batches of one epoch on their device; publishes its events around the body.
 
-        ``break`` ends the iteration without its ``after_train_iter``. What is called next (a validation, the next epoch) ends
-        the epoch; ``with run.train(loader) as batches:`` has the end of the block say so instead of the ``for`` statement.
+        ``break`` ends the iteration without its ``after_train_iter``. The next call of the run (a validation, the next epoch)
+        ends the epoch. In ``with run.train(loader) as batches:`` the end of the block counts instead of the ``for`` statement.
 
         Args:
             loader: any iterable of batches that can be iterated again.
@@ -223,7 +222,7 @@ class Run:
     def validate(self, loader: Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
         """Iterate over validation batches, in evaluation mode and without gradients, and publish the events of a validation.
 
-        What the body reports feeds ``metrics`` and, where it is scalar, means; the result is in ``.metrics`` afterwards.
+        Reported outputs feed ``metrics`` and, where they are scalars, means; the result is in ``.metrics`` afterwards.
         Called in the body of ``run.train``, it ends that iteration first.
 
         ``break`` ends the validation without its ``after_val``, and gives modes, gradients and weights back. Where batches are
@@ -242,14 +241,14 @@ class Run:
     def report(self, *unnamed: Any, **entries: Any) -> None:
         """Add entries to the outputs of the current iteration, by name; tensors stay on their device."""
         if unnamed:
-            raise TrainingError("run.report() takes what it reports by name, such as run.report(loss=loss)")
+            raise TrainingError("run.report() takes its entries by name, such as run.report(loss=loss)")
         self.state.check_open("run.report()")
         self.state.outputs.update(entries)
 
     def report_image(self, name: str, image: torch.Tensor | np.ndarray[Any, Any]) -> None:
-        """Publish ``image_reported``: for writers that take images, and whoever else hears it.
+        """Publish ``image_reported``, for writers that take images. Without a subscriber it costs nothing.
 
-        It costs nothing while nobody does; copied for offloaded handlers, it may be changed or freed afterwards.
+        Offloaded handlers get a copy, so the image may be changed or freed afterwards.
 
         Args:
             name: such as ``"samples"``; writers put the stage before it.
@@ -289,10 +288,9 @@ class Run:
     def stop(self, reason: str = "") -> None:
         """End the run at the next safe mount point: after an iteration whose accumulation window is complete.
 
-        The scopes that this cuts short (epoch, validation) do not publish their ``after_x``; the train scope and the run
-        end in order. Safe from any thread and from signal handlers: nothing is locked or logged here. With several
-        processes, all of them end after the same iteration, which is the one after at the latest; in a validation they do
-        so only if all ranks have the same number of batches, else at its end.
+        Scopes cut short by it (epoch, validation) do not publish their ``after_x``; the train scope and the run end in order.
+        Safe from any thread and from signal handlers: it takes no lock and logs nothing. Several processes end after the same
+        iteration, at the latest the next one; in a validation only if all ranks have as many batches, else at its end.
 
         Args:
             reason: for the record; in ``run.info["stop_reason"]`` at ``after_run``.
@@ -306,7 +304,7 @@ class Run:
     def cancel(self) -> None:
         """End the run as an exception would: raises :class:`RunCancelled` on the training thread.
 
-        It does so at the next safe mount point, or in a publish that waits for a place in a full lane. Open scopes do not
+        It does so at the next safe mount point, or in a publish that waits for room in a full lane. Open scopes do not
         publish their ``after_x``, nothing is saved. Safe from any thread and from signal handlers.
         """
         self.state.cancelled = True
@@ -342,19 +340,17 @@ class Run:
         Raises:
             ConfigurationError: a rate that is not above 0 and finite, or an optimizer that the run has not.
         """
+        names = tuple(self.optimizers)
         if not math.isfinite(lr):
             raise ConfigurationError(f"lr={lr!r}: give a number above 0")
-        names = tuple(self.optimizers)
-        if isinstance(optimizer, int) and -len(names) <= optimizer < len(names):
-            names = (names[optimizer],)
-        elif optimizer is not None:
-            if optimizer not in names:
-                raise ConfigurationError(
-                    f"optimizer={optimizer!r}: the run has {', '.join(map(repr, names)) or 'none'}; give a name or an index"
-                )
-            names = (str(optimizer),)
         if not names:
             raise ConfigurationError("run.set_lr(): the run has no optimizer; give Run(optimizer=...) one")
+        if optimizer is not None:
+            chosen = [name for index, name in enumerate(names) if optimizer in (name, index)]
+            if not chosen:
+                told = ", ".join(map(repr, names))
+                raise ConfigurationError(f"optimizer={optimizer!r}: the run has {told}; give a name or an index")
+            names = tuple(chosen)
         self.state.rates.append((float(lr), names))
 
     def checkpoint_now(self) -> None:
@@ -407,13 +403,13 @@ class Run:
         """Note options that a checkpoint overrides; a resume warns of those that the program gives in another way now.
 
         Args:
-            owner: the name of what they are of: a key of the checkpoint, such as ``"optimizer"``.
+            owner: key of the checkpoint that holds them, such as ``"optimizer"``.
             options: mappings, lists and plain values in any nesting; anything else is left out.
         """
-        self.options |= by_place(options, owner)
+        self.options |= by_path(options, owner)
 
     def check_savable(self, *, directory: str | AnyPath | None = None, **options: Any) -> list[str]:
-        """Raise now what a save with these options of :meth:`request_save` would raise hours later.
+        """Check now that a save with these options of :meth:`request_save` will work.
 
         Returns:
             The keys that the checkpoint would have; none on a rank that writes none.
@@ -494,8 +490,6 @@ class Run:
         if self.counters.max_epochs is None or self.epoch_length is None:
             return None
         return self.counters.max_epochs * self.epoch_length
-
-    # ------------------------------------------------------------------------------------------- begin and end
 
     def __enter__(self) -> Self:
         self._driver.begin_run()

@@ -177,9 +177,9 @@ class Session:
         """Lock the directories of this training. Rank 0 locks them for all; an error is raised on all ranks."""
         problem = ""
         try:
-            for place in self._saves.directories if not this_rank() else ():
-                # One directory may have several names: a link to it, a way with "..".
-                if isinstance(place, Path) and (directory := place.resolve()) not in self._locks:
+            for path in self._saves.directories if not this_rank() else ():
+                # One directory may have several names: a link to it, a path with "..".
+                if isinstance(path, Path) and (directory := path.resolve()) not in self._locks:
                     self._locks[directory] = DirectoryLock(directory)
         except ConfigurationError as error:
             problem = str(error)
@@ -189,7 +189,7 @@ class Session:
             raise ConfigurationError(problem)
 
     def _tell_others(self) -> None:
-        """Warn of runs at the same time whose random numbers are not those that a seed promises."""
+        """Warn of another run at the same time, if one of the two has a seed: they draw from the same random state."""
         for other in _open:
             if self._run.seed is not None or other.seed is not None:
                 log.warning(

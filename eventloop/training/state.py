@@ -171,7 +171,7 @@ class Scopes:
 
 
 class RunState:
-    """What a run knows of itself, and the requests of other threads, which it meets at the next safe mount point.
+    """The state of a run, and the requests of other threads, which take effect at the next safe mount point.
 
     Args:
         counters: of the run.
@@ -237,7 +237,7 @@ class RunState:
     # --------------------------------------------------------------------------------------------- what others ask for
 
     def wake(self) -> None:
-        """Have a paused run look at what it was asked for; safe from any thread and from signal handlers."""
+        """Wake a paused run, so that it sees new requests; safe from any thread and from signal handlers."""
         self._wake.put(None)
 
     def refuse(self, why: Callable[[], object]) -> None:

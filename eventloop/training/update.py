@@ -221,7 +221,7 @@ def _zero_grad(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """True for fused optimizers, whose step() is called in any case and looks for overflow inside its kernel."""
+    """True for fused optimizers, whose step() checks for overflow inside its kernel."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -250,7 +250,7 @@ def _scaler_options(options: Mapping[str, Any], amp: Precision | None) -> dict[s
             f'scaler={dict(options)!r} are the arguments of the scaler that amp="fp16" brings, not amp={amp!r}'
         )
     try:
-        torch.amp.GradScaler("cpu", **options)  # says now what it cannot use
+        torch.amp.GradScaler("cpu", **options)  # checks the options
     except (TypeError, AssertionError) as error:
         raise ConfigurationError(f"scaler={dict(options)!r}: {error or 'a factor is out of range'}") from None
     return dict(options)

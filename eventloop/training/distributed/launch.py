@@ -18,7 +18,7 @@ from eventloop.training.distributed.ranks import this_rank, world_size
 
 log = get_logger()
 
-# What a loader is made of, beside its dataset, its sampler and the size of its batches.
+# The options of a DataLoader, beside its dataset, its sampler and its batch size.
 _PARTS = (
     "num_workers",
     "collate_fn",

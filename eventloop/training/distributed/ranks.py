@@ -1,4 +1,4 @@
-"""Several processes: which one this is, what all of them agree on, and how one that fails takes the others along.
+"""Several processes: the rank of this one, agreement of all ranks, and how a failure of one ends the others.
 
 Everything here goes over a process group of its own (gloo, so over the CPU): it never waits for an accelerator, and never
 meets the collectives of the training.
@@ -28,7 +28,7 @@ INTERVAL = 0.05
 """Seconds between two exchanges of :class:`Agreement`; 0 for one in every iteration."""
 
 PATIENCE = 10.0
-"""Seconds after which a process says for what it waits."""
+"""Seconds after which a process logs why it waits."""
 
 _MOST_BETWEEN: Final = 1000
 _FAILURE: Final = "trainbus/failure"
@@ -65,10 +65,10 @@ def check_initialized() -> None:
 
 
 class Ranks:
-    """All processes of a run, seen from one. Every method is a collective: all ranks call it at the same place.
+    """All processes of a run, seen from one. Every method is a collective: all ranks call it at the same point.
 
     Args:
-        group: a CPU process group that nobody else uses.
+        group: a CPU process group of its own.
     """
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
@@ -114,7 +114,7 @@ class Ranks:
 
 
 class Wishes(NamedTuple):
-    """What a rank asks for, or some rank."""
+    """The requests of one rank, or of all ranks together."""
 
     stop: bool = False
     save: bool = False
@@ -166,7 +166,7 @@ class Agreement:
     def settle(self) -> None:
         """Take everything that was asked for up to now. It is a barrier, too."""
         self._take()
-        self._launch([])  # what is to be saved at the end of a scope, rank 0 decides
+        self._launch([])  # rank 0 decides about saves at the end of a scope
         self._take()
 
     def confirm(self) -> None:
@@ -303,9 +303,9 @@ _runs = 0  # that this process has joined; the same on all ranks
 def tell_failure(error: BaseException) -> None:
     """Have the other ranks know of the first error of all; if it was another's, add it to ``error``.
 
-    They end because this process does: its connections close, and whoever waits for it fails. (Where a host catches the error
-    and lives on, they wait until torch's own timeout, that of ``init_process_group(timeout=)``.) An error that is such a
-    timeout gets the ranks that did not answer as a note.
+    They end because this process ends: its connections close, and ranks that wait for it fail. (Where a host catches the error
+    and lives on, they wait for ``init_process_group(timeout=)``.) An error that is such a timeout gets a note with the ranks
+    that did not answer.
     """
     mine = f"rank {this_rank()}: {type(error).__name__}: {error}"
     first, silent = mine, ""
@@ -341,7 +341,7 @@ def _store() -> Iterator[Any]:
 
 
 def _silent(store: Any) -> str:
-    """Return the ranks that have not come to their own error, in words; those who live do so at about the same time."""
+    """Return the ranks that have not reached their own error, in words; living ranks reach it at about the same time."""
     keys = {rank: f"{_FAILURE}/{_runs}/{rank}" for rank in range(world_size())}
     store.set(keys[this_rank()], "")
     deadline = time.monotonic() + _ANSWER

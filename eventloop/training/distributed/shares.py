@@ -1,4 +1,4 @@
-"""What a rank's share of a validation counts, and models whose forward pass waits for the other ranks."""
+"""The share of a rank in a validation, and models whose forward pass waits for the other ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Share:
     as the forward pass of a wrapped model may wait for the others. That batch counts nothing.
 
     Args:
-        loader: where it is no ``DataLoader`` in batches of one size, each batch counts 1.
+        loader: each batch counts 1, unless it is a ``DataLoader`` with batches of one size.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -45,7 +45,7 @@ class Share:
             self._repeats, self._samples = True, own
 
     def counts(self, index: int) -> int:
-        """Return how many samples batch ``index`` counts; 1 where that is not known."""
+        """Return the number of samples that batch ``index`` counts; 1 where it is unknown."""
         if index == self._alone:
             return 0
         if not self._size or self._samples is None:
@@ -73,7 +73,7 @@ def forward_alone(models: Iterable[torch.nn.Module], lengths: list[int | None]) 
 
     Args:
         models: of the run.
-        lengths: how many batches each rank has, where that is known.
+        lengths: number of batches of each rank, where it is known.
 
     Returns:
         What has them wait again.
