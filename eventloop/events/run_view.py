@@ -163,3 +163,6 @@ class RunView(Protocol):
 
     def wait_for_saves(self) -> None:
         """Wait until nothing is being written."""
+
+    def apply_state(self, from_: Mapping[str, Any]) -> None:
+        """Have the run go on from the state in this checkpoint of another program; in handlers of ``before_run``."""

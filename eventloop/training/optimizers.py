@@ -81,6 +81,12 @@ def by_path(options: Any, path: str) -> dict[str, Any]:
     return dict(_leaves(options, path))
 
 
+def forget_options(options: dict[str, Any], owner: str) -> None:
+    """Remove the options whose owner a checkpoint does not hold, or was not loaded from it."""
+    for name in [name for name in options if name.startswith(f"{owner}.")]:
+        del options[name]
+
+
 def tell_changed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Warn of options that have changed since the run began, and that its checkpoint overrides."""
     changed = [

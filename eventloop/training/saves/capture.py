@@ -25,7 +25,7 @@ from eventloop.errors import ConfigurationError
 from eventloop.events import Event
 from eventloop.training.data import Feeds
 from eventloop.training.distributed.ranks import Ranks, saves_group
-from eventloop.training.optimizers import stepping
+from eventloop.training.optimizers import forget_options, stepping
 from eventloop.training.rng import get_rng_state
 from eventloop.training.saves.request import SaveRequest, merged
 from eventloop.training.saves.write import SaveJob, Writer
@@ -313,12 +313,6 @@ class Saves:
 
         group = None if self.ranks is None else saves_group()
         return take_shards(state, path, self._token or secrets.token_hex(4), group)
-
-
-def forget_options(options: dict[str, Any], owner: str) -> None:
-    """Remove the options whose owner a checkpoint does not hold, or was not loaded from it."""
-    for name in [name for name in options if name.startswith(f"{owner}.")]:
-        del options[name]
 
 
 def unwrapped_state(model: torch.nn.Module) -> dict[str, Any]:

@@ -14,16 +14,14 @@ from eventloop.checkpoint import AnyPath, as_path, convert_foreign, has_shards, 
 from eventloop.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, TrainingError
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import this_rank, world_size
-from eventloop.training.optimizers import stepping, tell_changed
+from eventloop.training.optimizers import forget_options, stepping, tell_changed
 from eventloop.training.rng import other_rng_state, set_rng_state
-from eventloop.training.saves.capture import FORMAT, SavedRun, Saves, checkpoint_keys, forget_options, unwrapped_state
+from eventloop.training.saves.capture import FORMAT, SavedRun, Saves, checkpoint_keys, unwrapped_state
 from eventloop.training.saves.discover import find_checkpoint, lacking
 from eventloop.training.state import Count, Counters
 
 HOSTED: Final = "trainbus"
 """Key under which :meth:`eventloop.Run.gather_state` puts the state of a run into another checkpoint."""
-
-_OF_TORCH: Final = (".pth", ".pt", ".ckpt", ".bin")
 
 log = get_logger()
 
@@ -47,7 +45,11 @@ class Restore:
         self._may_load = False
         if source == "auto" and run.work_dir is None:
             raise ConfigurationError('resume="auto" looks for checkpoints in the work_dir; give one, or a path as resume=')
-        if isinstance(self._source, Path) and self._source.suffix in _OF_TORCH and not self._source.is_dir():
+        if (
+            isinstance(self._source, Path)
+            and self._source.suffix in (".pth", ".pt", ".ckpt", ".bin")
+            and not self._source.is_dir()
+        ):
             raise ConfigurationError(
                 f"resume={str(source)!r}: files of torch.save are imported first, without running what is in them: "
                 f"`trainbus checkpoint import {source} {self._source.stem}.safetensors`, and resume from that"
@@ -176,23 +178,22 @@ class Restore:
 def placement(
     models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
 ) -> Callable[[tuple[str | int, ...], torch.Size, torch.dtype], torch.Tensor]:
-    """Return a function that makes an empty tensor for each place in a checkpoint of sharded state, sharded as in this run.
+    """Return a function that makes an empty tensor for each path in a checkpoint of sharded state, sharded as in this run.
 
-    Weights are as the model has them, under whatever entry (averages of weights), what an optimizer knows of a parameter is
-    as that is, anything else as the weights of its shape. What is not sharded here is whole.
+    Weights are as the model has them, under whatever key (averages of weights); the optimizer's state of a parameter is as that
+    is; anything else as the weights of its shape. What is not sharded here is whole.
     """
-    weights: dict[tuple[str | int, ...], torch.Tensor] = {}
+    known: dict[tuple[str | int, ...], torch.Tensor] = {}
     for name, model in models.items():
         prefix = ("state_dict",) if set(models) == {"model"} else ("state_dict", name)
-        weights |= {(*prefix, key): value for key, value in unwrapped_state(model).items() if isinstance(value, torch.Tensor)}
-    of = {name: [p for group in one.param_groups for p in group["params"]] for name, one in optimizers.items()}
-    by_shape = {value.shape: value for value in weights.values()}
+        known |= {(*prefix, key): value for key, value in unwrapped_state(model).items() if isinstance(value, torch.Tensor)}
+    by_shape = {value.shape: value for value in known.values()}
+    for name, optimizer in optimizers.items():
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        known |= {("optimizer", name, "state", index): parameter for index, parameter in enumerate(parameters)}
 
     def like(path: tuple[str | int, ...], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        found = weights.get(("state_dict", *path[1:]))
-        if found is None and len(path) > 3 and path[0] == "optimizer" and path[1] in of:
-            parameters = of[str(path[1])]
-            found = parameters[int(path[3])] if int(path[3]) < len(parameters) else None
+        found = known.get(("state_dict", *path[1:]), known.get(path[:4]))
         if found is None or found.shape != shape:
             found = by_shape.get(shape)
         return torch.empty(shape, dtype=dtype) if found is None else torch.empty_like(found.detach(), dtype=dtype)
@@ -285,7 +286,8 @@ def _fitting(model: torch.nn.Module, weights: Mapping[str, Any], name: str, *, s
         "unexpected": sorted(weights.keys() - own.keys()),
         "of another shape": [f"{key} (saved {old}, here {new})" for key, (old, new) in shapes.items()],
     }
-    found = "; ".join(f"{kind}: {_first(keys)}" for kind, keys in problems.items() if keys)
+    several = {kind: f" and {len(keys) - 8} more" if len(keys) > 8 else "" for kind, keys in problems.items()}
+    found = "; ".join(f"{kind}: {', '.join(keys[:8])}{several[kind]}" for kind, keys in problems.items() if keys)
     if found and strict:
         raise CheckpointError(f"the checkpoint is of another {name}: {found}")
     if found:
@@ -322,8 +324,3 @@ def _with_state(kind: str, things: Mapping[str, Any], saved: Mapping[str, Any]) 
         if name not in saved:
             log.warning("the checkpoint has no state for this; it starts afresh", what=kind, name=name, saved=sorted(saved))
     return [(name, thing, saved[name]) for name, thing in things.items() if name in saved]
-
-
-def _first(keys: list[str], most: int = 8) -> str:
-    rest = f" and {len(keys) - most} more" if len(keys) > most else ""
-    return ", ".join(keys[:most]) + rest

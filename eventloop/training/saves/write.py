@@ -43,12 +43,6 @@ class SaveJob(msgspec.Struct, eq=False):
     parts: Parts | None = None
     """This process's part of what is spread over several."""
 
-    @property
-    def first(self) -> bool:
-        """True on the process that writes the file."""
-        parts = (self.source or self).parts
-        return parts is None or parts.first
-
     def release(self) -> None:
         """Give back the memory of the staged state, if there is one."""
         if self.staged is not None:
@@ -194,7 +188,8 @@ class Writer:
 
     def _copy(self, job: SaveJob, source: AnyPath, path: AnyPath) -> None:
         """Give the file ``source`` the name ``path``, too, on the process that writes."""
-        if job.first:
+        parts = (job.source or job).parts
+        if parts is None or parts.first:
             self._make(path.parent)
             link(source, path)
             if source.parent != path.parent:
