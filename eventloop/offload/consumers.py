@@ -68,13 +68,9 @@ class Consumer:
     """
 
     def __init__(self, delivery: Delivery, began: Callable[[Consumer], None], ended: Callable[[Consumer], None]) -> None:
+        self.delivery = delivery
         self.lane = delivery.lane
-        self.loud = delivery.loud
         self.before: LaneStats = self.lane.stats  # what the lane had counted before this bus session, or when last reported
-        self._failed = delivery.failed
-        self._broken = delivery.broken
-        self._batch = delivery.batch
-        self._timeout = delivery.timeout
         self._began = began
         self._ended = ended
         self._abandoned = False
@@ -86,7 +82,7 @@ class Consumer:
         self._abandoned = True
 
     def _take(self) -> list[Any]:
-        items = self.lane.take(self._batch or self.lane.chunk)
+        items = self.lane.take(self.delivery.batch or self.lane.chunk)
         self._held = len(items)
         if self.lane.given_up:
             self._drop_held()
@@ -95,7 +91,7 @@ class Consumer:
 
     def _calls(self, items: list[Any]) -> Iterator[tuple[Context, list[Any]]]:
         """Split what was taken into calls of the handler: the context variables it sees, and what it gets."""
-        if self._batch is not None:
+        if self.delivery.batch is not None:
             yield self.lane.context.copy(), items
             return
         for item in items:
@@ -103,7 +99,7 @@ class Consumer:
             yield context, [value]
 
     def _argument(self, arrived: list[Any]) -> Any:
-        return arrived if self._batch is not None else arrived[0]
+        return arrived if self.delivery.batch is not None else arrived[0]
 
     def _done(self, number: int) -> None:
         self._held -= number
@@ -115,7 +111,7 @@ class Consumer:
 
     def _fail(self, error: Exception, items: list[Any], arrived: list[Any]) -> None:
         # Told before it is counted: a drain that saw the count must find the error.
-        self._failed(error, _sources(items, arrived))
+        self.delivery.failed(error, _sources(items, arrived))
         self._count_failed(len(items))
 
     def _fail_and_end(self, items: list[Any], arrived: list[Any]) -> None:
@@ -125,7 +121,7 @@ class Consumer:
 
     def _break(self, error: BaseException) -> None:
         self._drop_held()
-        self._broken(error, self._ended_at)
+        self.delivery.broken(error, self._ended_at)
         self.lane.close(f"its consumer has ended: {type(error).__name__}: {error}")
         self.lane.detach()
 
@@ -333,10 +329,7 @@ class TaskConsumer(Consumer):
         try:
             arrived = [await arrive_async(item) for item in items]
             called = await_through(context.run, self._handler(self._argument(arrived)))
-            if self._timeout is None:
-                await called
-            else:
-                await self._limited(called, self._timeout)
+            await self._limited(called)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is reported, and the lane goes on
             self._fail(error, items, arrived)
         except anyio.get_cancelled_exc_class() as error:
@@ -352,7 +345,11 @@ class TaskConsumer(Consumer):
         else:
             self._done(len(items))
 
-    async def _limited(self, called: Awaitable[object], timeout: float) -> None:  # noqa: ASYNC109 - one that is reported
+    async def _limited(self, called: Awaitable[object]) -> None:
+        timeout = self.delivery.timeout
+        if timeout is None:
+            await called
+            return
         with anyio.move_on_after(timeout) as scope:
             await called
         if scope.cancelled_caught:

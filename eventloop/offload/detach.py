@@ -28,10 +28,14 @@ def detacher() -> Detach:
 
     Events whose fields are all plain and immutable are returned as they are.
     """
-    known = _Known()
+    known: dict[type[Event], Detach] = {}
 
     def detach_one(event: Event) -> Event | Snapshot:
-        return known[type(event)](event)
+        kind = type(event)
+        found = known.get(kind)
+        if found is None:
+            found = known[kind] = _make(kind)
+        return found(event)
 
     return detach_one
 
@@ -110,13 +114,6 @@ def _plan(hint: Any) -> str:
     return "keep" if immutable and get_origin(hint) not in (list, dict, set, tuple) else "copy"
 
 
-class _Known(dict[type[Event], Detach]):
-    """How to detach events, by their class; made for the first event of each."""
-
-    def __missing__(self, event_type: type[Event]) -> Detach:
-        return self.setdefault(event_type, _make(event_type))
-
-
 def _make(event_type: type[Event]) -> Detach:
     """Return the function that detaches events of one class, with no more work than its fields need."""
     plans = _plans(event_type)
@@ -138,9 +135,15 @@ def _taking(target: type[Event], keep: list[str], scalars: str) -> Detach:
 
     With plain floats for outputs the publisher makes the new event. Else it takes the values only, and the consumer makes it.
     """
-    kept, take = _fields(keep), ScalarTaker().take
+    take = ScalarTaker().take
     outputs_of = attrgetter(scalars)
-    rebuilt, made = _rebuilding(target, keep, scalars)
+    # Generated: with the names spelled out it takes 0.1 µs, with ``**`` and a dictionary four times as long.
+    from_event = ", ".join([*(f"{name}=event.{name}" for name in keep), f"{scalars}=outputs"])
+    from_kept = ", ".join([*(f"{name}=kept[{index}]" for index, name in enumerate(keep)), f"{scalars}=outputs"])
+    kept = "".join(f"event.{name}, " for name in keep)
+    lambdas = f"lambda event, outputs: target({from_event}), lambda kept, outputs: target({from_kept}), lambda event: ({kept})"
+    rebuilt: Callable[[Event, Any], Event]
+    rebuilt, made, keep_of = eval(lambdas, {"target": target})  # noqa: S307 - fields of a struct
 
     def detach_event(event: Event) -> Event | Snapshot:
         outputs = outputs_of(event)
@@ -152,27 +155,13 @@ def _taking(target: type[Event], keep: list[str], scalars: str) -> Detach:
         else:
             return rebuilt(event, {**outputs})
         taken = take(outputs)
-        return Snapshot((kept(event), taken), tuple(taken[2]) if taken[0].waits else (), finish)
+        return Snapshot((keep_of(event), taken), tuple(taken[2]) if taken[0].waits else (), finish)
 
-    def finish(taken: tuple[tuple[Any, ...], Taken]) -> Event:
-        values, (plan, numbers, stacks) = taken
-        return made(values, plan.read(numbers, stacks))
+    def finish(snapshot: tuple[tuple[Any, ...], Taken]) -> Any:
+        kept, (plan, numbers, stacks) = snapshot
+        return made(kept, plan.read(numbers, stacks))
 
     return detach_event
-
-
-def _rebuilding(
-    target: type[Event], keep: list[str], scalars: str
-) -> tuple[Callable[[Event, Any], Event], Callable[[tuple[Any, ...], Any], Event]]:
-    """Return ``lambda event, outputs: target(<keep>=event.<keep>, ..., <scalars>=outputs)``, and the same with values.
-
-    Generated: with the names spelled out it takes 0.1 µs, with ``**`` and a dictionary four times as long.
-    """
-    from_event = ", ".join([*(f"{name}=event.{name}" for name in keep), f"{scalars}=outputs"])
-    from_values = ", ".join([*(f"{name}=values[{index}]" for index, name in enumerate(keep)), f"{scalars}=outputs"])
-    made = f"lambda event, outputs: target({from_event}), lambda values, outputs: target({from_values})"
-    functions: tuple[Any, Any] = eval(made, {"target": target})  # noqa: S307 - fields of a struct
-    return functions
 
 
 def _copying(target: type[Event], keep: list[str], copied: list[str], scalars: list[str]) -> Detach:
@@ -197,12 +186,6 @@ def _copying(target: type[Event], keep: list[str], copied: list[str], scalars: l
         return Snapshot(fields, pending, finish)
 
     return detach_event
-
-
-def _fields(names: list[str]) -> Callable[[Event], tuple[Any, ...]]:
-    if len(names) > 1:
-        return attrgetter(*names)
-    return lambda event: tuple([getattr(event, name) for name in names])
 
 
 def _live_property(event_type: type[Event], name: str) -> property:

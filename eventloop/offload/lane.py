@@ -30,7 +30,7 @@ PATIENCE = 10.0
 
 log = get_logger()
 
-_DROPPED: Final = threading.Lock()  # instead of a bell: the publisher does not wait
+DROPPED: Final = threading.Lock()  # instead of a bell: the publisher does not wait
 
 
 class Lane(Slots):
@@ -97,13 +97,15 @@ class Lane(Slots):
                     bell = None
                     self._gate = SHUT  # so that no other publisher takes the slot that is freed here
                     if self._closed or self._reserved - self._freed >= self.capacity:
-                        bell = self._make_room(waited=waited)
+                        bell = self._make_room(f"{self.capacity} events wait", "queue", self._drop_for_slot, waited=waited)
                     if bell is None:
                         # Without a call in between, as above.
                         self._reserved += 1
                         reserved = True
+                    elif bell is DROPPED:
+                        self._refuse()
                     self._set_gate()
-                if bell is _DROPPED:
+                if bell is DROPPED:
                     return
                 if bell is not None:
                     waited = True
@@ -156,29 +158,39 @@ class Lane(Slots):
             self._armed = False
             raise
 
-    def _make_room(self, *, waited: bool) -> threading.Lock | None:
-        """Return None if a slot is free now, else what to wait for, or _DROPPED; called with the lock held."""
+    def _make_room(self, what: str, option: str, drop: Callable[[], bool], *, waited: bool) -> threading.Lock | None:
+        """Make room as the policy allows; called with the lock held.
+
+        Args:
+            what: fills the lane, for errors.
+            option: gives it more room.
+            drop: drops queued events; returns False if that makes no room.
+            waited: whether the publisher has waited already.
+
+        Returns:
+            None if there is room now, else a bell to wait for, or DROPPED.
+        """
         if self._closed or (self._retired and waited):
             if self._retired and (not waited or self.full != "block"):
-                self._refuse()  # of a cancelled subscription, by a publish that was under way when the bus closed
-                return _DROPPED
+                return DROPPED  # of a cancelled subscription, by a publish that was under way when the bus closed
             raise self._closed_error()
-        match self.full:
-            case "block":
-                return self._wait_for_room(f"{self.capacity} events wait")
-            case "raise":
+        if self.full == "block":
+            if self._owns():
                 raise LaneFullError(
-                    f"the lane of {self.label} is full ({self.capacity} events wait); its handler is slower than its "
-                    'events: give it a larger queue=, a filter such as every=, or full="drop_old"'
+                    f"the lane of {self.label} is full ({what}) and its publisher runs on a thread or event loop of its bus, "
+                    f"so waiting could be a deadlock; give the lane a larger {option}= or another full= policy"
                 )
-            case "drop_new":
-                self._refuse()
-                return _DROPPED
-            case "drop_old":
-                self._drop(1)
-            case "latest":
-                self._drop(len(self._queue))
-        return None
+            return self._bell()
+        if self.full == "raise":
+            raise LaneFullError(
+                f"the lane of {self.label} is full ({what}); its handler is slower than its events: give it a larger "
+                f'{option}=, a filter such as every=, or full="drop_old"'
+            )
+        return None if self.full != "drop_new" and drop() else DROPPED
+
+    def _drop_for_slot(self) -> bool:
+        self._drop(1 if self.full == "drop_old" else len(self._queue))
+        return True
 
     def _drop(self, most: int) -> None:
         # A slot may belong to a publisher that has not appended yet, and then the queue holds nothing to drop.
@@ -188,14 +200,6 @@ class Lane(Slots):
             self._dropped += 1
             self._queue.popleft()
         self._notify()
-
-    def _wait_for_room(self, what: str) -> threading.Lock:
-        if self._owns():
-            raise LaneFullError(
-                f"the lane of {self.label} is full ({what}) and its publisher runs on a thread or event "
-                "loop of its bus, so waiting could be a deadlock; give the lane a larger queue= or another full= policy"
-            )
-        return self._bell()
 
     def _wait(self, bell: threading.Lock) -> None:
         """Wait until something changes, or for a moment; log once which handler keeps its publishers waiting."""

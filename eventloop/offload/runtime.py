@@ -101,7 +101,7 @@ class Runtime:
             for consumer in consumers:
                 consumer.lane.join(deadline)
         left, quiet = (
-            {one.lane.label: pending for one in consumers if one.loud is loud and (pending := one.lane.stats.pending)}
+            {one.lane.label: pending for one in consumers if one.delivery.loud is loud and (pending := one.lane.stats.pending)}
             for loud in (True, False)
         )
         if quiet:

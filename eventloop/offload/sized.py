@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from eventloop.errors import LaneFullError
-from eventloop.offload.lane import Lane
+from eventloop.offload.lane import DROPPED, Lane
 from eventloop.offload.snapshot import Snapshot, capture, nbytes
 
 
@@ -56,23 +58,32 @@ class SizedLane(Lane):
         picked = self._picks(event)
         self._own.bytes = 0  # a capture may publish, too
         size = nbytes(picked)
+        budget = math.inf if self.max_bytes is None else self.max_bytes
+        if size > budget:
+            raise LaneFullError(
+                f"capture= of {self.label} picked {size:,} bytes, more than its whole max_bytes={budget:,}; give it a larger "
+                "budget, or capture less"
+            )
         waited = False
         while True:
             with self._lock:
                 bell = None
-                if self.max_bytes is not None and self._bytes + size > self.max_bytes:
-                    bell = self._make_bytes(size, self.max_bytes, waited=waited)
+                if self._bytes + size > budget:
+                    what = f"{self._bytes:,} of max_bytes={budget:,} wait, and {size:,} more came"
+                    bell = self._make_room(what, "max_bytes", partial(self._drop_for, size, budget), waited=waited)
                 if bell is None:
                     # Without a call in between: Ctrl-C finds both, or neither.
                     self._bytes += size
                     self._own.bytes = size
                     break
+            if bell is DROPPED:
+                raise _Refused
             waited = True
             self._wait(bell)
-        staged = capture(picked)
-        staged.nbytes = size
-        staged.source = type(event), getattr(event, "progress", None)
-        return staged
+        snapshot = capture(picked)
+        snapshot.nbytes = size
+        snapshot.source = type(event), getattr(event, "progress", None)
+        return snapshot
 
     def _give_back(self) -> None:
         # Not undone where it was reserved: Ctrl-C may strike after that call has returned (it does where torch.compile has
@@ -80,35 +91,16 @@ class SizedLane(Lane):
         self._bytes -= self._own.bytes
         self._own.bytes = 0
 
-    def _make_bytes(self, size: int, budget: int, *, waited: bool) -> threading.Lock | None:
-        """Return None if there is room now, else what to wait for; called with the lock held."""
-        if size > budget:
-            raise LaneFullError(
-                f"capture= of {self.label} picked {size:,} bytes, more than its whole max_bytes={budget:,}; give it a larger "
-                "budget, or capture less"
-            )
-        if self._closed or (self._retired and waited):
-            if self._retired and self.full != "block":
-                raise _Refused  # a stream that its reader left: no error
-            raise self._closed_error()
-        if self.full == "block":
-            return self._wait_for_room(f"{self._bytes:,} of {budget:,} bytes wait")
-        if self.full == "raise":
-            raise LaneFullError(
-                f"the lane of {self.label} is full ({self._bytes:,} of max_bytes={budget:,} wait, and {size:,} more came); "
-                'its handler is slower than its events: give it a larger max_bytes=, a filter like every=, or full="drop_old"'
-            )
-        if self.full != "drop_new":
-            # Only what is queued can make room: not what the handler or another publisher holds.
-            queued = [self._size(index) for index in range(len(self._queue))]
-            excess = self._bytes + size - budget
-            if sum(queued) >= excess:
-                if self.full == "latest":
-                    self._drop(len(queued))
-                while self._bytes + size > budget:
-                    self._drop(1)
-                return None
-        raise _Refused
+    def _drop_for(self, size: int, budget: float) -> bool:
+        # Only what is queued can make room: not what the handler or another publisher holds.
+        queued = [self._size(index) for index in range(len(self._queue))]
+        if sum(queued) < self._bytes + size - budget:
+            return False
+        if self.full == "latest":
+            self._drop(len(queued))
+        while self._bytes + size > budget:
+            self._drop(1)
+        return True
 
     def _size(self, index: int) -> int:
         item = self._queue[index]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -35,16 +35,6 @@ class Owned(Generic[T]):
         self.value = value
 
 
-class Pending(Protocol):
-    """A copy under way to the host: a ``torch.cuda.Event``, or a stack of scalars."""
-
-    def query(self) -> bool:
-        """Return True if it has arrived."""
-
-    def synchronize(self) -> None:
-        """Wait until it has."""
-
-
 class Snapshot(msgspec.Struct, eq=False):
     """A value under way to another thread; :meth:`resolve` waits for its copies and returns it, or ``finish(value)``.
 
@@ -52,7 +42,7 @@ class Snapshot(msgspec.Struct, eq=False):
     """
 
     value: Any
-    pending: tuple[Pending, ...] = ()
+    pending: tuple[Any, ...] = ()  # copies under way to the host: of type ``torch.cuda.Event``, or stacks of scalars
     finish: Callable[[Any], Any] | None = None
     nbytes: int = 0  # of captured tensors and arrays, where a lane counts them
     source: tuple[type[Event], Any] | None = None  # kind and progress of the event that it was captured from, for errors
@@ -106,7 +96,7 @@ class Copies:
     def __init__(self) -> None:
         self._gpus: set[torch.device] = set()
 
-    def fences(self) -> tuple[Pending, ...]:
+    def fences(self) -> tuple[torch.cuda.Event, ...]:
         """Mark this moment on the streams on which copies were queued."""
         return tuple([torch.cuda.current_stream(gpu).record_event() for gpu in self._gpus])
 

@@ -198,7 +198,8 @@ def test_publishing_from_a_handler_of_the_bus_does_not_wait_for_bytes():
         bus.publish(numbered(0))
         started.wait()
         bus.publish(BeforeRun(progress=Progress()))
-    assert "1,000 of 1,500 bytes wait" in errors[0]
+    assert "1,000 of max_bytes=1,500 wait, and 1,000 more came" in errors[0]
+    assert "could be a deadlock; give the lane a larger max_bytes=" in errors[0]
 
 
 @pytest.mark.parametrize("max_bytes", [0, -1, True, 1.5, "1 GB"])
