@@ -14,6 +14,8 @@ from eventloop.events import AfterRun, AfterTrainIter, BeforeRun
 from eventloop.offload import DrainReport
 from eventloop.offload.lane import Lane
 
+from ..conftest import UVLOOP
+
 P = Progress()
 EVENT = AfterTrainIter(progress=P)
 KINDS = ["async", "thread"]
@@ -68,14 +70,27 @@ def no_thread_is_left():
         assert not thread.is_alive(), thread
 
 
-@pytest.fixture(params=KINDS)
-def kind(request):
+@pytest.fixture(params=["thread", "asyncio", pytest.param("uvloop", marks=UVLOOP), "trio"])
+def where(request, monkeypatch) -> str:
+    """Where the handlers of a test run: on threads, or in one of the event loops."""
+    if request.param == "asyncio":
+        monkeypatch.setattr("eventloop.offload.loops.find_spec", lambda name: None)
     return request.param
 
 
 @pytest.fixture
-def bus(backend) -> Bus:
-    return Bus(backend=backend)
+def kind(where) -> str:
+    return "thread" if where == "thread" else "async"
+
+
+@pytest.fixture
+def library(where) -> str:
+    return "trio" if where == "trio" else "asyncio"
+
+
+@pytest.fixture
+def bus(library) -> Bus:
+    return Bus(backend=library)
 
 
 # ---------------------------------------------------------------------------------------------------------- delivery
@@ -133,7 +148,8 @@ def test_events_published_by_handlers_while_draining_are_delivered_too(bus, kind
     assert heard == list(range(21))
 
 
-def test_two_lanes_that_publish_to_each_other_settle(bus):
+def test_two_lanes_that_publish_to_each_other_settle(backend):
+    bus = Bus(backend=backend)
     heard = []
 
     def ping(event):
@@ -163,7 +179,8 @@ def test_a_slow_lane_does_not_delay_another(bus, kind):
         release.set()
 
 
-def test_a_handler_that_never_waits_does_not_starve_the_other_lanes(bus):
+def test_a_handler_that_never_waits_does_not_starve_the_other_lanes(backend):
+    bus = Bus(backend=backend)
     stop = threading.Event()
     heard = threading.Event()
 
@@ -294,7 +311,10 @@ def test_cancelling_during_a_publish_takes_effect_at_the_next_one(bus, kind):
 
 
 @pytest.mark.timeout(20)
-def test_an_event_that_comes_just_as_the_consumer_of_a_cancelled_handler_ends_is_delivered_and_counted_once(bus, monkeypatch):
+def test_an_event_that_comes_just_as_the_consumer_of_a_cancelled_handler_ends_is_delivered_and_counted_once(
+    monkeypatch, backend
+):
+    bus = Bus(backend=backend)
     heard = []
     at_its_end = threading.Event()
     real = Lane.finished
@@ -328,7 +348,8 @@ def test_an_event_on_its_way_to_a_cancelled_handler_is_delivered_even_if_the_bus
     assert len(heard) == 30
 
 
-def test_cancelled_lanes_leave_no_thread_and_nothing_to_report_twice(bus):
+def test_cancelled_lanes_leave_no_thread_and_nothing_to_report_twice():
+    bus = Bus()
     with bus:
         for _ in range(30):
             with bus.on("after_train_iter", lambda event: None, offload="thread"):
@@ -433,13 +454,17 @@ def test_publishing_into_a_full_blocking_lane_from_the_buss_own_thread_is_an_err
 # --------------------------------------------------------------------------------------------------------- lifecycle
 
 
-def test_an_idle_bus_with_an_offloaded_handler_names_the_way_out(bus, kind):
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_idle_bus_with_an_offloaded_handler_names_the_way_out(kind):
+    bus = Bus()
     offload(bus, print, kind)
     with pytest.raises(LaneClosedError, match="`with bus:`"):
         bus.publish(EVENT)
 
 
-def test_inline_handlers_work_on_an_idle_bus(bus, kind):
+@pytest.mark.parametrize("kind", KINDS)
+def test_inline_handlers_work_on_an_idle_bus(kind):
+    bus = Bus()
     heard = []
     bus.on("after_train_iter", heard.append)
     offload(bus, print, kind, event="after_run")
@@ -457,7 +482,8 @@ def test_a_bus_can_be_opened_again(bus, kind):
     assert heard == [0, 1, 2]
 
 
-def test_opening_an_open_bus_is_an_error(bus):
+def test_opening_an_open_bus_is_an_error():
+    bus = Bus()
     with bus:
         with pytest.raises(BusStateError, match="open already; the code that opened it closes it"):
             bus.open()
@@ -506,7 +532,8 @@ def test_close_may_be_called_again(bus, kind):
             bus.publish(EVENT)
 
 
-def test_a_bus_whose_loop_does_not_start_stays_idle_and_works_later(monkeypatch, bus):
+def test_a_bus_whose_loop_does_not_start_stays_idle_and_works_later(monkeypatch, backend):
+    bus = Bus(backend=backend)
     heard = []
     offload(bus, lambda event: heard.append(1), "thread")
     offload(bus, lambda event: heard.append(2), "async")
@@ -547,7 +574,8 @@ def test_drain_gives_up_after_its_timeout_and_says_what_is_pending(bus, kind):
         assert bus.drain().pending == 0
 
 
-def test_drain_of_an_idle_bus_is_an_error(bus):
+def test_drain_of_an_idle_bus_is_an_error():
+    bus = Bus()
     with pytest.raises(BusStateError, match="use `with bus:`"):
         bus.drain()
 
@@ -568,8 +596,8 @@ def test_waiting_for_the_bus_in_one_of_its_handlers_is_an_error(bus, kind, call)
     assert f"bus.{call}() was called from an offloaded handler of the same bus" in errors[0]
 
 
-def test_an_exit_that_cannot_deliver_in_time_is_an_error_that_names_the_handlers(kind, backend):
-    bus = Bus(backend=backend, drain_timeout=0.02)
+def test_an_exit_that_cannot_deliver_in_time_is_an_error_that_names_the_handlers(kind, library):
+    bus = Bus(backend=library, drain_timeout=0.02)
     subscription, _, started, release = held(bus, kind)
     with (
         capture_logs(),
@@ -588,8 +616,8 @@ def test_an_exit_that_cannot_deliver_in_time_is_an_error_that_names_the_handlers
     assert bus.state == "idle"
 
 
-def test_what_a_handler_that_only_logs_its_errors_leaves_at_an_exit_is_logged_and_ends_no_run(kind, backend):
-    bus = Bus(backend=backend, drain_timeout=0.02)
+def test_what_a_handler_that_only_logs_its_errors_leaves_at_an_exit_is_logged_and_ends_no_run(kind, library):
+    bus = Bus(backend=library, drain_timeout=0.02)
     _, _, started, release = held(bus, kind, on_error="log")
     with capture_logs() as logs, bus:
         for i in range(3):
@@ -603,8 +631,8 @@ def test_what_a_handler_that_only_logs_its_errors_leaves_at_an_exit_is_logged_an
     assert bus.state == "idle"
 
 
-def test_what_was_left_behind_is_not_delivered_when_the_bus_opens_again(kind, backend):
-    bus = Bus(backend=backend, drain_timeout=0.02)
+def test_what_was_left_behind_is_not_delivered_when_the_bus_opens_again(kind, library):
+    bus = Bus(backend=library, drain_timeout=0.02)
     _, heard, started, release = held(bus, kind)
     with capture_logs(), pytest.raises(OffloadError), bus:
         for i in range(3):
@@ -617,8 +645,8 @@ def test_what_was_left_behind_is_not_delivered_when_the_bus_opens_again(kind, ba
     assert heard == [0, 7]
 
 
-def test_an_exit_by_exception_reports_what_it_left_and_keeps_the_exception(kind, backend):
-    bus = Bus(backend=backend, abort_timeout=0.02)
+def test_an_exit_by_exception_reports_what_it_left_and_keeps_the_exception(kind, library):
+    bus = Bus(backend=library, abort_timeout=0.02)
     _, _, started, release = held(bus, kind)
     with capture_logs() as logs, pytest.raises(ZeroDivisionError), bus:
         bus.publish(EVENT)
@@ -864,9 +892,9 @@ def test_publishers_on_many_threads_lose_nothing(bus, kind):
 
 
 @pytest.mark.parametrize("options", [{}, {"queue": 2}, {"queue": 2, "full": "drop_old"}, {"queue": 2, "full": "drop_new"}])
-def test_every_event_is_accounted_for_when_ctrl_c_strikes_in_the_publisher(kind, backend, options, ctrl_c):
+def test_every_event_is_accounted_for_when_ctrl_c_strikes_in_the_publisher(kind, library, options, ctrl_c):
     """A timer signal, whose handler raises as Ctrl-C does, strikes the publisher at arbitrary instructions."""
-    bus = Bus(backend=backend)
+    bus = Bus(backend=library)
     heard = []
     subscription = offload(bus, lambda event: heard.append(event.batch_idx), kind, linger=0.0001, **options)
     with bus:
