@@ -49,8 +49,8 @@ def test_a_handler_sees_those_of_its_publish_and_keeps_its_own_changes_to_itself
 
 
 @pytest.mark.parametrize("kind", ["async", "thread"])
-def test_a_handler_of_batches_sees_those_of_its_subscription(backend, kind):
-    bus = Bus(backend=backend)
+def test_a_handler_of_batches_sees_those_of_its_subscription(kind):
+    bus = Bus()
     seen = set()
 
     async def handler(events):

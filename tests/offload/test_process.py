@@ -374,5 +374,5 @@ def test_describe_names_mode_queue_policy_budget_and_timeout():
     )
     row = bus.describe().rows[0]
     assert row.mode == "offloaded: process"
-    assert row.lane == "8 drop_old, 64 MB, 2.5 s"
-    assert "process 8 drop_old, 64 MB, 2.5 s" in str(bus.describe())
+    assert row.lane == "8 drop_old, 64.0 MB, 2.5 s"
+    assert "process 8 drop_old, 64.0 MB, 2.5 s" in str(bus.describe())
