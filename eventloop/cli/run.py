@@ -15,8 +15,7 @@ from rich.table import Table
 
 from eventloop.checkpoint import as_path
 from eventloop.cli.common import check_kind
-from eventloop.config import SUFFIXES, find_files_in, override, read, shortened
-from eventloop.config.setup import Setup
+from eventloop.config import SUFFIXES, Setup, find_files_in, override, read, shortened
 from eventloop.errors import ConfigurationError, TrainbusError
 from eventloop.training.distributed.launch import from_first, process_group
 from eventloop.training.distributed.ranks import this_rank

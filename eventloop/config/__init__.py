@@ -1,14 +1,26 @@
 """From text to hooks, models and loops: the objects that a configuration names, typed by their own signatures.
 
 ``read`` reads files and applies changes of the command line, ``names`` has registered classes and resolves
-``module:attribute``, ``make`` makes objects by signature; ``hook_list`` makes hooks, ``setup`` a whole loop.
+``module:attribute``, ``make`` makes objects by signature, ``setup`` makes hooks and a whole loop.
 """
 
-from eventloop.config.hook_list import Chosen, add_hooks, hook_from, hooks_in, merged
 from eventloop.config.make import Maker, OptionsOf, Signature, describe
-from eventloop.config.migrations import Migration, OptionChange, PriorityScale, register_migrations, register_priorities
-from eventloop.config.names import Imports, Registered, find, find_files_in, register, registered, registrable
+from eventloop.config.names import (
+    Imports,
+    Migration,
+    OptionChange,
+    PriorityScale,
+    Registered,
+    find,
+    find_files_in,
+    register,
+    register_migrations,
+    register_priorities,
+    registered,
+    registrable,
+)
 from eventloop.config.read import SUFFIXES, override, read, settle, shortened
+from eventloop.config.setup import Chosen, Setup, add_hooks, merged
 
 __all__ = [
     "SUFFIXES",
@@ -20,13 +32,12 @@ __all__ = [
     "OptionsOf",
     "PriorityScale",
     "Registered",
+    "Setup",
     "Signature",
     "add_hooks",
     "describe",
     "find",
     "find_files_in",
-    "hook_from",
-    "hooks_in",
     "merged",
     "override",
     "read",

@@ -18,8 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
 
 import msgspec
 
-from eventloop.config.migrations import translated, why_not_here
-from eventloop.config.names import Imports, find, is_reference, kind_of_base
+from eventloop.config.names import Imports, find, is_reference, kind_of_base, translated, why_not_here
 from eventloop.config.read import FromText, check_keys, did_you_mean, inside, kind_of, parse, settle, wrong
 from eventloop.errors import TrainbusError
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from eventloop import ConfigurationError, Hook, SubscribeError, register
-from eventloop.config.setup import Setup
+from eventloop.config import Setup
 from hooks import CheckpointHook, EMAHook, LoggerHook, OptimizerHook
 
 PARTS = "parts_of_setup_tests"
