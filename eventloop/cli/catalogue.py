@@ -6,7 +6,7 @@ import inspect
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 from rich.console import Console, Group, RenderableType
@@ -22,14 +22,7 @@ from eventloop.events.event import mount_points, resolve
 from eventloop.events.mount_points import BUILTIN
 
 _TITLES = {"hook": "Hooks", "writer": "Writers (for the loggers' writers)", "average": "Averages (for EMAHook's ema_type)"}
-_COUNTED = {
-    "iter": "iterations",
-    "epoch": "epochs",
-    "update": "updates",
-    "batch": "batches",
-    "validation": "validations",
-    "publish": "publishes",
-}
+_COUNTED = {"iter": "iterations", "batch": "batches", "publish": "publishes"}
 
 Modules = Annotated[list[str] | None, Parameter(name="--import", metavar="MODULE")]
 
@@ -108,21 +101,14 @@ def _event_table(title: str, names: list[str]) -> Table:
     table.add_column("payload (live: not for offloaded handlers)", overflow="fold")
     for name in names:
         event = resolve(name)
-        table.add_row(name, _COUNTED[event.counts], ", ".join(_payload(event)))
+        table.add_row(name, _COUNTED.get(event.counts, f"{event.counts}s"), ", ".join(_payload(event)))
     return table
 
 
 def _payload(event: type[Event]) -> Iterator[str]:
     """Yield an event's own fields, then those that every event of a run has."""
     hints = typing.get_type_hints(event, include_extras=True)
-    common = ("progress", "run")
-    own = [name for name in event.__struct_fields__ if name not in common]
-    for name in [*own, *(name for name in common if name in event.__struct_fields__)]:
-        yield f"{name}: {_field_type(hints[name])}"
-
-
-def _field_type(hint: Any) -> str:
-    for mark in getattr(hint, "__metadata__", ()):
-        if kind := (mark.extra or {}).get("detach"):
-            return str(kind)
-    return describe(hint)
+    for name in sorted(event.__struct_fields__, key=["progress", "run"].count):
+        marks = getattr(hints[name], "__metadata__", ())
+        kind = next((mark.extra["detach"] for mark in marks if mark.extra and "detach" in mark.extra), None)
+        yield f"{name}: {kind or describe(hints[name])}"

@@ -11,7 +11,7 @@ import os
 import traceback
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
@@ -44,13 +44,17 @@ class Signature:
     """The options of a class or function.
 
     Attributes:
+        target: the class or function.
+        also: keys beside the options, for messages.
         label: name of the target in messages.
         options: parameters that a configuration can give by name, in their order, with resolved annotations.
         rest: annotation of ``**options``; None if the target has none.
         rest_of: the option whose class takes ``**options``; None if they are not marked with :class:`OptionsOf`.
     """
 
-    def __init__(self, target: Callable[..., Any]) -> None:
+    def __init__(self, target: Callable[..., Any], *, also: Sequence[str] = ()) -> None:
+        self.target = target
+        self.also = also
         self.label: str = getattr(target, "__name__", type(target).__name__)
         # Torch's schedulers import typing's own names for type checkers only.
         names = {**vars(abc), **vars(typing), **getattr(inspect.unwrap(_function(target)), "__globals__", {})}
@@ -182,7 +186,7 @@ class Maker:
         if name is not None and kind_of_base(expected) is not None:
             options = translated(name, options, where)
         if name is not None and (isinstance(made, type | functools.partial) or inspect.isroutine(made)):
-            made = self.call(made, options, where, given=given)
+            made = self.call(Signature(made), options, where, given=given)
         elif options:
             raise wrong(where, f"{made!r} is an object, which takes no options ({', '.join(options)})")
         if expected is not None and not isinstance(made, expected):
@@ -195,7 +199,7 @@ class Maker:
         name, options = _split(value, where)
         found = value if name is None else self.named(value, where)
         if isinstance(value, Mapping) and isinstance(found, type):
-            found = self.call(found, options, where)
+            found = self.call(Signature(found), options, where)
         elif isinstance(value, Mapping) and callable(found):
             found = functools.partial(found, **self.decode(Signature(found), options, where))
         if not callable(found):
@@ -225,28 +229,13 @@ class Maker:
             raise wrong(where, f"{error}{hint}") from None
 
     def call(
-        self,
-        target: Callable[..., Any],
-        options: Mapping[str, Any],
-        where: str,
-        *,
-        given: Mapping[str, Any] | None = None,
-        also_known: tuple[str, ...] = (),
+        self, signature: Signature, table: Mapping[str, Any], where: str, *, given: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call ``target`` with options decoded for its signature; its own errors get ``where`` added.
+        """Call the target of a signature with the options in a table; its own errors get ``where`` added.
 
-        Args:
-            target: a class or function.
-            options: by name.
-            where: the position of its table.
-            given: objects for required parameters that are not among the options; they come before the maker's own.
-            also_known: keys that the caller has taken out, for the hints.
-
-        Raises:
-            ConfigurationError: an unknown or missing option, or a value of the wrong type.
+        Required parameters that are not in the table come from ``given``, then from the maker's own.
         """
-        signature = Signature(target)
-        values = self.decode(signature, options, where, also_known)
+        values = self.decode(signature, table, where)
         given = {**self._given, **(given or {})}
         for name, option in signature.options.items():
             if option.default is option.empty and name not in values:
@@ -258,7 +247,7 @@ class Maker:
         by_position = [name for name, option in signature.options.items() if option.kind is option.POSITIONAL_ONLY]
         positional = [values.pop(name) for name in by_position if name in values]
         try:
-            return target(*positional, **values)
+            return signature.target(*positional, **values)
         except TrainbusError as error:
             raise type(error)(f"{where} ({signature.label}): {error}") from error
         except Exception as error:
@@ -267,14 +256,12 @@ class Maker:
             error.add_note(f"while making {signature.label} for {where}")
             raise
 
-    def decode(
-        self, signature: Signature, table: Mapping[str, Any], where: str, also_known: tuple[str, ...] = ()
-    ) -> dict[str, Any]:
-        """Return the options in a table, typed by a signature; see :meth:`call`."""
+    def decode(self, signature: Signature, table: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Return the options in a table, typed by a signature; raise ConfigurationError for unknown and wrong ones."""
         own = {key: value for key, value in table.items() if key in signature.options}
         further = {key: value for key, value in table.items() if key not in own}
         values = {key: self._option(value, signature.options[key], inside(where, key)) for key, value in own.items()}
-        known, label = [*signature.options, *also_known], signature.label
+        known, label = [*signature.options, *signature.also], signature.label
         if (owner := signature.rest_of) is not None:
             theirs = Signature(values.get(owner, signature.options[owner].default))
             known += [name for name, option in theirs.options.items() if option.default is not option.empty]

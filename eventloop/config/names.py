@@ -111,15 +111,11 @@ def _add_aliases(name: str, aliases: Iterable[str]) -> None:
 
 
 def _load_builtin() -> None:
-    """Import the hooks of trainbus, once, by the entry point of the distribution: this package must not know them."""
+    """Import the hooks of trainbus, once, by their entry point: this package must not know them."""
     global _loaded
     if not _loaded:
         _loaded = True
-        try:
-            points = metadata.distribution("trainbus").entry_points.select(group="trainbus")
-        except metadata.PackageNotFoundError:  # run from a checkout that is not installed: `import hooks` registers them
-            return
-        for point in points:
+        for point in metadata.entry_points(group="trainbus"):  # none in a checkout that is not installed
             point.load()
 
 
@@ -130,11 +126,7 @@ def kind_of_base(base: type | None) -> str | None:
 
 
 def registered(kind: str) -> list[Registered]:
-    """Return the registered classes of a kind (``"hook"``, ``"writer"``, ``"average"``), in order of registration.
-
-    Raises:
-        UnknownNameError: there is no such kind.
-    """
+    """Return the registered classes of a kind (``"hook"``, ``"writer"``, ``"average"``), in order of registration."""
     _load_builtin()
     if kind not in _found:
         raise UnknownNameError(f"there is no kind {kind!r}{did_you_mean(kind, _found)}; there are {', '.join(_found)}")
@@ -148,17 +140,13 @@ def name_of(cls: type) -> str | None:
 
 
 def find(kind: str, name: str) -> type[Any]:
-    """Return the class registered under a name or an alias.
-
-    Raises:
-        UnknownNameError: there is none; the message has the nearest names.
-    """
-    entries = registered(kind)
+    """Return the class registered under a name or alias; raise UnknownNameError, with the nearest names, if there is none."""
+    names = [entry.name for entry in registered(kind)]
     if name in _found[kind]:
         return _found[kind][name].cls
     hint = did_you_mean(name, _found[kind])
     nothing = "none (`import hooks` registers those that come with trainbus)"
-    known = "" if hint else f"; registered: {', '.join(entry.name for entry in entries) or nothing}"
+    known = "" if hint else f"; registered: {', '.join(names) or nothing}"
     raise UnknownNameError(f"no {kind} is registered as {name!r}{hint}{known}")
 
 
@@ -206,11 +194,7 @@ class Imports:
                     raise wrong(where, f"{name!r} is {shown}, which hides {file}; rename your file")
 
     def resolve(self, reference: str, where: str) -> Any:
-        """Return the object that ``module:attribute`` names.
-
-        Raises:
-            ConfigurationError: not of that form, a module that is not listed, or an attribute that is not there.
-        """
+        """Return the object that ``module:attribute`` names, from a listed module."""
         match = _REFERENCE.fullmatch(reference)
         if match is None:
             raise wrong(where, f"{reference!r} names nothing: write module:attribute{self._hint(reference)}")
@@ -275,41 +259,23 @@ def _attribute(module: ModuleType, attributes: str, where: str) -> Any:
 
 
 class OptionChange(msgspec.Struct, frozen=True):
-    """The translation of an option of another system, where a new name alone does not say it.
+    """The translation of an option of another system, where a new name alone does not say it."""
 
-    Attributes:
-        ours: our name; "" where there is none.
-        also: further options of ours that it sets.
-        says_nothing: values of an option without an equivalent that ask only for the behaviour here, such as its default
-            there: it is left out. None for all values.
-        instead: what to write for the other values.
-    """
-
-    ours: str = ""
-    also: dict[str, Any] = {}
-    says_nothing: tuple[Any, ...] | None = (None,)
-    instead: str = ""
+    ours: str = ""  # our name; "" where there is none
+    also: dict[str, Any] = {}  # further options of ours that it sets
+    says_nothing: tuple[Any, ...] | None = (None,)  # values that ask only for the behaviour here, and are left out; None: all
+    instead: str = ""  # what to write for the other values
 
 
 class Migration(msgspec.Struct, frozen=True):
-    """One hook (or writer) of another system.
-
-    Attributes:
-        system: its name.
-        name: of the hook there.
-        ours: our names for the same, the first one in its place; empty where we have none, and ``note`` says why.
-        options: its options, with our names or their changes.
-        preset: options of ours that its name implies there; given ones come first.
-        note: further differences.
-        aliases: further names that it has there.
-    """
+    """One hook (or writer) of another system."""
 
     system: str
     name: str
-    ours: tuple[str, ...] = ()
-    options: dict[str, str | OptionChange] = {}
-    preset: dict[str, Any] = {}
-    note: str = ""
+    ours: tuple[str, ...] = ()  # our names for the same, the first one in its place; empty where we have none
+    options: dict[str, str | OptionChange] = {}  # its options, with our names or their changes
+    preset: dict[str, Any] = {}  # options of ours that its name implies there; given ones come first
+    note: str = ""  # further differences, or why we have none
     aliases: tuple[str, ...] = ()
 
     def renamed(self, option: str) -> str:
@@ -319,17 +285,11 @@ class Migration(msgspec.Struct, frozen=True):
 
 
 class PriorityScale(msgspec.Struct, frozen=True):
-    """The priorities of another system.
-
-    Attributes:
-        system: its name.
-        key: under which the table of a hook has one there, instead of ``priority``.
-        names: in capitals, and their numbers.
-    """
+    """The priorities of another system."""
 
     system: str
-    key: str
-    names: dict[str, int]
+    key: str  # under which the table of a hook has one there, instead of ``priority``
+    names: dict[str, int]  # in capitals
 
 
 _migrations: dict[str, list[Migration]] = {}
@@ -366,11 +326,7 @@ def why_not_here(name: object) -> str:
 
 
 def translated(name: str | None, options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return options as ours, if ``name`` is also a name in another system. Options of ours stay as they are.
-
-    Raises:
-        ConfigurationError: an option without an equivalent asks for another behaviour, or two options are one here.
-    """
+    """Return options as ours, if ``name`` is also a name in another system. Options of ours stay as they are."""
     # Of those of one name the one with most of the options, or that takes none.
     entries = [(len(one.options.keys() & options.keys()), not one.options, one) for one in _migrations.get(name or "", ())]
     if not entries:
@@ -381,13 +337,13 @@ def translated(name: str | None, options: Mapping[str, Any], where: str) -> dict
     for option, value in options.items():
         change = entry.options.get(option, option)
         change = OptionChange(change) if isinstance(change, str) else change
-        theirs, here = f"{option} of {entry.system}'s {entry.name}", inside(where, option)
+        theirs = f"{option} of {entry.system}'s {entry.name}"
         if change.ours in ours or (change.ours != option and change.ours in options):
-            raise wrong(here, f"{theirs} is {change.ours} here, which is given, too")
+            raise wrong(inside(where, option), f"{theirs} is {change.ours} here, which is given, too")
         if change.ours:
             ours[change.ours] = value
             also |= change.also
         elif change.says_nothing is not None and (settled := settle(value)) not in change.says_nothing:
-            asks = f"{kind_of(settled)} asks for something"
-            raise wrong(here, f"{theirs} is not here, and {asks}: leave it out; {change.instead}")
+            way_out = f"{kind_of(settled)} asks for something: leave it out; {change.instead}"
+            raise wrong(inside(where, option), f"{theirs} is not here, and {way_out}")
     return entry.preset | also | ours

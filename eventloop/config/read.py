@@ -9,7 +9,9 @@ import json
 import math
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,7 +23,8 @@ _LARGEST_FILE = 10_000_000  # bytes
 _LARGEST_INTEGER = 10_000  # bits: fewer than Python refuses to write as a decimal number
 _MOST_VALUES = 1_000_000  # in a YAML file whose aliases are written out
 _DEEPEST = 100  # levels of tables and lists within each other
-_TOO_DEEP = f"nested too deeply; a configuration has at most {_DEEPEST} levels"
+_TOO_DEEP = f"is nested too deeply; a configuration has at most {_DEEPEST} levels"
+_TOO_LONG = "an integer has thousands of digits; text goes in quotes"
 
 # YAML 1.2's floats. PyYAML reads YAML 1.1, where 1e-3, the usual form of a learning rate, is text.
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+")
@@ -38,11 +41,10 @@ class FromText(str):
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the configuration in a file, by its suffix: ``.toml``, ``.yaml`` or ``.yml``, ``.json``.
+    """Return the configuration in a ``.toml``, ``.yaml``, ``.yml`` or ``.json`` file.
 
     Raises:
-        ConfigurationError: no such file, another suffix, a mistake in its syntax (with line and column), no table, or a value
-            out of bounds.
+        ConfigurationError: no such file, a mistake in its syntax (with line and column), no table, or a value out of bounds.
     """
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
@@ -54,9 +56,7 @@ def read(path: Path) -> dict[str, Any]:
         _check_bounds(found)
     except OSError as error:
         raise wrong(str(path), f"cannot be read: {error.strerror}{_those_there(path)}") from None
-    except RecursionError:
-        raise wrong(str(path), f"is {_TOO_DEEP}") from None
-    except ValueError as error:  # UnicodeDecodeError and the errors of the readers, too
+    except (RecursionError, ValueError) as error:  # UnicodeDecodeError and the errors of the readers, too
         raise wrong(str(path), _why(error)) from None
     if not isinstance(found, dict):
         got = "nothing" if not found else kind_of(found)
@@ -81,12 +81,14 @@ def _those_there(path: Path) -> str:
     return did_you_mean(path.name, found) or f"; in {folder} there are {', '.join(found)}"
 
 
-def _why(error: ValueError) -> str:
+def _why(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return _TOO_DEEP
     if isinstance(error, UnicodeDecodeError):
         return f"is not UTF-8 text: {error.reason} at byte {error.start}"
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} (at line {error.lineno}, column {error.colno})"
-    return "an integer has thousands of digits; text goes in quotes" if "int_max_str_digits" in str(error) else str(error)
+    return _TOO_LONG if "int_max_str_digits" in str(error) else str(error)
 
 
 def _check_bounds(value: Any) -> None:
@@ -94,7 +96,7 @@ def _check_bounds(value: Any) -> None:
     level = [value]
     for _ in range(_DEEPEST):
         if any(isinstance(one, int) and one.bit_length() > _LARGEST_INTEGER for one in level):
-            raise ValueError("an integer has thousands of digits; text goes in quotes")
+            raise ValueError(_TOO_LONG)
         tables = [one for one in level if isinstance(one, dict)]
         for key in (key for table in tables for key in table if isinstance(key, bool | None)):
             raise ValueError(f"a key is {key!r} (YAML reads on, off, yes and no as that); put it in quotes")
@@ -102,7 +104,7 @@ def _check_bounds(value: Any) -> None:
         level = [inner for one in (*lists, *(table.values() for table in tables)) for inner in one]
         if not level:
             return
-    raise ValueError(f"is {_TOO_DEEP}")
+    raise ValueError(_TOO_DEEP)
 
 
 def _json(text: str) -> Any:
@@ -110,21 +112,20 @@ def _json(text: str) -> Any:
 
 
 def _table(entries: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    if (twice := _first_twice([name for name, _ in entries])) is not None:
-        raise ValueError(f"the key {twice!r} is there twice in one table")
+    _check_once([name for name, _ in entries])
     return dict(entries)
 
 
-def _first_twice(names: Sequence[str]) -> str | None:
-    seen: set[str] = set()
-    return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
+def _check_once(names: Iterable[str], at: str = "") -> None:
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(f"the key {twice[0]!r} is there twice in one table{at}")
 
 
 def _yaml(text: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise ValueError('YAML needs PyYAML: pip install "trainbus[yaml]"; TOML and JSON need nothing') from None
+        raise ValueError('reading YAML needs PyYAML: pip install "trainbus[yaml]"; TOML and JSON need nothing') from None
 
     class Loader(yaml.SafeLoader):
         """The safe loader, with the floats of YAML 1.2."""
@@ -135,42 +136,35 @@ def _yaml(text: str) -> Any:
             try:
                 return super().construct_document(node)
             except (AttributeError, KeyError, ValueError) as error:  # such as 2026-13-01, or !!bool maybe
-                why = _why(error) if isinstance(error, ValueError) else error
-                raise ValueError(f"a value is not of its type: {why}") from None
+                raise ValueError(f"a value is not of its type: {_why(error)}") from None
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
     try:
         return yaml.load(text, Loader=Loader)  # noqa: S506 - a SafeLoader
     except yaml.MarkedYAMLError as error:
-        raise ValueError(f"{error.problem} {_at(error.problem_mark)}".rstrip()) from None
+        raise ValueError(f"{error.problem}{_at(error.problem_mark)}") from None
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
 
 
 def _check_node(node: Any, sizes: dict[int, float]) -> float:
-    """Return the number of values in a YAML node with its aliases written out; an alias within itself has no end.
-
-    Raises:
-        ValueError: there are too many, or a key is there twice.
-    """
+    """Return the number of values in a YAML node with its aliases written out; raise ValueError for too many."""
     if id(node) in sizes:
         return sizes[id(node)]
     sizes[id(node)] = math.inf
     children = node.value if isinstance(node.value, list) else []
     if node.id == "mapping":
-        names = [key.value for key, _ in children if key.id == "scalar" and key.value != "<<"]
-        if (twice := _first_twice(names)) is not None:
-            raise ValueError(f"the key {twice!r} is there twice in one table {_at(node.start_mark)}")
+        _check_once((key.value for key, _ in children if key.id == "scalar" and key.value != "<<"), _at(node.start_mark))
         children = [value for _, value in children]
     sizes[id(node)] = size = 1 + sum(_check_node(child, sizes) for child in children)
     if size > _MOST_VALUES:
         what = "an alias stands within itself" if size == math.inf else f"aliases repeat more than {_MOST_VALUES:,} values"
-        raise ValueError(f"{what} {_at(node.start_mark)}")
+        raise ValueError(f"{what}{_at(node.start_mark)}")
     return size
 
 
 def _at(mark: Any) -> str:
-    return "" if mark is None else f"(at line {mark.line + 1}, column {mark.column + 1})"
+    return "" if mark is None else f" (at line {mark.line + 1}, column {mark.column + 1})"
 
 
 _READERS: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".yaml": _yaml, ".yml": _yaml, ".json": _json}
@@ -182,11 +176,8 @@ SUFFIXES = tuple(_READERS)
 def override(config: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
     """Return ``config`` with changes such as ``custom_hooks[0].interval=5``. A value gets its type from the option it is for.
 
-    A table on the way that is missing is made. A name alone (``model = "mine:network"``) becomes a table with that ``type``
-    when an option is given to it.
-
-    Raises:
-        ConfigurationError: a change is not of that form, or its key leads nowhere.
+    A missing table on the way is made. A name alone (``model = "mine:network"``) becomes a table with that ``type`` when an
+    option is given to it.
     """
     changed = deepcopy(config)
     for change in changes:
@@ -196,23 +187,18 @@ def override(config: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
         value = FromText(text.strip())
         try:
             _check_bounds(parse(value))
-        except RecursionError:
-            raise wrong(key, f"is {_TOO_DEEP}") from None
-        except ValueError as error:
-            raise wrong(key, str(error)) from None
+        except (RecursionError, ValueError) as error:
+            raise wrong(key, _why(error)) from None
         _put(changed, _steps(key.strip()), value)
     return changed
 
 
 def parse(text: str) -> Any:
     """Return ``text`` as a value of TOML or JSON; the text itself if it is neither."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except ValueError:
-        try:
-            return json.loads(text)
-        except ValueError:
-            return str(text)
+    for parser in (lambda text: tomllib.loads(f"value = {text}")["value"], json.loads):
+        with suppress(ValueError):
+            return parser(text)
+    return str(text)
 
 
 def settle(value: Any) -> Any:

@@ -80,10 +80,11 @@ def hook_from(entry: Any, maker: Maker, where: str) -> Chosen:
     ours = ("type", "priority", *priority_scales(), "name")
     options = translated(called, {key: value for key, value in table.items() if key not in ours}, where)
     priority = _priority(table, where)
-    takes_name = "name" in Signature(cls).options
+    signature = Signature(cls, also=ours)
+    takes_name = "name" in signature.options
     if "name" in table and takes_name:
         options["name"] = table["name"]
-    hook = maker.call(cls, options, where, also_known=ours)
+    hook: Hook = maker.call(signature, options, where)
     if "name" in table and not takes_name:
         if not isinstance(table["name"], str) or not table["name"]:
             raise wrong(inside(where, "name"), f"expected str, got {kind_of(table['name'])}")
@@ -154,30 +155,22 @@ _NOT_OF_LOOP = ("model", "optimizer", *(f"{stage}_data" for stage in STAGES), *_
 class Setup:
     """A configuration, checked; :meth:`make` makes the loop.
 
-    ====================================  =====================================================================
-    ``imports``                           modules that ``module:attribute`` may name; they are imported first
-    ``model``, ``optimizer``              one, or a table of several by name
-    ``wrap``                              under ``torchrun``: a function or class that gets the model, such as one that shards
-                                          it; ``DistributedDataParallel`` by default, ``false`` for none
-    ``data``                              ``train``, ``val``, ``test``
-    ``step``, ``val_step``, ``test_step``  functions of ``(model, batch)``
-    ``metrics``                           by name
-    ``loop``                              all other arguments of :class:`TrainLoop`
-    ``default_hooks``                     changes to the default hooks by name; see :func:`eventloop.config.merged`
-    ``custom_hooks``                      a list of further hooks
-    ====================================  =====================================================================
+    - ``imports``: modules that ``module:attribute`` may name; they are imported first
+    - ``model``, ``optimizer``: one, or a table of several by name
+    - ``wrap``: under ``torchrun``, a function or class that gets the model, such as one that shards it;
+      ``DistributedDataParallel`` by default, ``false`` for none
+    - ``data``: ``train``, ``val``, ``test``; ``metrics``: by name
+    - ``step``, ``val_step``, ``test_step``: functions of ``(model, batch)``
+    - ``loop``: all other arguments of :class:`TrainLoop`
+    - ``default_hooks``: changes to the default hooks by name, see :func:`merged`; ``custom_hooks``: a list of further hooks
 
     Each is ``module:attribute``, which is called without arguments, or a table with it as ``type`` and its arguments
     beside it; functions with arguments have them filled in. The optimizer's ``params`` are the model's parameters. In a
     process group, each process gets its share of the data; see :func:`eventloop.training.distributed.launch.shared`.
 
-    Args:
-        config: the configuration.
-        default_hooks: by name, each a table with ``type``.
-        folders: of the user's files; see :class:`eventloop.config.Imports`.
-
     Attributes:
         loop: the loop's own options, by name; may be changed before :meth:`make`.
+        tests: True if there is data to test on.
 
     Raises:
         ConfigurationError: an unknown or missing key, a module that is not there, a wrong option of the loop.
@@ -198,20 +191,10 @@ class Setup:
         self._check_keys(signature)
         self._maker = Maker(Imports(_module_names(self._config.get("imports", [])), folders))
         self.loop = self._maker.decode(signature, _table(self._config.get("loop", {}), "loop"), "loop")
-
-    @property
-    def tests(self) -> bool:
-        """True if there is data to test on."""
-        data = self._config["data"]
-        return isinstance(data, Mapping) and data.get("test") is not None
+        self.tests = isinstance(data := self._config["data"], Mapping) and data.get("test") is not None
 
     def make(self) -> TrainLoop:
-        """Make every object in order, and the loop last. ``loop.seed`` seeds the random numbers before.
-
-        Raises:
-            ConfigurationError: with the position in the configuration, what was expected, and the nearest name.
-            Exception: an error of a constructor, with a note that says for which key.
-        """
+        """Make every object in order, and the loop last. ``loop.seed`` seeds the random numbers before."""
         if (seed := self.loop.get("seed")) is not None:
             seed_everything(checked_seed(seed))  # the weights are drawn now, and not when the run begins
         if "device" in self.loop:

@@ -66,17 +66,17 @@ def test_an_annotation_that_cannot_be_resolved_spoils_no_other():
         return amount, count
 
     assert Signature(function).options["count"].annotation is int
-    assert Maker().call(function, {"amount": "x", "count": 4}, "here") == ("x", 4)
+    assert Maker().call(Signature(function), {"amount": "x", "count": 4}, "here") == ("x", 4)
 
 
 @pytest.mark.parametrize("target", [dict, print, type("Plain", (), {})])
 def test_what_has_no_signature_or_no_options_can_be_made_too(target):
     assert Signature(target).label in ("dict", "print", "Plain")
-    assert Maker().call(target, {}, "here") is not False
+    assert Maker().call(Signature(target), {}, "here") is not False
 
 
 def test_positional_only_parameters_are_given_by_name_in_a_configuration():
     def function(one: int, /, two: int) -> Any:
         return one, two
 
-    assert Maker().call(function, {"two": 2, "one": 1}, "here") == (1, 2)
+    assert Maker().call(Signature(function), {"two": 2, "one": 1}, "here") == (1, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 import msgspec
@@ -19,14 +20,8 @@ from eventloop.training.saves.write import LAST
 from eventloop.training.state import how_far
 
 State = Literal["complete", "verified", "damaged", "unreadable", "weights"]
-
-_STYLES: dict[State, str] = {
-    "complete": "green",
-    "verified": "bold green",
-    "damaged": "bold red",
-    "unreadable": "bold red",
-    "weights": "dim",
-}
+_BAD = "bold red"
+_STYLES = {"complete": "green", "verified": "bold green", "damaged": _BAD, "unreadable": _BAD, "weights": "dim"}
 
 
 class Found(msgspec.Struct):
@@ -41,7 +36,7 @@ class Found(msgspec.Struct):
     @property
     def is_bad(self) -> bool:
         """True if it is damaged or cannot be read."""
-        return self.state in ("damaged", "unreadable")
+        return _STYLES[self.state] == _BAD
 
     def age(self) -> tuple[bool, tuple[int, ...], float]:
         """Return a key that sorts by how far the run had come, and not by when a file was copied; unknown progress last."""
@@ -105,15 +100,14 @@ def verify_all(path: FileOrURL, /, *more: FileOrURL) -> int:
 def _named(paths: list[AnyPath]) -> Iterator[Found]:
     """Yield the files that a user has named, and those of directories; a directory without any is an error."""
     for path in paths:
-        if path.is_dir():
-            files = _find(path)
-            if not files:
-                raise CheckpointError(f"no checkpoints in {path}")
+        if not path.is_dir():
+            check_file(path)
+            check_kind(path)
+            yield Found([path], status_of(path))
+        elif files := _find(path):
             yield from files
-            continue
-        check_file(path)
-        check_kind(path)
-        yield Found([path], status_of(path))
+        else:
+            raise CheckpointError(f"no checkpoints in {path}")
 
 
 def _find(directory: AnyPath) -> list[Found]:
@@ -123,17 +117,17 @@ def _find(directory: AnyPath) -> list[Found]:
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is a file; trainbus checkpoint show {directory} looks into it")
     found: dict[object, Found] = {}
-    # The regular name of a file before best_…, and epoch_9 before epoch_10.
-    files = [(path.name.startswith("best_"), len(path.name), path.name, path, at) for path, at in list_files(directory)]
-    for *_, path, modified in sorted(files, key=lambda file: file[:3]):
-        if path.name.startswith(".") or path.suffix != ".safetensors":
-            continue
-        try:
-            status = status_of(path, modified)
-        except OSError:  # removed this very moment, or a link that leads nowhere
-            continue
-        found.setdefault(status.identity, Found([], status)).names.append(path)
+    for path, modified in sorted(list_files(directory), key=lambda file: _natural(file[0].name)):
+        if not path.name.startswith(".") and path.suffix == ".safetensors":
+            with suppress(OSError):  # removed this very moment, or a link that leads nowhere
+                status = status_of(path, modified)
+                found.setdefault(status.identity, Found([], status)).names.append(path)
     return list(found.values())
+
+
+def _natural(name: str) -> tuple[bool, int, str]:
+    """Sort the regular name of a file before ``best_…``, and epoch_9 before epoch_10."""
+    return name.startswith("best_"), len(name), name
 
 
 def _examined(found: Found, *, every_byte: bool) -> Found:
@@ -156,9 +150,9 @@ def _examined(found: Found, *, every_byte: bool) -> Found:
 
 
 def _table(files: list[Found], newest: AnyPath | None) -> Table:
-    table = Table("", Column("file", overflow="fold"), box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for title in ("epoch", "iter", "size", "when", "state"):
-        table.add_column(title, justify="right" if title in ("epoch", "iter", "size") else "left", no_wrap=True)
+    numbers = [Column(title, justify="right", no_wrap=True) for title in ("epoch", "iter", "size")]
+    columns = [Column(), Column("file", overflow="fold"), *numbers, Column("when", no_wrap=True), Column("state", no_wrap=True)]
+    table = Table(*columns, box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     pointed = status_of(newest).identity if newest is not None and newest.exists() else None
     for found in files:
         first, *others = found.names
@@ -167,7 +161,7 @@ def _table(files: list[Found], newest: AnyPath | None) -> Table:
             Text("\n".join([printable(first.name), *(f"= {printable(path.stem)}" for path in others)])),
             _count(found.progress.get("epoch")),
             _count(found.progress.get("iter")),
-            _size(found.status.bytes),
+            decimal(found.status.bytes, precision=1).replace("bytes", "B"),
             _when(found.status.modified),
             f"[{_STYLES[found.state]}]{found.state}[/]",
         )
@@ -184,8 +178,3 @@ def _when(seconds: float | None) -> str:
         return "-"
     recent = abs(time.time() - seconds) < 182 * 86400
     return time.strftime("%b %d %H:%M" if recent else "%b %d  %Y", time.localtime(seconds))
-
-
-def _size(count: int) -> str:
-    text = decimal(count, precision=1)
-    return (text if len(text) < len("64.1 kB") else decimal(count, precision=0)).replace("bytes", "B")

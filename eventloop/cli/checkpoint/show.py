@@ -56,9 +56,6 @@ def find(tree: Any, key: str) -> tuple[str, Any]:
     """Return the part of a tree at a dotted path, with the path of its container.
 
     Keys may have dots themselves. The beginning of several keys (``state_dict.head``) finds all of them.
-
-    Raises:
-        CheckpointError: there is no such part; the message says how far the path leads, and lists near names.
     """
     part, rest, done = tree, key, ""
     while rest:
@@ -69,17 +66,13 @@ def find(tree: Any, key: str) -> tuple[str, Any]:
             group = {each: value for each, value in children.items() if f"{each}.".startswith(f"{rest}.")}
             if group:
                 return done, group
-            raise CheckpointError(_nothing_at(done, rest, list(children)))
+            where = f"under {done!r}" if done else "in the checkpoint"
+            near = get_close_matches(rest, children, n=5, cutoff=0.5) or list(children)[:8]
+            there = ", ".join(map(printable, near)) + (" …" if len(near) < len(children) else "")
+            message = f"no {rest!r} {where}; there is {there}" if children else f"nothing {where}: that is a leaf"
+            raise CheckpointError(message)
         part, rest, done = children[name], rest[len(name) + 1 :], _join(done, name)
     return done, part
-
-
-def _nothing_at(done: str, rest: str, names: list[str]) -> str:
-    where = f"under {done!r}" if done else "in the checkpoint"
-    if not names:
-        return f"nothing {where}: that is a leaf"
-    near = get_close_matches(rest, names, n=5, cutoff=0.5) or names[:8]
-    return f"no {rest!r} {where}; there is {', '.join(map(printable, near))}" + (" …" if len(near) < len(names) else "")
 
 
 class Outline:
