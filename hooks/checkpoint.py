@@ -32,16 +32,14 @@ class CheckpointHook(Hook):
 
     With n = epoch + 1 (or iteration + 1), it saves when n ≥ ``save_begin`` and (n − ``save_begin``) % ``interval`` == 0: with
     ``save_begin=5, interval=2`` at 5, 7, 9 … Files are ``epoch_{n}.safetensors`` or ``iter_{n}.safetensors``, and
-    ``best_{metric}_{epoch|iter}_{n}.safetensors`` with ``/`` in the metric's name as ``_``. A save that is due within an
-    accumulation window waits for the window's step.
+    ``best_{metric}_{epoch|iter}_{n}.safetensors`` with ``/`` in the metric's name as ``_``. A run can resume from any of them;
+    ``last_checkpoint``, in the directory and in the work dir, names the newest. A save that is due within an accumulation
+    window waits for the window's step.
 
-    A state is written once: a best checkpoint is another name (a hard link, where the file system has them) of the file that
-    was written after the same iteration. If a handler of a mount point in between may have changed the state, it is a file of
-    its own (see ``observes`` of :class:`eventloop.Hook`). A run can resume from any of them.
-
-    A file is deleted only when its successor is durable and no other hook of the run keeps it. ``last_checkpoint``, in the
-    directory and in the work dir, names the newest. A value in the state of the run that no checkpoint can hold is an error
-    at the first update.
+    A state is written once: a best checkpoint is another name (a hard link, where the file system has them) of the file of the
+    same iteration, unless a handler in between may have changed the state (see ``observes`` of :class:`eventloop.Hook`). A
+    file is deleted only when its successor is durable and no other hook of the run keeps it. A value that no checkpoint can
+    hold is an error at the first update.
 
     Args:
         interval: epochs or iterations between saves; -1 for none.
@@ -49,9 +47,8 @@ class CheckpointHook(Hook):
         save_optimizer: False leaves optimizers out; such a file cannot resume a run exactly.
         save_param_scheduler: False leaves schedules out.
         out_dir: a directory, or a URL such as ``"s3://bucket/runs"`` that fsspec reaches (``pip install "trainbus[remote]"``,
-            and the package for the protocol). Files go into a folder in it that is named like the work dir, so several runs
-            can share an ``out_dir``; without a work dir, into ``out_dir`` itself. By default the work dir, which gets the name
-            of the newest checkpoint in any case. ``resume="auto"`` looks in both.
+            and the package for the protocol); by default the work dir. Files go into a folder in it that is named like the
+            work dir, if there is one, so several runs can share an ``out_dir``. ``resume="auto"`` looks in both.
         max_keep_ckpts: number of regular files that stay; -1 for all.
         save_last: also save at the end of training, also of a stopped one (not after an exception). A run that was stopped in
             the middle of an epoch saves under ``iter_{n}``.
@@ -67,9 +64,9 @@ class CheckpointHook(Hook):
         save_begin: first epoch or iteration to save at.
         on_error: ``"raise"`` ends the run when a file cannot be written, published or removed, ``"log"`` goes on.
         staging: ``"block"`` copies the state while the training waits. ``"overlap"`` copies tensors that only optimizers change
-            (weights, their own state) on a thread during the next forward and backward pass, and the next ``optimizer.step``
-            waits for it; the rest is copied at once, and in a validation or test all of it. A tensor that changes otherwise
-            meanwhile makes the save fail. See :mod:`eventloop.checkpoint.overlap` for undetected changes.
+            on a thread during the next forward and backward pass, and the next ``optimizer.step`` waits for it; the rest is
+            copied at once, and in a validation or test all of it. A tensor that changes otherwise meanwhile makes the save
+            fail. See :mod:`eventloop.checkpoint.overlap` for undetected changes.
         busy: for a save that is due while another is being written: ``"wait"`` for it, ``"skip"`` (leave this save out), or
             ``"replace"`` (the waiting save, not the one being written; this needs staging memory twice). A save that is left
             out is published as ``checkpoint_skipped``. The last save of a training always waits.

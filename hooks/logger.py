@@ -53,18 +53,15 @@ class LoggerHook(Hook):
     """Hands every scalar to writers: of iterations the reported ``outputs``, of validations and tests the metrics.
 
     Training scalars are written when the number of the batch within its epoch is a multiple of the interval, with the
-    step ``iter + 1``. Keys that match ``mean_pattern`` are the mean of the last ``window_size`` iterations (a resumed run
-    begins its windows anew). A writer with an interval of 1 gets the values as they are.
-
-    Metrics are written with the number of finished epochs as their step: 0 without training, iterations in iteration-based
-    runs. Names begin with their stage: ``train/loss``, ``val/accuracy``. Images (``run.report_image``) go to the writers that
-    take them, with the steps of their stage. Results of an ``EvaluateHook`` (events ``evaluated``) are written as
-    ``eval/<name>`` with the number of iterations.
+    step ``iter + 1``. Keys that match ``mean_pattern`` are the mean of the last ``window_size`` iterations (since the last
+    resume); a writer with an interval of 1 gets the values as they are. The step of metrics is the number of finished epochs:
+    0 without training, iterations in iteration-based runs. Names begin with their stage: ``train/loss``, ``val/accuracy``,
+    and ``eval/<name>`` for results of an ``EvaluateHook``. Images (``run.report_image``) go to the writers that take them.
 
     All of it happens on one thread. A writer that fails is reported, does not end the run and is tried again; lost calls are
     counted and logged. A checkpoint is committed when the lines of its iterations are on disk, so a resumed run has no gap,
-    but repeated iterations have two lines. While a writer hangs (on a network disk, say), training goes on until 1024 events
-    wait, and then waits for it; after three times :attr:`timeout` it goes on without this logger.
+    but repeated iterations have two lines. While a writer hangs, training goes on until 1024 events wait, and then waits for
+    it; after three times :attr:`timeout` it goes on without this logger.
 
     Args:
         interval: iterations between lines, of writers that have no interval of their own.
@@ -117,7 +114,7 @@ class LoggerHook(Hook):
             interval=interval,
             ignore_last=ignore_last,
             interval_exp_name=interval_exp_name,
-            new_smoother=lambda: Smoother(window_size, mean_pattern, custom_cfg),
+            smoother=Smoother(window_size, mean_pattern, custom_cfg),
         )
         self._token = next(_tokens)
         # A thread that was left behind as it hung may go on one day: it ends its batch before the next thread begins one.

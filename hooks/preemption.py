@@ -36,10 +36,9 @@ class PreemptionHook(Hook):
     signal handlers on the main thread only, so the run must be there. Where training runs on another thread
     (``await loop.arun()``), the host application hears signals and calls ``loop.checkpoint_now()`` and ``loop.stop()``.
 
-    A signal to the whole process group, as of schedulers and ``torchrun``, reaches the workers of DataLoaders as well. They
-    ignore it while the run lasts, whichever loader they belong to. (Not those of a ``DataLoader`` whose iteration was under
-    way when the run began: have them ignore it by a ``worker_init_fn``.) Other processes that are forked during the run take
-    it as before the run.
+    A signal to the whole process group also reaches the workers of DataLoaders, which ignore it while the run lasts. (Workers
+    of an iteration that was under way when the run began need a ``worker_init_fn`` that ignores it.) Other processes that are
+    forked during the run take it as before the run.
 
     Args:
         signals: to listen to, such as ``(signal.SIGTERM, signal.SIGUSR1)``, or their names.

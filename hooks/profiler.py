@@ -25,10 +25,9 @@ TraceHandler = Callable[[profile], object]
 class ProfilerHook(Hook):
     """Profiles the first ``profile_times`` epochs or iterations of a training, in a resumed one those after the resume.
 
-    The profiler hears of each iteration's end (``step()``). It is closed when the time is over, and whenever training ends
-    before that. A profiled iteration takes much longer, and a profile stays in memory until it is closed: a few iterations
-    are as informative as an epoch. An error in torch's profiler is logged and ends the profile, not the run; an error in your
-    own ``on_trace_ready`` ends the run.
+    A profiled iteration takes much longer, and a profile stays in memory until it is closed: a few iterations are as
+    informative as an epoch. An error in torch's profiler is logged and ends the profile, not the run; an error in your own
+    ``on_trace_ready`` ends the run.
 
     Args:
         by_epoch: count epochs, else iterations.

@@ -25,7 +25,6 @@ from eventloop.checkpoint import (
 log = get_logger()
 
 _STILL = 60.0  # seconds without a change after which no process is writing a temporary file
-_PART = 16 << 20  # bytes that are read at a time
 
 
 def publish_checkpoint(path: AnyPath, keys: Iterable[str]) -> AnyPath:
@@ -42,10 +41,8 @@ def publish_checkpoint(path: AnyPath, keys: Iterable[str]) -> AnyPath:
     try:
         save(stripped, temporary)
         with open_file(temporary) as (file, _):
-            digest = hashlib.sha256()
-            while part := file.read(_PART):
-                digest.update(part)
-        published = path.with_name(f"{path.stem}-{digest.hexdigest()[:8]}{path.suffix}")
+            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
+        published = path.with_name(f"{path.stem}-{digest[:8]}{path.suffix}")
         link(temporary, published)
     finally:
         remove(temporary)

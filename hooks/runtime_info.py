@@ -11,6 +11,8 @@ import torch
 from eventloop import Hook, Priority, events, mount, register
 from eventloop.events import RunView
 
+_NUMBERS = (int, float, np.generic)
+
 
 @register
 class RuntimeInfoHook(Hook):
@@ -38,7 +40,6 @@ class RuntimeInfoHook(Hook):
     def __init__(self) -> None:
         self._optimizers: list[tuple[str, torch.optim.Optimizer]] = []
         self._own_rate: set[str] = set()
-        self._keys = _TrainKeys()
         self._stage_before: Any = None
 
     def before_run(self, event: events.BeforeRun) -> None:
@@ -57,7 +58,7 @@ class RuntimeInfoHook(Hook):
         event.run.info.update(epoch=event.progress.epoch, stage="train")
 
     def before_train_iter(self, event: events.BeforeTrainIter) -> None:
-        run, info, keys = event.run, event.run.info, self._keys
+        run, info = event.run, event.run.info
         info["iter"] = event.progress.iter
         for name, optimizer in self._optimizers:
             groups = optimizer.param_groups
@@ -66,16 +67,17 @@ class RuntimeInfoHook(Hook):
                 rates.update(self._further_rates(name, groups))
             run.report(**rates)
             for key, rate in rates.items():
-                info[keys[key]] = rate
+                info[f"train/{key}"] = rate
 
     def after_train_iter(self, event: events.AfterTrainIter) -> None:
-        info, keys = event.run.info, self._keys
+        info = event.run.info
         for name, value in event.outputs.items():
-            kind = _KINDS[type(value)]
-            if kind is _NUMBER:
-                info[keys[name]] = value
-            elif kind is _TENSOR and value.numel() == 1:
-                info[keys[name]] = value.detach() if value.requires_grad else value
+            # By exact type first: isinstance with torch.Tensor runs Python code for other types.
+            if type(value) is torch.Tensor or (type(value) is not float and isinstance(value, torch.Tensor)):
+                if value.numel() == 1:
+                    info[f"train/{name}"] = value.detach() if value.requires_grad else value
+            elif isinstance(value, _NUMBERS):
+                info[f"train/{name}"] = value
 
     @mount("before_val", "before_test")
     def evaluation_begins(self, event: events.BeforeVal | events.BeforeTest) -> None:
@@ -106,24 +108,3 @@ class RuntimeInfoHook(Hook):
 
 def _identify(run: RunView) -> None:
     run.info.update(experiment=run.name, seed=run.seed, config=dict(run.config))
-
-
-class _TrainKeys(dict[str, str]):
-    """Names of training scalars in ``run.info``, each made once."""
-
-    def __missing__(self, name: str) -> str:
-        return self.setdefault(name, f"train/{name}")
-
-
-_NUMBER, _TENSOR, _OTHER = "number", "tensor", "other"
-
-
-class _Kinds(dict[type, str]):
-    """What values of a type are. By exact type: isinstance with torch.Tensor runs Python code in its metaclass."""
-
-    def __missing__(self, kind: type) -> str:
-        number = issubclass(kind, int | float | np.generic)
-        return self.setdefault(kind, _TENSOR if issubclass(kind, torch.Tensor) else _NUMBER if number else _OTHER)
-
-
-_KINDS = _Kinds()

@@ -44,11 +44,17 @@ class Smoother:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigurationError(f"custom_cfg: two windows would be logged as {twice[0]!r}; give one another log_name")
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Forget all scalars."""
         self._latest: dict[str, float] = {}
         self._seen: dict[str, int] = {}
         self._windows: dict[str, deque[float] | None] = {}  # None for a scalar that is not averaged
         self.count = 0
         """Iterations taken so far."""
+        for custom in self._customs:
+            custom.clear()
 
     @property
     def customised(self) -> bool:
@@ -107,6 +113,8 @@ class _Window:
         self.clear()
 
     def clear(self) -> None:
+        if self._last is not None:
+            self._last.clear()
         self.count, self._sum, self._min, self._max, self._current = 0, 0.0, float("inf"), float("-inf"), 0.0
 
     def add(self, value: float) -> None:

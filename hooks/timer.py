@@ -23,21 +23,17 @@ _AFTER_UPDATE = int(Priority.HIGH) + 1
 class IterTimerHook(Hook):
     """Measures every iteration on the host's clock.
 
-    In training it reports, all in seconds, ``data_time`` (from the end of the iteration before until the batch was there;
-    later hooks and saves are in it), ``time`` (from one end to the next) and ``eta``. So they are in the outputs of
-    ``after_train_iter`` and in ``run.info`` (``train/time``, ``train/data_time``, ``eta``). The ETA is the mean time since
-    training began or was resumed, times the iterations left; there is none where their number is not known.
-
-    In validation and test a reported value would become a metric, so the running means are only in ``run.info``
-    (``val/time``, ``val/data_time``, and ``val/eta``, the seconds left of this validation); the logger adds them to its line.
+    In training it reports, in seconds, ``time`` (from the end of one iteration to the next), ``data_time`` (the part until the
+    batch was there; late hooks and saves are in it) and ``eta``: the mean time since training began or was resumed, times the
+    iterations left, where their number is known. They are also in ``run.info``, as ``train/time``, ``train/data_time`` and
+    ``eta``, with ``train/seconds`` over all resumes. In validation and test a reported value would become a metric, so the
+    running means are only in ``run.info`` (``val/time``, ``val/data_time``, and ``val/eta``, the seconds left of this
+    validation); the logger adds them to its line.
 
     When training has ended in order, a summary is logged, below the last line of a ``LoggerHook``: the total time, the time of
     the validations, and the mean time of an iteration. Of the time outside of validations it gives the share of *data*
-    (waiting for the batch, and staging of checkpoints) and of *hooks*: handlers around the step (after ``before_train_iter``
-    and after the update) and everything between epochs. The rest is the step itself. The same is in ``run.info``:
-    ``train/mean_time`` in seconds, ``train/data_share`` and ``train/hooks_share`` between 0 and 1.
-
-    ``state_dict`` holds the iterations and seconds of training over all resumes; so does ``run.info["train/seconds"]``.
+    (waiting for the batch, and staging of checkpoints) and of *hooks* (handlers around the step, and everything between
+    epochs); the rest is the step. ``run.info`` has these as ``train/mean_time``, ``train/data_share``, ``train/hooks_share``.
 
     Args:
         warmup_iter: iterations after the begin (or a resume) that the summary's means and shares leave out: the first ones

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eventloop import get_logger
@@ -21,7 +21,7 @@ class Fanout:
         interval: of writers without one of their own.
         ignore_last: write nothing at the end of an epoch, unless the epoch is no longer than the interval.
         interval_exp_name: iterations between writing the experiment's name.
-        new_smoother: makes the smoother of a run.
+        smoother: of the training scalars.
     """
 
     def __init__(
@@ -31,16 +31,14 @@ class Fanout:
         interval: int,
         ignore_last: bool,
         interval_exp_name: int,
-        new_smoother: Callable[[], Smoother],
+        smoother: Smoother,
     ) -> None:
         self._targets = [Target(writer, interval) for writer in writers]
-        self._names = _TrainNames()
         self._ignore_last = ignore_last
         self._interval_exp_name = interval_exp_name
-        self._new_smoother = new_smoother
-        self._smoother = new_smoother()
+        self._smoother = smoother
         # A writer of every iteration gets the values as they are: they can be smoothed later, means cannot be taken apart.
-        custom = self._smoother.customised
+        custom = smoother.customised
         self._raw = [target for target in self._targets if target.interval == 1 and not custom]
         self._smoothed = [target for target in self._targets if target.interval > 1 or custom]
         self._run = RunFacts("run")
@@ -49,7 +47,7 @@ class Fanout:
 
     def open(self, run: RunFacts) -> None:
         self._run = run
-        self._smoother = self._new_smoother()
+        self._smoother.begin_run()
         self._last = Where("train", 0, 0)
         for target in self._targets:
             target.open(run)
@@ -59,7 +57,7 @@ class Fanout:
             self._smoother.begin_epoch()
         self._last = where
         if self._raw:
-            named = self._named(scalars)
+            named = _named(scalars)
             for target in self._raw:
                 target.give("write_scalars", named, where.iter, where)
         # This thread shares the GIL with the training, so it keeps no values that no writer reads.
@@ -80,7 +78,7 @@ class Fanout:
                 self._write_train(target)
 
     def evaluated(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
-        named = {f"{where.stage}/{name}": value for name, value in scalars.items()}
+        named = _named(scalars, where.stage)
         for target in self._targets:
             target.give("write_scalars", named, step, where)
 
@@ -106,15 +104,8 @@ class Fanout:
     def _write_train(self, target: Target) -> None:
         values = self._smoother.read(target.written, smooth=target.interval > 1)
         target.written = self._smoother.count
-        target.give("write_scalars", self._named(values), self._last.iter, self._last)
-
-    def _named(self, values: Mapping[str, float]) -> dict[str, float]:
-        names = self._names
-        return {names[name]: value for name, value in values.items()}
+        target.give("write_scalars", _named(values), self._last.iter, self._last)
 
 
-class _TrainNames(dict[str, str]):
-    """Names of training scalars with their stage, each made once."""
-
-    def __missing__(self, name: str) -> str:
-        return self.setdefault(name, f"train/{name}")
+def _named(scalars: Mapping[str, float], stage: str = "train") -> dict[str, float]:
+    return {f"{stage}/{name}": value for name, value in scalars.items()}

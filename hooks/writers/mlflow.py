@@ -23,14 +23,11 @@ _LONGEST = 6000  # characters of a parameter's value
 class MLflowWriter(Writer):
     """A run in an MLflow store, by default a local one: ``<work_dir>/mlflow.db``; needs the extra ``mlflow``.
 
-    Look at it with ``mlflow ui --backend-store-uri sqlite:///<work_dir>/mlflow.db`` (which needs the whole of mlflow).
-    Metrics are written many at a time, when the logger flushes. A resumed run goes on with the run whose id is noted in
-    ``<work_dir>/mlflow_run_id``; repeated iterations come twice in a metric's history. The configuration becomes parameters
-    with dotted names; MLflow cannot change a parameter, so a changed one is logged. Its databases hold NaN, but the largest
-    double for infinity. Characters that MLflow does not allow in names become ``_``.
-
-    Making a store takes some seconds, and a server may not answer. The writers of one ``LoggerHook`` wait for each other, so
-    give a slow one a ``LoggerHook`` of its own.
+    Look at it with ``mlflow ui --backend-store-uri sqlite:///<work_dir>/mlflow.db`` (which needs the whole of mlflow). A
+    resumed run goes on with the run whose id is noted in ``<work_dir>/mlflow_run_id``; repeated iterations come twice in a
+    metric's history. The configuration becomes parameters with dotted names; MLflow cannot change a parameter, so a changed
+    one is logged. Its databases hold NaN, but the largest double for infinity. Characters that MLflow does not allow in names
+    become ``_``. The writers of one ``LoggerHook`` wait for each other, so give a slow server a ``LoggerHook`` of its own.
 
     Args:
         tracking_uri: of another store, such as one of several runs (``sqlite:///mlflow.db``) or a server's address. With the
