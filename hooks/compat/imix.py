@@ -9,9 +9,7 @@ from eventloop.config import Migration, OptionChange, PriorityScale
 from hooks.compat.migration import same
 
 PRIORITIES = PriorityScale(
-    "iMIX",
-    key="level",
-    names={"HIGHEST": 0, "HIGHER": 10, "HIGH": 20, "NORMAL": 30, "LOW": 40, "LOWER": 50, "LOWEST": 60},
+    "iMIX", key="level", names={"HIGHEST": 0, "HIGHER": 10, "HIGH": 20, "NORMAL": 30, "LOW": 40, "LOWER": 50, "LOWEST": 60}
 )
 """iMIX spaces its names differently from :class:`eventloop.Priority`: its NORMAL is 30."""
 

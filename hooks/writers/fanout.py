@@ -25,13 +25,7 @@ class Fanout:
     """
 
     def __init__(
-        self,
-        writers: Sequence[Writer],
-        *,
-        interval: int,
-        ignore_last: bool,
-        interval_exp_name: int,
-        smoother: Smoother,
+        self, writers: Sequence[Writer], *, interval: int, ignore_last: bool, interval_exp_name: int, smoother: Smoother
     ) -> None:
         self._targets = [Target(writer, interval) for writer in writers]
         self._ignore_last = ignore_last
