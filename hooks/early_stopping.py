@@ -16,7 +16,7 @@ log = get_logger()
 
 @register
 class EarlyStoppingHook(Hook):
-    """Ends training, in order, by one metric of its validations:
+    """Ends training cleanly, by one metric of its validations:
 
     - at once when its value is NaN or infinite (unless ``check_finite=False``),
     - at once when it is better than ``stopping_threshold``,

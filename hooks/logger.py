@@ -40,7 +40,7 @@ _tokens = count(1)
 
 
 class LogRecord(RunEvent, kw_only=True):
-    """Work for a logger, in the order of the scalars. ``logger`` tells several loggers of a bus apart."""
+    """Work for a logger, in the order of the scalars. ``logger`` identifies one of several loggers on a bus."""
 
     logger: int
     kind: Literal["open", "begin_epoch", "end_epoch", "metrics", "line", "close"]
@@ -149,7 +149,7 @@ class LoggerHook(Hook):
     def after_run(self, event: events.AfterRun) -> None:
         self._record(event.run, "close", finished=True)
 
-    def tell(self, run: RunView, line: str, **facts: Any) -> None:
+    def log_line(self, run: RunView, line: str, **facts: Any) -> None:
         """Log a line below the scalars of everything before it; for hooks that find this one in ``run.shared[LOGGER]``."""
         self._record(run, "line", line=line, facts=facts)
 

@@ -1,4 +1,4 @@
-"""``PreemptionHook``: a run that gets a signal saves, and ends in order."""
+"""``PreemptionHook``: a run that gets a signal saves, and ends cleanly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = get_logger()
 
 @register
 class PreemptionHook(Hook):
-    """Ends a run in order when the process gets a signal, as schedulers send before they take a machine away.
+    """Ends a run cleanly when the process gets a signal, as schedulers send before they take a machine away.
 
     The present iteration (or accumulation window) is finished, a checkpoint is saved as by ``run.checkpoint_now()``, training
     ends with ``after_train`` and ``after_run``, everything offloaded is delivered, and ``loop.run()`` returns.

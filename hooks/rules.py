@@ -50,16 +50,16 @@ def is_better(rule: Rule, score: float, than: float | None) -> bool:
     return score > than if rule == "greater" else score < than
 
 
-def score_of(what: str, value: Any) -> float:
+def score_of(subject: str, value: Any) -> float:
     """Return the value of a metric as a number.
 
     Raises:
-        TrainingError: it is not a single number; the message begins with ``what``.
+        TrainingError: it is not a single number; the message begins with ``subject``.
     """
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TrainingError(f"{what} is a {type(value).__name__}, not a single number") from error
+        raise TrainingError(f"{subject} is a {type(value).__name__}, not a single number") from error
 
 
 class BestMetrics:
@@ -130,17 +130,18 @@ class BestMetrics:
         return dict(zip(self.names, rules * len(self.names) if len(rules) == 1 else rules, strict=True))
 
 
-def check_validated(event: BeforeTrain, what: str) -> None:
-    """Raise ConfigurationError if the training that begins has no validation; ``what`` is the hook, with its option."""
+def check_validated(event: BeforeTrain, subject: str) -> None:
+    """Raise ConfigurationError if the training that begins has no validation; ``subject`` is the hook, with its option."""
     if event.run.validates is False:
         raise ConfigurationError(
-            f"{what} goes by a metric of validations, but this loop has no data for them: give TrainLoop val_data, or leave "
+            f"{subject} goes by a metric of validations, but this loop has no data for them: give TrainLoop val_data, or leave "
             "the hook (or its option) out"
         )
 
 
-def warn_unvalidated(event: AfterTrain | AfterRun, what: str) -> None:
+def warn_unvalidated(event: AfterTrain | AfterRun, subject: str) -> None:
     """Warn if a complete training had no validation: in a loop of the user's own this is known only at the end."""
     done = event.progress
     if event.run.validates is None and (done.epoch == done.max_epochs or done.iter == done.max_iters):
-        log.warning(f"{what} goes by a metric of validations, but this training had none: call run.validate(...) in your loop")
+        advice = "call run.validate(...) in your loop"
+        log.warning(f"{subject} goes by a metric of validations, but this training had none: {advice}")

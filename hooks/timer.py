@@ -30,8 +30,8 @@ class IterTimerHook(Hook):
     running means are only in ``run.info`` (``val/time``, ``val/data_time``, and ``val/eta``, the seconds left of this
     validation); the logger adds them to its line.
 
-    When training has ended in order, a summary is logged, below the last line of a ``LoggerHook``: the total time, the time of
-    the validations, and the mean time of an iteration. Of the time outside of validations it gives the share of *data*
+    When training ends without an exception, a summary is logged, below the last line of a ``LoggerHook``: the total time, that
+    of the validations, and the mean time of an iteration. Of the time outside of validations it gives the share of *data*
     (waiting for the batch, and staging of checkpoints) and of *hooks* (handlers around the step, and everything between
     epochs); the rest is the step. ``run.info`` has these as ``train/mean_time``, ``train/data_share``, ``train/hooks_share``.
 
@@ -114,8 +114,8 @@ class IterTimerHook(Hook):
         else:
             facts["warmup"] = self.warmup_iter
         logger = event.run.shared.get(LOGGER)
-        tell = log.info if logger is None else partial(logger.tell, event.run)
-        tell("training took", **facts)
+        write = log.info if logger is None else partial(logger.log_line, event.run)
+        write("training took", **facts)
 
     def before_val(self, event: events.BeforeVal) -> None:
         self._training.gap_ends()

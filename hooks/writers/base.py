@@ -47,7 +47,7 @@ class Where(msgspec.Struct, frozen=True):
 
 @registrable("writer")
 class Writer:
-    """Base of all writers. Override :meth:`write_scalar` or :meth:`write_scalars`, and what else the target can take.
+    """Base of all writers. Override :meth:`write_scalar` or :meth:`write_scalars`, and methods for other data.
 
     One thread at a time calls a writer, never the training thread, so it may block. An exception is logged, and the call is
     repeated after pauses that grow to a minute. After two failures in a row the writer is closed and opened again, and gets
@@ -137,7 +137,7 @@ def as_image(value: Any) -> Image:
 
 
 def load(writer: str, package: str, *modules: str) -> list[ModuleType]:
-    """Import what a writer needs of an optional package.
+    """Import the modules of an optional package that a writer needs.
 
     Raises:
         ConfigurationError: a module is missing; the message names the extra to install.

@@ -43,7 +43,7 @@ class CSVWriter(FileWriter):
 
 
 class Table(GrowingFile):
-    """A CSV file with a header that grows in rows and in columns; an existing one is gone on with.
+    """A CSV file with a header that grows in rows and in columns; an existing file is continued.
 
     A row with new columns has the file written anew, under another name that then replaces it. So every row has all columns,
     empty where there was no value.

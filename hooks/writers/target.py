@@ -84,7 +84,7 @@ class Target:
             log.exception("a writer could not be closed", writer=self._name)
         lost = self._lost + len(self._kept) + len(self._unsure)
         if lost:
-            log.error("a writer has lost what it could not write", writer=self._name, lost=lost)
+            log.error("a writer has lost data", writer=self._name, lost=lost)
 
     def _reset(self, run: RunFacts) -> None:
         self._run = run
@@ -146,7 +146,7 @@ class Target:
                     raise
                 self._lost += 1
                 if not logged:
-                    log.exception("a writer does not take this, and goes on without it", writer=self._name, exc_info=error)
+                    log.exception("a writer refuses a call, which is left out", writer=self._name, exc_info=error)
                 logged = True
             self._kept.popleft()
 

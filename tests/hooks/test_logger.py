@@ -383,7 +383,7 @@ def test_a_writer_that_does_not_recover_says_how_much_it_has_lost_and_keeps_a_bo
         make_loop(bus_with(writer), max_epochs=20, step=counting()).run()
     assert writer.steps() == []
     assert (logs[-1]["event"], logs[-1]["log_level"], logs[-1]["lost"]) == (
-        "a writer has lost what it could not write",
+        "a writer has lost data",
         "error",
         140,
     )
@@ -395,7 +395,7 @@ def test_what_a_writer_does_not_take_does_not_stand_in_the_way_of_the_rest():
     with capture_logs() as logs:
         make_loop(bus_with(writer), step=counting()).run()
     assert writer.steps() == [1, 2, *range(4, 15)]
-    assert [entry["lost"] for entry in logs if entry["event"] == "a writer has lost what it could not write"] == [1]
+    assert [entry["lost"] for entry in logs if entry["event"] == "a writer has lost data"] == [1]
 
 
 def test_a_writer_that_cannot_be_opened_at_first_gets_everything_later(tmp_path):

@@ -139,7 +139,7 @@ def test_a_symbolic_link_is_not_written_through(logged, tmp_path, cls, file):
     with structlog.testing.capture_logs() as lines:
         logged.loop(cls(), work_dir=tmp_path / "out").run()
     assert (tmp_path / "precious").read_text() == "mine"
-    assert lines[-1]["event"] == "a writer has lost what it could not write"
+    assert lines[-1]["event"] == "a writer has lost data"
 
 
 def test_writers_hear_that_an_exception_has_ended_the_run(logged):
