@@ -64,14 +64,16 @@ class Bus(TypedOn, Lifecycle):
 
     def _on(self, event: type[Event] | str, handler: Callable[..., Any], options: dict[str, Any]) -> Any:
         event_type = resolve(event)
-        if handler is not decorates:
-            return self._insert([Subscription(self, event_type, handler, **options)])[0]
+        if handler is decorates:
 
-        def subscribe(function: Callable[..., Any]) -> Callable[..., Any]:
-            self._insert([Subscription(self, event_type, function, **options)])
-            return function
+            def subscribe(function: Callable[..., Any]) -> Callable[..., Any]:
+                self._on(event_type, function, options)
+                return function
 
-        return subscribe
+            return subscribe
+        subscription = Subscription(self, event_type, handler, **options)
+        self._insert([subscription])
+        return subscription
 
     def _stream(self, event: type[Event] | str, options: dict[str, Any]) -> Any:
         check_stream_options(options)
@@ -83,14 +85,14 @@ class Bus(TypedOn, Lifecycle):
         with self._lock:
             self._insert([subscription])
             if self._over:
-                self._end_streams()  # nothing is to come: it ends at once
+                self._end_streams()  # no more events will come
         return made
 
     def off(self, what: Callable[..., Any] | Hook | Subscription) -> None:
-        """Cancel every subscription of a function, all those of a hook, or one :class:`Subscription`.
+        """Cancel every subscription of a function or of a hook, or one :class:`Subscription`.
 
         Raises:
-            SubscribeError: nothing of that kind is subscribed.
+            SubscribeError: there is none on this bus.
         """
         with self._lock:
             gone = [one for one in self._subscriptions if what is one or what == one.handler or what is one.hook]
@@ -202,7 +204,7 @@ class Bus(TypedOn, Lifecycle):
     # ------------------------------------------------------------------------------------------------ looking in
 
     def describe(self, *, stats: bool = False) -> Description:
-        """Return who hears what, in the order of a run: a table to print (rich or plain), its data in ``rows``."""
+        """Return the hook table, in the order of a run: print it (rich or plain), or read its ``rows``."""
         check_value("stats", stats, bool)
         return describe(self._subscriptions, stats=stats or self._timing, ranks=self._world_size > 1)
 
@@ -235,7 +237,7 @@ class Bus(TypedOn, Lifecycle):
         return {"hooks": hooks, "publishes": {name: count.value for name, count in self._counts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give every hook its state back. A hook without saved state keeps its own, with a warning, and so the reverse."""
+        """Give every hook its state back; a hook without saved state, or a state without hook, is a warning."""
         load_state(self._hooks, state["hooks"])
         for name, value in state["publishes"].items():
             self._counts.setdefault(name, Count()).value = value
@@ -270,7 +272,7 @@ class Bus(TypedOn, Lifecycle):
 
     # -------------------------------------------------------------------------------------------------- internals
 
-    def _insert(self, new: list[Subscription]) -> list[Subscription]:
+    def _insert(self, new: list[Subscription]) -> None:
         with self._lock:
             # sorted() is stable: equal priorities keep the order of registration.
             merged = sorted([*self._subscriptions, *new], key=lambda one: one.priority)
@@ -283,14 +285,14 @@ class Bus(TypedOn, Lifecycle):
                     subscription.ended()
                 raise
             self._replace(merged, changed=new)
-        return new
 
     def _replace(self, subscriptions: list[Subscription], changed: list[Subscription]) -> None:
         """Replace the subscriptions and drop the routes of changed ones; a publish under way goes on with the route it has."""
         names = {name for subscription in changed for name in subscription.mount_points}
         self._subscriptions = tuple(subscriptions)
-        for kind in [kind for kind in self._routes if not names.isdisjoint(lineage(kind))]:
-            del self._routes[kind]
+        for kind in list(self._routes):  # a signal handler may publish meanwhile
+            if not names.isdisjoint(lineage(kind)):
+                self._routes.pop(kind, None)
         self._attach()
 
     def _attach(self) -> None:

@@ -81,7 +81,7 @@ class Lifecycle:
         """
         runtime = self._runtime
         if runtime is not None:
-            _check_may_wait(runtime, "close")
+            _check_outside(runtime, "close")
             if runtime.hosted:
                 raise BusStateError("this bus was opened by `async with bus:`, which closes it when its block ends")
         self._close(_Patience(self, abort=abort))
@@ -89,7 +89,7 @@ class Lifecycle:
     async def aclose(self, *, abort: bool = False) -> None:
         """Close without blocking the event loop, as ``async with bus:`` does. Cancelled, it goes on like ``abort=True``."""
         if self._runtime is not None:
-            _check_not_inside(self._runtime, "aclose")
+            _check_outside(self._runtime, "aclose", blocks=False)
             patience = _Patience(self, abort=abort)
             await in_thread(partial(self._close, patience), "trainbus closes", cancelled=patience.abort)
 
@@ -104,7 +104,7 @@ class Lifecycle:
             Exception: what offloaded handlers with ``on_error="raise"`` raised; while a run is open, on its thread only.
         """
         runtime = self._opened()
-        _check_may_wait(runtime, "drain")
+        _check_outside(runtime, "drain")
         report = runtime.drain(Deadline(timeout))
         self.raise_failures()
         return report
@@ -112,7 +112,7 @@ class Lifecycle:
     async def adrain(self, timeout: float | None = None) -> DrainReport:  # noqa: ASYNC109 - reports, and does not cancel
         """Drain without blocking the event loop, also a bus with a thread of its own."""
         runtime = self._opened()
-        _check_not_inside(runtime, "adrain")
+        _check_outside(runtime, "adrain", blocks=False)
         deadline = Deadline(timeout)
         report = await in_thread(partial(runtime.drain, deadline), "trainbus drains", cancelled=partial(deadline.shorten, 0))
         self.raise_failures()
@@ -320,14 +320,10 @@ def _raise_all(failures: list[BaseException]) -> None:
         raise BaseExceptionGroup("several offloaded handlers failed", failures)
 
 
-def _check_not_inside(runtime: Runtime, call: str) -> None:
+def _check_outside(runtime: Runtime, call: str, *, blocks: bool = True) -> None:
     if runtime.inside:
         raise BusStateError(f"bus.{call}() was called from an offloaded handler of the same bus: it would wait for itself")
-
-
-def _check_may_wait(runtime: Runtime, call: str) -> None:
-    _check_not_inside(runtime, call)
-    if runtime.in_host_loop:
+    if blocks and runtime.in_host_loop:
         raise BusStateError(f"bus.{call}() would block the event loop that this bus runs in: use `await bus.a{call}()`")
 
 
