@@ -74,7 +74,7 @@ def _converted(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
     return state, {
         "from": f"MMEngine {tree['meta']['mmengine_version']}",
         "resumes": "; ".join(resumed),
-        "afresh": "schedules, random states, the place in the data (the beginning of an epoch), other hooks",
+        "afresh": "schedules, random states, the position in the data (the beginning of an epoch), other hooks",
         "kept": f"under 'mmengine': {', '.join(state['mmengine'])}",
     }
 

@@ -1,11 +1,10 @@
-"""The saves of a run. Hooks request them; after a mount point's last subscriber the run captures its state; a lane writes it.
+"""The saves of a run: hooks request them, the run captures its state after a mount point's last handler, a lane writes it.
 
-A request goes through four steps: it waits for the next save point; the state is captured, which means copied, so that training
-goes on while the copy is written; the lane takes it; it is durable (or failed, or skipped, which an event tells). One save is
-under way at a time.
+A request goes through four steps. It waits for the next save point. The state is captured (copied), so that training goes on
+while the copy is written. The lane writes it. An event reports that it is durable, failed or was skipped.
 
-Requests of one moment are one write under several names. A request for a state that the last file holds already is one more
-name for that file: two states are the same if their versions are equal (see :meth:`Saves._version`).
+Requests of one moment are one write under several names. A request for a state that the last file already holds adds a name to
+that file. Two states are the same if their versions are equal (see :meth:`Saves._version`).
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from eventloop.training.state import RunState
 from eventloop.training.update import window_open
 
 FORMAT = 1
-"""Version of the tree's shape, in every checkpoint under ``"format"``."""
+"""Version of the layout of the state, under ``"format"`` in every checkpoint."""
 
 
 class SavedRun(Protocol):
-    """The run whose state is saved and restored."""
+    """What saving and restoring need of a run."""
 
     bus: Bus
     state: RunState
@@ -65,16 +64,16 @@ class Saves:
         self._run = run
         self._requests: list[SaveRequest] = []
         self._last: SaveJob | None = None
-        self._names: set[AnyPath] = set()  # of the last file, links included
+        self._names: set[AnyPath] = set()  # all names of the last file, links included
         self._buffer = StageBuffer()
         self._writer: Writer | None = None
         self._overlap: Overlap
         self.feeds = feeds
         self.directories: list[AnyPath] = [] if run.work_dir is None else [run.work_dir]
-        """Where the checkpoints of this run are: the work dir, if there is one, and where hooks save."""
+        """The work dir, if there is one, and the other directories that hooks save to."""
         self.ranks: Ranks | None = None
         self.sharded = False
-        """True if parameters of a model are spread over processes. Then every process writes its part."""
+        """True if a model is sharded: every process writes its part."""
         self._rank_states: tuple[Any, ...] = ()
         self._token = ""
 
@@ -130,7 +129,7 @@ class Saves:
     # -------------------------------------------------------------------------------------------------- save points
 
     def save_if_asked(self, *, force: bool = False) -> None:
-        """Save if a hook or a thread has asked for it; in the middle of an accumulation window only by ``force``."""
+        """Save what hooks or threads have requested; in the middle of an accumulation window only with ``force``."""
         state = self._run.state
         if not self._requests and self.ranks is None and not state.save_now:
             return  # as after nearly every iteration
@@ -143,13 +142,13 @@ class Saves:
             self._save(standing)
 
     def end(self) -> None:
-        """Save what was requested last, and wait until all is written. A run that has not trained skips what is requested."""
+        """Save the last requests and wait until all is written. A run that has not trained skips them."""
         self.save_if_asked(force=True)
         if not self._run.state.has_trained:
             asked, self._requests = self._requests, []
             for request in [*asked, self._asked_now()] if self._take_save_now() else asked:
                 self._refuse(request)
-        self.wait()  # on a bus that stays open, too: what comes next may want to resume from it
+        self.wait()  # on a bus that stays open, too: the next run may resume from it
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
@@ -191,13 +190,13 @@ class Saves:
         return True
 
     def _agree(self, ranks: Ranks, *, force: bool) -> tuple[bool, bool] | None:
-        """Have all processes save the same, if anything, and rank 0 know the random states of all.
+        """Make all processes save the same, and collect the random states of all on rank 0.
 
         Returns:
-            How the save stands (see :meth:`_standing`) for all of them, where all of them write.
+            :meth:`_standing` of all processes together, if all of them write.
         """
         standing = None
-        if force:  # a file that could not be written, only rank 0 knows of, and may want another one for it
+        if force:  # only rank 0 knows of a file that could not be written, and may request another one
             everyones = ranks.gather(self._requests)
             ranks.check_first_has_all([[request.path.name for request in requests] for requests in everyones])
             self._requests = everyones[0]
@@ -207,7 +206,7 @@ class Saves:
             own = (self._state_of_rank(), secrets.token_hex(4), self._standing(merged(self._requests)))
             self._rank_states, tokens, standings = zip(*ranks.gather(own), strict=True)
             self._token = tokens[0]
-            if self.sharded:  # all do the same, however far each is with the save before
+            if self.sharded:  # all decide alike, however far each is with the save before
                 held, busy = zip(*standings, strict=True)
                 standing = all(held), any(busy)
         if ranks.rank and not self.sharded:
@@ -217,7 +216,7 @@ class Saves:
     # ----------------------------------------------------------------------------------------------------- capture
 
     def _save(self, standing: tuple[bool, bool] | None) -> None:
-        """Capture and hand over what was requested. Waits at most for a save that is still being written."""
+        """Capture the state for all requests and hand it to the writer. Waits at most for the save before."""
         requests, self._requests = self._requests, []
         wanted, writer = merged(requests), self._opened()
         held, busy = standing or self._standing(wanted)
@@ -238,7 +237,7 @@ class Saves:
             writer.replace(wanted.path)
             if self.sharded:
                 state, job.parts = self._take_shards(state, wanted.path)
-            # In a validation hooks may have lent the model other weights (averages), which only a copy made now holds.
+            # In a validation hooks may have lent the model other weights (averages): only a copy made now holds them.
             overlap = self._overlap if wanted.staging == "overlap" and progress.stage == "train" else None
             job.staged = stage(state, self._buffer, overlap=overlap)
             self._last, self._names = job, set(paths)
@@ -254,7 +253,7 @@ class Saves:
             raise
 
     def _standing(self, wanted: SaveRequest) -> tuple[bool, bool]:
-        """Return whether the last file holds the present state and all that is wanted of it, and whether the writer is busy."""
+        """Return whether the last file holds all that is wanted of the present state, and whether the writer is busy."""
         last, writer = self._last, self._opened()
         held = (
             last is not None
@@ -265,19 +264,19 @@ class Saves:
         return held, writer.turns.busy
 
     def _version(self) -> object:
-        """Return what is equal while the state of the run is the same.
+        """Return a value that stays equal while the state of the run does.
 
-        The run's own version moves with every mount point whose handlers may change the state; code of the user's between two
-        mount points moves the versions of the tensors.
+        The run's own version moves with every mount point whose handlers may change the state. User code between two mount
+        points moves the versions of the tensors.
         """
         if self.sharded:  # a forward pass exchanges the parameters of the model, and with them their versions
             return self._run.state.version
         tensors = (t for model in self._run.models.values() for t in chain(model.parameters(), model.buffers()))
-        # Tensors made in inference mode have none: they can only be changed there.
+        # Tensors made in inference mode have no version: they can only be changed there.
         return self._run.state.version, sum(tensor._version for tensor in tensors if not tensor.is_inference())
 
     def _state(self, path: AnyPath | str, leave_out: Collection[str] = ()) -> dict[str, Any]:
-        """Return the state of the run by reference, with what hooks add and without the keys to leave out.
+        """Return the state of the run by reference, with the entries of hooks and without the keys to leave out.
 
         ``"state_dict"`` holds the weights of the only model, or a mapping of names to weights where there are several; names
         of wrappers (DataParallel's ``module.``, torch.compile's ``_orig_mod.``) are left out of the keys.

@@ -31,16 +31,16 @@ log = get_logger()
 
 
 def peek(path: str | os.PathLike[str] | AnyPath) -> Progress:
-    """Return how far the run of a checkpoint had come; no tensors are read, so it is quick for a file of any size.
+    """Return the progress of the run that wrote a checkpoint, without reading its tensors: quick for a file of any size.
 
     Nothing is verified beyond the header. ``stage`` is ``"val"`` if a run that resumes from it begins with a validation.
 
     Args:
-        path: a checkpoint, or a directory: then its newest checkpoint that can be read. Or the URL of one.
+        path: a checkpoint, or a directory, of which the newest readable checkpoint is taken; or the URL of either.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointDamagedError: its header is damaged, or there is damage in every checkpoint of the directory.
+        CheckpointDamagedError: its header is damaged, or those of all checkpoints in the directory.
         CheckpointError: it is not the checkpoint of a run, the directory holds none, or its store does not answer.
     """
     file = as_path(path)
@@ -71,7 +71,7 @@ def find_checkpoint(*directories: AnyPath, known: Iterable[AnyPath] = ()) -> tup
 
     Raises:
         CheckpointDamagedError: there are checkpoints, and none of them can be read.
-        CheckpointError: a remote directory does not answer. An older checkpoint may be there, but was not asked for.
+        CheckpointError: a remote directory does not answer.
     """
     return _first_good(directories, known, _loaded)
 
@@ -121,7 +121,7 @@ def _newest_first(directories: Iterable[AnyPath], known: Iterable[AnyPath], dama
     yield from first
     others = [path for paths in files.values() for path in paths if path.suffix == ".safetensors" and path.name[0] != "."]
     ranks = {path: _rank(path) for path in others}
-    # What is beyond the newest is of another training, in the same directory, that had come further.
+    # Files beyond the newest are from an earlier training in the same directory that had come further.
     limit = next((rank for rank in map(ranks.get, first) if rank is not None and rank[1]), None)
     for path in sorted(others, key=lambda path: (limit is None or ranks[path] <= limit, ranks[path]), reverse=True):
         if path not in first:

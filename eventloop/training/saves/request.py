@@ -1,4 +1,4 @@
-"""Requests for a checkpoint: what hooks may ask for, and what several requests of one moment are together."""
+"""Requests for a checkpoint, and the one request that several of the same moment amount to."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ OnError = Literal["raise", "log"]
 
 
 class SaveRequest(msgspec.Struct, frozen=True):
-    """A file that a hook wants, and how."""
+    """A checkpoint file that a hook wants, and how to write it."""
 
     path: AnyPath
     leave_out: frozenset[str] = frozenset()
-    """Keys of the checkpoint that are not to be in it."""
+    """Keys that the checkpoint does not get."""
     on_error: OnError = "raise"
     staging: Staging = "block"
     busy: Busy = "wait"
@@ -49,7 +49,7 @@ def merged(requests: list[SaveRequest]) -> SaveRequest:
         path=requests[0].path,
         leave_out=frozenset.intersection(*(request.leave_out for request in requests)),
         on_error="raise" if any(request.on_error == "raise" for request in requests) else "log",
-        # The most careful of each: a copy that one request must have at once, or a save that it must not miss.
+        # The most careful of each: one request may need its copy at once, or must not miss its save.
         staging="overlap" if all(request.staging == "overlap" for request in requests) else "block",
         busy=min((request.busy for request in requests), key=("wait", "replace", "skip").index),
     )

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: finding it, checking it against the run, and putting its state back."""
+"""Resuming from a checkpoint: find it, check it against the run, and put its state back."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ log = get_logger()
 
 
 class Restore:
-    """Loads the checkpoint that a run goes on from.
+    """Restores the state that a run goes on from.
 
     Args:
         run: the run.
-        saves: its saves; they know where its checkpoints are.
+        saves: of the run; they know the directories of its checkpoints.
         source: ``"auto"``, a path or URL, or None, as ``resume=`` of the run.
-        strict: False loads from a checkpoint of another model what fits.
+        strict: False loads what fits from a checkpoint of another model.
     """
 
     def __init__(self, run: SavedRun, saves: Saves, source: str | Path | None, *, strict: bool) -> None:
@@ -56,7 +56,7 @@ class Restore:
             )
 
     def load(self) -> None:
-        """Restore the state that the run was given by a handler of ``before_run``, or else the checkpoint to resume from."""
+        """Restore the state that a handler of ``before_run`` has applied, or else the checkpoint to resume from."""
         self._may_load = True
         if self._given is not None:
             self._apply_given(self._given)
@@ -72,7 +72,7 @@ class Restore:
             self._run.resumed_from = path
 
     def apply_state(self, from_: Mapping[str, Any]) -> None:
-        """Restore the state in another checkpoint; within ``before_run``, once its last handler has run."""
+        """Restore the state in another program's checkpoint; within ``before_run``, after its last handler."""
         state = self._run.state
         if state.scopes.innermost != "run" or state.has_trained:
             raise TrainingError(
@@ -97,7 +97,7 @@ class Restore:
         self._apply(state_of_rank(state, this_rank(), world_size()), "")
 
     def _apply(self, state: Mapping[str, Any], path: str) -> None:
-        """Put ``state`` into the run; the random states last, so that nothing in between draws from them."""
+        """Put ``state`` into the run; the random states come last, so that nothing in between draws from them."""
         _check(state)
         run, state = self._run, dict(state)
         run.publish(ev.AfterLoadCheckpoint, path=path, checkpoint=state)
@@ -106,9 +106,9 @@ class Restore:
             raise CheckpointError(
                 f"the checkpoint has no model {', '.join(map(repr, absent))} but {', '.join(map(repr, saved))}"
             )
-        # All is compared before anything is loaded: what is refused changes nothing.
+        # Everything is compared before anything is loaded: a refused checkpoint changes nothing.
         fitting = {name: _fitting(model, saved[name], name, strict=self._strict) for name, model in run.models.items()}
-        # What an optimizer knows of parameters of another shape would fail at its first step.
+        # An optimizer's state of parameters of another shape would fail at its first step.
         optimizers = state.get("optimizer") if all(complete for _, complete in fitting.values()) else None
         if optimizers is None and run.optimizers:
             log.warning("the checkpoint has nothing that fits; it starts afresh", what="optimizer")
@@ -127,7 +127,7 @@ class Restore:
         if optimizers is None or sum(loaded) < len(run.optimizers):
             forget_options(options, "optimizer")
         tell_changed(options, run.options)
-        run.options.update(options)  # for the checkpoints to come: what is in force since the run began
+        run.options.update(options)  # later checkpoints hold the options in force since the run began
         if state["rng"] is not None:  # None: imported from elsewhere
             set_rng_state(state["rng"])
         run.state.resumed = True
@@ -135,7 +135,7 @@ class Restore:
         log.info("resumed", path=path or "the state that was given", epoch=counters.epoch, iter=counters.iter)
 
     def _find(self) -> tuple[AnyPath, Any] | None:
-        """Load the checkpoint to go on from: the one that rank 0 finds, on all ranks."""
+        """Load the checkpoint to go on from: the one that rank 0 finds, for all ranks."""
         ranks = self._saves.ranks
         found = self._find_here() if ranks is None or not ranks.rank else None
         if ranks is None:
@@ -181,7 +181,7 @@ def placement(
     """Return a function that makes an empty tensor for each path in a checkpoint of sharded state, sharded as in this run.
 
     Weights are as the model has them, under whatever key (averages of weights); the optimizer's state of a parameter is as that
-    is; anything else as the weights of its shape. What is not sharded here is whole.
+    is; anything else as the weights of its shape. A tensor that is not sharded here is whole.
     """
     known: dict[tuple[str | int, ...], torch.Tensor] = {}
     for name, model in models.items():
@@ -223,7 +223,7 @@ def state_of_rank(state: Mapping[str, Any], rank: int, world_size: int) -> Mappi
 
 
 class _Form(msgspec.Struct):
-    """What a resume takes for granted of the state of a run; a file of another program may have anything there."""
+    """The types that a resume relies on; a file of another program may hold anything there."""
 
     format: int
     state_dict: dict[str, Any]
@@ -300,7 +300,7 @@ def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, state: Any, *, 
     before = optimizer.state_dict()
     try:
         optimizer.load_state_dict(state)
-        # It takes over the options of another kind of optimizer as they are, and fails at its first step.
+        # torch takes over the options of another kind of optimizer as they are, and fails at its first step.
         needed = stepping(optimizer).defaults.keys()
         lacks = sorted({option for group in optimizer.param_groups for option in needed - group.keys()})
         problem = f"it has no {', '.join(lacks)}" if lacks else ""

@@ -1,4 +1,4 @@
-"""The lane that writes: one save at a time becomes durable, under all its names, and is told of as an event."""
+"""Writing saves on a lane of the bus: one at a time becomes durable under all its names, and an event reports it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ if TYPE_CHECKING:  # a second to import, and only sharded models need it
     from eventloop.checkpoint.sharded import Parts
 
 LAST = "last_checkpoint"
-"""File in a checkpoint directory (and in the work dir) that names the newest committed checkpoint: by the path from there, or
-by its URL."""
+"""File in checkpoint directories and in the work dir with the relative path (or the URL) of the newest committed checkpoint."""
 
 log = get_logger()
 
@@ -41,7 +40,7 @@ class SaveJob(msgspec.Struct, eq=False):
     given_up: str = ""
     """Why it will not be written."""
     parts: Parts | None = None
-    """This process's part of what is spread over several."""
+    """This process's part of a sharded state."""
 
     def release(self) -> None:
         """Give back the memory of the staged state, if there is one."""
@@ -52,10 +51,10 @@ class SaveJob(msgspec.Struct, eq=False):
 class Writer:
     """Writes jobs on a lane of the bus, in their order.
 
-    The training thread enters a job; the lane begins and ends it. Until it has begun, another may replace it.
+    The training thread enters a job; the lane begins and ends it. Until a job has begun, another may replace it.
 
     Args:
-        bus: whose ``checkpoint_staged`` brings the jobs, and that hears what became of them.
+        bus: delivers jobs as ``checkpoint_staged``, and publishes what became of them.
         work_dir: of the run; it learns which checkpoint is the newest, wherever that is.
     """
 
@@ -119,7 +118,7 @@ class Writer:
             self._wait_for_handlers()
             self._commit(job, done)
         except Exception as error:
-            # Told as an event, too; on_error="raise" sends it on to the training thread.
+            # Published, too; on_error="raise" also raises it on the training thread.
             job.release()
             self._tell_failed(job, [path for path in job.paths if path not in done], error)
             if job.request.on_error == "raise":
@@ -128,21 +127,21 @@ class Writer:
             self.turns.end(job)
 
     def _wait_for_handlers(self) -> None:
-        """Wait until the other offloaded handlers of ``checkpoint_staged`` are done, but not for ever."""
+        """Wait for the other offloaded handlers of ``checkpoint_staged``, up to half of the bus's ``abort_timeout``."""
         for one in self._bus.subscriptions:
             if one is self._lane or one.lane is None or one.mode == "stream":
                 continue
             if self._lane.mount_point not in one.mount_points:
                 continue
-            patience = 0.0 if one in self._late else self._bus.abort_timeout / 2  # less than a run that ends by an error has
+            patience = 0.0 if one in self._late else self._bus.abort_timeout / 2  # a run that ends by an error has the whole
             if one.lane.join(Deadline(patience)):
                 self._late.discard(one)
             elif one not in self._late:
                 self._late.add(one)
-                log.warning("a checkpoint does not wait any longer for a handler of its event", handler=one.label)
+                log.warning("a checkpoint no longer waits for a slow handler of checkpoint_staged", handler=one.label)
 
     def _commit(self, job: SaveJob, done: list[AnyPath]) -> None:
-        """Write or link every name, noting the durable ones in ``done``; publish those also where a later one fails."""
+        """Write or link every name and note the durable ones in ``done``; publish those even if a later one fails."""
         start = time.perf_counter()
         source, size = None if job.source is None else job.source.paths[0], 0
         try:
@@ -171,7 +170,7 @@ class Writer:
     # -------------------------------------------------------------------------------------------------- files
 
     def _write(self, job: SaveJob, staged: StagedTree, path: AnyPath) -> int:
-        """Write a staged state, with this process's part of what is spread over several; return the bytes of the file."""
+        """Write a staged state, with this process's part of a sharded one; return the bytes of the file."""
 
         def write_file() -> int:
             self._make(path.parent)
@@ -183,7 +182,7 @@ class Writer:
             return write_file()
         with collectives_allowed():  # on a process group of their own
             size = job.parts.commit(write_file)
-        staged.release()  # on ranks that have not written the file
+        staged.release()  # for the ranks that do not write the file
         return size
 
     def _copy(self, job: SaveJob, source: AnyPath, path: AnyPath) -> None:
@@ -202,7 +201,7 @@ class Writer:
             commit_bytes(directory / LAST, _pointer(directory, path))
 
     def _make(self, directory: AnyPath) -> None:
-        # One of this machine may have been removed meanwhile. In a store of objects there is nothing to remove.
+        # A local directory may have been removed meanwhile. An object store has no directories to remove.
         if directory in self.made and (isinstance(directory, RemotePath) or directory.is_dir()):
             return
         make_directory(directory)
@@ -214,7 +213,7 @@ def _job(event: CheckpointStaged) -> Any:
 
 
 def _pointer(directory: AnyPath, path: AnyPath) -> bytes:
-    """Return what ``last_checkpoint`` in ``directory`` says of ``path``."""
+    """Return the content of ``last_checkpoint`` in ``directory`` that names ``path``."""
     if directory == path.parent:
         return os.fsencode(path.name)
     return str(path).encode() if isinstance(path, RemotePath) else os.fsencode(os.path.relpath(path, str(directory)))
