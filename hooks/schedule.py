@@ -22,14 +22,9 @@ By = Literal["iter", "epoch", "metric"]
 class Scheduler(Protocol):
     """The methods of torch's schedulers that others need: ``step`` (with the metric, if they follow one), and their state."""
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Take a step."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return its state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take its state back."""
+    def step(self, *args: Any, **kwargs: Any) -> Any: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 Like = Annotated[Scheduler, Meta(description="an object like torch's schedulers, with step, state_dict and load_state_dict")]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import add
 from typing import Any, Literal
 
 import msgspec
@@ -96,6 +98,9 @@ class Smoother:
         return values | {custom.options.log_name: custom.value() for custom in self._customs if custom.count}
 
 
+_FOLDS: dict[str, Callable[[float, float], float]] = {"mean": add, "min": min, "max": max, "current": lambda _, new: new}
+
+
 class _WindowOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_src: str
     log_name: str
@@ -104,37 +109,27 @@ class _WindowOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Window:
-    """The last few values, or a summary of all since the beginning (or :meth:`clear`)."""
+    """The last values, as many as ``window_size`` says; without such a number all of them, folded into one."""
 
     def __init__(self, options: _WindowOptions) -> None:
         self.options = options
-        size = options.window_size
-        self._last: deque[float] | None = deque(maxlen=size) if isinstance(size, int) else None
-        self.clear()
+        self._fold = _FOLDS[options.method_name]
+        self._size = options.window_size if isinstance(options.window_size, int) else None
+        self._values: deque[float] = deque(maxlen=self._size or 1)
+        self.count = 0
 
     def clear(self) -> None:
-        if self._last is not None:
-            self._last.clear()
-        self.count, self._sum, self._min, self._max, self._current = 0, 0.0, float("inf"), float("-inf"), 0.0
+        self._values.clear()
+        self.count = 0
 
     def add(self, value: float) -> None:
         self.count += 1
-        self._current = value
-        if self._last is not None:
-            self._last.append(value)
-        else:
-            self._sum, self._min, self._max = self._sum + value, min(self._min, value), max(self._max, value)
+        folds = self._size is None and self._values
+        self._values.append(self._fold(self._values[0], value) if folds else value)
 
     def value(self) -> float:
-        match self.options.method_name:
-            case "current":
-                return self._current
-            case "mean":
-                return self._sum / self.count if self._last is None else sum(self._last) / len(self._last)
-            case "min":
-                return self._min if self._last is None else min(self._last)
-            case "max":
-                return self._max if self._last is None else max(self._last)
+        value = reduce(self._fold, self._values)
+        return value / min(self.count, self._size or self.count) if self.options.method_name == "mean" else value
 
 
 def _custom(entry: Mapping[str, Any]) -> _WindowOptions:

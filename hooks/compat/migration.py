@@ -20,21 +20,23 @@ def markdown(entries: Iterable[Migration]) -> str:
 
 def _rows(entries: Iterable[Migration]) -> Iterator[str]:
     for entry in entries:
-        here = ", ".join(f"`{name}`" for name in entry.ours) or "-"
         names = {theirs: entry.renamed(theirs) for theirs in entry.options}
-        same = "the same" if any(theirs == ours for theirs, ours in names.items()) else ""
-        changed = ", ".join(
-            f"`{theirs}` → `{ours}`{_also(entry, theirs)}" for theirs, ours in names.items() if ours not in ("", theirs)
-        )
+        changed = {theirs: ours for theirs, ours in names.items() if ours not in ("", theirs)}
+        renamed = [f"`{theirs}` → `{ours}`{_also(entry.options[theirs])}" for theirs, ours in changed.items()]
         gone = ", ".join(f"`{theirs}`" for theirs, ours in names.items() if not ours)
-        preset = f"`{_written(entry.preset)}`" if entry.preset else ""
-        parts = (same, changed, f"no {gone}" if gone else "", preset, entry.note)
+        parts = (
+            "the same" if any(theirs == ours for theirs, ours in names.items()) else "",
+            ", ".join(renamed),
+            f"no {gone}" if gone else "",
+            f"`{_written(entry.preset)}`" if entry.preset else "",
+            entry.note,
+        )
+        here = ", ".join(f"`{name}`" for name in entry.ours) or "-"
         there = ", ".join(f"`{name}`" for name in (entry.name, *entry.aliases))
         yield f"| {entry.system} {there} | {here} | {'; '.join(part for part in parts if part)} |"
 
 
-def _also(entry: Migration, option: str) -> str:
-    change = entry.options[option]
+def _also(change: str | OptionChange) -> str:
     return f" with `{_written(change.also)}`" if isinstance(change, OptionChange) and change.also else ""
 
 
