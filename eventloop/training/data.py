@@ -55,7 +55,8 @@ class Feed:
         self._iterator: Iterator[Any] | None = None
         self._ahead: Any = _MISSING
         self._position: Any = _MISSING  # the loader's own state before it was asked for the batch ahead
-        self._start: dict[str, Any] | None = None
+        self.start: dict[str, Any] | None = None
+        """The random states that the pass began with, and whether workers were there; None before the first."""
         self._skip = 0
         self.resuming = False
         self._told = False
@@ -83,7 +84,7 @@ class Feed:
             self._begin_in_the_middle(self._skip)
         else:
             workers = has_workers(self.loader)
-            self._start = {"rng": get_rng_state(), "generators": generator_states(self.loader), "workers": workers}
+            self.start = {"rng": get_rng_state(), "generators": generator_states(self.loader), "workers": workers}
             self.used = 0
             self._iterator = iter(self.loader)
         self._skip = 0
@@ -106,7 +107,7 @@ class Feed:
         """
         if self._iterator is None:
             self.begin()
-        batch = self._take()
+        batch = self._pull() if self._ahead is _MISSING else self._ahead
         if batch is _END:
             self._check_end(may_be_empty=may_be_empty)
             if not self._endless or self._epoch is None:
@@ -115,6 +116,7 @@ class Feed:
             set_epoch(self.loader, self._epoch + self.passes)
             self.begin()
             return self.next()
+        self._ahead = self._position = _MISSING
         self.used += 1
         return (batch if self._device is None else to_device(batch, self._device),)
 
@@ -130,11 +132,6 @@ class Feed:
             self._ahead = self._pull()
         return self._ahead is _END
 
-    @property
-    def start(self) -> Mapping[str, Any] | None:
-        """The random states that the pass began with, and whether workers were there; None before the first."""
-        return self._start
-
     def state_dict(self, instead: Mapping[torch.Generator, torch.Tensor] = {}) -> dict[str, Any]:
         """Return the position: batches used up (not those prefetched), and the random states that gave this pass its order.
 
@@ -144,7 +141,7 @@ class Feed:
         state: dict[str, Any] = {
             "used": self.used,
             "passes": self.passes,
-            "start": self._start,
+            "start": self.start,
             "generators": generator_states(self.loader, instead),
             "length": self.length,
             "counted": passes_made(self.loader),
@@ -163,7 +160,7 @@ class Feed:
         self.used = self._skip = int(state["used"])
         self.passes = int(state["passes"])
         self.resuming = True
-        self._start = state["start"]
+        self.start = state["start"]
         if self.used and self.length and self.length != (before := state.get("length") or self.length):
             log.warning(
                 "resuming in the middle of an epoch, which has another number of batches than it had (of another size, or of "
@@ -172,21 +169,13 @@ class Feed:
                 now=self.length,
                 used=self.used,
             )
-        if self._start is not None:
+        if self.start is not None:
             start_persistent_workers(self.loader)
         set_passes_made(self.loader, state.get("counted"))  # not in older checkpoints
         if not self.used or not has_state(self.loader):
             set_generators(self.loader, state["generators"], but)
         if "loader" in state and has_state(self.loader):
             self.loader.load_state_dict(state["loader"])
-
-    def _take(self) -> Any:
-        if self._ahead is _MISSING:
-            return self._pull()
-        if self._ahead is _END:
-            return _END
-        batch, self._ahead, self._position = self._ahead, _MISSING, _MISSING
-        return batch
 
     def _pull(self) -> Any:
         """Return what the loader yields next, or ``_END``."""
@@ -224,15 +213,15 @@ class Feed:
             return
         now, generators = get_rng_state(), generator_states(self.loader)
         self._set_start()
-        again = self._set_start if self._start is not None and self._start["workers"] else None
+        again = self._set_start if self.start is not None and self.start["workers"] else None
         self._iterator = skip_batches(self.loader, used, again)
         set_rng_state(now)
         set_generators(self.loader, generators)
 
     def _set_start(self) -> None:
-        if self._start is not None:
-            set_rng_state(self._start["rng"])
-            set_generators(self.loader, self._start["generators"])
+        if self.start is not None:
+            set_rng_state(self.start["rng"])
+            set_generators(self.loader, self.start["generators"])
 
 
 class Feeds:

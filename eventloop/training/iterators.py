@@ -39,11 +39,7 @@ class Bodies:
             self.drive.begin_train()
 
     def begin_epoch(self, feed: Feed, batches: object, *, endless: bool) -> None:
-        """Begin the epoch of ``batches``; end one whose body was left.
-
-        Raises:
-            TrainingError: another epoch is under way, whose body was not left.
-        """
+        """Begin the epoch of ``batches``; end one whose body was left. In the body of another one it is an error."""
         self.begin_train()
         if self._training is not None and not self._left:
             raise TrainingError(

@@ -77,6 +77,13 @@ def own_generators(loader: Iterable[Any]) -> list[torch.Generator | None]:
     return [getattr(owner, "generator", None) for owner in owners]
 
 
+def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
+    """Return a DataLoader of the same dataset with other options for sampling, which are to be given in full."""
+    parts = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+    kept = {part: getattr(loader, part) for part in (*parts, "generator", "prefetch_factor")}
+    return DataLoader(loader.dataset, **kept, **changed)
+
+
 def skip_batches(loader: Iterable[Any], used: int, again: Callable[[], None] | None = None) -> Iterator[Any]:
     """Return an iterator over ``loader`` without its first ``used`` batches, making the same random draws.
 
@@ -113,19 +120,8 @@ def _iterates_as_torch(loader: DataLoader[Any]) -> bool:
 def _skip_by_index(loader: DataLoader[Any], used: int, again: Callable[[], None] | None) -> Iterator[Any]:
     batched = loader.batch_sampler is not None
     sampler = _SkippingSampler(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, used, again)
-    rebuilt: DataLoader[Any] = DataLoader(
-        loader.dataset,
-        **({"batch_sampler": sampler} if batched else {"sampler": sampler, "batch_size": None}),
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-    )
-    iterator = iter(rebuilt)
+    sampling: dict[str, Any] = {"batch_sampler": sampler} if batched else {"sampler": sampler, "batch_size": None}
+    iterator = iter(rebuilt(loader, **sampling))
     # With workers the iterator has asked for indices by now; without, it must, before the RNG is set to the present again.
     sampler.skip()
     return iterator

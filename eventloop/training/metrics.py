@@ -42,21 +42,18 @@ NamedMetrics = Annotated[
 class Metrics:
     """The metrics of one loader. Each is fed with the entries of the outputs that its ``update`` names.
 
-    Scalars among the outputs are averaged over the samples (over the batches, where a loader does not say how large each is),
-    so a validation step that returns ``{"loss": ...}`` yields ``loss`` without further ado. Left out are those with a metric's
-    name, and those that a metric's ``update`` names, which only feed it (a ``weight``, say; but never ``loss``). A tensor or
-    array of one element is a scalar, unless its name came with another number of elements before: then it is the last, smaller
-    batch.
+    Scalar outputs are averaged over the samples, or over the batches where the loader does not give their sizes. Outputs with a
+    metric's name are left out, and those that only feed a metric (never ``loss``). A tensor of one element is a scalar, unless
+    its name came with another number of elements before: then it belongs to the last, smaller batch.
 
-    Where several processes validate, each its part of the data, the means are over the samples of all, each once. A metric with
-    a sync of its own (torchmetrics') is left to it. One with ``merge_state(others)``, which adds what metrics of its kind have
-    seen to itself (torcheval's protocol), is merged, from pickled copies. Any other tells what rank 0 has seen, and a warning
-    says so.
+    With several processes, means cover the samples of all, each once. A metric with a sync of its own (torchmetrics) does that
+    itself. A metric with ``merge_state(others)`` (torcheval's protocol) is merged from pickled copies. Any other metric has the
+    value of rank 0, with a warning.
 
     Args:
         metrics: name → metric.
         device: of the run.
-        told: names of metrics that a warning was about; those of a run have it in common, so that each is warned of once.
+        told: names of metrics that a warning was about; shared by all metrics of a run.
 
     Raises:
         ConfigurationError: an object without ``update``, ``compute`` or ``reset``.
@@ -114,7 +111,7 @@ class Metrics:
         """
         sums, counts, metrics = self._sums, self._counts, self._metrics
         if ranks is not None:
-            sums, counts = _added(ranks.gather((_plain(sums), counts, self._sized)))
+            sums, counts = _added(ranks.gather(({name: float(value) for name, value in sums.items()}, counts, self._sized)))
             metrics = self._merged(ranks)
         values: dict[str, Any] = {}
         for name, metric in metrics.items():
@@ -134,10 +131,11 @@ class Metrics:
 
     def _merged(self, ranks: Ranks) -> dict[str, Metric]:
         """Return metrics merged over all ranks, where they can be merged."""
-        able = {name: metric for name, metric in self._metrics.items() if _merges(metric)}
+        alone = {name: metric for name, metric in self._metrics.items() if not _syncs_itself(metric)}
+        able = {name: metric for name, metric in alone.items() if callable(getattr(metric, "merge_state", None))}
         gathered = ranks.gather(able)
-        for name, metric in self._metrics.items():
-            if name not in able and not _syncs_itself(metric) and name not in self._told:
+        for name, metric in alone.items():
+            if name not in able and name not in self._told:
                 self._told.add(name)
                 log.warning(
                     "this metric is of rank 0's batches alone: it has no merge_state(others), which would add those of others",
@@ -203,16 +201,8 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def _merges(metric: Metric) -> bool:
-    return callable(getattr(metric, "merge_state", None)) and not _syncs_itself(metric)
-
-
 def _syncs_itself(metric: Metric) -> bool:
     return bool(getattr(metric, "sync_on_compute", False))
-
-
-def _plain(sums: Mapping[str, torch.Tensor | float]) -> dict[str, float]:
-    return {name: float(value) for name, value in sums.items()}
 
 
 def _added(parts: list[tuple[dict[str, float], dict[str, int], set[str]]]) -> tuple[dict[str, Any], dict[str, int]]:

@@ -300,7 +300,7 @@ class RunState:
             for name in names:
                 set_learning_rate(self._optimizers[name], rate)
             log.info("the learning rate was set", lr=rate, optimizers=", ".join(names), iter=self.counters.iter)
-        self.version += 1
+        self.version += bool(wanted)
 
 
 def never() -> bool:

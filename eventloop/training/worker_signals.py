@@ -23,11 +23,10 @@ from eventloop.training.loaders import has_workers, start_persistent_workers
 
 
 class WorkerSignals:
-    """Has all workers that DataLoaders start between :meth:`ignore` and :meth:`heed` outlive some signals for that time.
+    """Lets the workers that DataLoaders start between :meth:`ignore` and :meth:`heed` outlive some signals for that time.
 
-    That goes for every ``DataLoader`` of this process and its subclasses, also inside a wrapper, and for the start methods
-    fork, spawn and forkserver. Persistent workers from before are replaced when their loader is iterated next. A loader whose
-    iteration is under way keeps its workers as they are.
+    It covers every ``DataLoader`` of this process, subclasses and wrapped ones included, and all start methods. Earlier
+    persistent workers are replaced at the next iteration of their loader; an iteration under way keeps its workers.
 
     Args:
         signals: which to ignore.
@@ -41,7 +40,8 @@ class WorkerSignals:
 
     def ignore(self) -> None:
         """Have workers ignore the signals from now on."""
-        self._tell(True)
+        if self._ignored is not None:
+            self._ignored.fill_(True)
         # Every kind of loader makes its workers in this method, torchdata's in one of its own.
         for kind in (DataLoader, *_subclasses(DataLoader)):
             if original := vars(kind).get("_get_iterator"):
@@ -52,11 +52,8 @@ class WorkerSignals:
         """Have workers heed the signals again."""
         while self._originals:
             setattr(*self._originals.pop())
-        self._tell(False)
-
-    def _tell(self, ignored: bool) -> None:
         if self._ignored is not None:
-            self._ignored.fill_(ignored)
+            self._ignored.fill_(False)
 
     def _replace(self, kind: type, name: str, method: Any) -> None:
         self._originals.append((kind, name, vars(kind)[name]))
@@ -99,11 +96,7 @@ class _Ignore:
     """A ``worker_init_fn``: called in the worker, when torch has installed its own handlers there."""
 
     def __init__(
-        self,
-        signals: Collection[signal.Signals],
-        blocked: Collection[signal.Signals],
-        ignored: torch.Tensor,
-        own: Callable[[int], None] | None,
+        self, signals: Collection[signal.Signals], blocked: Collection[signal.Signals], ignored: Any, own: Any
     ) -> None:
         self._signals = signals
         self._blocked = blocked

@@ -15,23 +15,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from eventloop.checkpoint import is_sharded
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import this_rank, world_size
+from eventloop.training.loaders import rebuilt
 
 log = get_logger()
-
-# The options of a DataLoader, beside its dataset, its sampler and its batch size.
-_PARTS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "drop_last",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "in_order",
-)
 
 
 @contextmanager
@@ -98,8 +84,8 @@ def shared(loader: Iterable[Any], name: str, seed: int) -> Iterable[Any]:
     sampler: DistributedSampler[Any] = DistributedSampler(
         loader.dataset, shuffle=isinstance(loader.sampler, RandomSampler), seed=seed, drop_last=loader.drop_last
     )
-    parts = {part: getattr(loader, part) for part in _PARTS}
-    return DataLoader(loader.dataset, batch_size=loader.batch_size, sampler=sampler, **parts)
+    kept = {part: getattr(loader, part) for part in ("batch_size", "drop_last", "persistent_workers", "in_order")}
+    return rebuilt(loader, sampler=sampler, **kept)
 
 
 def warn_if_all(loader: Iterable[Any], name: str) -> None:
