@@ -1,8 +1,8 @@
 """Counts the files that an event, a checkpoint and ``trainbus run`` cross on their way; fails beyond the limits.
 
 A file is crossed when one of its functions is called between the two ends of the way; a module that is only imported is not.
-Of the files that a checkpoint and a command cross, those outside of their rooms are listed apart: what is asked for its state
-or hears an event, and what a configuration makes.
+Files outside the rooms of a checkpoint or a command are listed apart: they give their state, hear an event, or are made by the
+configuration.
 
     python .ci/count_files.py            # each way with its files
 """

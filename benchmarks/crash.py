@@ -134,7 +134,7 @@ class Directory:
         if not pointer.is_file():
             if self.reported:
                 raise LostError(f"{self.reported[-1]} was reported as committed, and there is no last_checkpoint")
-            # A file of the first save that nobody has reported: it may be gone on from.
+            # A file of the first save, not reported yet: the run may resume from it.
             self.goes_on_at = max(steps.values(), default=0)
             return
         name = pointer.read_text()
@@ -201,7 +201,7 @@ def run(kills: int, seed: int, place: Path) -> dict:
     if found:
         truth = crash_job.chains(max(found))
         if other := [step for step, chain in found.items() if truth[step] != chain]:
-            raise LostError(f"a run that nobody kills is in another state after the steps {sorted(other)}")
+            raise LostError(f"a run without kills is in another state after the steps {sorted(other)}")
     return {"kills": kills, "seed": seed, "seconds": time.perf_counter() - began, "steps compared": len(found), **seen}
 
 

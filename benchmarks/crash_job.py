@@ -61,7 +61,7 @@ def score(step: int) -> float:
 
 
 class Teller(Hook):
-    """Writes what happens to a pipe, one line each; what is written there is not lost when the process is killed."""
+    """Writes each event to a pipe, one line each; the pipe keeps its lines when the process is killed."""
 
     priority = 0  # before anything is deleted
 
@@ -130,7 +130,7 @@ def train_until_killed(work_dir: Path, pipe: int, staging: str) -> NoReturn:
 
 
 def chains(steps: int) -> dict[int, int]:
-    """``chain`` after each step of a run that nobody stops."""
+    """``chain`` after each step of a run that is never stopped."""
     found: dict[int, int] = {}
     loop = make_loop(steps=steps)
     loop.bus.on("after_train_iter", lambda event: found.update({event.progress.iter + 1: int(loop.model.chain)}))

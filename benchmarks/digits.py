@@ -47,7 +47,7 @@ class Job:
         return CosineAnnealingLR(optimizer, T_max=self.iterations)
 
     def loader(self) -> DataLoader:
-        """One long epoch of ready-made batches, so that neither collating nor epochs drown what is measured."""
+        """One long epoch of ready-made batches, so that neither collating nor epochs hide the measured cost."""
         return DataLoader(self.data, batch_size=1, collate_fn=itemgetter(0))
 
     @staticmethod

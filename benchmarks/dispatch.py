@@ -1,7 +1,7 @@
-"""What it costs to tell 10, 1 or no hooks that an iteration is over.
+"""Measure the cost of telling 10, 1 or no hooks that an iteration is over.
 
-With hooks, the event is ready-made and the same for all. Without any, the announcement includes making what is
-announced: an event for trainbus, the arguments for the others; the floor is then the event alone, made and thrown away.
+With hooks, the event is ready-made and the same for all. Without hooks, the time includes making the event (for the others, the
+arguments); the floor is then the event alone, made and thrown away.
 """
 
 import time

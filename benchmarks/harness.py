@@ -175,7 +175,7 @@ def measure(contenders: Mapping[str, Sample], rounds: int, tick: Tick) -> Sample
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Collect before, not during: a collection is not the fault of whoever happens to trigger it."""
+    """Collect before, not during: a collection must not count for the contestant that happens to trigger it."""
     gc.collect()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
-"""What it costs a training thread to hand an event to somebody else, and when it arrives.
+"""Measure what a training thread pays to hand an event to a consumer, and when the event arrives.
 
 The publisher hands over as fast as it can, every 20 µs, and every millisecond. In between it multiplies matrices, or takes
 a step of training: both let go of the GIL as real work does, so consumers can run, and both leave the caches to the next
-publish as cold as training does. (A spin would keep the GIL, and nobody could consume.) Each publish is timed by itself;
+publish as cold as training does. (A spin would keep the GIL from the consumer.) Each publish is timed by itself;
 what reading the clock costs under the same condition in the same round is taken off.
 
 Last: how much longer a step of plain Python takes while a handler computes in Python too.

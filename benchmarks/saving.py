@@ -1,14 +1,12 @@
-"""Saving a model again and again: how long training stands still, and how long until the disk has it.
+"""Measure repeated saves of a model: how long the training stands still, and how long until the file is on disk.
 
-Every contender saves the same float32 tensors, whose values change before each save. It stalls until training may change
-them again, and is done when what it wrote would outlive a power cut: once it says that it is complete, every file that it
-made is synced, so that nobody gains by leaving that out (who did it already loses nothing). The first two saves do not count:
-there the weights change as soon as the stall is over, and what is read back must be the weights of one step all the same.
-MMEngine's hook gathers the weights of the model by itself; the others are given them.
+Every contestant saves the same float32 tensors, whose values change before each save. The stall ends when training may change
+them again. A save is done when its files would survive a power cut: the benchmark syncs every file itself, so that a contestant
+gains nothing by leaving that out. The first two saves do not count: they check that a file holds the weights of one step
+although the weights change as soon as the stall is over. MMEngine's hook gathers the weights by itself; the others get them.
 
-The floor of the stall is one ``torch._foreach_copy_`` of all tensors: what a copy of that many tensors takes that does nothing
-else. One memcpy of as many bytes in a single piece is shown beside it; of many small tensors it is far below, and nobody who is
-given tensors apart can come near it.
+The floor of the stall is one ``torch._foreach_copy_`` of all tensors. One memcpy of as many bytes in a single piece is shown
+beside it. With many small tensors it is far below, and no contestant can come near it.
 """
 
 import os

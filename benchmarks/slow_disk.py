@@ -160,7 +160,7 @@ def bare(scenario: Scenario) -> float:
 
 
 def seconds(train: Train, job: Job, work_dir: Path) -> float:
-    """Of an iteration, what is left to do after the last one included."""
+    """Seconds per iteration, the wait after the last one included."""
     with paused_gc():
         train(job, work_dir)
         return (time.perf_counter() - job.data.started) / job.iterations

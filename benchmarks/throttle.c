@@ -1,7 +1,7 @@
 /* A disk of so many bytes per second for one directory of one process: write() and its kin wait for their turn there.
  *
  * Loaded with LD_PRELOAD, it sees every library that calls the C library: Python, C++ streams, Rust. There is one disk: a clock
- * that each 64 KiB moves on by what they take, whoever writes them, so that small writes find their place among large ones. */
+ * that each 64 KiB moves on by what they take, whichever call writes them, so that small writes find their place among large ones. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <limits.h>
@@ -65,7 +65,7 @@ static ssize_t pay(int descriptor, ssize_t bytes) {
     return bytes;
 }
 
-/* For whoever measures: bytes that were paid for so far. */
+/* For the benchmark: bytes that were paid for so far. */
 uint64_t throttle_bytes(void) { return total; }
 
 ssize_t write(int fd, const void *data, size_t size) {

@@ -1,9 +1,9 @@
 """A slow disk for everybody alike: a process in which writing below one directory is held to a rate.
 
 ``throttle.c`` is compiled here and loaded before everything else (``LD_PRELOAD``), so it stands between the C library and
-whoever calls it: Python's files, torch's C++ writer, Rust. A call of write() and its kin returns when its bytes had their
+for every caller: Python's files, torch's C++ writer, Rust. A call of write() and its kin returns when its bytes had their
 turn on the one disk of the process; no rights are needed for that, and no file system. Such a disk has no cache that takes a
-checkpoint at once and loses it in a power cut: with one, whoever does not sync would never notice the disk. :func:`written`
+checkpoint at once and loses it in a power cut: a program that does not sync would never notice the disk. :func:`written`
 says how many bytes had to wait so far; files of more bytes than that have found a way around.
 """
 
@@ -21,7 +21,7 @@ RATE = 20e6
 
 
 class NoThrottleError(Exception):
-    """There is no compiler, or it failed."""
+    """The C compiler is missing, or it failed."""
 
 
 def compiled(directory: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The digits job with every feature on, in everybody's loop: what is added per iteration to the bare loop.
+"""The digits job with every feature on, in each system's loop: what is added per iteration to the bare loop.
 
 Features: loss and learning rate written at every iteration, an exponential moving average, a cosine schedule stepped at
 every iteration, and a checkpoint (model, average, optimizer, schedule) every 100 iterations. The clock starts at the

@@ -8,7 +8,7 @@ page shows comes from ``bus.stream(...)`` and goes out as server-sent events. It
 
 Other pages that are open in the visitor's browser can neither read the run nor reach into it: requests have to name a host that
 is known to be this one (no name that is rebound to it), and those of pages to come from ours. What a request brings is bounded.
-There is no password: who can reach the address can stop the run, so the server listens on this machine only.
+The server asks for no password and anyone who reaches its address can stop the run, so it listens on this machine only.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ def make_app(trainer: Trainer, hosts: Sequence[str] = ()) -> Starlette:
 class Server(uvicorn.Server):
     """Ends the run when it is told to end itself: pages that listen to the run would keep it waiting otherwise.
 
-    A visitor who does not read what is sent is left behind after ``patience`` seconds then.
+    It closes the connections of visitors who do not read after ``patience`` seconds.
     """
 
     def __init__(self, trainer: Trainer, host: str = "127.0.0.1", port: int = 8000, *, patience: int = 5) -> None:

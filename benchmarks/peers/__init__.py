@@ -69,9 +69,9 @@ class HandOff:
 
     publish: Callable[[Any], object]
     make: Callable[[int], Any] = Stamped
-    """Makes what is published; not timed."""
+    """Make the published object; not timed."""
     delivers: bool = True
-    """False if nobody takes out what was handed over, or in another process."""
+    """False if the contestant has no consumer, or has it in another process."""
 
 
 HandOffs = Callable[[Receive], AbstractContextManager[HandOff]]

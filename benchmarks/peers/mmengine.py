@@ -76,7 +76,7 @@ def train(job: Job, work_dir: Path) -> None:
             "checkpoint": {"type": "CheckpointHook", "interval": job.checkpoint_interval, "by_epoch": False},
         },
         custom_hooks=[{"type": "EMAHook", "momentum": MOMENTUM}],
-        # Scalars go to scalars.json all the same; this saves MMEngine the lines on the terminal nobody else writes.
+        # Scalars go to scalars.json all the same; this saves MMEngine the terminal lines, which the others do not write.
         log_level="ERROR",
         experiment_name=f"digits_{next(_run_number)}",
     )
@@ -100,7 +100,7 @@ class Holder(BaseModel):
 
 @contextmanager
 def savers(model: nn.Module, work_dir: Path) -> Iterator[Saver]:
-    """Its CheckpointHook on a Runner whose optimizer has no state, so that nobody writes more than another."""
+    """Its CheckpointHook on a Runner whose optimizer has no state, so that all contestants write as many bytes."""
     hook = CheckpointHook(interval=1)
     runner = Runner(
         model=Holder(model),
