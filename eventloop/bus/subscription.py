@@ -32,8 +32,8 @@ class _Bus(Protocol):
     def remove(self, *subscriptions: Any) -> None: ...
 
 
-class Stats(msgspec.Struct, frozen=True):
-    """What happened to one subscription so far.
+class Stats(LaneStats, frozen=True):
+    """Counts of one subscription: ``published``, ``delivered``, ``failed``, ``dropped``, ``pending`` and the fields below.
 
     ``published == delivered + failed + dropped + pending`` at every moment. Offloaded ones count always; inline ones count
     isolated errors always and what they delivered only while ``bus.timing`` is on, because counting costs as much as a call.
@@ -41,11 +41,6 @@ class Stats(msgspec.Struct, frozen=True):
     is on (of an offloaded one, the hand-off on the publisher).
     """
 
-    published: int = 0
-    delivered: int = 0
-    failed: int = 0
-    dropped: int = 0
-    pending: int = 0
     bytes: int = 0
     calls: int = 0
     seconds: float = 0.0
@@ -116,14 +111,13 @@ class Subscription:
     @property
     def stats(self) -> Stats:
         """The counts at this moment."""
-        if self.lane is not None:
-            lane = self.lane.stats
-        else:
-            with self._counting:  # a timed call that raises is no call
-                lane = LaneStats(self._calls + self._failed, self._calls, self._failed)
-        counts = msgspec.structs.asdict(lane)
-        pending_bytes = 0 if self.lane is None else self.lane.bytes
-        return Stats(**counts, bytes=pending_bytes, calls=self._calls, seconds=self._nanoseconds / 1e9)
+        with self._counting:
+            calls, failed, seconds = self._calls, self._failed, self._nanoseconds / 1e9
+        if self.lane is None:
+            return Stats(
+                calls + failed, calls, failed, calls=calls, seconds=seconds
+            )  # a timed call that raises is not in calls
+        return Stats(**msgspec.structs.asdict(self.lane.stats), bytes=self.lane.bytes, calls=calls, seconds=seconds)
 
     def __repr__(self) -> str:
         return f"<Subscription {self.label} to {self.mount_point}, priority {self.priority}, {self.mode}>"
