@@ -181,8 +181,8 @@ def test_a_wrong_argument_is_told_with_the_option_the_value_and_what_was_expecte
 def test_a_folder_that_holds_other_things_and_has_no_name_to_number_is_refused(here, capsys, out):
     (here / "notes.txt").touch()
     assert main(["demo", "--out", out]) == 2
-    place = Path(out)
-    told = f"trainbus demo: {place} is not empty, and a run needs a folder of its own, such as {place / 'run'}"
+    folder = Path(out)
+    told = f"trainbus demo: {folder} is not empty, and a run needs a folder of its own, such as {folder / 'run'}"
     assert capsys.readouterr().err.strip() == told if out else "runs" in str(here / "runs")
 
 

@@ -92,7 +92,7 @@ def check_kind(path: AnyPath) -> None:
     if kind == "plain safetensors":
         raise CheckpointError(f"{path} is not a checkpoint but plain safetensors: weights without a tree and a digest")
     if kind == "torch.save":
-        way_out = f"trainbus checkpoint import {path} OUT.safetensors"
-        raise CheckpointError(f"{path} is not a checkpoint but a file of torch.save; the way out: {way_out}")
+        command = f"trainbus checkpoint import {path} OUT.safetensors"
+        raise CheckpointError(f"{path} is not a checkpoint but a file of torch.save; convert it: {command}")
     if kind == "unknown" and path.suffix != ".safetensors":
         raise CheckpointError(f"{path} is not a checkpoint; their names end in .safetensors")

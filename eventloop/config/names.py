@@ -207,7 +207,7 @@ class Imports:
         return _attribute(self._load(name, where), attributes, where)
 
     def _hint(self, text: str) -> str:
-        """Return a correction of a text that is no reference."""
+        """Return the end of the message for a text that is not a reference: what was meant, or an example."""
         homes = [name for name in self._modules if text.isidentifier() and hasattr(sys.modules.get(name), text)]
         module, _, name = text.rpartition(".")
         if text not in self._modules and ((homes and not text.startswith("_")) or is_reference(f"{module}:{name}")):

@@ -31,14 +31,7 @@ Chosen = tuple[Hook, PriorityLike | None]
 registrable("hook")(Hook)
 
 
-def add_hooks(
-    bus: Bus,
-    hooks: Iterable[Any],
-    *,
-    imports: Sequence[str] = (),
-    model: Any = None,
-    optimizer: Any = None,
-) -> None:
+def add_hooks(bus: Bus, hooks: Iterable[Any], *, imports: Sequence[str] = (), model: Any = None, optimizer: Any = None) -> None:
     """Add the hooks that a configuration describes to a bus; all of them, or none if one is wrong.
 
         add_hooks(bus, [{"type": "EMAHook", "momentum": 0.001}, {"type": "LoggerHook", "priority": "LOW"}])
@@ -143,7 +136,7 @@ _STEPS = ("step", "val_step", "test_step")
 _KEYS = ("imports", "model", "wrap", "optimizer", "data", *_STEPS, "metrics", "loop", "default_hooks", "custom_hooks")
 _TYPED = ("loop", "default_hooks", "custom_hooks")
 _NEEDED = {
-    "model": 'what is trained, such as model = "my_module:network"',
+    "model": 'the model to train, such as model = "my_module:network"',
     "optimizer": 'such as optimizer = { type = "torch.optim:AdamW", lr = 0.001 }',
     "data": 'with a train, such as data.train = "my_module:train_loader"',
     "step": 'the function of (model, batch) that returns the loss, such as step = "my_module:step"',
@@ -261,7 +254,7 @@ class Setup:
         table = _table(self._config["data"], "data")
         check_keys(table, STAGES, "data", "data")
         if table.get("train") is None:
-            raise wrong("data.train", 'is missing: what to train on, such as data.train = "my_module:train_loader"')
+            raise wrong("data.train", 'is missing: the data to train on, such as data.train = "my_module:train_loader"')
         made: dict[str, Any] = {}
         for stage, value in table.items():
             where = inside("data", stage)
@@ -308,7 +301,7 @@ class Setup:
 
 
 def _settled(value: Any) -> Any:
-    """Return the value of a key with text of the command line in place of an object parsed; its options have types."""
+    """Parse text of the command line that stands for a whole object; its options are parsed by their types."""
     if isinstance(value, Mapping) and "type" not in value:
         return {name: _parsed(one) for name, one in value.items()}
     return _parsed(value)

@@ -603,7 +603,7 @@ def test_a_missing_file_is_a_mistake(trainbus, command):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("a.pth", "not a checkpoint but a file of torch.save; the way out: trainbus checkpoint import a.pth"),
+        ("a.pth", "not a checkpoint but a file of torch.save; convert it: trainbus checkpoint import a.pth"),
         ("plain.safetensors", "not a checkpoint but plain safetensors"),
         ("notes.txt", "is not a checkpoint; their names end in .safetensors"),
     ],
@@ -634,7 +634,7 @@ def test_a_damaged_file_of_torch_save_ends_with_status_1(trainbus):
 
 
 @pytest.mark.parametrize("command", READING[1:3], ids=lambda command: command[0])
-def test_a_directory_in_place_of_a_file_is_a_mistake(trainbus, command):
+def test_a_directory_instead_of_a_file_is_a_mistake(trainbus, command):
     Path("run").mkdir()
     result = call(trainbus, command, "run")
     assert result.status == 2

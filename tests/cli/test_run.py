@@ -239,7 +239,7 @@ def test_a_missing_configuration_names_those_that_are_there(project, capsys):
     )
 
 
-def test_a_folder_in_place_of_a_configuration_names_those_in_it(project, capsys):
+def test_a_folder_instead_of_a_configuration_names_those_in_it(project, capsys):
     (Path("configs") / "other.toml").mkdir()
     assert said(capsys, "run", "configs").endswith("is a .toml, .yaml or .json file; in configs there are mine.toml")
     assert said(capsys, "run", "mine").endswith("is a .toml, .yaml or .json file; there is none in .")

@@ -260,13 +260,13 @@ def test_of_several_optimizers_a_table_names_one():
     (made,) = add(hook, imports=SCHEDULERS, optimizer=both)
     assert made.schedulers["StepLR"].optimizer is other
     table["optimizer"] = "crtic"
-    place = "hooks[0].scheduler.optimizer"
+    where = "hooks[0].scheduler.optimizer"
     assert message(hook, imports=SCHEDULERS, optimizer=both) == (
-        f"{place}: there is no optimizer 'crtic' (did you mean 'critic'?); there are generator, critic"
+        f"{where}: there is no optimizer 'crtic' (did you mean 'critic'?); there are generator, critic"
     )
     del table["optimizer"]
     assert message(hook, imports=SCHEDULERS, optimizer=both) == (
-        f"{place}: is missing: StepLR needs it (Optimizer); name one of generator, critic"
+        f"{where}: is missing: StepLR needs it (Optimizer); name one of generator, critic"
     )
 
 
@@ -347,7 +347,7 @@ def test_signals_go_by_name():
         ({"name": 3}, "name: expected str, got int 3"),
     ],
 )
-def test_a_wrong_option_is_named_with_its_place_what_was_expected_and_the_nearest_name(options, expected):
+def test_a_wrong_option_is_named_with_its_position_what_was_expected_and_the_nearest_name(options, expected):
     said = message("EMAHook", {"type": "LoggerHook"}, {"type": "Everything", **options})
     assert said.startswith(f"hooks[2].{expected}"), said
 

@@ -226,7 +226,7 @@ def test_a_changes_value_has_the_type_of_its_option(annotation, text, value):
         (list[int], '[1, "x"]', "x.option[1]: expected int, got str 'x'"),
     ],
 )
-def test_a_change_of_the_wrong_type_is_an_error_with_its_place(annotation, text, message):
+def test_a_change_of_the_wrong_type_is_an_error_with_its_position(annotation, text, message):
     assert said(typed, annotation, text) == message
 
 

@@ -204,9 +204,9 @@ def test_mmengines_default_hooks_are_accepted_as_they_are():
         ({"wrap": 3}, "wrap: expected a function or class, as module:attribute, or false, got int 3"),
         ({"wrap": f"{PARTS}:nothing"}, f"wrap: the module '{__name__}' has no 'nothing'"),
         ({"metrics": {"m": f"{PARTS}:Net"}}, "metrics: metric 'm' (Net) has no update"),
-        ({"model": None}, 'model: is missing: what is trained, such as model = "my_module:network"'),
+        ({"model": None}, 'model: is missing: the model to train, such as model = "my_module:network"'),
         ({"step": None}, "step: is missing: the function of (model, batch) that returns the loss"),
-        ({"data": {}}, "data.train: is missing: what to train on"),
+        ({"data": {}}, "data.train: is missing: the data to train on"),
         ({"data": {"train": "x:y", "vall": 1}}, "data.vall: data has no option 'vall' (did you mean 'val'?)"),
         ({"data": 3}, "data: expected a table, got int 3"),
         ({"data": {"train": f"{PARTS}:Mean"}}, "data.train: expected an iterable of batches, such as a DataLoader, got <"),
@@ -248,7 +248,7 @@ def test_mmengines_default_hooks_are_accepted_as_they_are():
         ({"imports": "torch"}, "imports: expected a list of modules, such as [\"my_module\"], got 'torch'"),
     ],
 )
-def test_a_mistake_is_named_with_its_place(change, message):
+def test_a_mistake_is_named_with_its_position(change, message):
     assert said(**change).startswith(message), said(**change)
 
 
