@@ -44,9 +44,9 @@ def main() -> int:
 
 
 def _is_own(spec: ModuleSpec | None) -> bool:
-    return (
-        spec is not None and spec.origin is not None and Path(spec.origin).resolve().parents[1 + spec.name.count(".")] == _HOME
-    )
+    if spec is None or spec.origin is None:
+        return False
+    return Path(spec.origin).resolve().parent == _HOME.joinpath(*spec.name.split("."))
 
 
 def _own(name: str) -> ModuleType:

@@ -84,14 +84,13 @@ class Filter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return terms, bound
 
     def __str__(self) -> str:
-        parts = [f"{name}={getattr(self, name)}" for name in ("every", "after", "before") if getattr(self, name) is not None]
+        shown: dict[str, Any] = {"every": self.every, "after": self.after, "before": self.before}
         if self.once is not None:
-            parts.append(f"once={sorted(self.once) if len(self.once) > 1 else next(iter(self.once))}")
+            shown["once"] = sorted(self.once) if len(self.once) > 1 else next(iter(self.once))
         if self.when is not None:
-            parts.append(f"when={getattr(self.when, '__qualname__', repr(self.when))}")
-        if self.every_seconds is not None:
-            parts.append(f"every {self.every_seconds:g}s")
-        return " ".join(parts)
+            shown["when"] = getattr(self.when, "__qualname__", repr(self.when))
+        seconds = [] if self.every_seconds is None else [f"every {self.every_seconds:g}s"]
+        return " ".join([*(f"{name}={value}" for name, value in shown.items() if value is not None), *seconds])
 
 
 def make_filter(

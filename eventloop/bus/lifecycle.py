@@ -81,7 +81,7 @@ class Lifecycle:
         """
         runtime = self._runtime
         if runtime is not None:
-            _check_outside(runtime, "close")
+            _check_outside(runtime, "close", blocks=True)
             if runtime.hosted:
                 raise BusStateError("this bus was opened by `async with bus:`, which closes it when its block ends")
         self._close(_Patience(self, abort=abort))
@@ -103,16 +103,13 @@ class Lifecycle:
             BusStateError: the bus is not open, this is an offloaded handler of the same bus, or its event loop.
             Exception: what offloaded handlers with ``on_error="raise"`` raised; while a run is open, on its thread only.
         """
-        runtime = self._opened()
-        _check_outside(runtime, "drain")
-        report = runtime.drain(Deadline(timeout))
+        report = self._drainable("drain", blocks=True).drain(Deadline(timeout))
         self.raise_failures()
         return report
 
     async def adrain(self, timeout: float | None = None) -> DrainReport:  # noqa: ASYNC109 - reports, and does not cancel
         """Drain without blocking the event loop, also a bus with a thread of its own."""
-        runtime = self._opened()
-        _check_outside(runtime, "adrain", blocks=False)
+        runtime = self._drainable("adrain", blocks=False)
         deadline = Deadline(timeout)
         report = await in_thread(partial(runtime.drain, deadline), "trainbus drains", cancelled=partial(deadline.shorten, 0))
         self.raise_failures()
@@ -206,9 +203,10 @@ class Lifecycle:
             where = " in an event loop by `async with bus:`" if self._runtime is not None and self._runtime.hosted else ""
             raise BusStateError(f"this bus is {self._state}{where} already; the code that opened it closes it")
 
-    def _opened(self) -> Runtime:
+    def _drainable(self, call: str, *, blocks: bool) -> Runtime:
         if self._runtime is None:
             raise BusStateError("only an open bus can be drained: use `with bus:` or `async with bus:`")
+        _check_outside(self._runtime, call, blocks=blocks)
         return self._runtime
 
     def _open(self, runtime: Runtime) -> None:
@@ -320,7 +318,7 @@ def _raise_all(failures: list[BaseException]) -> None:
         raise BaseExceptionGroup("several offloaded handlers failed", failures)
 
 
-def _check_outside(runtime: Runtime, call: str, *, blocks: bool = True) -> None:
+def _check_outside(runtime: Runtime, call: str, *, blocks: bool) -> None:
     if runtime.inside:
         raise BusStateError(f"bus.{call}() was called from an offloaded handler of the same bus: it would wait for itself")
     if blocks and runtime.in_host_loop:
