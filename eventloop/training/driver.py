@@ -134,12 +134,14 @@ class Driver:
         self._take_turn("begin_run")
         self._begun = False
         self._session.begin(loop_driven=self.loop_driven)
-        self.state.scopes.defer(self._forget)
 
     def end_run(self) -> None:
         """Publish ``after_run``, wait until all checkpoints are written, and close the bus if the run has opened it."""
         self._take_turn("end_run")
-        self._session.end()
+        try:
+            self._session.end()
+        finally:
+            self._forget()
 
     def fail(self, error: BaseException) -> None:
         """End the run by an exception: publish ``on_exception``, end all scopes, drain for at most the bus's ``abort_timeout``.
@@ -148,7 +150,10 @@ class Driver:
         """
         if not self.state.scopes.innermost:
             raise TrainingError("drive.fail() is out of turn: the run has not begun, or has ended; expected drive.begin_run()")
-        self._session.abort(error)
+        try:
+            self._session.abort(error)
+        finally:
+            self._forget()
 
     # ------------------------------------------------------------------------------------------------------- training
 
@@ -284,6 +289,7 @@ class Driver:
 
     # --------------------------------------------------------------------------------------------- validation and test
 
+    @check_options
     def begin_validation(self, data: Iterable[Any] | None = None, metrics: AnyMetrics | None = None) -> Iterable[Any]:
         """Publish ``before_val`` and ``before_val_epoch``, in evaluation mode and without gradients; return the batches.
 
@@ -316,6 +322,7 @@ class Driver:
         self._take_turn("abandon_validation")
         self.state.scopes.leave("val")
 
+    @check_options
     def begin_test(self, data: Iterable[Any] | None = None, metrics: AnyMetrics | None = None) -> Iterable[Any]:
         """Publish ``before_test`` and ``before_test_epoch``; like :meth:`begin_validation`."""
         return self._begin_evaluation("begin_test", "test", data, metrics)

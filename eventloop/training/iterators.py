@@ -132,6 +132,7 @@ class Bodies:
     def forget(self) -> None:
         """Let go of what leads to the loaders."""
         self._training = self._evaluating = None
+        self._left = self.nothing_left = False
 
     def _drop_iteration(self) -> None:
         if "iter" in self.drive.state.scopes:

@@ -493,12 +493,16 @@ class Run:
 
     def __enter__(self) -> Self:
         self._driver.begin_run()
-        self.state.scopes.defer(self._bodies.forget)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if not self.state.scopes.innermost:
-            return  # ended by the driver
+        try:
+            if self.state.scopes.innermost:  # else the driver has ended it
+                self._end(error)
+        finally:
+            self._bodies.forget()
+
+    def _end(self, error: BaseException | None) -> None:
         if error is None:
             try:
                 self._bodies.close()

@@ -358,12 +358,15 @@ def test_a_driver_that_cannot_begin_leaves_nothing_open(parts, bus):
         run.drive().begin_train()
 
 
-def test_options_of_begin_train_that_cannot_work_change_nothing(parts, trace, bus):
+def test_options_that_cannot_work_change_nothing(parts, trace, bus):
     with Run(bus, model=parts.model()) as run:
         with pytest.raises(ConfigurationError, match="one of them"):
             run.drive().begin_train(max_epochs=1, max_iters=1)
         with pytest.raises(ConfigurationError, match="max_epochs=0: give an integer of at least 1"):
             run.drive().begin_train(max_epochs=0)
+        for begin in (run.drive().begin_validation, run.drive().begin_test):
+            with pytest.raises(ConfigurationError, match="data=3: give an iterable"):
+                begin(3)
     assert trace.names == ["before_run", "after_run"]
 
 
