@@ -53,12 +53,7 @@ class SavedRun(Protocol):
 
 
 class Saves:
-    """Takes requests, captures the state of the run once for all of them, and hands it to the writer.
-
-    Args:
-        run: whose state it is.
-        feeds: its data.
-    """
+    """Takes requests, captures the state of the run once for all of them, and hands it to the writer."""
 
     def __init__(self, run: SavedRun, feeds: Feeds) -> None:
         self._run = run
@@ -89,7 +84,7 @@ class Saves:
         if run.state.agreement is not None:
             run.state.agreement.asked = lambda: [request.path.name for request in self._requests]
         run.state.scopes.defer(self._overlap.close)
-        run.state.scopes.defer(self._writer.close)
+        run.state.scopes.defer(self._writer.lane.cancel)  # jobs that it has are still written
 
     def directory(self, directory: str | AnyPath | None = None) -> AnyPath:
         """Return ``directory``, or the work dir where it is None; raise ConfigurationError where there is neither."""
@@ -98,8 +93,6 @@ class Saves:
         if self._run.work_dir is None:
             raise ConfigurationError("there is no directory for checkpoints: give the run a work_dir")
         return self._run.work_dir
-
-    # ------------------------------------------------------------------------------------------------------ request
 
     def request(self, request: SaveRequest) -> None:
         """Note a request for the next save point of a training; skip it in a validation or test of its own."""
@@ -190,11 +183,7 @@ class Saves:
         return True
 
     def _agree(self, ranks: Ranks, *, force: bool) -> tuple[bool, bool] | None:
-        """Make all processes save the same, and collect the random states of all on rank 0.
-
-        Returns:
-            :meth:`_standing` of all processes together, if all of them write.
-        """
+        """Make all processes save the same, with the random states of all; return their joint :meth:`_standing`, if sharded."""
         standing = None
         if force:  # only rank 0 knows of a file that could not be written, and may request another one
             everyones = ranks.gather(self._requests)
@@ -331,5 +320,8 @@ def checkpoint_keys(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _short(names: Iterable[str]) -> dict[str, str]:
-    short = without_wrappers(names)
-    return short if len(set(short.values())) == len(short) else {name: name for name in short}
+    same = {name: name for name in names}
+    if not any("module." in name or "_orig_mod." in name for name in same):
+        return same  # the usual case, quickly
+    short = without_wrappers(same)
+    return short if len(set(short.values())) == len(short) else same

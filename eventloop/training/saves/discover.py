@@ -65,9 +65,7 @@ def find_checkpoint(*directories: AnyPath, known: Iterable[AnyPath] = ()) -> tup
     the files themselves say (times of files are those of their copies). A file that is damaged or cannot be read is reported,
     and the one before it is tried; likewise a link, a FIFO or a device, and whatever has become of ``last_checkpoint``.
 
-    Args:
-        directories: where to look.
-        known: other directories of which ``last_checkpoint`` may name a file, as in any of ``directories``.
+    ``last_checkpoint`` may name a file in any of ``directories`` and of the ``known`` ones.
 
     Raises:
         CheckpointDamagedError: there are checkpoints, and none of them can be read.
@@ -156,12 +154,9 @@ def read_pointer(directory: AnyPath) -> str | None:
 
 
 def file_named(directory: AnyPath, text: str, known: Iterable[AnyPath]) -> AnyPath | None:
-    """Return the file, there or not, that ``last_checkpoint`` in ``directory`` names; None if it is elsewhere.
+    """Return the file, there or not, that the ``text`` of ``last_checkpoint`` in ``directory`` names; None if it is elsewhere.
 
-    Args:
-        directory: where ``last_checkpoint`` is. A plain name is a file of it.
-        text: of ``last_checkpoint``.
-        known: the other directories that the run saves to. A file in none of them is not touched, nor is its store asked.
+    Outside of ``directory`` and the ``known`` directories that the run saves to, no file is touched and no store is asked.
     """
     if is_plain_name(text):
         return directory / text

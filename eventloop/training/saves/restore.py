@@ -27,14 +27,7 @@ log = get_logger()
 
 
 class Restore:
-    """Restores the state that a run goes on from.
-
-    Args:
-        run: the run.
-        saves: of the run; they know the directories of its checkpoints.
-        source: ``"auto"``, a path or URL, or None, as ``resume=`` of the run.
-        strict: False loads what fits from a checkpoint of another model.
-    """
+    """Restores the state that a run goes on from; ``source`` and ``strict`` are as ``resume=`` and ``strict=`` of the run."""
 
     def __init__(self, run: SavedRun, saves: Saves, source: str | Path | None, *, strict: bool) -> None:
         self._run = run
@@ -45,14 +38,11 @@ class Restore:
         self._may_load = False
         if source == "auto" and run.work_dir is None:
             raise ConfigurationError('resume="auto" looks for checkpoints in the work_dir; give one, or a path as resume=')
-        if (
-            isinstance(self._source, Path)
-            and self._source.suffix in (".pth", ".pt", ".ckpt", ".bin")
-            and not self._source.is_dir()
-        ):
+        suffix = self._source.suffix if isinstance(self._source, Path) and not self._source.is_dir() else ""
+        if suffix in (".pth", ".pt", ".ckpt", ".bin"):
             raise ConfigurationError(
                 f"resume={str(source)!r}: files of torch.save are imported first, without running what is in them: "
-                f"`trainbus checkpoint import {source} {self._source.stem}.safetensors`, and resume from that"
+                f"`trainbus checkpoint import {source} {Path(str(source)).stem}.safetensors`, and resume from that"
             )
 
     def load(self) -> None:
@@ -252,22 +242,18 @@ def _check(state: Mapping[str, Any]) -> None:
         raise CheckpointError(f"the checkpoint has format {state['format']}, this trainbus reads up to {FORMAT}; upgrade it")
 
 
-# ------------------------------------------------------------------------------------------------- weights and optimizers
-
-
-def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], name: str = "model", *, strict: bool = True) -> bool:
+def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], *, strict: bool = True) -> bool:
     """Load ``weights`` (keys without wrapper names) into ``model``; return True if they fit in full.
 
     Args:
         model: the model, wrapped or not.
         weights: its state dict.
-        name: of the model in errors.
         strict: False loads what fits and logs the rest.
 
     Raises:
         CheckpointError: with ``strict``, and keys are missing, unexpected or of another shape.
     """
-    fitting, complete = _fitting(model, weights, name, strict=strict)
+    fitting, complete = _fitting(model, weights, "model", strict=strict)
     model.load_state_dict(fitting, strict=False)
     return complete
 

@@ -51,11 +51,8 @@ class SaveJob(msgspec.Struct, eq=False):
 class Writer:
     """Writes jobs on a lane of the bus, in their order.
 
-    The training thread enters a job; the lane begins and ends it. Until a job has begun, another may replace it.
-
-    Args:
-        bus: delivers jobs as ``checkpoint_staged``, and publishes what became of them.
-        work_dir: of the run; it learns which checkpoint is the newest, wherever that is.
+    The training thread enters a job and publishes it as ``checkpoint_staged``; the lane begins and ends it. Until a job has
+    begun, another may replace it. The work dir learns of the newest checkpoint, wherever that is.
     """
 
     def __init__(self, bus: Bus, work_dir: Path | None) -> None:
@@ -68,7 +65,7 @@ class Writer:
         self._skipped = 0
         self.failed: set[AnyPath] = set()
         """Names that could not be written."""
-        self._lane = bus.on(CheckpointStaged, self.run, priority=Priority.LOWEST, offload="thread", queue=16, capture=_job)
+        self.lane = bus.on(CheckpointStaged, self.run, priority=Priority.LOWEST, offload="thread", queue=16, capture=_job)
 
     # --------------------------------------------------------------------------------------- on the training thread
 
@@ -99,10 +96,6 @@ class Writer:
         log.warning("checkpoint not made", names=names, reason=job.given_up, skipped=self._skipped)
         self._bus.publish(CheckpointSkipped(progress=job.progress, path=names[0], names=names, reason=job.given_up))
 
-    def close(self) -> None:
-        """Take the lane off the bus; jobs that it has are still written."""
-        self._lane.cancel()
-
     # ----------------------------------------------------------------------------------------------- on the lane
 
     def run(self, job: SaveJob) -> None:
@@ -129,9 +122,9 @@ class Writer:
     def _wait_for_handlers(self) -> None:
         """Wait for the other offloaded handlers of ``checkpoint_staged``, up to half of the bus's ``abort_timeout``."""
         for one in self._bus.subscriptions:
-            if one is self._lane or one.lane is None or one.mode == "stream":
+            if one is self.lane or one.lane is None or one.mode == "stream":
                 continue
-            if self._lane.mount_point not in one.mount_points:
+            if self.lane.mount_point not in one.mount_points:
                 continue
             patience = 0.0 if one in self._late else self._bus.abort_timeout / 2  # a run that ends by an error has the whole
             if one.lane.join(Deadline(patience)):
@@ -166,8 +159,6 @@ class Writer:
         names = [str(path) for path in failed]
         log.error("checkpoint not written", names=names, exc_info=error)
         self._bus.publish(CheckpointFailed(progress=job.progress, path=names[0], names=names, error=str(error)))
-
-    # -------------------------------------------------------------------------------------------------- files
 
     def _write(self, job: SaveJob, staged: StagedTree, path: AnyPath) -> int:
         """Write a staged state, with this process's part of a sharded one; return the bytes of the file."""
