@@ -57,12 +57,13 @@ class DirectoryLock:
         """Let others have the directory. Idempotent."""
         _held.discard(self)
         try:
-            if self._descriptor is not None and self._is_file(self._descriptor):
-                self._file.unlink()  # before the lock goes: a process that has opened the file checks that it is still there
-        except OSError as error:
+            try:
+                if self._descriptor is not None and self._is_file(self._descriptor):
+                    self._file.unlink()  # while locked: who opened the file meanwhile checks that it is still there
+            finally:
+                self.forget()
+        except OSError as error:  # of closing the file, too
             log.warning("the file of a lock cannot be removed; it locks nothing", path=str(self._file), error=str(error))
-        finally:
-            self.forget()
 
     def forget(self) -> None:
         """Close the file; in a forked child, where the parent goes on holding it."""
