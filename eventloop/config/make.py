@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
+from typing import Annotated, Any, Literal, NamedTuple, NewType, TypeVar, Union
 
 import msgspec
 
@@ -92,9 +92,9 @@ def _resolved(annotation: Any, names: dict[str, Any]) -> Any:
 
 
 class Member(NamedTuple):
-    """One member of the union that an annotation is; ``text`` is anything that msgspec decodes: a scalar, Literal, record."""
+    """One member of the union that an annotation is. msgspec decodes ``text`` (a scalar, Literal or Enum) and records."""
 
-    form: Literal["any", "text", "list", "table", "path", "function", "class", "object"]
+    form: Literal["any", "text", "record", "list", "table", "path", "function", "class", "object"]
     annotation: Any
     base: type | None = None  # the container of a list; the class of an object, or of which a class is derived
     inner: Any = Any  # annotation of the entries; a list of them for a tuple of fixed length
@@ -102,9 +102,11 @@ class Member(NamedTuple):
 
 def members(annotation: Any) -> list[Member]:
     """Return the members of a union, or the annotation alone."""
-    while typing.get_origin(annotation) in (Annotated, typing.Final) or isinstance(annotation, TypeVar):
-        is_variable = isinstance(annotation, TypeVar)
-        annotation = (annotation.__bound__ or Any) if is_variable else typing.get_args(annotation)[0]
+    while typing.get_origin(annotation) in (Annotated, typing.Final) or isinstance(annotation, NewType | TypeVar):
+        if isinstance(annotation, NewType | TypeVar):
+            annotation = getattr(annotation, "__supertype__", None) or getattr(annotation, "__bound__", None) or Any
+        else:
+            annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) in (Union, types.UnionType):
         return [one for member in typing.get_args(annotation) for one in members(member)]
     return [_member(type(None) if annotation is None else annotation)]
@@ -126,8 +128,10 @@ def _member(annotation: Any) -> Member:
     if origin is type:
         asked = members(arguments[0])[0].base if arguments else None
         return Member("class", annotation, asked or object)
-    if base is not None and (issubclass(base, Enum | msgspec.Struct) or dataclasses.is_dataclass(base)):
+    if base is not None and issubclass(base, Enum):
         return Member("text", annotation)
+    if base is not None and (issubclass(base, msgspec.Struct) or dataclasses.is_dataclass(base) or typing.is_typeddict(base)):
+        return Member("record", annotation, None if typing.is_typeddict(base) else base)
     if base is not None and issubclass(base, os.PathLike):
         return Member("path", annotation, base)
     return Member("function" if origin is abc.Callable else "object", annotation, base)
@@ -287,7 +291,7 @@ class Maker:
         typed = isinstance(value, FromText)
         if typed and forms - {"text", "path"} and isinstance(found := parse(value), list | dict):
             value = found
-        texts = [one.annotation for one in kinds if one.form == "text"]
+        texts = [one.annotation for one in kinds if one.form in ("text", "record")]
         others = [one for one in kinds if one.form != "text"]
         if isinstance(value, Mapping) and not is_reference(value.get("type")):
             others.sort(key=lambda one: one.form != "table")  # a table without module:attribute is an option that is a table
@@ -321,9 +325,11 @@ class Maker:
         if kind.form == "class":
             is_name = is_name or (isinstance(value, str) and kind_of_base(kind.base) is not None)
             return self.class_(value, kind.base or object, where) if is_name or isinstance(value, type) else _NOT_IT
-        if kind.form == "object" and (is_name or isinstance(value, Mapping)):
+        is_described = isinstance(value, Mapping) and (kind.form == "object" or is_reference(value.get("type")))
+        if kind.form in ("object", "record") and (is_described or (is_name and kind.form == "object")):
             return self.make(value, where, expected=kind.base)
-        return value if kind.form in ("object", "path") and kind.base and isinstance(value, kind.base) else _NOT_IT
+        is_made = kind.form in ("object", "record", "path") and kind.base is not None and isinstance(value, kind.base)
+        return value if is_made else _NOT_IT
 
     def _anything(self, value: Any, where: str) -> Any:
         """Make every table in an untyped value whose ``type`` is ``module:attribute``; the rest stays as it is."""

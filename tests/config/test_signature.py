@@ -1,10 +1,13 @@
 """Options derived from signatures, and that defaults survive the way through text."""
 
 import json
-from typing import TYPE_CHECKING, Any
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, NewType, TypedDict
 
 import msgspec
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,3 +83,37 @@ def test_positional_only_parameters_are_given_by_name_in_a_configuration():
         return one, two
 
     assert Maker().call(Signature(function), {"two": 2, "one": 1}, "here") == (1, 2)
+
+
+@dataclass(frozen=True)
+class Policy:
+    dtype: torch.dtype | None = None
+    scale: float = 1.0
+
+
+class Limits(TypedDict):
+    low: int
+
+
+Name = NewType("Name", str)
+PARTS = "parts_of_signature_tests"
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "expected"),
+    [
+        (Policy, {"scale": 2}, Policy(scale=2.0)),
+        (Policy | None, {"type": f"{PARTS}:Policy", "dtype": "torch:float16"}, Policy(torch.float16)),
+        (Policy, Policy(scale=3.0), Policy(scale=3.0)),
+        (Limits, {"low": 3}, {"low": 3}),
+        (Name, "x", "x"),
+        (Annotated[int | None, "of something"], 3, 3),
+    ],
+)
+def test_records_new_types_and_annotated_ones_are_options_too(monkeypatch, annotation, value, expected):
+    def function(option):
+        return option
+
+    function.__annotations__ = {"option": annotation}
+    monkeypatch.setitem(sys.modules, PARTS, sys.modules[__name__])
+    assert Maker(Imports([PARTS, "torch"])).call(Signature(function), {"option": value}, "here") == expected

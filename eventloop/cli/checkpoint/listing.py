@@ -20,8 +20,7 @@ from eventloop.training.saves.write import LAST
 from eventloop.training.state import how_far
 
 State = Literal["complete", "verified", "damaged", "unreadable", "weights"]
-_BAD = "bold red"
-_STYLES = {"complete": "green", "verified": "bold green", "damaged": _BAD, "unreadable": _BAD, "weights": "dim"}
+_STYLES = {"complete": "green", "verified": "bold green", "damaged": "bold red", "unreadable": "bold red", "weights": "dim"}
 
 
 class Found(msgspec.Struct):
@@ -36,7 +35,7 @@ class Found(msgspec.Struct):
     @property
     def is_bad(self) -> bool:
         """True if it is damaged or cannot be read."""
-        return _STYLES[self.state] == _BAD
+        return self.state in ("damaged", "unreadable")
 
     def age(self) -> tuple[bool, tuple[int, ...], float]:
         """Return a key that sorts by how far the run had come, and not by when a file was copied; unknown progress last."""
