@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from difflib import get_close_matches
 from enum import IntEnum
+from typing import Annotated
 
+from msgspec import Meta
+
+from eventloop.checks import check_value
 from eventloop.errors import SubscribeError
 
 
@@ -38,23 +42,19 @@ class Priority(IntEnum):
         """
         table = cls.__members__ if names is None else names
         if isinstance(value, str):
-            number = table.get(value.strip().upper())
-            if number is None:
+            named = table.get(value.strip().upper())
+            if named is None:
                 near = get_close_matches(value.upper(), table, n=1)
                 hint = f" (did you mean {near[0]}?)" if near else ""
                 raise SubscribeError(
                     f"priority={value!r} is not a priority name{hint}; use an integer from 0 to 100 or one of "
                     f"{', '.join(table)}"
                 )
-            return int(number)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise SubscribeError(
-                f"priority={value!r}: a priority is an integer from 0 to 100 or one of {', '.join(table)}, "
-                f"not {type(value).__name__}"
-            )
-        if not 0 <= value <= 100:
-            raise SubscribeError(f"priority={value}: priorities go from 0 (runs first) to 100 (runs last)")
-        return int(value)
+            return int(named)
+        number = int(value) if isinstance(value, IntEnum) else value
+        words = f"an integer from 0 (runs first) to 100 (runs last), or one of {', '.join(table)}"
+        check_value("priority", number, Annotated[int, Meta(ge=0, le=100, description=words)], SubscribeError)
+        return number
 
     @classmethod
     def label(cls, value: int) -> str:

@@ -335,7 +335,10 @@ def test_signals_go_by_name():
         ({"numbr": 3}, "numbr: Everything has no option 'numbr' (did you mean 'number'?)"),
         ({"prioriti": 3}, "prioriti: Everything has no option 'prioriti' (did you mean 'priority'?)"),
         ({"priority": "NORML"}, "priority: priority='NORML' is not a priority name (did you mean NORMAL?)"),
-        ({"priority": 101}, "priority: priority=101: priorities go from 0 (runs first) to 100 (runs last)"),
+        (
+            {"priority": 101},
+            "priority: priority=101: give an integer from 0 (runs first) to 100 (runs last), or one of HIGHEST",
+        ),
         (
             {"level": "VERY_LOW"},
             "level: priority='VERY_LOW' is not a priority name; use an integer from 0 to 100 or one of HIGHEST, HIGHER",
