@@ -135,11 +135,7 @@ def _shown(value: Any) -> str:
 
 
 def free(wanted: Path) -> Path:
-    """Return ``wanted``, or the first of ``wanted-2``, ``wanted-3`` … that is empty or missing.
-
-    Raises:
-        ConfigurationError: it is not empty and has no name that could be numbered, or cannot be read.
-    """
+    """Return ``wanted``, or the first of ``wanted-2``, ``wanted-3`` … that is empty or missing."""
     candidate, number = wanted, 1
     try:
         while candidate.exists() and (not candidate.is_dir() or any(candidate.iterdir())):
@@ -157,9 +153,6 @@ def to_resume(folder: Path | None, default: Path) -> Path:
     """Return ``folder``, or the run of the highest number among ``default`` and its numbered siblings.
 
     Times of files are those of their copies, and an older run may have come further.
-
-    Raises:
-        ConfigurationError: no checkpoint was committed there.
     """
     own = re.compile(rf"{re.escape(default.name)}(?:-(\d+))?")  # not those of a configuration whose name begins alike
     siblings = ((own.fullmatch(run.name), run) for run in default.parent.glob("*"))
@@ -174,11 +167,7 @@ def to_resume(folder: Path | None, default: Path) -> Path:
 
 @contextmanager
 def resumable(work_dir: Path, arguments: str) -> Iterator[None]:
-    """Make the folder of a run; add ``arguments``, which resume it, as a note to Ctrl-C.
-
-    Raises:
-        ConfigurationError: the folder cannot be made.
-    """
+    """Make the folder of a run; add ``arguments``, which resume it, as a note to Ctrl-C."""
     try:
         work_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

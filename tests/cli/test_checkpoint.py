@@ -314,6 +314,12 @@ def test_show_json_of_a_key_and_to_a_depth(trainbus):
     assert shown["tree"] == {"numpy": "tuple of 3", "bad": "nan"}
 
 
+def test_show_of_a_shape_is_its_numbers(trainbus):
+    save({"shape": torch.Size([2, 3])}, "a.safetensors")
+    assert "shape: torch.Size([2, 3])" in trainbus("show", "a.safetensors").out
+    assert json.loads(trainbus("show", "a.safetensors", "--json").out)["tree"] == {"shape": [2, 3]}
+
+
 def test_show_of_integers_that_python_makes_no_digits_of(trainbus):
     save({"n": 2**20000, 2**20000: 1, "l": [2**20000, 1], "m": 2**64}, "a.safetensors")
     assert "n: 0x1000000" in trainbus("show", "a.safetensors").out

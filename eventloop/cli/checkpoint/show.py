@@ -126,8 +126,9 @@ class Outline:
             return _text(value)
         if depth < 1:
             return _summary(value)
-        made = {name: self.as_json(_join(path, name), child, depth - 1) for name, child in _children(value)}
-        return made if isinstance(value, Mapping) else list(made.values())
+        if isinstance(value, Mapping):
+            return {name: self.as_json(_join(path, name), child, depth - 1) for name, child in _children(value)}
+        return [self.as_json(_join(path, str(index)), child, depth - 1) for index, child in enumerate(value)]
 
     def _leaf(self, path: str, value: Any) -> str:
         if isinstance(value, torch.Tensor):
