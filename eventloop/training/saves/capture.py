@@ -213,9 +213,9 @@ class Saves:
         progress = self._run.state.progress
         if held and self._last is not None:
             paths = [path for path in paths if path not in self._names or path in writer.failed]
-            self._names.update(paths)
             if paths:
                 self._hand_over(writer, SaveJob(wanted, paths, progress, source=self._last))
+                self._names.update(paths)
         elif wanted.busy == "skip" and busy:
             writer.skip(SaveJob(wanted, paths, progress, given_up="another checkpoint is being written"))
         else:
@@ -229,16 +229,15 @@ class Saves:
             # In a validation hooks may have lent the model other weights (averages): only a copy made now holds them.
             overlap = self._overlap if wanted.staging == "overlap" and progress.stage == "train" else None
             job.staged = stage(state, self._buffer, overlap=overlap)
-            self._last, self._names = job, set(paths)
             self._hand_over(writer, job)
+            self._last, self._names = job, set(paths)  # not where Ctrl-C has struck before: nothing may hold this state
 
     def _hand_over(self, writer: Writer, job: SaveJob) -> None:
         try:
             writer.enter(job)
             self._run.publish(ev.CheckpointStaged, path=str(job.paths[0]), job=job)
         except BaseException:
-            if writer.call_off(job):  # else Ctrl-C came after the lane had taken it
-                self._last = None
+            writer.call_off(job)
             raise
 
     def _standing(self, wanted: SaveRequest) -> tuple[bool, bool]:

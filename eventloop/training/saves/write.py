@@ -73,13 +73,11 @@ class Writer:
         """Note a job that is about to be published; one with a staged state can be replaced until it begins."""
         (self.turns.enter_for_good if job.staged is None else self.turns.enter)(job)
 
-    def call_off(self, job: SaveJob) -> bool:
-        """Forget a job whose event did not reach the lane; return False if the lane has begun it all the same."""
-        if job.staged is not None and not self.turns.begin(job):
-            return False
-        job.release()
-        self.turns.end(job)
-        return True
+    def call_off(self, job: SaveJob) -> None:
+        """Forget a job whose event did not reach the lane, unless the lane has begun it all the same."""
+        if job.staged is None or self.turns.begin(job):
+            job.release()
+            self.turns.end(job)
 
     def replace(self, path: AnyPath) -> None:
         """Give up the job that waits, if one does, in favour of ``path``."""
@@ -145,6 +143,7 @@ class Writer:
                     size = self._write(job, job.staged, path)
                 source = source or path
                 done.append(path)
+                self.failed.discard(path)
         finally:
             if done:
                 seconds, names = time.perf_counter() - start, [str(path) for path in done]
