@@ -273,19 +273,16 @@ class TaskConsumer(Consumer):
         began: Callable[[Consumer], None],
         ended: Callable[[Consumer], None],
         *,
-        handler: Callable[[Any], Awaitable[Any]],
         mark: object,
         spawn: Callable[[Callable[[], Coroutine[Any, Any, None]]], None],
     ) -> None:
         super().__init__(delivery, began, ended)
-        self._handler = handler
         self._mark = mark  # of the runtime, for code that runs in its handlers
         self._library = ""
         self._spawn = spawn
         self._running = False
         self._reader: Reader | None = None
-        self.alive = False
-        """Whether its task is there, if only because a handler goes on after its cancellation."""
+        self.alive = False  # whether its task is there, if only because a handler goes on after its cancellation
 
     def ring(self) -> None:
         """Wake the task, or start it; must be called on the loop's thread and never raises (trio's rule for callbacks)."""
@@ -328,7 +325,7 @@ class TaskConsumer(Consumer):
         arrived: list[Any] = []
         try:
             arrived = [await arrive_async(item) for item in items]
-            called = await_through(context.run, self._handler(self._argument(arrived)))
+            called = await_through(context.run, self.delivery.handler(self._argument(arrived)))
             await self._limited(called)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is reported, and the lane goes on
             self._fail(error, items, arrived)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import msgspec
+
 from eventloop.log import get_logger
 from eventloop.offload.callers import Caller, OwnedThread, TimedCaller, ended
 from eventloop.offload.collectives import refuses_collectives
@@ -38,6 +40,9 @@ class Runtime:
     def serve(self, delivery: Delivery) -> None:
         """Start the consumer of a lane: a task in the event loop for an async handler, else a thread."""
         lane = delivery.lane
+        if delivery.target is None:
+            handler = refuses_collectives(delivery.handler, lane.label, is_async=delivery.is_async)
+            delivery = msgspec.structs.replace(delivery, handler=handler)
         wake = self._task_of(delivery) if delivery.is_async else self._thread_of(delivery)
         lane.attach(wake, self._must_not_wait)
         lane.wake()
@@ -125,8 +130,7 @@ class Runtime:
         """Return what wakes the task of an async handler."""
         self._loop.start()
         lane = delivery.lane
-        handler = refuses_collectives(delivery.handler, lane.label, is_async=True)
-        task = TaskConsumer(delivery, self._began, self._ended, handler=handler, mark=self._mark, spawn=self._loop.spawn)
+        task = TaskConsumer(delivery, self._began, self._ended, mark=self._mark, spawn=self._loop.spawn)
 
         def wake() -> None:
             # Not only once the loop gets to it, also when a task that has ended starts again: a drain must know of it.
@@ -139,14 +143,11 @@ class Runtime:
 
     def _thread_of(self, delivery: Delivery) -> Callable[[], None]:
         """Return what wakes the thread of a blocking handler."""
-        label, timeout = delivery.lane.label, delivery.timeout
-        caller: Caller
+        handler, label, timeout = delivery.handler, delivery.lane.label, delivery.timeout
+        caller = Caller(handler) if timeout is None else TimedCaller(handler, timeout, label, self)
         if delivery.target is not None:
             batched = delivery.batch is not None
-            caller = ProcessCaller(delivery.target, delivery.handler, label, batched=batched, timeout=timeout)
-        else:
-            handler = refuses_collectives(delivery.handler, label, is_async=False)
-            caller = Caller(handler) if timeout is None else TimedCaller(handler, timeout, label, self)
+            caller = ProcessCaller(delivery.target, handler, label, batched=batched, timeout=timeout)
         return ThreadConsumer(delivery, self._began, self._ended, caller=caller, owner=self).ring
 
     def _must_not_wait(self) -> bool:

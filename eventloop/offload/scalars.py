@@ -5,8 +5,8 @@ one kernel, and no number reaches the host. The consumer reads the stacks later.
 with one copy.
 
 The outputs of an iteration nearly always have the same scalars as those before. A plan notes which they are, and an iteration
-only checks that its plan still holds. A value that had several elements once is no scalar while it has dimensions, even with
-one element: that is the smaller last batch.
+only checks that its plan still holds. A value that had several elements once is not a scalar while it has dimensions, even
+with one element: that is the smaller last batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from operator import attrgetter, itemgetter
-from typing import Any, Final, Literal, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
@@ -32,10 +32,6 @@ _dtype = attrgetter("dtype")
 _stack = torch.stack
 _is_grad_enabled = torch.is_grad_enabled
 _set_grad_enabled = torch._C._set_grad_enabled
-_has_accelerator: Final = torch.accelerator.is_available()
-
-Stack = Any
-"""A stacked tensor on the CPU, or a :class:`DeviceStack`."""
 
 
 class ScalarTaker:
@@ -97,7 +93,7 @@ class ScalarPlan:
         """Take what is planned; None if the values are of other kinds than planned.
 
         Raises:
-            RuntimeError, TypeError, AttributeError, ValueError: what was planned as a scalar is none.
+            RuntimeError, TypeError, AttributeError, ValueError: a value that was planned as a scalar is not one.
         """
         numbers: tuple[Any, ...] = ()
         if self._rest is not None:
@@ -121,7 +117,7 @@ class ScalarPlan:
             stacks.append(stacked)
         return self, numbers, stacks
 
-    def read(self, numbers: Sequence[Any], stacks: Sequence[Stack]) -> dict[str, Any]:
+    def read(self, numbers: Sequence[Any], stacks: Sequence[torch.Tensor | DeviceStack]) -> dict[str, Any]:
         """Return what :meth:`take` has taken, by name in the order of the outputs; on the consumer's thread, which may wait."""
         found = [*numbers]
         for stack in stacks:
@@ -129,8 +125,8 @@ class ScalarPlan:
         return dict(zip(self._names, found if self._order is None else self._order(found), strict=True))
 
 
-Taken = tuple[ScalarPlan, tuple[Any, ...], list[Stack]]
-"""The plan that reads them, the numbers, and the stacks of the tensors' values."""
+Taken = tuple[ScalarPlan, tuple[Any, ...], list[Any]]
+"""The plan that reads them, the numbers, and the stacks of the tensors' values (a tensor, or a DeviceStack)."""
 
 
 class _Group:
@@ -143,8 +139,9 @@ class _Group:
         self._dtypes = [dtype] * len(positions)
         self._device = device
         self._fetches = _Fetches(device) if self.on_gpu else None
+        self._elsewhere = torch.accelerator.is_available()  # not asked on import: that could break CUDA in forked processes
 
-    def stack(self, values: tuple[Any, ...]) -> Stack | None:
+    def stack(self, values: tuple[Any, ...]) -> torch.Tensor | DeviceStack | None:
         """Copy the scalars; None if one has another dtype or device by now (a number that is converted may be another)."""
         tensors = values if self._pick is None else self._pick(values)
         if [*map(_dtype, tensors)] != self._dtypes:
@@ -157,7 +154,7 @@ class _Group:
                 _set_grad_enabled(True)
         else:
             stacked = _stack(tensors)
-        if stacked.ndim != 1 or (_has_accelerator and stacked.device != self._device):
+        if stacked.ndim != 1 or (self._elsewhere and stacked.device != self._device):
             return None
         return stacked if self._fetches is None else self._fetches.wrap(stacked)
 
