@@ -114,6 +114,31 @@ def warm_up_and_decay(iteration: int, total: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (iteration - rising) / max(1.0, total - rising)))
 
 
+def make_loop(work_dir: Path, epochs: int, seed: int, console: Console) -> TrainLoop:
+    """Return the loop of the demo."""
+    data = digits(seed)
+    loaders = {name: DataLoader(part, batch_size=BATCH, shuffle=name == "train") for name, part in data.items()}
+    torch.manual_seed(seed)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=1e-2)
+    sizes = ", ".join(f"{len(part)} {name}" for name, part in data.items())
+    title = f"[bold]trainbus demo[/]: handwritten digits ({sizes}), {epochs} epochs → {work_dir}"
+    console.print(title, highlight=False, soft_wrap=True)
+    return TrainLoop(
+        model,
+        optimizer,
+        step=step,
+        train_data=loaders["train"],
+        val_data=loaders["val"],
+        test_data=loaders["test"],
+        metrics={"accuracy": Accuracy()},
+        bus=make_bus(optimizer, epochs * len(loaders["train"]), console),
+        max_epochs=epochs,
+        work_dir=work_dir,
+        seed=seed,
+    )
+
+
 def run_demo(work_dir: Path, *, epochs: int = 30, seed: int = 0, resume: bool = False) -> int:
     """Train, test, and print the table of hooks and a summary; return the exit status.
 
@@ -128,48 +153,27 @@ def run_demo(work_dir: Path, *, epochs: int = 30, seed: int = 0, resume: bool = 
     """
     torch.set_num_threads(1)  # the network is too small for more, and offloaded work has the other cores
     console = Console()
-    data = digits(seed)
-    torch.manual_seed(seed)
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=1e-2)
-    loaders = {name: DataLoader(part, batch_size=BATCH, shuffle=name == "train") for name, part in data.items()}
-    bus = make_bus(optimizer, epochs * len(loaders["train"]), console)
-    loop = TrainLoop(
-        model,
-        optimizer,
-        step=step,
-        train_data=loaders["train"],
-        val_data=loaders["val"],
-        test_data=loaders["test"],
-        metrics={"accuracy": Accuracy()},
-        bus=bus,
-        max_epochs=epochs,
-        work_dir=work_dir,
-        seed=seed,
-    )
-    sizes = ", ".join(f"{len(part)} {name}" for name, part in data.items())
-    title = f"[bold]trainbus demo[/]: handwritten digits ({sizes}), {epochs} epochs → {work_dir}"
-    console.print(title, highlight=False, soft_wrap=True)
+    loop = make_loop(work_dir, epochs, seed, console)
     tables: list[Any] = []
 
-    @bus.on("after_run", priority="LOWEST")  # while the run's own checkpoint writer is on the bus
+    @loop.bus.on("after_run", priority="LOWEST")  # while the run's own checkpoint writer is on the bus
     def take_table(event: Any) -> None:
-        bus.drain()  # so that every delivery is counted
-        tables.append(bus.describe(stats=True))
+        loop.bus.drain()  # so that every delivery is counted
+        tables.append(loop.bus.describe(stats=True))
 
     began = time.perf_counter()
     loop.run(resume="auto" if resume else None)
     seconds = time.perf_counter() - began
     averaged = loop.test()["accuracy"]
-    raw = TrainLoop(model, step=step, test_data=loaders["test"], metrics={"accuracy": Accuracy()}).test()["accuracy"]
-    console.print()
-    console.print(*tables[:1])
+    raw = TrainLoop(loop.model, step=step, test_data=loader("test", seed=seed), metrics={"accuracy": Accuracy()}).test()
     summary = Table.grid(padding=(0, 2))
-    summary.add_row("test accuracy", f"raw weights {raw:.2%}, averaged weights {averaged:.2%}")
+    summary.add_row("test accuracy", f"raw weights {raw['accuracy']:.2%}, averaged weights {averaged:.2%}")
     trained = f"{loop.counters.iter} iterations, {seconds:.1f} s in this session, all I/O beside the training thread"
     summary.add_row("trained", trained)
     summary.add_row("files in", str(work_dir))
     for path in sorted(work_dir.iterdir()):
         summary.add_row("", f"{path.name}  ({path.stat().st_size / 1e3:.0f} kB)")
+    console.print()
+    console.print(*tables[:1])
     console.print(summary)
     return 0

@@ -62,7 +62,8 @@ class RetentionPolicy:
         if directory != self.directory:
             self.directory = directory
             self.best.reset()
-            self._files = {REGULAR: []}
+            with self._lock:
+                self._files = {REGULAR: []}
 
     @property
     def best_scores(self) -> dict[str, float | None]:
