@@ -42,7 +42,7 @@ def run(
 
     Args:
         config: a .toml, .yaml or .json file.
-        changes: of single keys; see above.
+        changes: of single keys, as key=value; see above.
         dry_run: make everything, show the hook table, and do not train.
         resume: go on. Without a value (or auto): in the newest run of this configuration, or that in loop.work_dir; with the
             folder of a run: in that one; with a checkpoint file or URL: from that one, in a new folder.
