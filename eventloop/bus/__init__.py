@@ -1,4 +1,4 @@
-"""Who hears an event: subscriptions, their priorities and filters, and the function compiled of them."""
+"""The bus: subscriptions with priorities and filters, compiled to one function for each event."""
 
 from eventloop.bus.bus import Bus
 from eventloop.bus.describe import Description

@@ -106,10 +106,10 @@ class Bus(TypedOn, Lifecycle):
 
         Args:
             *hooks: objects of :class:`Hook` classes.
-            priority: for all their methods, before what class or ``@mount`` say.
+            priority: of all their methods, instead of the priorities of class and ``@mount``.
 
         Raises:
-            SubscribeError: a misspelt mount point, wrong options, a hook that is there already, or two hooks with state
+            SubscribeError: an unknown mount point, wrong options, a hook that is on the bus already, or two hooks with state
                 under one name.
         """
         self.add_chosen([(hook, priority) for hook in hooks])
@@ -193,7 +193,7 @@ class Bus(TypedOn, Lifecycle):
         try:
             return self._routes[event] is not None  # type: ignore[index]  # a name is no key
         except KeyError:
-            # Without a subscriber, publishing may still raise what an offloaded handler left behind.
+            # Without a subscriber, publishing may still raise the error of an offloaded handler.
             return self._find_route(resolve(event)) is not None or self._raises_here()
 
     def may_change_state(self, event: type[Event] | str) -> bool:
@@ -209,7 +209,7 @@ class Bus(TypedOn, Lifecycle):
         return describe(self._subscriptions, stats=stats or self._timing, ranks=self._world_size > 1)
 
     def explain(self, event: type[Event] | str) -> Source:
-        """Return the source of the function compiled for ``event``; shows as it is at a prompt or when printed."""
+        """Return the source of the function compiled for ``event``, to print or to look at in a prompt."""
         event_type = resolve(event)
         return route_source(event_type, self._heard_by(event_type), timing=self._timing)
 
@@ -259,11 +259,11 @@ class Bus(TypedOn, Lifecycle):
         """
         with self._lock:
             self._failures.setdefault(subscription, error)
-            # The next publish of any event finds no route and comes past raise_failures; costs nothing until then.
+            # Without its route, the next publish of any event calls raise_failures. Checking at each publish would cost time.
             self._routes.clear()
 
     def remove(self, *subscriptions: Subscription) -> None:
-        """Let go of subscriptions, except those that are gone already."""
+        """End subscriptions; those that have ended already are skipped."""
         with self._lock:
             gone = [one for one in subscriptions if one.active]
             self._replace([one for one in self._subscriptions if one not in gone], changed=gone)
@@ -319,7 +319,7 @@ class Bus(TypedOn, Lifecycle):
         ]
 
     def _publish_anew(self, event: Event) -> None:
-        """Publish an event whose route is not cached, after raising what offloaded handlers left behind."""
+        """Publish an event whose route is not cached, after raising errors of offloaded handlers."""
         event_type: type = type(event)
         if not issubclass(event_type, Event):
             what = "a class: make an instance of it" if issubclass(event_type, type) else event_type.__name__

@@ -1,4 +1,4 @@
-"""The hook table: who hears what, in the order of a run."""
+"""The hook table: all subscriptions, in the order of a run."""
 
 from __future__ import annotations
 

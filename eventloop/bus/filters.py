@@ -11,7 +11,7 @@ training epochs                    ``epoch + 1``
 optimizer steps                    ``update + 1``
 validation and test iterations     ``batch_idx + 1`` (within this validation)
 validation and test as a whole     number of this validation (test) in the run
-all others                         publishes heard so far; saved with the run
+all others                         publishes so far; saved with the run
 =================================  ==========================================================
 
 ``every=n`` fires at n, 2n, 3n …; with ``after=a`` it counts from there: at a + n, a + 2n … (Ignite's ``every`` with ``after``

@@ -48,8 +48,8 @@ class HandlerOptions(StreamOptions, total=False):
     ``queue``, ``full``, ``linger``: the lane of an offloaded handler: its capacity (1024), what a full one does
     (``"block"``, ``"drop_old"``, ``"drop_new"``, ``"latest"``, ``"raise"``), seconds between looks (0.01).
     ``max_bytes``: with ``capture``, the most bytes of tensors that wait or are being handled; ``full`` applies to them as well.
-    ``timeout``: seconds after which a call of an offloaded handler has failed: async it is cancelled, in a thread left behind
-    (three times, then the handler is retired), in a process killed with its worker, which is replaced.
+    ``timeout``: seconds after which a call of an offloaded handler has failed. An async call is cancelled. A thread is left behind
+    (after three, the handler is retired). A worker process is killed and replaced.
     ``on_error``: ``"raise"`` or ``"log"``. ``disable_after``: retire the handler after so many errors (implies "log").
     ``ranks``: where several processes train together, ``"rank0"`` for a handler that only the first of them calls.
     """
@@ -83,7 +83,7 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
             raise SubscribeError(f"there is no option {name}=; {hint}")
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
-        if name != "priority":  # which says itself what it takes
+        if name != "priority":  # checked by Priority.parse
             check_value(name, value, _OPTIONS[name], SubscribeError)
     if given.get("on_error") == "raise" and "disable_after" in given:
         raise SubscribeError('disable_after= needs on_error="log": with "raise" the first error ends the run')

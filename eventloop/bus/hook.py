@@ -34,9 +34,9 @@ class Hook:
         priority: of all methods that do not name their own.
         name: key of ``state_dict`` in checkpoints and label in tables; the class name by default. Two hooks of a kind
             that both have state need two names.
-        observes: True for a hook that leaves the state of the run as it is: it changes its own state only, or puts back what it
-            changed. A checkpoint asked for after a validation may then be another name of the file written before it; any other
-            inline handler there makes it a file of its own.
+        observes: True for a hook that does not change the state of the run, or puts back what it changed. A checkpoint
+            requested after a validation may then be a second name of the file written before it. With any other inline
+            handler in between, it is a separate file.
         ranks: ``"all"``, or ``"rank0"`` for a hook that only the first of several processes calls, such as one that writes.
     """
 
@@ -71,7 +71,7 @@ class Hook:
 
 
 class Mount(NamedTuple):
-    """What :func:`mount` noted down on a method."""
+    """The options that :func:`mount` stores on a method."""
 
     events: tuple[type[Event] | str, ...] = ()
     priority: PriorityLike | None = None
@@ -85,7 +85,7 @@ def mount(*events: type[Event] | str, priority: PriorityLike | None = None, **op
     """Give one method of a :class:`Hook` options of its own; they are those of ``bus.on``.
 
     Args:
-        *events: the mount point, where the method's name is not it; or several. An offloaded method that hears several has
+        *events: one or several mount points, if the method's name is not the mount point. An offloaded method of several has
             one lane for all of them, so that they arrive in the order in which they were published.
         priority: of this method, instead of the hook's.
         **options: those of :class:`eventloop.bus.HandlerOptions`, ``capture`` and ``batch`` (``offload="process"`` only for a
@@ -141,7 +141,7 @@ def mount_points_of(cls: type[Hook]) -> list[str]:
 
 
 def _marks(cls: type[Hook]) -> Iterator[tuple[str, Mount]]:
-    """Yield the methods that a hook's class and its bases define, in that order, with what ``@mount`` noted down on them."""
+    """Yield the methods of a hook's class, those of its bases first, each with its ``@mount`` options."""
     names: dict[str, None] = {}
     for base in reversed(cls.__mro__):
         if base not in (object, Hook):

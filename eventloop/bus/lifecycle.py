@@ -166,7 +166,7 @@ class Lifecycle:
             self._training = tuple(one for one in self._training if one.interrupt != interrupt)
 
     def raise_failures(self) -> None:
-        """Raise what offloaded handlers have left, if this is the thread to raise it on, as the next publish would."""
+        """Raise the errors of offloaded handlers, if this is the thread to raise them on; the next publish would, too."""
         if self._raises_here():
             _raise_all(self._taken())
 
@@ -261,7 +261,7 @@ class Lifecycle:
             time.sleep(min(_CLOSER_POLL, deadline.left))
 
     def _raises_here(self) -> bool:
-        """True if offloaded handlers have left errors, and this is the thread to raise them on."""
+        """Return True if there are errors of offloaded handlers, and this is the thread to raise them on."""
         if not self._failures:
             return False
         if self._training:

@@ -34,7 +34,7 @@ _serial = itertools.count(1)
 
 
 class Source(str):
-    """Generated source; shows itself as it is at an interactive prompt."""
+    """Generated source, whose ``repr`` is the text itself."""
 
     __slots__ = ()
 

@@ -239,7 +239,7 @@ class Subscription:
 
 
 def _is_offloaded(error: BaseException) -> bool:
-    """Return True for what an offloaded handler raised, which a later publish raises again wherever that happens to be."""
+    """Return True for an error of an offloaded handler, which a later publish raises again, in any handler that publishes."""
     if isinstance(error, BaseExceptionGroup):
         return any(map(_is_offloaded, error.exceptions))
     return any(note.startswith(_OFFLOADED) for note in getattr(error, "__notes__", ()))
