@@ -48,8 +48,8 @@ class HandlerOptions(StreamOptions, total=False):
     ``queue``, ``full``, ``linger``: the lane of an offloaded handler: its capacity (1024), what a full one does
     (``"block"``, ``"drop_old"``, ``"drop_new"``, ``"latest"``, ``"raise"``), seconds between looks (0.01).
     ``max_bytes``: with ``capture``, the most bytes of tensors that wait or are being handled; ``full`` applies to them as well.
-    ``timeout``: seconds after which a call of an offloaded handler has failed. An async call is cancelled. A thread is left behind
-    (after three, the handler is retired). A worker process is killed and replaced.
+    ``timeout``: seconds after which a call of an offloaded handler has failed. An async call is cancelled. A thread is left
+    behind (after three, the handler is retired). A worker process is killed and replaced.
     ``on_error``: ``"raise"`` or ``"log"``. ``disable_after``: retire the handler after so many errors (implies "log").
     ``ranks``: where several processes train together, ``"rank0"`` for a handler that only the first of them calls.
     """
