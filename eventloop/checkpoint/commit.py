@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 
 from eventloop.errors import CheckpointError
@@ -35,7 +33,7 @@ def commit_file(path: str | os.PathLike[str], size: int, fill: Callable[[int], N
     name = os.fspath(path)
     directory = os.path.dirname(name)  # noqa: PTH120
     with failing(f"cannot write {name} ({size:,} bytes)"):
-        with _temporary(directory) as temporary:
+        with temporary_name(directory) as temporary:
             # O_EXCL: never write into a file that is there already. 0o666: the umask decides, as with open().
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
@@ -44,7 +42,7 @@ def commit_file(path: str | os.PathLike[str], size: int, fill: Callable[[int], N
             finally:
                 os.close(descriptor)
             os.replace(temporary, name)  # noqa: PTH105
-        _sync_directory(directory or os.curdir)
+        sync_directory(directory or os.curdir)
 
 
 def write_all(descriptor: int, data: memoryview | bytes) -> None:
@@ -65,65 +63,6 @@ def chunks(data: memoryview | bytes) -> Iterator[memoryview]:
         yield view[start : start + CHUNK]
 
 
-def link_file(existing: Path, new: Path) -> None:
-    """Give the file `existing` the second name `new`, replacing what had it; copy it where hard links are not possible."""
-    with failing(f"cannot give {existing} the name {new}"):
-        linked = _link(existing, new)
-    if not linked:
-        with failing(f"cannot copy {existing}"):
-            size = existing.stat().st_size
-
-        def fill(descriptor: int) -> None:
-            with existing.open("rb") as source, os.fdopen(descriptor, "wb", closefd=False) as target:
-                shutil.copyfileobj(source, target, 1 << 20)
-
-        commit_file(new, size, fill)
-
-
-def _link(existing: Path, new: Path) -> bool:
-    # rename() between two names of one file does nothing, and would leave the temporary one.
-    if not (new.exists() and new.samefile(existing)):
-        with _temporary(str(new.parent)) as name:
-            temporary = Path(name)
-            try:
-                temporary.hardlink_to(existing)
-            except FileNotFoundError:
-                raise
-            except OSError:
-                return False  # another file system, or one without hard links
-            temporary.replace(new)
-    _sync_directory(new.parent)
-    return True
-
-
-def remove_file(path: Path) -> None:
-    """Remove a file, durably. A missing one is fine."""
-    with failing(f"cannot remove {path}"):
-        path.unlink(missing_ok=True)
-        _sync_directory(path.parent)
-
-
-def make_local_directory(directory: Path) -> None:
-    """Make a directory and those above it, durably. One that is there is fine.
-
-    Existing directories are synced into their parents as well, since their maker may not have done so; parents that this
-    process may not read are left out.
-    """
-    path = Path(os.path.abspath(directory))  # noqa: PTH100 - resolve() would follow links
-    with failing(f"cannot make the directory {directory}"):
-        for each in (*reversed(path.parents), path):
-            missing = not each.is_dir()
-            if missing:
-                each.mkdir(exist_ok=True)  # another process may make it at the same moment
-            if each == each.parent or (not missing and each.is_mount()):
-                continue
-            try:
-                _sync_directory(each.parent)
-            except PermissionError:
-                if missing:
-                    raise
-
-
 @contextmanager
 def failing(what: str, kind: type[Exception] = OSError, but: type[Exception] = CheckpointError) -> Iterator[None]:
     """Turn errors of type `kind` into a CheckpointError that begins with `what`, except those of type `but`."""
@@ -136,7 +75,7 @@ def failing(what: str, kind: type[Exception] = OSError, but: type[Exception] = C
 
 
 @contextmanager
-def _temporary(directory: str) -> Iterator[str]:
+def temporary_name(directory: str) -> Iterator[str]:
     """A free name in `directory`; the file of that name is removed when the block ends by an exception."""
     # Not derived from the final name: that one may be as long as the file system allows.
     name = os.path.join(directory, f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}.tmp")  # noqa: PTH118
@@ -157,7 +96,8 @@ def discard(name: str, remove: Callable[[str], object], error: BaseException) ->
         error.add_note(f"and the temporary file {name} could not be removed: {second}")
 
 
-def _sync_directory(directory: str | os.PathLike[str]) -> None:
+def sync_directory(directory: str | os.PathLike[str]) -> None:
+    """Make the names in a directory durable, where the file system can."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -36,7 +36,7 @@ _AS_IT_IS: Final = frozenset(
 def export_tree(path: AsPath, out: AsPath) -> None:
     """Write a whole checkpoint, durably and atomically, as a file that ``torch.load(out, weights_only=True)`` opens.
 
-    `weights_only` lists what is converted.
+    `weights_only` lists the types that are converted.
 
     Args:
         path: a checkpoint, or its URL. It is verified.
@@ -45,7 +45,7 @@ def export_tree(path: AsPath, out: AsPath) -> None:
     Raises:
         FileNotFoundError: there is no such checkpoint.
         CheckpointDamagedError: the checkpoint is damaged.
-        CheckpointValueError: it holds what such a file cannot, with its path.
+        CheckpointValueError: for a value that such a file cannot hold, with its path.
         CheckpointError: ``out`` has another suffix, or cannot be written.
     """
     out = _checked_out(out, _PTH)
@@ -67,7 +67,7 @@ def export_weights(path: AsPath, out: AsPath, *, key: str = WEIGHTS, strip: bool
     Raises:
         FileNotFoundError: there is no such checkpoint.
         CheckpointDamagedError: the checkpoint is damaged.
-        CheckpointValueError: the weights hold what such a file cannot, with its path.
+        CheckpointValueError: for a value that such a file cannot hold, with its path.
         CheckpointError: there are no such weights, ``out`` has another suffix, or cannot be written.
     """
     out = _checked_out(out, (*_PTH, _SAFETENSORS))
@@ -82,7 +82,7 @@ def export_weights(path: AsPath, out: AsPath, *, key: str = WEIGHTS, strip: bool
 
 
 def is_weights(value: object) -> bool:
-    """Whether it is a plain ``state_dict``: a mapping with tensors in it, and maybe what modules keep as extra state."""
+    """Return whether it is a plain ``state_dict``: a mapping with tensors, and perhaps the extra state of modules."""
     return isinstance(value, Mapping) and any(isinstance(each, torch.Tensor) for each in value.values())
 
 

@@ -17,7 +17,7 @@ from eventloop.checkpoint.tree import FlatTree, join
 from eventloop.errors import CheckpointValueError
 
 _BATCH: Final = 256
-"""Tensors per batch: so few that what is looked at before copying is still in the processor's cache when it is copied."""
+"""Tensors per batch: few enough that checked tensors are still in the processor's cache when they are copied."""
 
 _JOIN_FROM: Final = 4
 _JOIN_UP_TO: Final = 1 << 18
@@ -28,7 +28,7 @@ _dtype: Final = attrgetter("dtype")
 Tensors = Sequence[torch.Tensor]
 
 
-class Changed(Exception):  # noqa: N818 - no error: it asks for a new layout
+class Changed(Exception):  # noqa: N818 - not an error: it asks for a new layout
     """The tensors are not those of the layout."""
 
 
@@ -39,10 +39,10 @@ class Batch(NamedTuple):
     """Position of the first one in the order of the file."""
     stop: int
     pick: Callable[[Tensors], tuple[torch.Tensor, ...]]
-    """Takes them out of all tensors of a tree."""
+    """Picks them from all tensors of a tree."""
     facts: list[Any]
     joined: tuple[int, ...] | None
-    """The shape of all of them joined along their first dimension, where that is how to copy them."""
+    """The shape of all of them joined along their first dimension; None where they are copied one by one."""
 
 
 class Layout:
@@ -56,8 +56,8 @@ class Layout:
         self._shapes = [tuple(tensor.shape) for tensor in tensors]
         self._empty = [(index, shape) for index, shape in enumerate(self._shapes) if 0 in shape]
         self._dtypes = [tensor.dtype for tensor in tensors]
-        #: The staged tensors in the order of the file: widest elements first, so that each one is aligned; then by what can
-        #: be joined.
+        #: The staged tensors in the order of the file: widest elements first, so that each one is aligned; then tensors
+        #: that can be joined side by side.
         self.order = sorted(
             (index for index, original in enumerate(self._originals) if index == original),
             key=lambda index: (-self._dtypes[index].itemsize, str(self._dtypes[index]), self._row(index)),
@@ -67,7 +67,7 @@ class Layout:
         self._alias_facts = _facts(self._pick_aliases(tensors))
         self._pick_neighbours = _picker(_neighbours(tensors))
         self._neighbour_forms = [_form(tensor) for tensor in self._pick_neighbours(tensors)]
-        self.bytes, infos = self._place(flat)
+        self.bytes, infos = self._infos(flat)
         self.start = render_start(infos)
         #: The parts of the packed tree that stay the same: for each tensor its rank in the file, and the dtypes that
         #: safetensors lacks.
@@ -92,7 +92,7 @@ class Layout:
         compared, and the others must agree with it or cannot be joined.
 
         Raises:
-            Changed: they are not; what was given out before may have been copied in vain.
+            Changed: they are not; batches given out before may have been copied in vain.
             RuntimeError: a tensor without memory of its own (sparse …).
         """
         moved = False
@@ -123,7 +123,7 @@ class Layout:
         return views
 
     def _row(self, index: int) -> tuple[int, ...]:
-        """What must be equal for tensors to be joined: how many dimensions there are, and all but the first of them."""
+        """Return the facts that tensors must share to be joined: the number of dimensions, and all but the first of them."""
         shape = self._shapes[index]
         return (len(shape), *shape[1:])
 
@@ -151,7 +151,7 @@ class Layout:
             others = []
         yield False, others
 
-    def _place(self, flat: FlatTree) -> tuple[int, dict[str, TensorInfo]]:
+    def _infos(self, flat: FlatTree) -> tuple[int, dict[str, TensorInfo]]:
         infos: dict[str, TensorInfo] = {}
         end = 0
         for index in self.order:

@@ -37,12 +37,12 @@ ZIP: Final = b"PK\x03\x04"
 """How files of ``torch.save`` begin, since torch 1.6;"""
 LEGACY: Final = b"\x80\x02\x8a\x0a"
 """and before."""
-# What other programs write there. Anything else may be our own name with a bit flipped.
+# Format names of other programs. Any other name may be our own with a bit flipped.
 _OTHER_FORMATS: Final = frozenset({None, "pt", "np", "numpy", "tf", "flax", "mlx"})
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True):
-    """What a checkpoint file says about itself. Sizes and offsets are in bytes."""
+    """The header of a checkpoint file. Sizes and offsets are in bytes."""
 
     path: AnyPath
     bytes: int
@@ -122,8 +122,8 @@ def inspect(path: AsPath) -> CheckpointInfo:
 def outline(path: AsPath) -> Any:
     """Rebuild the tree of a checkpoint with tensors on the device ``meta``: their shapes and dtypes, and none of their data.
 
-    Only the header and the tree are read, so that it is quick for a file of any size; and nothing is verified beyond
-    what the header says of the file's length. Tied tensors are one tensor.
+    Only the header and the tree are read, so it is quick for a file of any size. Nothing is verified but the length of the
+    file. Tied tensors are one tensor.
 
     Raises: see `load`.
     """
@@ -139,7 +139,7 @@ def outline(path: AsPath) -> Any:
 
 
 def file_kind(path: AsPath) -> Kind:
-    """Tell what a file is, by its beginning: a checkpoint, weights of another program, or a file of ``torch.save``.
+    """Return the kind of a file, by its beginning: a checkpoint, weights of another program, or a file of ``torch.save``.
 
     A damaged checkpoint is a checkpoint or unknown. A file that is not a regular one is unknown.
 
@@ -178,7 +178,7 @@ def _opened(path: AsPath) -> Iterator[tuple[BinaryIO, int]]:
         try:
             try:
                 yield file, size
-            except container.NewerError as error:  # if not for a bit that has flipped
+            except container.NewerError as error:  # unless a bit has flipped
                 file.seek(0)
                 _read_checked(file, Digest(), size - DIGEST_BYTES)
                 raise CheckpointError(f"{path} cannot be read here: {error}") from None
@@ -230,7 +230,7 @@ def _fill(file: BinaryIO, buffer: memoryview) -> None:
 
 @contextmanager
 def _rebuilding() -> Iterator[None]:
-    # The digest was right, so this is no damage to the disk but a file that something else wrote in our name.
+    # The digest was right, so the disk is not damaged: another program wrote the file in our name.
     try:
         yield
     except (ValueError, TypeError, LookupError, OverflowError, RuntimeError, struct.error, msgspec.MsgspecError) as error:

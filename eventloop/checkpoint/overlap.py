@@ -1,8 +1,8 @@
-"""Copying beside the training what only ``optimizer.step`` changes.
+"""Copy the tensors that only ``optimizer.step`` changes while the training goes on.
 
 Parameters and the state of optimizers make up nearly all of a checkpoint, and between two steps nothing changes them. So
 they are copied on a thread while the next forward and backward pass run, and the next step waits for the copy: the fence.
-(Small tensors of one shape are copied at once all the same: that is sooner done than handed over.)
+Small tensors of one shape are copied at once: copying them is faster than handing them to the thread.
 The fence is torch's own step pre-hook, so it holds wherever the step is called.
 
 If a tensor's version (which torch counts up with every change in place) moved during the copy, the save fails. Neither the
@@ -50,7 +50,7 @@ class Pair(NamedTuple):
 
 
 class Overlap:
-    """Divides what is staged into what is copied at once and what is copied until the next step of ``optimizers``.
+    """Copies the tensors of ``optimizers`` until their next step, on a thread; the caller copies the others at once.
 
     Args:
         optimizers: whose parameters and state are copied late. Each gets a step pre-hook, until `close`.
@@ -98,7 +98,7 @@ class Overlap:
             self._under_way = []
 
     def close(self) -> None:
-        """Wait for what is being copied, and remove the hooks from the optimizers."""
+        """Wait for the copies under way, and remove the hooks from the optimizers."""
         self.fence()
         for handle in self._handles:
             handle.remove()
@@ -118,8 +118,8 @@ class Overlap:
     def _own_thread(self) -> ThreadPoolExecutor:
         if self._threads is None or self._process != os.getpid():
             self._threads, self._process = ThreadPoolExecutor(1, "trainbus-stage"), os.getpid()
-            # One processor for the copy, the others are for the training. torch knows the number per thread, and one more
-            # for threads to come: that one is put back.
+            # One processor for the copy, the others are for the training. torch has this number per thread, and another one
+            # for new threads, which is restored.
             number = torch.get_num_threads()
             self._threads.submit(torch.set_num_threads, 1).result()
             torch.set_num_threads(number)
@@ -164,7 +164,7 @@ def _copy_lots(
 
 
 def end_of_queue(device: torch.device) -> torch.cuda.Event:
-    """Return an event after what is enqueued on the current stream of a device up to now."""
+    """Record an event on the current stream of a device, after the work enqueued so far."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     event.record(torch.cuda.current_stream(device))
     return event

@@ -31,7 +31,7 @@ from eventloop.checkpoint.tree import MAX_DEPTH, MAX_VALUES, join
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 
 _REFUSED: Final = re.compile(r"GLOBAL (\S+)")
-# What a pickle that was not made by torch.save can make of the unpickler.
+# Errors of the unpickler for a pickle that torch.save did not write.
 _NONSENSE: Final = (
     RuntimeError,
     ValueError,
@@ -45,10 +45,10 @@ _NONSENSE: Final = (
     struct.error,
 )
 _REPEATED: Final = 1_000_000
-"""Values that are there once more, as what holds them is held several times."""
+"""Values beyond the size of the file: a container that is held several times is copied each time."""
 
 Converted = tuple[dict[str, Any], dict[str, str]]
-"""The state of a run, and what to tell the user about it: a text for each heading."""
+"""The state of a run, and notes for the user: a text for each heading."""
 ToPlain = Callable[[tuple[Any, ...], Any], Any]
 """Makes plain data of an object's construction arguments and state."""
 
@@ -110,7 +110,7 @@ def load_pth(path: str | os.PathLike[str]) -> Any:
     except (CheckpointError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     except TypeError as error:
-        raise CheckpointError(f"{path}: what stands for an object is the key of a dict, or in a set: {error}") from error
+        raise CheckpointError(f"{path}: an object is the key of a dict, or in a set: {error}") from error
     except MemoryError as error:
         raise CheckpointDamagedError(f"{path} is damaged, or too large for the memory of this machine") from error
 

@@ -69,7 +69,7 @@ def check_busy(busy: object) -> None:
     if busy not in get_args(Busy):
         raise ConfigurationError(
             f'busy={busy!r}: while a save is being written, "wait" waits for it, "skip" leaves the new one out, and "replace" '
-            "puts the new one in the place of the one that waits"
+            "replaces the one that waits by the new one"
         )
 
 
@@ -169,10 +169,10 @@ class AsyncSaver:
                     saver.save({"model": model.state_dict()}, f"step_{step}.safetensors")
 
     One thread at a time may use it. If a save fails, the next `save`, `wait` or `close` raises its error, and the files that
-    are there stay. At interpreter exit it writes what is unwritten. In a forked process it does nothing.
+    are there stay. At interpreter exit it writes the saves that wait. In a forked process it does nothing.
 
     Args:
-        busy: what a `save` does while another is being written: ``"wait"`` waits for it, ``"skip"`` does nothing,
+        busy: the behaviour of `save` while another save is being written: ``"wait"`` waits for it, ``"skip"`` does nothing,
             ``"replace"`` replaces the one that waits (never the one that is being written), and so needs staging memory twice.
         overlap: optimizers; their parameters and state are copied while the caller goes on, up to their next step (see
             :mod:`eventloop.checkpoint.overlap`).
@@ -199,7 +199,7 @@ class AsyncSaver:
             atexit.register(self.close)
         except BaseException:
             self._closed = True
-            self._bell.put(None)  # after Ctrl-C the thread may run all the same, and must end
+            self._bell.put(None)  # after Ctrl-C the thread may run nevertheless, and must end
             raise
 
     def save(self, tree: object, path: AsPath) -> Future[CommitInfo]:
@@ -240,7 +240,7 @@ class AsyncSaver:
             self._raise_failures()
 
     def close(self) -> None:
-        """Write what is unwritten, and end. After Ctrl-C, call it again to finish.
+        """Write the saves that wait, and end. After Ctrl-C, call it again to finish.
 
         Raises:
             CheckpointError: a save failed.
@@ -274,7 +274,7 @@ class AsyncSaver:
     def _give_up_waiting(self) -> None:
         """Give up the waiting job, if there is one, so that another can wait."""
         waiting = self._turns.waiting
-        if waiting is not None and waiting.future.cancel():  # first of all: whoever waits for it must hear of it
+        if waiting is not None and waiting.future.cancel():  # first of all, so that every thread that waits for it is told
             waiting.staged.release()  # so that its memory can be used again
             if self._turns.take_back() is not None:  # else the thread has it, and sees that it is cancelled
                 waiting.future.set_running_or_notify_cancel()

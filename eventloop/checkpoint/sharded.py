@@ -1,9 +1,9 @@
 """Checkpoints of state that is spread over processes (FSDP2's ``fully_shard``), by ``torch.distributed.checkpoint``.
 
-The tree is one file as ever; it has a name in place of each sharded tensor (``DTensor``), and the tensors are in a directory
-beside it, one file from each process (see `shards`). Every process writes and syncs its part first; when all have done so,
-rank 0 writes the file that names the directory. So a checkpoint exists when every part of it is durable, and a directory
-that no file names can be removed (``shards.sweep_shards``).
+The tree is one file, as in other checkpoints, with a name in place of each sharded tensor (``DTensor``). The tensors are in
+a directory beside it, one file from each process (see `shards`). Every process writes and syncs its part first; when all
+have done so, rank 0 writes the file that names the directory. So a checkpoint exists when every part of it is durable, and
+a directory that no file names can be removed (``shards.sweep_shards``).
 
 Tensors are read back with the placement of the reading run: any number of processes, or one that shards nothing.
 """
@@ -77,7 +77,7 @@ class Parts:
         return self._rank == 0
 
     def commit(self, write: Callable[[], int]) -> int:
-        """Write this process's part, wait for the others', and have rank 0 ``write`` the file; return what that returned.
+        """Write this process's part, wait for the others', and have rank 0 ``write`` the file; return its result.
 
         A collective. All processes raise if one of them fails.
 
@@ -148,13 +148,13 @@ def put_shards(state: Mapping[str, Any], path: Path, like: Like, group: distribu
     """Return the tree of a loaded checkpoint with its sharded tensors. A collective, unless ``group`` is None.
 
     Args:
-        state: what was loaded from ``path``.
+        state: the tree loaded from ``path``.
         path: of the checkpoint.
         like: returns an empty tensor to read into.
         group: of the processes that read.
 
     Raises:
-        CheckpointDamagedError: the directory is not what was written.
+        CheckpointDamagedError: the directory is damaged or incomplete.
     """
     tensors: dict[str, torch.Tensor] = {}
     with naming_damage(path), warnings.catch_warnings():
@@ -194,7 +194,7 @@ def spread(state: Mapping[str, Any], like: Like) -> dict[str, Any]:
 
 
 def _mapped(value: Any, chosen: Callable[[Any], bool], make: Callable[[Keys, Any], Any], keys: Keys = ()) -> Any:
-    """Return ``value`` with what is ``chosen`` in its dicts, lists and tuples replaced by what ``make`` returns."""
+    """Return a copy of dicts, lists and tuples in which ``make`` has replaced each ``chosen`` value."""
     if chosen(value):
         return make(keys, value)
     if isinstance(value, dict):

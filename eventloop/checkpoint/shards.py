@@ -71,7 +71,7 @@ def load_whole(path: AsPath) -> Any:
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointDamagedError: the file or a part beside it is not what was written.
+        CheckpointDamagedError: the file or a part beside it is damaged.
     """
     state = load(path)
     if not has_shards(state):
@@ -139,7 +139,7 @@ def verify_shards(state: Any, path: object) -> None:
     """Read the sharded tensors of a checkpoint once, if it has any, and compare their digests.
 
     Raises:
-        CheckpointDamagedError: a part is missing, or other than what was written.
+        CheckpointDamagedError: a part is missing or damaged.
     """
     if not has_shards(state):
         return

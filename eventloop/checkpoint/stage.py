@@ -19,7 +19,7 @@ from eventloop.errors import CheckpointError
 _pack: Final = msgspec.msgpack.Encoder().encode
 
 _SMALL: Final = 16 << 10
-"""Bytes up to which tensors that can be joined are copied sooner than they are handed to another thread."""
+"""Bytes per tensor up to which copying joined tensors is faster than handing them to another thread."""
 
 
 class _Memory:
@@ -29,11 +29,11 @@ class _Memory:
         self.flat = torch.empty(layout.bytes, dtype=torch.uint8, pin_memory=layout.pinned)
         self.views = layout.views(self.flat)
         self.targets = [self._target(batch) for batch in layout.batches]
-        # Weak: a StagedTree that is dropped without release() gives its memory back as well.
+        # Weak: dropping a StagedTree without release() gives its memory back as well.
         self.lease: weakref.ref[StagedTree] | None = None
         # Copies from CUDA devices that may be under way.
         self.events: list[torch.cuda.Event] = []
-        # What an Overlap copies here; it goes on when the StagedTree is released meanwhile.
+        # The copies of an Overlap; they go on when the StagedTree is released before their end.
         self.late: Future[None] | None = None
 
     def _target(self, batch: Batch) -> list[torch.Tensor] | torch.Tensor:
@@ -136,9 +136,9 @@ def stage(tree: object, buffer: StageBuffer | None = None, *, overlap: Overlap |
     the current streams, into pinned memory; changes enqueued later on those streams come after them.
 
     Args:
-        tree: what a checkpoint can hold.
+        tree: containers of numbers, text, arrays and tensors.
         buffer: memory to use again.
-        overlap: copies what only its optimizers change later, while the caller goes on; their next step waits for it.
+        overlap: copies the tensors of its optimizers later, while the caller goes on; their next step waits for it.
 
     Raises:
         CheckpointValueError: for a value that a checkpoint cannot hold, with its path.
@@ -150,8 +150,8 @@ def stage(tree: object, buffer: StageBuffer | None = None, *, overlap: Overlap |
     except CheckpointError:
         raise
     except (Changed, RuntimeError):
-        # The tensors are not those of the layout, perhaps in a way that only the copy found out; or they cannot be staged,
-        # and then making a new layout says why.
+        # The tensors are not those of the layout, perhaps in a way that only the copy showed; or they cannot be staged, and
+        # then a new layout raises the reason.
         buffer.clear()
         layout, memory = _fill(flat, buffer, overlap)
     staged = StagedTree(layout, memory, _pack((layout.packed_slots, layout.packed_foreign, flat.rest)))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, TypeGuard
 from urllib.parse import unquote, urlsplit
 
-from eventloop.checkpoint.commit import CHUNK, commit_file, link_file, make_local_directory, remove_file, write_all
+from eventloop.checkpoint.commit import CHUNK, commit_file, failing, sync_directory, temporary_name, write_all
 from eventloop.checkpoint.container import Digest, Pieces, write_sealed
 from eventloop.checkpoint.remote import RemotePath
 from eventloop.errors import CheckpointDamagedError
@@ -74,16 +74,35 @@ def link(existing: AsPath, new: AsPath) -> None:
     existing, new = as_path(existing), as_path(new)
     if isinstance(new, RemotePath):
         new.copy_from(existing)
-    elif isinstance(existing, RemotePath):
-        with existing.opened() as (source, size):
+        return
+    if isinstance(existing, Path):
+        with failing(f"cannot give {existing} the name {new}"):
+            if _link(existing, new):
+                return
+    with failing(f"cannot copy {existing}"), open_file(existing) as (source, size):
 
-            def fill(descriptor: int) -> None:
-                while part := source.read(CHUNK):
-                    write_all(descriptor, part)
+        def fill(descriptor: int) -> None:
+            while part := source.read(CHUNK):
+                write_all(descriptor, part)
 
-            commit_file(new, size, fill)
-    else:
-        link_file(existing, new)
+        commit_file(new, size, fill)
+
+
+def _link(existing: Path, new: Path) -> bool:
+    """Make a hard link; return False where that is not possible."""
+    # rename() between two names of one file does nothing, and would leave the temporary one.
+    if not (new.exists() and new.samefile(existing)):
+        with temporary_name(str(new.parent)) as name:
+            temporary = Path(name)
+            try:
+                temporary.hardlink_to(existing)
+            except FileNotFoundError:
+                raise
+            except OSError:
+                return False  # another file system, or one without hard links
+            temporary.replace(new)
+    sync_directory(new.parent)
+    return True
 
 
 def remove(path: AsPath) -> None:
@@ -93,17 +112,40 @@ def remove(path: AsPath) -> None:
         CheckpointError: from the error of the step that failed.
     """
     path = as_path(path)
-    path.remove() if isinstance(path, RemotePath) else remove_file(path)
+    if isinstance(path, RemotePath):
+        path.remove()
+        return
+    with failing(f"cannot remove {path}"):
+        path.unlink(missing_ok=True)
+        sync_directory(path.parent)
 
 
 def make_directory(directory: AsPath) -> None:
     """Make a directory and those above it, durably. One that is there is fine.
 
+    Existing local directories are synced into their parents as well, since their maker may not have done so; parents that
+    this process may not read are left out.
+
     Raises:
         CheckpointError: from the error of the step that failed.
     """
     directory = as_path(directory)
-    directory.make_directory() if isinstance(directory, RemotePath) else make_local_directory(directory)
+    if isinstance(directory, RemotePath):
+        directory.make_directory()
+        return
+    path = Path(os.path.abspath(directory))  # noqa: PTH100 - resolve() would follow links
+    with failing(f"cannot make the directory {directory}"):
+        for each in (*reversed(path.parents), path):
+            missing = not each.is_dir()
+            if missing:
+                each.mkdir(exist_ok=True)  # another process may make it at the same moment
+            if each == each.parent or (not missing and each.is_mount()):
+                continue
+            try:
+                sync_directory(each.parent)
+            except PermissionError:
+                if missing:
+                    raise
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def flatten(tree: object) -> FlatTree:
         raise CheckpointValueError("the tree is nested too deeply for the stack that is left; flatten it") from error
     except (OverflowError, msgspec.EncodeError) as error:  # MessagePack's limits
         raise CheckpointValueError(
-            "more than 4 GB of arrays, bytes or text in one place; the way out: torch.from_numpy(...) of the arrays"
+            "more than 4 GB of arrays, bytes or text in one value; the way out: torch.from_numpy(...) of the arrays"
         ) from error
     return FlatTree(encoder.tensors, encoder.parents, encoder.keys, packed)
 
