@@ -66,12 +66,7 @@ class Status(NamedTuple):
 
 
 def status_of(path: AnyPath, modified: float | None = None) -> Status:
-    """Look at a file; ``modified`` is for one in a store, which is asked for its size only.
-
-    Raises:
-        OSError: there is none.
-        CheckpointError: its store does not answer.
-    """
+    """Look at a file; ``modified`` is for one in a store, which is asked for its size only."""
     if isinstance(path, RemotePath):
         return Status(path, int(path.info()["size"]), modified)
     status = path.stat()

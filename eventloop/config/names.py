@@ -97,7 +97,7 @@ def _register(cls: C, name: str | None, aliases: tuple[str, ...]) -> C:
 
 
 def _full_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    return f"{cls.__module__}.{cls.__name__}"
 
 
 def _add_aliases(name: str, aliases: Iterable[str]) -> None:

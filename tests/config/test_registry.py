@@ -113,3 +113,20 @@ def test_every_public_hook_and_writer_is_registered():
     bases = {"Hook", "Writer", "WeightAverage"}
     wanted = {one for one in public if issubclass(one, Hook | Writer | hooks.WeightAverage)}
     assert {one.__name__ for one in wanted - known} - bases == set()
+
+
+def test_a_class_that_is_made_anew_in_another_function_replaces_the_first_too():
+    def one():
+        @register
+        class MadeAnew(Hook):
+            pass
+
+    def other():
+        @register
+        class MadeAnew(Hook):
+            pass
+
+        return MadeAnew
+
+    one()
+    assert other() is find("hook", "MadeAnew")
