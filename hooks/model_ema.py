@@ -5,9 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
-
 from eventloop import ConfigurationError, Hook, check_options, register
+from eventloop.checkpoint import unwrapped
 from eventloop.events import AfterTrainEpoch, AfterTrainIter, BeforeRun
 from hooks.options import Name, model_name
 
@@ -17,7 +16,7 @@ class EMAIterHook(Hook):
     """Calls the model's ``init_ema()`` when its first run begins, and its ``update_ema()`` after each optimizer step.
 
     The model keeps its average in buffers (``register_buffer`` in ``init_ema``), so it is part of checkpoints. A model inside
-    of ``DataParallel``, ``DistributedDataParallel`` or ``torch.compile`` is found.
+    of wrappers (``DistributedDataParallel``, ``torch.compile``) is found.
 
     Args:
         model: name of the model, where the run has several.
@@ -34,7 +33,7 @@ class EMAIterHook(Hook):
     def before_run(self, event: BeforeRun) -> None:
         """Begin the average before a checkpoint is loaded, which then fills its buffers."""
         models = event.run.models
-        model = _unwrapped(models[model_name(self.label, models, self._name)])
+        model = unwrapped(models[model_name(self.label, models, self._name)])
         lacking = [method for method in ("init_ema", "update_ema") if not callable(getattr(model, method, None))]
         if lacking:
             raise ConfigurationError(
@@ -71,11 +70,3 @@ class EMAEpochHook(EMAIterHook):
 
     def after_train_epoch(self, event: AfterTrainEpoch) -> None:
         self._update()
-
-
-def _unwrapped(model: torch.nn.Module) -> Any:
-    for wrapped in ("_orig_mod", "module"):
-        inner = getattr(model, wrapped, None)
-        if isinstance(inner, torch.nn.Module) and not hasattr(type(model), "init_ema"):
-            model = inner
-    return model
