@@ -10,7 +10,10 @@ TABLE: tuple[Migration, ...] = (*mmengine.TABLE, *imix.TABLE, *pointrix.TABLE)
 
 
 def register_other_systems() -> None:
-    """Let configurations use the names, options and priorities of other systems, and runs their checkpoints."""
+    """Let configurations use the names, options and priorities of other systems, and runs their checkpoints.
+
+    The hooks of ours must have been registered before.
+    """
     register_migrations(TABLE)
     register_priorities(imix.PRIORITIES)
     register_format(MMENGINE_CHECKPOINTS)
