@@ -288,7 +288,7 @@ class Saves:
         run.publish(ev.BeforeSaveCheckpoint, path=str(path), checkpoint=state)
         for key in leave_out:
             state.pop(key, None)
-            forget_options(state["options"], key)
+            forget_options(state.get("options", {}), key)
         return state
 
     def _state_of_rank(self) -> dict[str, Any]:

@@ -106,13 +106,13 @@ class Restore:
         loaded = [_load_optimizer(*one, strict=self._strict) for one in known]
         for name, model in run.models.items():
             model.load_state_dict(fitting[name][0], strict=False)
-        for _, thing, saved_state in _with_state("stateful", run.stateful, state["stateful"]):
+        for _, thing, saved_state in _with_state("stateful", run.stateful, state.get("stateful", {})):
             thing.load_state_dict(saved_state)
         counters = run.state.counters
         counters.load_state_dict(state["progress"])
-        run.info.update(state["info"])
+        run.info.update(state.get("info", {}))
         run.bus.load_state_dict(state["bus"])
-        self._saves.feeds.load_state_dict(state["data"])
+        self._saves.feeds.load_state_dict(state.get("data"))
         options = dict(state.get("options", {}))
         if optimizers is None or sum(loaded) < len(run.optimizers):
             forget_options(options, "optimizer")
@@ -198,8 +198,8 @@ def state_of_rank(state: Mapping[str, Any], rank: int, world_size: int) -> Mappi
     batches: it is the same on another number of ranks if the batches of all ranks together are as large as they were.
     """
     _check(state)
-    ranks = state.get("ranks") or [{"rng": state["rng"], "data": state["data"]}]
-    used = (state["data"] or {}).get("used", 0)
+    ranks = state.get("ranks") or [{"rng": state["rng"], "data": state.get("data")}]
+    used = (state.get("data") or {}).get("used", 0)
     if len(ranks) != world_size and used:
         log.warning(
             "resuming in the middle of an epoch on another number of processes: the position in the data is right if the "

@@ -8,7 +8,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, CheckpointError, ConfigurationError, Run, Update
+from eventloop import Bus, CheckpointError, ConfigurationError, Hook, Run, Update
 from eventloop.checkpoint import Turns, load, write
 from eventloop.errors import CheckpointValueError
 
@@ -120,6 +120,33 @@ def test_before_save_checkpoint_may_add_to_what_is_saved(parts, bus, tmp_path):
     state = load(tmp_path / "here.safetensors")
     assert state["extra"] == [1, 2]
     assert "optimizer" not in state
+
+
+def test_two_requests_of_one_moment_leave_out_what_both_do(parts, bus, tmp_path):
+    for name, leave_out in (("one", ["optimizer", "info"]), ("two", ["info"])):
+        bus.on("after_train_epoch", lambda e, n=name, out=leave_out: e.run.request_save(f"{n}.safetensors", leave_out=out))
+    parts.loop(bus, val_data=None, max_epochs=1, work_dir=tmp_path).run()
+    assert (tmp_path / "one.safetensors").samefile(tmp_path / "two.safetensors")
+    state = load(tmp_path / "one.safetensors")
+    assert "optimizer" in state
+    assert "info" not in state
+
+
+@pytest.mark.parametrize(("first", "second", "same"), [([], ["optimizer"], True), (["optimizer"], [], False)])
+def test_a_file_of_the_same_state_gets_a_second_name_if_it_holds_all_that_is_wanted(parts, bus, tmp_path, first, second, same):
+    class Asks(Hook):
+        observes = True  # so the state stays the same
+
+        def after_train_epoch(self, event):
+            event.run.request_save("first.safetensors", leave_out=first)
+
+        def after_val_epoch(self, event):
+            event.run.request_save("second.safetensors", leave_out=second)
+
+    bus.add(Asks())
+    parts.loop(bus, max_epochs=1, work_dir=tmp_path).run()
+    assert (tmp_path / "first.safetensors").samefile(tmp_path / "second.safetensors") is same
+    assert "optimizer" in load(tmp_path / ("second.safetensors" if not same else "first.safetensors"))
 
 
 def test_everything_asked_for_is_durable_when_run_returns(parts, bus, tmp_path):

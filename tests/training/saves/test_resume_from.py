@@ -165,6 +165,15 @@ def test_a_state_that_no_run_has_is_refused_and_changes_nothing(parts, tmp_path,
     assert all(map(torch.equal, before, loop.model.parameters()))
 
 
+def test_a_run_goes_on_without_the_keys_that_a_save_has_left_out(parts, tmp_path):
+    bus = Bus()
+    leave_out = ["data", "info", "stateful", "options"]
+    bus.on("after_train_epoch", lambda e: e.run.request_save("some.safetensors", leave_out=leave_out))
+    parts.loop(bus, work_dir=tmp_path, val_data=None, max_epochs=1).run()
+    assert not set(leave_out) & load(tmp_path / "some.safetensors").keys()
+    assert began(parts, tmp_path) == (3, tmp_path / "some.safetensors")
+
+
 def test_a_fifo_that_is_named_is_an_error_and_no_hang(parts, tmp_path):
     os.mkfifo(tmp_path / "fifo.safetensors")
     with pytest.raises(CheckpointDamagedError, match="is a FIFO and not a regular file"):
