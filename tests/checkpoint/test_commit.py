@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop.checkpoint import TEMPORARY_PREFIX, commit_bytes, link, load, remove, save, stage, write
+from eventloop.checkpoint import TEMPORARY_PREFIX, commit_bytes, link, load, remove, save, stage, verify, write
 from eventloop.errors import CheckpointError
 
 OPERATIONS = ["open", "write", "fsync", "close", "replace"]
@@ -234,3 +234,46 @@ def test_removing_a_missing_file_is_fine_and_a_refusal_is_an_error(tmp_path, mon
     (tmp_path / "directory").mkdir()
     with pytest.raises(CheckpointError, match="directory"):
         remove(tmp_path / "directory")
+
+
+# --------------------------------------------------------------------- large files are synced while their digest is made
+
+no_fdatasync = pytest.mark.skipif(not hasattr(os, "fdatasync"), reason="no fdatasync")
+
+
+@pytest.fixture
+def large():
+    return {"weights": torch.arange(3_000_000.0)}
+
+
+@no_fdatasync
+def test_a_file_that_was_synced_while_its_digest_was_made_is_whole(large, tmp_path):
+    save(large, tmp_path / "a.safetensors")
+    verify(tmp_path / "a.safetensors")
+    assert torch.equal(load(tmp_path / "a.safetensors")["weights"], large["weights"])
+
+
+@no_fdatasync
+def test_an_error_of_that_sync_is_loud_though_a_later_one_would_succeed(large, tmp_path, monkeypatch):
+    path = tmp_path / "a.safetensors"
+    save({"before": 1}, path)
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, "broken disk")
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    with pytest.raises(CheckpointError, match="broken disk"):
+        save(large, path)
+    assert load(path) == {"before": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+@no_fdatasync
+def test_where_no_thread_can_be_started_the_file_is_written_all_the_same(large, tmp_path, monkeypatch):
+    def refuse(self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", refuse)
+    save(large, tmp_path / "a.safetensors")
+    verify(tmp_path / "a.safetensors")
+    assert torch.equal(load(tmp_path / "a.safetensors")["weights"], large["weights"])

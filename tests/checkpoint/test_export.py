@@ -13,12 +13,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from eventloop.checkpoint import export_tree, export_weights, load, outline, save
-from eventloop.checkpoint.container import FOREIGN_DTYPES, SAFE_DTYPES
 from eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointValueError
+from tests.checkpoint.dtypes import FOREIGN, SAFE
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch says so of any complex32 tensor
 
-DTYPES = [*SAFE_DTYPES.values(), *FOREIGN_DTYPES.values()]
+DTYPES = [*SAFE, *FOREIGN]
 
 
 def exported(tree: Any, directory: Path) -> Any:
@@ -178,7 +178,7 @@ def test_a_model_loads_its_exported_weights(tmp_path, suffix):
 
 
 def test_safetensors_of_every_dtype_that_it_knows_are_as_its_own_package_writes_them(tmp_path):
-    state = {str(dtype): torch.zeros(3, 2, dtype=dtype) for dtype in SAFE_DTYPES.values()}
+    state = {str(dtype): torch.zeros(3, 2, dtype=dtype) for dtype in SAFE}
     state |= {"empty": torch.zeros(0, 4), "scalar": torch.tensor(2.5), "turned": torch.arange(6.0).view(2, 3).t()}
     weights = weights_of({"state_dict": state}, tmp_path, ".safetensors")
     assert weights.keys() == state.keys()

@@ -29,7 +29,7 @@ def late(monkeypatch):
 
 
 class Job:
-    """One weight and its momentum, which count the steps; a buffer that is nobody's."""
+    """One weight and its momentum, which count the steps; a buffer of no optimizer."""
 
     def __init__(self):
         self.weight = torch.nn.Parameter(torch.zeros(1000))
