@@ -111,12 +111,17 @@ def _add_aliases(name: str, aliases: Iterable[str]) -> None:
 
 
 def _load_builtin() -> None:
-    """Import the hooks of trainbus, once, by their entry point: this package must not know them."""
+    """Import the hooks of trainbus, once, by the entry point of its own distribution: this package must not know them."""
     global _loaded
-    if not _loaded:
-        _loaded = True
-        for point in metadata.entry_points(group="trainbus"):  # none in a checkout that is not installed
-            point.load()
+    if _loaded:
+        return
+    _loaded = True
+    try:
+        points = metadata.distribution("trainbus").entry_points.select(group="trainbus")
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        return
+    for point in points:
+        point.load()
 
 
 def kind_of_base(base: type | None) -> str | None:
