@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -145,26 +142,18 @@ def test_a_run_that_is_driven_by_push_goes_on_between_any_two_iterations(parts, 
     parts.assert_same(rest, whole)
 
 
-SCRIPT = """
-import sys, torch
-from pathlib import Path
-folder, there = sys.argv[1:]
-sys.path.insert(0, folder)
-from test_gather_state import Job
-outcome = Job(Path(there, "rest")).train(state=torch.load(Path(there, "host.pt"), weights_only=True))
-torch.save({key: outcome[key] for key in ("model", "averages", "losses")}, Path(there, "outcome.pt"))
-"""
-
-
-def test_a_fresh_process_goes_on_bit_by_bit(parts, tmp_path):
+def test_a_fresh_process_goes_on_bit_by_bit(parts, script, tmp_path):
     gathered(tmp_path, "validated 0")
-    here = Path(__file__).parent
-    subprocess.run(  # noqa: S603
-        [sys.executable, "-c", SCRIPT, str(here), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(here.parents[2])},
-        check=True,
-        timeout=50,
-    )
+    done = script(f"""
+        import sys, torch
+        from pathlib import Path
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from test_gather_state import Job
+        there = Path({str(tmp_path)!r})
+        outcome = Job(there / "rest").train(state=torch.load(there / "host.pt", weights_only=True))
+        torch.save({{key: outcome[key] for key in ("model", "averages", "losses")}}, there / "outcome.pt")
+    """)
+    assert done.returncode == 0, done.stderr
     rest = torch.load(tmp_path / "outcome.pt", weights_only=True)
     whole = Job(tmp_path / "whole").train()
     parts.assert_same(rest, {key: dict(whole[key]) if key == "averages" else whole[key] for key in rest})
