@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import IterableDataset
 from torch.utils.data._utils import fetch
 
 from eventloop.errors import TrainingError, stopped
@@ -17,6 +16,7 @@ from eventloop.training.loaders import (
     generator_states,
     has_state,
     has_workers,
+    length_of,
     own_generators,
     passes_made,
     set_generators,
@@ -332,16 +332,6 @@ def _of_a_sample(end: StopIteration) -> bool:
             return True
         trace = trace.tb_next
     return False
-
-
-def length_of(loader: Iterable[Any]) -> int | None:
-    """Return the number of batches where the loader knows it for sure, else None."""
-    if isinstance(getattr(loader, "dataset", None), IterableDataset):
-        return None  # a length of one of these is an estimate
-    try:
-        return len(loader)  # type: ignore[arg-type]  # asked to find out whether it has one
-    except TypeError:
-        return None
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

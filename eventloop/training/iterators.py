@@ -139,8 +139,29 @@ class Bodies:
             self.drive.abandon_iteration()
 
 
-class Epochs:
+class _Steps:
+    """An iterator whose end is a value: :meth:`_advance` returns what comes next in a tuple (None may be a batch), or None."""
+
+    _method: str
+    """For errors, such as ``"run.train()"``."""
+
+    def __next__(self) -> Any:
+        try:
+            step = self._advance()
+        except StopIteration as error:
+            raise stopped(error, f"code that {self._method} called") from error
+        if step is None:
+            raise StopIteration
+        return step[0]
+
+    def _advance(self) -> tuple[Any] | None:
+        raise NotImplementedError
+
+
+class Epochs(_Steps):
     """Indices of the epochs that are left. A resumed run that was about to validate first yields the epoch before."""
+
+    _method = "run.epochs()"
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
@@ -153,26 +174,15 @@ class Epochs:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> int:
-        try:
-            epoch = self._advance()
-        except StopIteration as error:
-            raise stopped(error, "code that run.epochs() called") from error
-        if epoch is None:
-            raise StopIteration
-        self._yielded = True
-        return epoch
-
-    def _advance(self) -> int | None:
-        """Return the index of the next epoch, or None at the end."""
+    def _advance(self) -> tuple[int] | None:
         bodies, state, counters = self._bodies, self._state, self._state.counters
         bodies.abandon_evaluation()
         bodies.end_epoch()
         if self._pending_validation:
-            self._pending_validation = False
+            self._pending_validation, self._yielded = False, True
             bodies.begin_train()
             bodies.nothing_left = counters.batches == 0
-            return counters.epoch if counters.batches else max(0, counters.epoch - 1)
+            return (counters.epoch if counters.batches else max(0, counters.epoch - 1),)
         bodies.nothing_left = False
         state.settle()
         if state.should_stop():  # the phase stays: a save made now resumes with a validation that was cut off
@@ -194,7 +204,8 @@ class Epochs:
             )
         bodies.begin_train()
         self._begun_at = reached
-        return counters.epoch
+        self._yielded = True
+        return (counters.epoch,)
 
     def _done(self) -> bool:
         counters = self._state.counters
@@ -214,31 +225,16 @@ class Epochs:
         )
 
 
-class Batches:
+class Batches(_Steps):
     """Batches that know when the ``for`` statement over them ends, be it by ``break``, in whatever variable they are kept.
 
     In ``with run.train(loader) as batches:`` (or ``run.validate``) the end of the block counts instead.
     """
 
     _in_block = False
-    _method: str
-    """For errors, such as ``"run.train()"``."""
 
     def __iter__(self) -> Iterator[Any]:
         return self if self._in_block else _Body(self)
-
-    def __next__(self) -> Any:
-        try:
-            batch = self._advance()
-        except StopIteration as error:
-            raise stopped(error, f"code that {self._method} called") from error
-        if batch is None:
-            raise StopIteration
-        return batch[0]
-
-    def _advance(self) -> tuple[Any] | None:
-        """Return the next batch in a tuple (None may be a batch), or None at the end."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         self._in_block = True

@@ -17,6 +17,16 @@ from eventloop.training.rng import get_rng_state, set_rng_state
 _END: Any = object()
 
 
+def length_of(loader: Any) -> int | None:
+    """Return the length of a loader (or sampler) where it is known for sure, else None."""
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return None  # a length of one of these is an estimate
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
 def generator_states(loader: Iterable[Any], instead: Mapping[torch.Generator, torch.Tensor] = {}) -> list[torch.Tensor | None]:
     """States of the generators that a DataLoader and its samplers own; they are not part of the global RNG.
 

@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from eventloop.checkpoint import is_sharded
 from eventloop.errors import TrainingError
+from eventloop.training.loaders import length_of
 
 
 class Share:
@@ -27,13 +28,14 @@ class Share:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._size = _batch_size(loader)
-        self._sampler = _sampler(loader) if self._size else None
-        self._samples = _length(self._sampler)
+        batched: Any = getattr(loader, "batch_sampler", None)
+        self._sampler: Any = None if not self._size else getattr(loader if batched is None else batched, "sampler", None)
+        self._samples: int | None = length_of(self._sampler)
         self._alone = -1  # the batch that is not counted
         self._repeats = False
         sampler = self._sampler
         if self._size and isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__:
-            self._find_repeated(sampler, self._size, drops=getattr(getattr(loader, "batch_sampler", None), "drop_last", False))
+            self._find_repeated(sampler, self._size, drops=getattr(batched, "drop_last", False))
 
     def _find_repeated(self, sampler: DistributedSampler[Any], size: int, *, drops: bool) -> None:
         own = len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]  # see SeededDataset
@@ -53,10 +55,10 @@ class Share:
         return max(1, min(self._size, self._samples - index * self._size))
 
     def leave_out(self) -> Callable[[], object]:
-        """Have passes leave out the repeated sample, if they can; returns what ends that."""
-        sampler: Any = self._sampler
+        """Have passes leave out the repeated sample, if they can; return a function that ends it."""
+        sampler = self._sampler
         if not self._repeats:
-            return _nothing
+            return lambda: None
         before = sampler.num_samples, sampler.total_size
         sampler.num_samples, sampler.total_size = self._samples, len(sampler.dataset)
 
@@ -102,10 +104,6 @@ def forward_alone(models: Iterable[torch.nn.Module], lengths: list[int | None]) 
     return wait_again
 
 
-def _nothing() -> None:
-    """Put nothing back."""
-
-
 def _sends_buffers(module: Any) -> bool:
     return isinstance(module, DistributedDataParallel) and bool(module.will_sync_module_buffers())  # type: ignore[no-untyped-call]
 
@@ -116,14 +114,3 @@ def _batch_size(loader: Iterable[Any]) -> int | None:
     if loader.batch_sampler is None:
         return 1
     return loader.batch_sampler.batch_size if type(loader.batch_sampler) is BatchSampler else None
-
-
-def _sampler(loader: Any) -> Any:
-    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler.sampler
-
-
-def _length(sampler: Any) -> int | None:
-    try:
-        return None if sampler is None else len(sampler)
-    except TypeError:
-        return None
