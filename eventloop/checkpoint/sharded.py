@@ -29,21 +29,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from eventloop.checkpoint import shards
 from eventloop.checkpoint.pth import check_stored
 from eventloop.checkpoint.rebuild import DTYPES
-from eventloop.checkpoint.shards import (
-    DIGESTS,
-    INDEX,
-    SHARDS,
-    SUFFIX,
-    Indexed,
-    Piece,
-    all_pieces,
-    digest_of,
-    naming_damage,
-    read_index,
-    shards_of,
-)
+from eventloop.checkpoint.shards import INDEX, Indexed, Piece
 from eventloop.checkpoint.store import commit_bytes, make_directory
 from eventloop.errors import CheckpointError
 
@@ -93,13 +82,13 @@ class Parts:
         writer = ShardWriter(self._directory, single_file_per_rank=True, sync_files=True)
         save(self._tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         self._tensors = {}
-        digests = {file.name: digest_of(file) for file in self._directory.glob(f"__{self._rank}_*.distcp")}
-        commit_bytes(self._directory / f"{self._rank}.{DIGESTS}", msgspec.json.encode(digests))  # syncs the directory
+        digests = {file.name: shards.digest_of(file) for file in self._directory.glob(f"__{self._rank}_*.distcp")}
+        commit_bytes(self._directory / f"{self._rank}.{shards.DIGESTS}", msgspec.json.encode(digests))  # syncs the directory
         return digests
 
     def _finish(self, write: Callable[[], int]) -> int:
-        digests = {INDEX: digest_of(self._directory / INDEX)}
-        commit_bytes(self._directory / f"index.{DIGESTS}", msgspec.json.encode(digests))
+        digests = {INDEX: shards.digest_of(self._directory / INDEX)}
+        commit_bytes(self._directory / f"index.{shards.DIGESTS}", msgspec.json.encode(digests))
         make_directory(self._directory)  # syncs its name
         return write()
 
@@ -139,9 +128,9 @@ def take_shards(
         tensors[key] = value
         return {_MARK: key, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
 
-    directory = path.with_name(f"{path.stem}-{token}{SUFFIX}")
+    directory = path.with_name(f"{path.stem}-{token}{shards.SUFFIX}")
     tree = _mapped(state, lambda value: isinstance(value, DTensor), name)
-    return {**tree, SHARDS: directory.name}, Parts(tensors, directory, group)
+    return {**tree, shards.SHARDS: directory.name}, Parts(tensors, directory, group)
 
 
 def put_shards(state: Mapping[str, Any], path: Path, like: Like, group: distributed.ProcessGroup | None) -> dict[str, Any]:
@@ -157,9 +146,9 @@ def put_shards(state: Mapping[str, Any], path: Path, like: Like, group: distribu
         CheckpointDamagedError: the directory is damaged or incomplete.
     """
     tensors: dict[str, torch.Tensor] = {}
-    with naming_damage(path), warnings.catch_warnings():
-        directory = shards_of(state, path)
-        index = read_index(directory)
+    with shards.naming_damage(path), warnings.catch_warnings():
+        directory = shards.shards_of(state, path)
+        index = shards.read_index(directory)
 
         def empty(keys: Keys, mark: Mapping[str, Any]) -> torch.Tensor:
             name, shape, dtype = mark[_MARK], mark["shape"], mark["dtype"]
@@ -175,7 +164,7 @@ def put_shards(state: Mapping[str, Any], path: Path, like: Like, group: distribu
             load(tensors, storage_reader=ShardReader(directory, index), process_group=group, no_dist=group is None)
         except CheckpointException as error:  # not a subclass of Exception
             raise ValueError(str(error)) from error
-    return {key: value for key, value in tree.items() if key != SHARDS}
+    return {key: value for key, value in tree.items() if key != shards.SHARDS}
 
 
 def spread(state: Mapping[str, Any], like: Like) -> dict[str, Any]:
@@ -264,7 +253,7 @@ class ShardReader(FileSystemReader):
 
     def _check_pieces(self) -> None:
         """Refuse pieces that become larger when they are read."""
-        for piece in all_pieces(self._index):
+        for piece in shards.all_pieces(self._index):
             # A zip file may have anything before it; so this view of the file ends where the piece ends.
             with (
                 (Path(self.path) / piece.file).open("rb") as file,
