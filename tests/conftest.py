@@ -36,7 +36,7 @@ multiprocessing.set_forkserver_preload(
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
         "torch.nn.parallel",
-        "eventloop.offload.child",
+        "eventloop.offload.process",
         "hooks",
     ]
 )

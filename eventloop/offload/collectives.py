@@ -16,7 +16,7 @@ from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eventloop.errors import OffloadError
-from eventloop.offload.contexts import await_through
+from eventloop.offload.loops import await_through
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 

@@ -19,9 +19,8 @@ import msgspec
 from eventloop.errors import HandlerTimeoutError, OffloadError
 from eventloop.events import Event
 from eventloop.offload.callers import Caller, OwnedThread, timed_out
-from eventloop.offload.contexts import await_through, enter_loop
 from eventloop.offload.lane import Lane
-from eventloop.offload.loops import in_trio
+from eventloop.offload.loops import await_through, enter_loop, in_trio
 from eventloop.offload.slots import LaneStats
 from eventloop.offload.snapshot import Snapshot
 from eventloop.offload.target import Target

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import types
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import Future
 from contextlib import suppress
-from contextvars import copy_context
+from contextvars import Context, ContextVar, copy_context
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal, TypeVar
@@ -18,7 +19,6 @@ import anyio
 
 from eventloop.errors import BusStateError
 from eventloop.offload.callers import OwnedThread, ended, settle
-from eventloop.offload.contexts import set_library
 
 T = TypeVar("T")
 
@@ -243,3 +243,48 @@ def _work(function: Callable[[], T], outcome: Future[T], call_soon: CallSoon, ov
 
 def _not_running(callback: Callable[[], object]) -> None:
     raise BusStateError("the event loop of the bus is not running")
+
+
+# ---------------------------------------------------------------------------------------------------- context variables
+
+handling: ContextVar[object] = ContextVar("trainbus_handling", default=None)
+"""Set in async handlers, and in whatever they start: identifies the runtime whose handler it is."""
+
+
+def enter_loop(context: Context, mark: object, library: str) -> None:
+    """Prepare ``context``, a copy of some thread's, for a handler of the runtime ``mark`` in a loop of ``library``."""
+    context.run(handling.set, mark)
+    set_library(context, library)
+
+
+def set_library(context: Context, library: str | None) -> None:
+    """Have ``sniffio``, which anyio asks, find this event loop in ``context``, whichever it was copied from."""
+    sniffio = sys.modules.get("sniffio")
+    if sniffio is not None:
+        context.run(sniffio.current_async_library_cvar.set, library)
+
+
+@types.coroutine
+def await_through(take_step: Callable[..., Any], awaitable: Awaitable[Any]) -> Generator[Any, Any, Any]:
+    """Await it with every step made by ``take_step(function, value)``, as in a task of its own, without the price of one.
+
+    With ``Context.run`` for ``take_step`` the awaitable runs in that context.
+    """
+    coroutine = awaitable if isinstance(awaitable, Coroutine) else _awaited(awaitable)
+    step, value = coroutine.send, None
+    while True:
+        try:
+            yielded = take_step(step, value)
+        except StopIteration as done:
+            return done.value
+        try:
+            step, value = coroutine.send, (yield yielded)
+        except GeneratorExit:
+            take_step(coroutine.close)
+            raise
+        except BaseException as error:  # noqa: BLE001 - a cancellation, say: it is the coroutine's to see
+            step, value = coroutine.throw, error
+
+
+async def _awaited(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable

@@ -1,4 +1,7 @@
-"""A worker process for the handler of one lane: started at its first event, replaced when it dies or is killed."""
+"""A worker process for the handler of one lane: started at its first event, replaced when it dies or is killed.
+
+Both sides: the :class:`ProcessCaller` of the lane's thread, and :func:`serve`, the program of the worker.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,26 @@ import os
 import pickle
 import signal
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import msgspec
+import torch
 
 from eventloop.errors import BusStateError, HandlerTimeoutError, OffloadError, WorkerDiedError
 from eventloop.log import get_logger
-from eventloop.offload import child
 from eventloop.offload.callers import Caller, timed_out
-from eventloop.offload.parcel import Segment, pack
+from eventloop.offload.parcel import Segment, pack, unpack
 from eventloop.offload.target import Target
 
 _START = 300.0  # seconds for a worker to import its handler, on a busy machine
 _END = 3.0  # seconds for an idle worker to end in order (its atexit functions, its open files), before it is killed
 _spawn = multiprocessing.get_context("spawn")
+# Signals to the program, which its children get too (Ctrl-C, a scheduler's SIGTERM): the program decides when workers end.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
 log = get_logger()
 
@@ -110,7 +116,7 @@ class ProcessCaller(Caller):
         failure.add_note(reply.traceback)
         raise failure
 
-    def _receive(self, process: _Process, timeout: float | None) -> child.Reply:
+    def _receive(self, process: _Process, timeout: float | None) -> Reply:
         try:
             data = process.receive(timeout)
         except TimeoutError:
@@ -120,7 +126,7 @@ class ProcessCaller(Caller):
             raise HandlerTimeoutError(timed_out(self._label, limit, "its worker process was killed")) from None
         if data is None:
             raise WorkerDiedError(f"the worker process of {self._label} died ({_how(self._lose())})")
-        return msgspec.msgpack.decode(data, type=child.Reply)
+        return msgspec.msgpack.decode(data, type=Reply)
 
     def _lose(self) -> int | None:
         """End the process, which is of no more use, and return its exit code."""
@@ -137,7 +143,7 @@ class ProcessCaller(Caller):
 
 
 class _Process:
-    """A process that runs :func:`eventloop.offload.child.serve`, the pipe and the memory to talk to it."""
+    """A process that runs :func:`serve`, the pipe and the memory to talk to it."""
 
     def __init__(self, target: Target, name: str, *, batched: bool) -> None:
         if getattr(multiprocessing.process.current_process(), "_inheriting", False):
@@ -149,9 +155,9 @@ class _Process:
         self.code: int | None = None
         self._pipe, other = _spawn.Pipe()
         # A daemon, so that multiprocessing's own exit handler cannot wait for it.
-        self._process = _spawn.Process(target=child.serve, args=(other, self.segment, target, batched), name=name, daemon=True)
+        self._process = _spawn.Process(target=serve, args=(other, self.segment, target, batched), name=name, daemon=True)
         # Blocked in the child, which inherits that, until it is ready to take them; no signal goes to this thread anyway.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, child.SIGNALS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._process.start()
         except BaseException:
@@ -167,14 +173,14 @@ class _Process:
         _processes.add(self)
 
     def send(self, ticket: bytes) -> None:
-        child.send(self._pipe, ticket)
+        _send(self._pipe, ticket)
 
     def receive(self, timeout: float | None) -> bytes | None:
         """Return the next message, None if the process has died; raises TimeoutError."""
         ready = wait([self._pipe, self._death], timeout)
         if not ready:
             raise TimeoutError
-        return (child.receive(self._pipe) or None) if self._pipe in ready else None
+        return (_receive(self._pipe) or None) if self._pipe in ready else None
 
     def kill(self) -> None:
         """End it at once; harmless if it has ended."""
@@ -196,7 +202,7 @@ class _Process:
         return in_order
 
 
-def _error(reply: child.Reply, pid: int) -> Exception:
+def _error(reply: Reply, pid: int) -> Exception:
     error: Exception = OffloadError(f"{reply.kind}: {reply.message}")
     if reply.error:
         with suppress(Exception):  # its module may exist in the worker only
@@ -224,3 +230,83 @@ def _forget_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+# ---------------------------------------------------------------------------------------------- in the worker process
+
+
+class Reply(msgspec.Struct, array_like=True):
+    """How a call ended. ``error`` is the exception, pickled, where that can be done and undone."""
+
+    ok: bool = True
+    error: bytes = b""
+    kind: str = ""
+    message: str = ""
+    traceback: str = ""
+
+
+def serve(pipe: Connection, segment: Segment, target: Target, batched: bool) -> None:
+    """Call the handler for each parcel until the other side ends that or is gone.
+
+    Args:
+        pipe: brings tickets, takes replies; an empty message ends the worker.
+        segment: holds the parcels.
+        target: finds the handler.
+        batched: whether the handler gets the list of a batch.
+    """
+    for number in SIGNALS:
+        # A handler that does nothing, and not SIG_IGN, which programs started by the user's handler would inherit.
+        signal.signal(number, _nothing)
+        signal.siginterrupt(number, False)  # a read in the handler's C code goes on
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by the parent until now
+    torch.set_num_threads(1)  # the training needs the others
+    try:
+        handler = target.load()
+    except Exception as error:  # noqa: BLE001 - told to the other side
+        _send(pipe, msgspec.msgpack.encode(_reply(error)))
+        return
+    _send(pipe, msgspec.msgpack.encode(Reply()))
+    while ticket := _receive(pipe):
+        _send(pipe, msgspec.msgpack.encode(_call(handler, ticket, segment, batched=batched)))
+
+
+def _call(handler: Callable[[Any], object], ticket: bytes, segment: Segment, *, batched: bool) -> Reply:
+    try:
+        items = unpack(ticket, segment)
+        handler(items if batched else items[0])
+    except Exception as error:  # noqa: BLE001 - told to the other side
+        return _reply(error)
+    return Reply()
+
+
+def _reply(error: Exception) -> Reply:
+    text = "".join(traceback.format_exception(error))
+    return Reply(False, _pickled(error), f"{type(error).__module__}.{type(error).__qualname__}", str(error), text)
+
+
+def _pickled(error: Exception) -> bytes:
+    try:
+        data = pickle.dumps(error)
+        again = pickle.loads(data)  # noqa: S301 - our own bytes
+    except Exception:  # noqa: BLE001 - an exception may be made of anything; its name and text are told anyway
+        return b""
+    # Some come back as another: those whose __init__ makes the message, from arguments that args does not hold.
+    return data if type(again) is type(error) and str(again) == str(error) else b""
+
+
+def _receive(pipe: Connection) -> bytes:
+    """Return the next message; an empty one if the other side is gone."""
+    try:
+        return pipe.recv_bytes()
+    except (EOFError, OSError):
+        return b""
+
+
+def _send(pipe: Connection, message: bytes) -> None:
+    """Send a message; ignored if the other side is gone, as the next :func:`_receive` finds."""
+    with suppress(OSError):
+        pipe.send_bytes(message)
+
+
+def _nothing(number: int, frame: object) -> None:
+    """Ignore a signal to the program, not to its workers."""

@@ -11,8 +11,7 @@ from eventloop.log import get_logger
 from eventloop.offload.callers import Caller, OwnedThread, TimedCaller, ended
 from eventloop.offload.collectives import refuses_collectives
 from eventloop.offload.consumers import Consumer, Delivery, TaskConsumer, ThreadConsumer
-from eventloop.offload.contexts import handling
-from eventloop.offload.loops import CANCEL_GRACE, Backend, HostLoop, LoopThread
+from eventloop.offload.loops import CANCEL_GRACE, Backend, HostLoop, LoopThread, handling
 from eventloop.offload.process import ProcessCaller
 from eventloop.offload.slots import Deadline, DrainReport
 

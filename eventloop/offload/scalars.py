@@ -162,23 +162,25 @@ class _Group:
 class DeviceStack(msgspec.Struct, eq=False):
     """Stacked scalars on a GPU. A consumer waits for them as for a ``torch.cuda.Event``."""
 
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # kept until the copy has arrived: another stream would use its memory again
     stream: torch.cuda.Stream
     fetches: _Fetches
-    fetch: _Fetch | None = None
-    row: int = 0
+    host: torch.Tensor | None = None
+    arrived: torch.cuda.Event | None = None
 
     def query(self) -> bool:
         """Return True if :meth:`tolist` need not wait; begins the copy to the host."""
-        return bool(self.fetches.begin(self).arrived.query())  # type: ignore[no-untyped-call]
+        return bool(self.fetches.begin(self)[1].query())  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
         """Wait until the numbers are on the host."""
-        self.fetches.begin(self).read()
+        self.fetches.begin(self)[1].synchronize()
 
     def tolist(self) -> list[Any]:
         """Return the numbers; waits for them."""
-        return self.fetches.begin(self).read()[self.row]
+        host, arrived = self.fetches.begin(self)
+        arrived.synchronize()
+        return host.tolist()
 
 
 class _Fetches:
@@ -202,41 +204,29 @@ class _Fetches:
         self._waiting.append(stack)
         return stack
 
-    def begin(self, stack: DeviceStack) -> _Fetch:
-        """Return the copy that fetches ``stack``; begins it if there is none yet."""
+    def begin(self, stack: DeviceStack) -> Fetched:
+        """Return where ``stack`` is being copied to, and what tells that it has arrived; begins the copy if need be."""
         with self._lock:
-            if stack.fetch is None:
+            if stack.host is None or stack.arrived is None:
                 stacks = [self._waiting.popleft() for _ in range(len(self._waiting))]
                 if stack not in stacks:
                     stacks.append(stack)
-                fetch = _fetch([one.tensor for one in stacks], {one.stream for one in stacks})
-                for row, one in enumerate(stacks):
-                    one.fetch, one.row = fetch, row
-            return cast("_Fetch", stack.fetch)
+                hosts, arrived = _fetch([one.tensor for one in stacks], {one.stream for one in stacks})
+                for one, host in zip(stacks, hosts.unbind(), strict=True):
+                    one.host, one.arrived = host, arrived
+            return cast("Fetched", (stack.host, stack.arrived))
 
 
-class _Fetch(msgspec.Struct, eq=False):
-    """One copy to the host. ``sources`` keep their memory until it has arrived: another stream would use it again."""
-
-    host: torch.Tensor
-    arrived: torch.cuda.Event
-    sources: list[torch.Tensor]
-    rows: list[list[Any]] | None = None
-
-    def read(self) -> list[list[Any]]:
-        if self.rows is None:
-            self.arrived.synchronize()
-            self.rows, self.sources = self.host.tolist(), []
-        return self.rows
+Fetched = tuple[torch.Tensor, torch.cuda.Event]
 
 
-def _fetch(tensors: list[torch.Tensor], streams: set[torch.cuda.Stream]) -> _Fetch:
+def _fetch(tensors: list[torch.Tensor], streams: set[torch.cuda.Stream]) -> Fetched:
     """Queue a copy behind what ``streams`` have queued, on a stream of its own: training does not wait for it."""
     own = _fetch_stream(tensors[0].device)
     for stream in streams:
         own.wait_stream(stream)
     with torch.cuda.stream(own):
-        return _Fetch(pinned(_stack(tensors)), own.record_event(), tensors)
+        return pinned(_stack(tensors)), own.record_event()
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:

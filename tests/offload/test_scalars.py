@@ -74,7 +74,7 @@ def fetches(monkeypatch):
     def fetch(tensors, streams):
         copies.append(len(tensors))
         assert streams == {"stream"}
-        return scalars._Fetch(torch.stack(tensors), Arrived(), tensors)
+        return torch.stack(tensors), Arrived()
 
     monkeypatch.setattr(scalars, "_fetch", fetch)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
