@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch.optim import lr_scheduler as schedules
 
 from eventloop import Bus, ConfigurationError, Run
@@ -25,15 +26,28 @@ def until(condition: Any) -> None:
         time.sleep(0.001)
 
 
+@pytest.fixture(autouse=True)
+def logs() -> Any:
+    """Runs say that they pause; no test guesses when."""
+    with capture_logs() as entries:
+        Stalled.logs = entries
+        yield entries
+
+
+def pauses(logs: list[Any]) -> int:
+    return [entry["event"] for entry in logs].count("the run is paused")
+
+
 class Stalled:
     """A loop that pauses itself after its second iteration, and a thread that acts on it once it has stood still."""
+
+    logs: list[Any]
 
     def __init__(self, parts: Any, act: Any, *, at: str = "after_train_iter", **options: Any) -> None:
         self.bus = Bus()
         self.trace = parts.Trace(self.bus)
         self.loop = parts.loop(self.bus, max_epochs=2, **options)
         self.still: list[bool] = []
-        self.paused_at = 0.0
         self.bus.on(at, self.pause, priority=100)
         self.act = act
 
@@ -44,7 +58,7 @@ class Stalled:
             threading.Thread(target=self.look, args=(event.run,)).start()
 
     def look(self, run: Run) -> None:
-        time.sleep(0.1)  # it comes to rest
+        until(lambda: pauses(self.logs))
         before = len(self.trace.events)
         time.sleep(0.1)
         self.still[:] = [len(self.trace.events) == before]
@@ -129,25 +143,32 @@ def _signal_once(stalled: Stalled, event: Any) -> None:
         threading.Thread(target=stalled.look, args=(event.run,)).start()
 
 
-def test_a_run_that_is_driven_by_calls_pauses_at_the_end_of_an_iteration(parts, bus):
+def test_a_run_that_is_driven_by_calls_pauses_at_the_end_of_an_iteration(parts, bus, logs):
     run = Run(bus, model=parts.model())
     drive = run.drive()
-    waits: list[float] = []
+    done: list[int] = []
+    seen: list[int] = []
+
+    def resume(count: int) -> None:
+        until(lambda: pauses(logs) == count)
+        time.sleep(0.05)
+        seen.append(len(done))
+        run.resume()
+
     drive.begin_run()
     drive.begin_train()
-    for batch in drive.begin_epoch(parts.batches(2)):
+    for index, batch in enumerate(drive.begin_epoch(parts.batches(2))):
         drive.begin_iteration(batch)
         run.pause()
-        timer = threading.Timer(0.1, run.resume)
-        timer.start()
-        start = time.monotonic()
+        thread = threading.Thread(target=resume, args=(index + 1,))
+        thread.start()
         drive.end_iteration()
-        waits.append(time.monotonic() - start)
-        timer.join()
+        done.append(index)
+        thread.join()
     drive.end_epoch()
     drive.end_train()
     drive.end_run()
-    assert all(wait > 0.05 for wait in waits)
+    assert seen == [0, 1]
 
 
 @pytest.mark.anyio
