@@ -238,7 +238,7 @@ def test_removing_a_missing_file_is_fine_and_a_refusal_is_an_error(tmp_path, mon
 
 # --------------------------------------------------------------------- large files are synced while their digest is made
 
-no_fdatasync = pytest.mark.skipif(not hasattr(os, "fdatasync"), reason="no fdatasync")
+needs_fdatasync = pytest.mark.skipif(not hasattr(os, "fdatasync"), reason="no fdatasync")
 
 
 @pytest.fixture
@@ -246,14 +246,14 @@ def large():
     return {"weights": torch.arange(3_000_000.0)}
 
 
-@no_fdatasync
+@needs_fdatasync
 def test_a_file_that_was_synced_while_its_digest_was_made_is_whole(large, tmp_path):
     save(large, tmp_path / "a.safetensors")
     verify(tmp_path / "a.safetensors")
     assert torch.equal(load(tmp_path / "a.safetensors")["weights"], large["weights"])
 
 
-@no_fdatasync
+@needs_fdatasync
 def test_an_error_of_that_sync_is_loud_though_a_later_one_would_succeed(large, tmp_path, monkeypatch):
     path = tmp_path / "a.safetensors"
     save({"before": 1}, path)
@@ -268,7 +268,7 @@ def test_an_error_of_that_sync_is_loud_though_a_later_one_would_succeed(large, t
     assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
 
 
-@no_fdatasync
+@needs_fdatasync
 def test_where_no_thread_can_be_started_the_file_is_written_all_the_same(large, tmp_path, monkeypatch):
     def refuse(self: object) -> None:
         raise RuntimeError("can't start new thread")

@@ -114,7 +114,7 @@ def test_what_an_optimizer_keeps_is_copied_late_and_guarded_as_its_weights_are(j
 
 
 def test_weights_that_count_no_versions_are_copied_at_once(late, tmp_path):
-    """Those made in inference mode: nobody could tell whether they change."""
+    """Those made in inference mode: torch counts no changes of them."""
     with torch.inference_mode():
         weight = torch.nn.Parameter(torch.zeros(1000), requires_grad=False)
     overlap = Overlap([torch.optim.SGD([weight], lr=1.0)])

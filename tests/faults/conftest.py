@@ -214,7 +214,7 @@ class PowerCut:
     def _contents(self, inode: int, entries: dict[str, int]) -> list[bytes]:
         contents = self.inodes[inode].contents()
         hidden = all(Path(name).name.startswith(TEMPORARY_PREFIX) for name, one in entries.items() if one == inode)
-        return contents[:1] if hidden else contents  # nobody reads what stands under a temporary name
+        return contents[:1] if hidden else contents  # temporary files are never read
 
 
 @pytest.fixture
