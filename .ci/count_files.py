@@ -33,7 +33,7 @@ COMMAND = (
     "trainbus.py",
     "eventloop/cli/",
     "eventloop/config/",
-    *(f"eventloop/training/{name}.py" for name in ("loop", "run", "state", "iterators", "data")),
+    *(f"eventloop/training/{name}.py" for name in ("loop", "run", "session", "driver", "state", "iterators", "data")),
 )
 
 
