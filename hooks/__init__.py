@@ -5,6 +5,7 @@ from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, Stoch
 from hooks.check_loss import CheckInvalidLossHook
 from hooks.checkpoint import CheckpointHook
 from hooks.compat import register_other_systems
+from hooks.distributed import DistSamplerSeedHook, SyncBuffersHook
 from hooks.early_stopping import EarlyStoppingHook
 from hooks.ema import EMAHook
 from hooks.empty_cache import EmptyCacheHook
@@ -15,7 +16,6 @@ from hooks.optimizer import Fp16OptimizerHook, OptimizerHook
 from hooks.preemption import PreemptionHook
 from hooks.profiler import ProfilerHook
 from hooks.progress_bar import ProgressBar
-from hooks.ranks import DistSamplerSeedHook, SyncBuffersHook
 from hooks.runtime_info import RuntimeInfoHook
 from hooks.schedule import ParamSchedulerHook
 from hooks.timer import IterTimerHook

@@ -11,7 +11,7 @@ from torch.autograd.profiler import profile
 from eventloop import ConfigurationError, Hook, Priority, check_options, register
 from eventloop.events import AfterTrainIter, BeforeTrain, BeforeTrainIter
 from hooks.options import Name
-from hooks.profiling import Session
+from hooks.profiling import ProfilerSession
 
 
 @register
@@ -77,7 +77,7 @@ class AutogradProfilerHook(Hook):
         self._use_device = use_cuda
         self._directory = Path()
         self._device: str | None = None
-        self._session: Session | None = None
+        self._session: ProfilerSession | None = None
 
     def before_train(self, event: BeforeTrain) -> None:
         run = event.run
@@ -91,7 +91,7 @@ class AutogradProfilerHook(Hook):
     def before_train_iter(self, event: BeforeTrainIter) -> None:
         if self._enable_predicate(event):
             path = self._directory / f"profiler-trace-iter{event.progress.iter + 1}.json"
-            self._session = Session(self.label, lambda _: profile(use_device=self._device), json_path=path)
+            self._session = ProfilerSession(self.label, lambda _: profile(use_device=self._device), json_path=path)
             event.run.defer(lambda: self._close(write=False))  # of an iteration that did not end in order
             self._session.start()
 

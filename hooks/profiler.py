@@ -14,7 +14,7 @@ from torch.profiler import schedule as profiler_schedule
 from eventloop import ConfigurationError, Hook, Priority, check_options, get_logger, register
 from eventloop.events import AfterTrainEpoch, AfterTrainIter, BeforeTrain, RunView
 from hooks.options import PositiveInt
-from hooks.profiling import Session, survived
+from hooks.profiling import ProfilerSession, survived
 
 log = get_logger()
 
@@ -92,7 +92,7 @@ class ProfilerHook(Hook):
             "with_stack": with_stack,
             "with_flops": with_flops,
         }
-        self._session: Session | None = None
+        self._session: ProfilerSession | None = None
         self._count = 0
 
     def before_train(self, event: BeforeTrain) -> None:
@@ -104,7 +104,7 @@ class ProfilerHook(Hook):
         self._count = 0
         json_path = None if self._json is None else _in_work_dir(self._json, event.run)
         make = lambda on_trace_ready: profile(on_trace_ready=on_trace_ready, **self._options)  # noqa: E731
-        self._session = Session(self.label, make, self._handler(event.run), json_path)
+        self._session = ProfilerSession(self.label, make, self._handler(event.run), json_path)
         event.run.defer(self._close)
         self._session.start()
 

@@ -22,7 +22,7 @@ def survived(owner: str) -> Iterator[None]:
         log.exception("torch's profiler failed; training goes on without this profile", hook=owner)
 
 
-class Session:
+class ProfilerSession:
     """One use of a profiler. Torch lets a second one begin, and silently loses the data of the first.
 
     An error in torch is logged and ends the session; an error of the user's function ends the run.
@@ -63,12 +63,12 @@ class Session:
         Raises:
             ConfigurationError: another one is running.
         """
-        if Session._active is not None:
+        if ProfilerSession._active is not None:
             raise ConfigurationError(
-                f"{self._owner} cannot profile while {Session._active} does, as torch has one profiler at a time; remove one "
-                "of them"
+                f"{self._owner} cannot profile while {ProfilerSession._active} does, as torch has one profiler at a time; "
+                "remove one of them"
             )
-        Session._active = self._owner
+        ProfilerSession._active = self._owner
         self._run(self._profiler.__enter__)
 
     def step(self) -> None:
@@ -85,7 +85,7 @@ class Session:
         if not self._running:
             return
         self._running = False
-        Session._active = None
+        ProfilerSession._active = None
         with survived(self._owner):
             self._profiler.__exit__(None, None, None)
         if write and self._json_path is not None:
@@ -103,7 +103,7 @@ class Session:
                 self._running = True
         finally:
             if not self._running:
-                Session._active = None
+                ProfilerSession._active = None
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None

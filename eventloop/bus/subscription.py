@@ -18,7 +18,7 @@ from eventloop.errors import HandlerTimeoutError, SubscribeError, WorkerDiedErro
 from eventloop.events import Event
 from eventloop.events.event import moment, name_of
 from eventloop.log import get_logger
-from eventloop.offload import Delivery, Lane, LaneStats, Runtime, Sources, is_plain, target_of
+from eventloop.offload import Delivery, Lane, LaneStats, Runtime, Sources, importable_of, is_plain
 
 _MOST_TIMEOUTS = 3  # handlers that hang in threads left behind, or worker processes that do not start, before it is retired
 _FILTERS = ("every", "once", "after", "before", "when", "every_seconds")
@@ -78,7 +78,7 @@ class Subscription:
             self.mode: Mode = mode_of(handler, given.get("offload"))
             self.batch: int | None = given.get("batch")
             check_arity(handler, "a handler", "the event" if self.batch is None else "a list of events")
-            self._target = target_of(handler) if self.mode == "process" else None
+            self._target = importable_of(handler) if self.mode == "process" else None
             self.lane: Lane | None = None
             if self.mode == "inline":
                 refuse_lane_options(given)

@@ -52,7 +52,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     """By dotted path; a dtype that safetensors lacks is described as the U8 it is stored as."""
 
 
-class _Body(msgspec.Struct, array_like=True):
+class _Tree(msgspec.Struct, array_like=True):
     slots: list[Annotated[int, msgspec.Meta(ge=0)]]
     foreign: dict[int, ForeignInfo]
     tree: msgspec.Raw
@@ -238,16 +238,16 @@ def _rebuilding() -> Iterator[None]:
         raise CheckpointDamagedError(f"the tree cannot be rebuilt ({type(error).__name__}: {first})") from error
 
 
-def _body(packed: memoryview) -> _Body:
+def _body(packed: memoryview) -> _Tree:
     check_packed(packed)
-    return msgspec.msgpack.decode(packed, type=_Body)
+    return msgspec.msgpack.decode(packed, type=_Tree)
 
 
 def _user_tensors(header: Header) -> list[tuple[str, TensorInfo]]:
     return [(name, info) for name, info in header.tensors.items() if name not in (TREE, DIGEST)]
 
 
-def _forms(header: Header, body: _Body) -> Iterator[tuple[torch.dtype, tuple[int, ...], int, int]]:
+def _forms(header: Header, body: _Tree) -> Iterator[tuple[torch.dtype, tuple[int, ...], int, int]]:
     """Yield dtype, shape, first byte and number of elements of each tensor."""
     for rank, (_, info) in enumerate(_user_tensors(header)):
         foreign = body.foreign.get(rank)

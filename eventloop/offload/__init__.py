@@ -3,13 +3,13 @@
 from eventloop.offload.collectives import collectives_allowed
 from eventloop.offload.consumers import Delivery, Reader, Sources, arrive_async
 from eventloop.offload.detach import detach, detacher, from_json, from_msgpack, is_plain
+from eventloop.offload.importable import importable_of
 from eventloop.offload.lane import FULL, Full, Lane
 from eventloop.offload.loops import Backend, HostLoop, in_thread, threadsafe_call
 from eventloop.offload.runtime import Runtime
 from eventloop.offload.sized import SizedLane
 from eventloop.offload.slots import Deadline, DrainReport, LaneStats
 from eventloop.offload.snapshot import Owned
-from eventloop.offload.target import target_of
 
 __all__ = [
     "FULL",
@@ -32,8 +32,8 @@ __all__ = [
     "detacher",
     "from_json",
     "from_msgpack",
+    "importable_of",
     "in_thread",
     "is_plain",
-    "target_of",
     "threadsafe_call",
 ]

@@ -19,11 +19,11 @@ import msgspec
 from eventloop.errors import HandlerTimeoutError, OffloadError
 from eventloop.events import Event
 from eventloop.offload.callers import Caller, OwnedThread, timed_out
+from eventloop.offload.importable import Importable
 from eventloop.offload.lane import Lane
 from eventloop.offload.loops import await_through, enter_loop, in_trio
 from eventloop.offload.slots import LaneStats
 from eventloop.offload.snapshot import Snapshot
-from eventloop.offload.target import Target
 
 _COPY_POLL = 0.0005  # seconds between looks at a copy from a GPU; waiting for it would block the loop
 
@@ -54,7 +54,7 @@ class Delivery(msgspec.Struct, frozen=True):
     loud: bool = True
     is_async: bool = False
     timeout: float | None = None
-    target: Target | None = None
+    target: Importable | None = None
 
 
 class Consumer:

@@ -25,7 +25,7 @@ import torch
 from eventloop.events import Event
 from eventloop.events.event import registry
 from eventloop.offload.detach import from_msgpack
-from eventloop.offload.target import Origin, load, origin_of
+from eventloop.offload.importable import Origin, load, origin_of
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -23,8 +23,8 @@ import torch
 from eventloop.errors import BusStateError, HandlerTimeoutError, OffloadError, WorkerDiedError
 from eventloop.log import get_logger
 from eventloop.offload.callers import Caller, timed_out
+from eventloop.offload.importable import Importable
 from eventloop.offload.parcel import Segment, pack, unpack
-from eventloop.offload.target import Target
 
 _START = 300.0  # seconds for a worker to import its handler, on a busy machine
 _END = 3.0  # seconds for an idle worker to end in order (its atexit functions, its open files), before it is killed
@@ -47,7 +47,7 @@ class ProcessCaller(Caller):
     """
 
     def __init__(
-        self, target: Target, handler: Callable[..., Any], label: str, *, batched: bool, timeout: float | None
+        self, target: Importable, handler: Callable[..., Any], label: str, *, batched: bool, timeout: float | None
     ) -> None:
         super().__init__(handler)
         self._target = target
@@ -145,7 +145,7 @@ class ProcessCaller(Caller):
 class _Process:
     """A process that runs :func:`serve`, the pipe and the memory to talk to it."""
 
-    def __init__(self, target: Target, name: str, *, batched: bool) -> None:
+    def __init__(self, target: Importable, name: str, *, batched: bool) -> None:
         if getattr(multiprocessing.process.current_process(), "_inheriting", False):
             raise BusStateError(
                 "a worker process, while it imports the program that started it, is about to start one itself: the program "
@@ -245,7 +245,7 @@ class Reply(msgspec.Struct, array_like=True):
     traceback: str = ""
 
 
-def serve(pipe: Connection, segment: Segment, target: Target, batched: bool) -> None:
+def serve(pipe: Connection, segment: Segment, target: Importable, batched: bool) -> None:
     """Call the handler for each parcel until the other side ends that or is gone.
 
     Args:

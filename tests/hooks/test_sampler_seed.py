@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from eventloop import Hook
 from hooks.checkpoint import CheckpointHook
-from hooks.ranks import DistSamplerSeedHook
+from hooks.distributed import DistSamplerSeedHook
 
 ROWS = 8
 DATASET = TensorDataset(torch.arange(float(ROWS))[:, None].repeat(1, 3), torch.zeros(ROWS, dtype=torch.int64))

@@ -8,7 +8,7 @@ import torch
 from torch import distributed, nn
 
 from eventloop import Bus, Run
-from hooks.ranks import SyncBuffersHook
+from hooks.distributed import SyncBuffersHook
 from tests.ranks.conftest import on_ranks
 
 

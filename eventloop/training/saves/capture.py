@@ -27,7 +27,7 @@ from eventloop.training.distributed.ranks import Ranks, saves_group
 from eventloop.training.optimizers import forget_options, stepping
 from eventloop.training.rng import get_rng_state
 from eventloop.training.saves.request import SaveRequest, merged
-from eventloop.training.saves.write import SaveJob, Writer
+from eventloop.training.saves.write import CheckpointWriter, SaveJob
 from eventloop.training.state import RunState
 from eventloop.training.update import window_open
 
@@ -61,7 +61,7 @@ class Saves:
         self._last: SaveJob | None = None
         self._names: set[AnyPath] = set()  # all names of the last file, links included
         self._buffer = StageBuffer()
-        self._writer: Writer | None = None
+        self._writer: CheckpointWriter | None = None
         self._overlap: Overlap
         self.feeds = feeds
         self.directories: list[AnyPath] = [] if run.work_dir is None else [run.work_dir]
@@ -80,7 +80,7 @@ class Saves:
         if self.sharded and ranks is not None:
             saves_group()  # made here, where all ranks are
         self._overlap = Overlap(map(stepping, run.optimizers.values()))
-        self._writer = Writer(run.bus, run.work_dir)
+        self._writer = CheckpointWriter(run.bus, run.work_dir)
         if run.state.agreement is not None:
             run.state.agreement.asked = lambda: [request.path.name for request in self._requests]
         run.state.scopes.defer(self._overlap.close)
@@ -159,7 +159,7 @@ class Saves:
         plain: dict[str, Any] = weights_only(self._state(""))
         return plain
 
-    def _opened(self) -> Writer:
+    def _opened(self) -> CheckpointWriter:
         if self._writer is None:
             raise ConfigurationError("checkpoints are made inside a run: use `with Run(...) as run:`, or TrainLoop")
         return self._writer
@@ -232,7 +232,7 @@ class Saves:
             self._hand_over(writer, job)
             self._last, self._names = job, set(paths)  # not where Ctrl-C has struck before: nothing may hold this state
 
-    def _hand_over(self, writer: Writer, job: SaveJob) -> None:
+    def _hand_over(self, writer: CheckpointWriter, job: SaveJob) -> None:
         try:
             writer.enter(job)
             self._run.publish(ev.CheckpointStaged, path=str(job.paths[0]), job=job)

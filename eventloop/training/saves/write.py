@@ -48,7 +48,7 @@ class SaveJob(msgspec.Struct, eq=False):
             self.staged.release()
 
 
-class Writer:
+class CheckpointWriter:
     """Writes jobs on a lane of the bus, in their order.
 
     The training thread enters a job and publishes it as ``checkpoint_staged``; the lane begins and ends it. Until a job has

@@ -27,7 +27,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     file: str | None = None
 
 
-class Target(msgspec.Struct, frozen=True, array_like=True):
+class Importable(msgspec.Struct, frozen=True, array_like=True):
     """A module-level function (or a static method of a module-level class)."""
 
     origin: Origin
@@ -51,7 +51,7 @@ class Target(msgspec.Struct, frozen=True, array_like=True):
             )
 
 
-def target_of(handler: Callable[..., Any]) -> Target:
+def importable_of(handler: Callable[..., Any]) -> Importable:
     """Return the name by which a worker process finds ``handler``.
 
     Raises:
@@ -76,7 +76,7 @@ def target_of(handler: Callable[..., Any]) -> Target:
     found = _bound(module, qualname)
     if found is not handler and found is not _MISSING:  # missing: this is its decorator, and its name is not bound yet
         raise _refusal("a function", f"is not what its name leads to: {module}.{qualname} is {found!r}")
-    return Target(origin_of(module), qualname)
+    return Importable(origin_of(module), qualname)
 
 
 @functools.cache
