@@ -1,4 +1,4 @@
-"""trainbus, the policy: what happens at the mount points. Built on the public names of ``eventloop`` only."""
+"""The built-in hooks. They use only public names of ``eventloop``."""
 
 from hooks.autograd import AutogradAnomalyDetectHook, AutogradProfilerHook
 from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WeightAverage

@@ -1,4 +1,4 @@
-"""Debugging of the backward pass, and profiles of single iterations."""
+"""Hooks that debug the backward pass and profile single iterations."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hooks.profiling import ProfilerSession
 
 @register
 class AutogradAnomalyDetectHook(Hook):
-    """Has autograd look for NaN in every gradient while training, and name the forward operation that it comes from.
+    """Check every gradient for NaN during training, and name the forward operation that caused it.
 
-    Each operation's traceback is kept and each gradient is checked, which waits for the device: for debugging only. The
-    earlier setting comes back when training ends, however it ends.
+    Use it for debugging only: autograd keeps a traceback of each operation, and each check waits for the device. The earlier
+    setting comes back when training ends, also by an exception.
 
     Args:
-        mode: False switches the check off for the training, where it is on in the program.
+        mode: False switches the check off during training if the program has switched it on.
 
     Raises:
         ConfigurationError: ``mode`` is neither True nor False.
@@ -40,23 +40,20 @@ class AutogradAnomalyDetectHook(Hook):
 
 @register
 class AutogradProfilerHook(Hook):
-    """Profiles chosen training iterations, and writes a trace for chrome://tracing or Perfetto of each.
+    """Profile chosen training iterations, and write one trace for chrome://tracing or Perfetto per iteration.
 
-    The files are ``profiler-trace-iter{n}.json``, n counted from 1. Each holds the iteration from the last handler of
-    ``before_train_iter`` to this hook's turn in ``after_train_iter``: forward, backward and step, and handlers below
-    priority 90. Leave out the first iterations: they are slower than the rest. An iteration that ends by an exception
-    has no file.
+    The files are ``profiler-trace-iter{n}.json``, n counted from 1. Each covers forward, backward, step, and the handlers
+    with a priority below 90. Leave out the first iterations: they are slower than the rest. An iteration that ends by an
+    exception has no file.
 
     Args:
-        enable_predicate: gets the event of ``before_train_iter`` and returns whether to profile the iteration:
+        enable_predicate: takes the ``before_train_iter`` event and returns True to profile the iteration:
             ``lambda event: 10 <= event.progress.iter < 20``.
-        output_dir: folder of the files; a relative path is relative to the work dir, if the run has one, and None is the work
-            dir.
-        use_cuda: also profile the run's accelerator; None does if there is one.
+        output_dir: folder of the files, relative to the work dir if the run has one; None means the work dir.
+        use_cuda: also profile the run's accelerator; None does so if there is one.
 
     Raises:
-        ConfigurationError: an option that cannot work; or later, a run without a folder for the files, or another hook is
-            profiling.
+        ConfigurationError: an option is invalid. Later: the run has no folder for the files, or another hook is profiling.
     """
 
     priority = Priority.VERY_LOW
@@ -92,7 +89,7 @@ class AutogradProfilerHook(Hook):
         if self._enable_predicate(event):
             path = self._directory / f"profiler-trace-iter{event.progress.iter + 1}.json"
             self._session = ProfilerSession(self.label, lambda _: profile(use_device=self._device), json_path=path)
-            event.run.defer(lambda: self._close(write=False))  # of an iteration that did not end in order
+            event.run.defer(lambda: self._close(write=False))  # for an iteration that fails
             self._session.start()
 
     def after_train_iter(self, event: AfterTrainIter) -> None:

@@ -1,6 +1,6 @@
 """Averages of a model's weights over training, each updated by one fused kernel.
 
-``EMAHook`` uses them; alone they work, too:
+``EMAHook`` uses them. They also work without a bus:
 
     average = ExponentialMovingAverage(model, momentum=0.001)
     for batch in loader:
@@ -29,22 +29,21 @@ log = get_logger()
 
 @registrable("average")
 class WeightAverage:
-    """Base of the averages: pairs every floating-point tensor of a model with an averaged one of the same shape.
+    """Base class of averages. It pairs every floating-point tensor of a model with an averaged tensor of the same shape.
 
-    Tied tensors are averaged once. Tensors of other types, and buffers unless ``update_buffers``, are not averaged: the
-    model's own are used. The first update copies the weights; of the later ones every ``interval``-th averages. A subclass
-    defines the formula in :meth:`blend`.
+    Tied tensors are averaged once. Integer tensors are not averaged, nor are buffers without ``update_buffers``. The first
+    update copies the weights; later, every ``interval``-th update averages. A subclass defines the formula in :meth:`blend`.
 
-    Averages have the type of the weights. In bfloat16 or float16 small steps are lost in rounding: keep the weights in
-    float32 (as ``OptimizerHook(amp=...)`` does).
+    Averages have the dtype of the weights. Rounding loses small steps in bfloat16 and float16, so keep the weights in float32
+    (as ``OptimizerHook(amp=...)`` does).
 
     Args:
-        model: whose weights are averaged; it is not kept.
-        interval: updates per averaging.
-        update_buffers: average floating-point buffers that the model's ``state_dict`` has, too.
+        model: the model to average; this object keeps no reference to it.
+        interval: number of updates per averaging.
+        update_buffers: also average the floating-point buffers in the model's ``state_dict``.
 
     Raises:
-        ConfigurationError: an option out of range.
+        ConfigurationError: an option is out of range.
     """
 
     @check_options
@@ -52,37 +51,36 @@ class WeightAverage:
         self.interval = interval
         self.update_buffers = update_buffers
         self.steps = 0
-        """Updates so far; while it is 0 the average is the weights themselves."""
+        """Number of updates so far. While it is 0, the average equals the weights."""
         self._pairs = Pairs(model, update_buffers, {})
 
     @property
     def swapped(self) -> bool:
-        """True while the model has the averaged weights and this object the raw ones."""
-        return True in self._pairs.swapped  # at C speed: each update asks
+        """True while the model holds the averaged weights and this object holds the raw ones."""
+        return True in self._pairs.swapped  # no Python loop: each update reads it
 
     def blend(self, averages: Tensors, weights: Tensors) -> None:
         """Move ``averages`` towards ``weights``, in place.
 
         Args:
-            averages: of one device and type; neither they nor the weights require gradients. Of sharded ones, this process's
-                part.
+            averages: tensors of one device and dtype, without gradients; for sharded tensors, this process's part.
             weights: the model's tensors, detached, in the same order.
         """
         raise NotImplementedError(f"{type(self).__name__} must define blend(averages, weights)")
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The averaged tensors (while swapped: the raw ones) by checkpoint key; tied ones under each of their keys."""
+        """The averaged tensors by checkpoint key (the raw ones while swapped). A tied tensor is under each of its keys."""
         return self._pairs.held
 
     def update_parameters(self, model: torch.nn.Module) -> None:
-        """Take the model's present weights into the average."""
+        """Add the model's present weights to the average."""
         if self.swapped:
-            raise TrainingError("an average cannot be updated while the model has the averaged weights; swap them back first")
+            raise TrainingError("cannot update an average while the model has the averaged weights; swap them back first")
         if self._pairs.replaced or self._pairs.moved():
             self._pair_again(model)
         if self.steps % self.interval == 0:
-            for averages, weights in self._pairs.groups:  # all detached: nothing is recorded for gradients
+            for averages, weights in self._pairs.groups:
                 if self.steps == 0:
                     torch._foreach_copy_(averages, weights)
                 else:
@@ -90,16 +88,16 @@ class WeightAverage:
         self.steps += 1
 
     def swap(self, model: torch.nn.Module) -> None:
-        """Exchange the storage of the model's weights and the averaged ones; copies nothing. A second call undoes it.
+        """Exchange the storage of the model's weights and their averages without a copy. A second call undoes it.
 
-        Sharded weights are copied, one at a time: ``fully_shard`` holds on to their storage.
+        Sharded weights are copied, one at a time, because ``fully_shard`` keeps references to their storage.
         """
         if self._pairs.replaced:
             self._pair_again(model)
         self._pairs.exchange(not self.swapped)
 
     def restore(self, model: torch.nn.Module) -> None:
-        """Give the model its own weights back if it has averaged ones, all or some: Ctrl-C may have cut a swap short."""
+        """Put the raw weights back into the model, also after Ctrl-C has interrupted a swap."""
         self._pairs.finish()
         if self.swapped:
             self.swap(model)
@@ -112,22 +110,22 @@ class WeightAverage:
         self.steps = int(state["steps"])
 
     def load_tensors(self, tensors: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
-        """Copy averaged tensors into place.
+        """Copy averaged tensors into this average.
 
         Args:
-            tensors: by checkpoint key; further ones are ignored.
-            strict: False loads the fitting ones and logs the rest.
+            tensors: tensors by checkpoint key; unknown keys are ignored.
+            strict: False loads the tensors that fit and logs the rest.
 
         Raises:
-            CheckpointError: with ``strict``, and some are missing or of another shape.
+            CheckpointError: ``strict`` is True, and a tensor is missing or has another shape.
         """
         held = self._pairs.held
         fitting = [key for key, own in held.items() if key in tensors and tensors[key].shape == own.shape]
         if len(fitting) < len(held):
             lacking = sorted(held.keys() - set(fitting))
             if strict:
-                raise CheckpointError(f"the saved average lacks (or has in another shape) {', '.join(lacking)}")
-            log.warning("the saved average does not fit in full", lacking=lacking)
+                raise CheckpointError(f"the saved average lacks these tensors, or their shapes differ: {', '.join(lacking)}")
+            log.warning("the saved average lacks some tensors, or their shapes differ", lacking=lacking)
         with torch.no_grad():
             for key in fitting:
                 held[key].copy_(tensors[key])
@@ -144,10 +142,10 @@ class ExponentialMovingAverage(WeightAverage):
     """``average = (1 − momentum) · average + momentum · weight`` (MMEngine's ``ExponentialMovingAverage``).
 
     Args:
-        model: whose weights are averaged.
-        momentum: share of the new weights, between 0 and 1. Small, unlike an optimizer's.
-        interval: updates per averaging.
-        update_buffers: average floating-point buffers, too.
+        model: the model to average.
+        momentum: share of the new weights, between 0 and 1. Small, unlike an optimizer's momentum.
+        interval: number of updates per averaging.
+        update_buffers: also average floating-point buffers.
     """
 
     @check_options
@@ -156,7 +154,7 @@ class ExponentialMovingAverage(WeightAverage):
     ) -> None:
         super().__init__(model, interval=interval, update_buffers=update_buffers)
         if momentum > 0.5:
-            log.warning("the momentum of an average is the share of the new weights, usually small", momentum=momentum)
+            log.warning("momentum is the share of the new weights in an average, and usually small", momentum=momentum)
         self.momentum = float(momentum)
 
     def blend(self, averages: Tensors, weights: Tensors) -> None:
@@ -182,11 +180,11 @@ class MomentumAnnealingEMA(ExponentialMovingAverage):
     Its momentum is ``max(momentum, gamma / (gamma + steps))`` (MMEngine's ``MomentumAnnealingEMA``).
 
     Args:
-        model: whose weights are averaged.
+        model: the model to average.
         momentum: the smallest momentum.
-        gamma: updates after which the momentum has fallen to one half.
-        interval: updates per averaging.
-        update_buffers: average floating-point buffers, too.
+        gamma: number of updates after which the momentum has fallen to one half.
+        interval: number of updates per averaging.
+        update_buffers: also average floating-point buffers.
     """
 
     @check_options
@@ -203,5 +201,4 @@ class MomentumAnnealingEMA(ExponentialMovingAverage):
         self.gamma = gamma
 
     def blend(self, averages: Tensors, weights: Tensors) -> None:
-        momentum = max(self.momentum, self.gamma / (self.gamma + self.steps))
-        torch._foreach_lerp_(averages, weights, momentum)
+        torch._foreach_lerp_(averages, weights, max(self.momentum, self.gamma / (self.gamma + self.steps)))

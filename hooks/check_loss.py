@@ -1,4 +1,4 @@
-"""``CheckInvalidLossHook``: ends a run whose loss has become NaN or infinite."""
+"""``CheckInvalidLossHook``: stop a run when its loss becomes NaN or infinite."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hooks.options import PositiveInt, one_or_more
 
 @register
 class CheckInvalidLossHook(Hook):
-    """Raises when a loss is not finite. It is checked on a thread of its own, so the training thread never waits for a value.
+    """Raise an error when a loss is NaN or infinite.
 
-    The error therefore comes a few iterations after the value, at the next event of the run; it names the iteration of the
-    value.
+    A separate thread checks the values, so the training thread never waits for the device. The run raises the error a few
+    iterations later, at its next event. The error names the iteration of the value.
 
     Args:
         interval: iterations between checks.
-        keys: names of the outputs to check; by default all whose name contains ``"loss"``.
+        keys: names of the outputs to check; by default all names that contain ``"loss"``.
 
     Raises:
-        ConfigurationError: an option that cannot work.
-        TrainingError: later, from the run: a value is NaN or infinite, or none of the outputs can be checked.
+        ConfigurationError: an option is invalid.
+        TrainingError: later, from the run: a value is NaN or infinite, or there is no output to check.
     """
 
     @check_options

@@ -1,4 +1,4 @@
-"""``CheckpointHook``: when to save, under which names, and which files stay. The run gathers and writes."""
+"""``CheckpointHook``: decide when to save, under which names, and which files stay. The run gathers and writes the state."""
 
 from __future__ import annotations
 
@@ -23,57 +23,58 @@ log = get_logger()
 OPTIMIZER = "optimizer"
 """Key of the optimizers' states in a checkpoint."""
 
-MetricNames = Annotated[Sequence[str], Meta(description='a list of names, whose rules go into rule=["greater", "less"]')]
+MetricNames = Annotated[Sequence[str], Meta(description='a list of names (with their rules in rule=["greater", "less"])')]
 
 
 @register
 class CheckpointHook(Hook):
-    """Saves checkpoints: every ``interval`` epochs or iterations, at the end, and when a metric is the best so far.
+    """Save checkpoints every ``interval`` epochs or iterations, at the end, and when a metric is the best so far.
 
-    With n = epoch + 1 (or iteration + 1), it saves when n ≥ ``save_begin`` and (n − ``save_begin``) % ``interval`` == 0: with
-    ``save_begin=5, interval=2`` at 5, 7, 9 … Files are ``epoch_{n}.safetensors`` or ``iter_{n}.safetensors``, and
-    ``best_{metric}_{epoch|iter}_{n}.safetensors`` with ``/`` in the metric's name as ``_``. A run can resume from any of them;
-    ``last_checkpoint``, in the directory and in the work dir, names the newest. A save that is due within an accumulation
-    window waits for the window's step.
+    With n = epoch + 1 (or iteration + 1), the hook saves when n ≥ ``save_begin`` and (n − ``save_begin``) % ``interval`` == 0.
+    With ``save_begin=5, interval=2`` that is at 5, 7, 9 … A save within an accumulation window waits for the window's step.
 
-    A state is written once: a best checkpoint is another name (a hard link, where the file system has them) of the file of the
-    same iteration, unless a handler in between may have changed the state (see ``observes`` of :class:`eventloop.Hook`). A
-    file is deleted only when its successor is durable and no other hook of the run keeps it. A value that no checkpoint can
-    hold is an error at the first update.
+    Files are ``epoch_{n}.safetensors`` or ``iter_{n}.safetensors``, and ``best_{metric}_{epoch|iter}_{n}.safetensors`` (with
+    ``_`` for ``/`` in the metric's name). A run can resume from any of them. ``last_checkpoint``, in the directory and in the
+    work dir, names the newest.
+
+    A state is written once: a best checkpoint is a hard link (or copy) of the file of the same iteration. It becomes a file
+    of its own if a handler in between may have changed the state (see ``observes`` of :class:`eventloop.Hook`). A file is
+    deleted only when its successor is durable and no other hook of the run keeps it. A value that a checkpoint cannot hold
+    is an error at the first update.
 
     Args:
         interval: epochs or iterations between saves; -1 for none.
-        by_epoch: count epochs, else iterations.
+        by_epoch: count epochs; False counts iterations.
         save_optimizer: False leaves optimizers out; such a file cannot resume a run exactly.
         save_param_scheduler: False leaves schedules out.
-        out_dir: a directory, or a URL such as ``"s3://bucket/runs"`` that fsspec reaches (``pip install "trainbus[remote]"``,
-            and the package for the protocol); by default the work dir. Files go into a folder in it that is named like the
-            work dir, if there is one, so several runs can share an ``out_dir``. ``resume="auto"`` looks in both.
+        out_dir: a directory, or a URL for fsspec such as ``"s3://bucket/runs"`` (``pip install "trainbus[remote]"`` and the
+            package of the protocol); by default the work dir. Files go into a subfolder with the name of the work dir, if
+            there is one, so several runs can share an ``out_dir``. ``resume="auto"`` looks in both.
         max_keep_ckpts: number of regular files that stay; -1 for all.
-        save_last: also save at the end of training, also of a stopped one (not after an exception). A run that was stopped in
-            the middle of an epoch saves under ``iter_{n}``.
-        save_best: name or names of metrics of which the best checkpoint stays; ``"auto"`` for the first metric of the
-            first validation (the step's own outputs count only where there is no metric).
+        save_last: also save when training ends or is stopped, but not after an exception. A run that was stopped in the
+            middle of an epoch saves under ``iter_{n}``.
+        save_best: keep the best checkpoint by this metric, or by each of these. ``"auto"`` is the first metric of the first
+            validation (the step's own outputs count only if there is no metric).
         rule: ``"greater"`` or ``"less"`` is better, for all of ``save_best``, or a list with one for each. By default
             inferred from the name, see :func:`hooks.rules.find_rule`.
-        greater_keys: names of metrics of which more is better, instead of the usual ones.
-        less_keys: names of metrics of which less is better, instead of the usual ones.
-        filename_tmpl: other names, such as ``"model_{}.safetensors"``, and ``best_{metric}_model_{n}.safetensors``.
-        published_keys: keys of the checkpoint (``"state_dict"``) for a stripped copy after training, named with the first 8
-            hex digits of its SHA-256: of the best if ``save_best``, and of the last if ``save_last``.
+        greater_keys: names of metrics for which more is better, instead of the usual ones.
+        less_keys: names of metrics for which less is better, instead of the usual ones.
+        filename_tmpl: template of other names: ``"model_{}.safetensors"`` also gives ``best_{metric}_model_{n}.safetensors``.
+        published_keys: keys of the checkpoint (``"state_dict"``) to copy into a smaller file after training. Its name ends in
+            the first 8 hex digits of its SHA-256. The best file is copied if ``save_best``, the last one if ``save_last``.
         save_begin: first epoch or iteration to save at.
-        on_error: ``"raise"`` ends the run when a file cannot be written, published or removed, ``"log"`` goes on.
-        staging: ``"block"`` copies the state while the training waits. ``"overlap"`` copies tensors that only optimizers change
-            on a thread during the next forward and backward pass, and the next ``optimizer.step`` waits for it; the rest is
-            copied at once, and in a validation or test all of it. A tensor that changes otherwise meanwhile makes the save
-            fail. See :mod:`eventloop.checkpoint.overlap` for undetected changes.
-        busy: for a save that is due while another is being written: ``"wait"`` for it, ``"skip"`` (leave this save out), or
-            ``"replace"`` (the waiting save, not the one being written; this needs staging memory twice). A save that is left
-            out is published as ``checkpoint_skipped``. The last save of a training always waits.
-        name: of this hook in checkpoints, where there are several of its kind.
+        on_error: ``"raise"`` ends the run when a file cannot be written, published or removed; ``"log"`` continues it.
+        staging: ``"block"`` copies the state while training waits. ``"overlap"`` copies the tensors that only optimizers change
+            on a thread during the next forward and backward pass; the next ``optimizer.step`` waits for that thread. It copies
+            the rest at once, and everything at once in a validation or test. The save fails if such a tensor changes in the
+            meantime. See :mod:`eventloop.checkpoint.overlap` for undetected changes.
+        busy: what to do with a save that is due while another is being written: ``"wait"``; ``"skip"`` it; or ``"replace"`` the
+            save that waits (this needs staging memory twice). A dropped save is published as ``checkpoint_skipped``. The last
+            save of a training always waits.
+        name: key of this hook in checkpoints, needed if there are several of its kind.
 
     Raises:
-        ConfigurationError: an option that cannot work, a run without a directory, or a URL whose package is not installed.
+        ConfigurationError: an option is invalid, the run has no directory, or the package for the URL is not installed.
     """
 
     priority = Priority.VERY_LOW
@@ -119,17 +120,17 @@ class CheckpointHook(Hook):
             "busy": busy,
         }
         self._template = _checked_template(filename_tmpl or f"{'epoch' if by_epoch else 'iter'}_{{}}{SUFFIX}")
-        # Iteration-based training validates within its one epoch: there the best files count iterations.
+        # Iteration-based training validates within its one epoch, so its best files count iterations.
         self._best_by_iter = _checked_template(filename_tmpl or f"iter_{{}}{SUFFIX}")
         self._publish = None if published_keys is None else one_or_more("published_keys", published_keys)
         keep = None if max_keep_ckpts == -1 else max_keep_ckpts
         self._kept = RetentionPolicy(keep, BestMetrics(save_best, rule, greater_keys, less_keys))
         self._sharded = False
-        self._loaded_here = False  # the run goes on from a file in this directory
+        self._loaded_here = False  # the run was resumed from a file in this directory
         self._checked = False
         self._finished = False
-        self._removes = True  # of several processes, the first one
-        self._began_at: int | None = None  # iterations at the beginning, if there is nothing to save of that state
+        self._removes = True  # on rank 0
+        self._began_at: int | None = None  # iterations at the beginning, if that state needs no save
 
     def before_run(self, event: events.BeforeRun) -> None:
         directory = self._directory(event.run.work_dir)
@@ -157,7 +158,7 @@ class CheckpointHook(Hook):
         self._began_at = event.progress.iter if self._loaded_here or not event.progress.iter else None
 
     def after_train(self, event: events.AfterTrain) -> None:
-        """Save the training since the newest file."""
+        """Save at the end of training."""
         self._finished = True
         if self._kept.best.names:
             warn_unvalidated(event, f"{self.label}(save_best=...)")
@@ -166,25 +167,25 @@ class CheckpointHook(Hook):
         name = self._template.format(done.epoch if self.by_epoch else done.iter)
         if self.by_epoch and done.batch_idx:
             name = f"iter_{done.iter}{SUFFIX}"
-        self._request(event.run, name, busy="wait")  # a state that is in this file already is not written again
+        self._request(event.run, name, busy="wait")  # the run does not write the same state again
 
     def after_run(self, event: events.AfterRun) -> None:
         if self._publish is None or not self._finished or (directory := self._kept.directory) is None or event.run.rank:
             return
         event.run.wait_for_saves()
         for name in self._kept.newest(regular=self.save_last):
-            with self._errors("a checkpoint could not be published", directory / name):
+            with self._errors("cannot publish a checkpoint", directory / name):
                 publish_checkpoint(directory / name, self._publish)
 
     def after_train_iter(self, event: events.AfterTrainIter) -> None:
-        """Save by iterations; at the first update, check that saving is possible."""
+        """Save by iterations. At the first update, check that saving is possible."""
         run = event.run
         if not self._checked and (run.updated or not run.optimizers):
             self._checked = True
             if self._saves:
                 there = run.check_savable(directory=self._kept.directory, **self._options)
                 if self._publish is not None and not run.rank:
-                    with self._errors("no checkpoint can be published", str(self._kept.directory)):
+                    with self._errors("cannot publish checkpoints", str(self._kept.directory)):
                         keys_to_publish(self._publish, there, f"a checkpoint of {self.label}")
             if self.interval > 0:
                 last = (event.progress.max_epochs or 1) if self.by_epoch else run.total_iters
@@ -201,11 +202,11 @@ class CheckpointHook(Hook):
             self._request(event.run, self._template.format(done))
 
     def after_val_epoch(self, event: events.AfterValEpoch) -> None:
-        """Save if any of the metrics is the best so far, in a training."""
+        """Save if a metric is the best so far."""
         if not self._kept.best.names or not event.run.training:
             return
         if not event.metrics:
-            log.warning("this validation has no metrics; the best checkpoint stays as it is", hook=self.label)
+            log.warning("this validation has no metrics; the best checkpoint stays", hook=self.label)
             return
         by_epoch = self.by_epoch and event.progress.max_iters is None
         when = self._template.format(event.progress.epoch) if by_epoch else self._best_by_iter.format(event.progress.iter)
@@ -215,19 +216,19 @@ class CheckpointHook(Hook):
             event.run.request_save(file, directory=self._kept.directory, **self._options)
 
     def checkpoint_committed(self, event: events.CheckpointCommitted) -> None:
-        """Delete files that have a durable successor now."""
+        """Delete files that now have a durable successor."""
         directory, gone = self._kept.directory, self._kept.committed(event.names)
         if directory is None or not self._removes:
             return
         for name in gone:
-            with self._errors("an old checkpoint could not be removed", directory / name):
+            with self._errors("cannot remove an old checkpoint", directory / name):
                 remove(directory / name)
-        if self._sharded:  # also when a file was replaced by a newer one of its name
-            with self._errors("parts of old checkpoints could not be removed", directory):
-                sweep_shards(Path(str(directory)), still=0)  # nothing else is being written: this is the thread that writes
+        if self._sharded:  # also when a newer file of the same name has replaced one
+            with self._errors("cannot remove parts of old checkpoints", directory):
+                sweep_shards(Path(str(directory)), still=0)  # this is the only thread that writes
 
     def checkpoint_failed(self, event: events.CheckpointFailed) -> None:
-        """Forget files that could not be written: those that they were to replace stay."""
+        """Forget files that could not be written. The files that they would have replaced stay."""
         self._kept.forget(event.names)
 
     def checkpoint_skipped(self, event: events.CheckpointSkipped) -> None:
@@ -237,7 +238,7 @@ class CheckpointHook(Hook):
         return self._kept.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it back. A best score whose file is lost is forgotten: the next score is the best one."""
+        """Restore the kept files and best scores. A best score without its file is forgotten: the next score is the best."""
         self._kept.load_state_dict(state)
 
     @property
@@ -245,7 +246,7 @@ class CheckpointHook(Hook):
         return self.interval > 0 or self.save_last or bool(self._kept.best.names)
 
     def _directory(self, work_dir: Path | None) -> AnyPath | None:
-        """Return the directory of this run's files: in ``out_dir``, which other runs may share, a folder of its own."""
+        """Return the directory of this run's files. In ``out_dir`` each run has its own folder."""
         out_dir = None if self._out_dir is None else self._out_dir.absolute()
         if out_dir is None or work_dir is None or out_dir == work_dir:
             return out_dir or work_dir
@@ -260,7 +261,7 @@ class CheckpointHook(Hook):
 
     @contextmanager
     def _errors(self, what: str, path: AnyPath | str) -> Iterator[None]:
-        """Log errors of the file system instead of raising them, with ``on_error="log"``."""
+        """With ``on_error="log"``, log file system errors instead of raising them."""
         try:
             yield
         except (CheckpointError, OSError) as error:
@@ -276,7 +277,7 @@ def _checked_template(template: str) -> str:
         name = template
     if name == template or Path(name).name != name or not name.endswith(SUFFIX) or template.format(2) == name:
         raise ConfigurationError(
-            f"filename_tmpl={template!r}: give a file name with one {{}} for the count that ends in {SUFFIX}, such as "
+            f"filename_tmpl={template!r}: give a file name that has one {{}} for the count and ends in {SUFFIX}, such as "
             f'"model_{{}}{SUFFIX}"'
         )
     return template

@@ -1,4 +1,4 @@
-"""The hooks that ``trainbus run`` adds by itself. MMEngine's names, and two more: the update and the progress bar."""
+"""The default hooks of ``trainbus run``: MMEngine's, the update and the progress bar."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ DEFAULT_HOOKS: dict[str, dict[str, Any]] = {
     "progress_bar": {"type": "ProgressBar"},
     "checkpoint": {"type": "CheckpointHook", "interval": 1},
 }
-"""By the name under which ``default_hooks`` of a configuration changes, replaces or switches them off."""
+"""Type and options of each default hook. ``default_hooks`` in a configuration changes or disables it by its key here."""

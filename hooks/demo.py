@@ -1,4 +1,4 @@
-"""``trainbus demo``: a small network on scikit-learn's handwritten digits, with many hooks at work and all I/O offloaded."""
+"""``trainbus demo``: train a small network on scikit-learn's handwritten digits, with many hooks and all I/O offloaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BATCH = 32
 
 
 class Accuracy:
-    """Share of right predictions, by the protocol of torchmetrics; no number leaves the device before ``compute``."""
+    """Share of right predictions, with the interface of torchmetrics. No number leaves the device before ``compute``."""
 
     def __init__(self) -> None:
         self.reset()
@@ -52,7 +52,7 @@ class Accuracy:
 
 
 def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the loss to train on, and the outputs that the metrics ask for."""
+    """Return the loss to train on, and the outputs that the metrics take."""
     images, target = batch
     logits = model(images)
     return {"loss": functional.cross_entropy(logits, target), "logits": logits, "target": target}
@@ -62,7 +62,7 @@ def digits(seed: int) -> dict[str, TensorDataset]:
     """Return the 1,797 images (1 × 8 × 8, 0 to 1) split 60 : 20 : 20 into train, val and test.
 
     Raises:
-        ConfigurationError: scikit-learn, which brings the images, is not installed.
+        ConfigurationError: scikit-learn, which contains the images, is not installed.
     """
     try:
         from sklearn.datasets import load_digits
@@ -144,14 +144,14 @@ def run_demo(work_dir: Path, *, epochs: int = 30, seed: int = 0, resume: bool = 
 
     Args:
         work_dir: folder of the run.
-        epochs: in all, those before a resume included.
-        seed: of weights, shuffling and split.
-        resume: go on from the newest checkpoint in ``work_dir``.
+        epochs: total number of epochs, including those before a resume.
+        seed: seed of weights, shuffling and split.
+        resume: resume from the newest checkpoint in ``work_dir``.
 
     Raises:
-        ConfigurationError: scikit-learn is missing.
+        ConfigurationError: scikit-learn is not installed.
     """
-    torch.set_num_threads(1)  # the network is too small for more, and offloaded work has the other cores
+    torch.set_num_threads(1)  # the network is too small for more; offloaded work uses the other cores
     console = Console()
     loop = make_loop(work_dir, epochs, seed, console)
     tables: list[Any] = []
@@ -168,8 +168,7 @@ def run_demo(work_dir: Path, *, epochs: int = 30, seed: int = 0, resume: bool = 
     raw = TrainLoop(loop.model, step=step, test_data=loader("test", seed=seed), metrics={"accuracy": Accuracy()}).test()
     summary = Table.grid(padding=(0, 2))
     summary.add_row("test accuracy", f"raw weights {raw['accuracy']:.2%}, averaged weights {averaged:.2%}")
-    trained = f"{loop.counters.iter} iterations, {seconds:.1f} s in this session, all I/O beside the training thread"
-    summary.add_row("trained", trained)
+    summary.add_row("trained", f"{loop.counters.iter} iterations, {seconds:.1f} s, all I/O off the training thread")
     summary.add_row("files in", str(work_dir))
     for path in sorted(work_dir.iterdir()):
         summary.add_row("", f"{path.name}  ({path.stat().st_size / 1e3:.0f} kB)")

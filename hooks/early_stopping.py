@@ -1,4 +1,4 @@
-"""``EarlyStoppingHook``: ends training when validations stop getting better."""
+"""``EarlyStoppingHook``: stop training when a metric no longer improves."""
 
 from __future__ import annotations
 
@@ -16,31 +16,33 @@ log = get_logger()
 
 @register
 class EarlyStoppingHook(Hook):
-    """Ends training cleanly, by one metric of its validations:
+    """Stop training by one metric of its validations.
 
-    - at once when its value is NaN or infinite (unless ``check_finite=False``),
-    - at once when it is better than ``stopping_threshold``,
-    - when ``patience`` validations in a row did not better the best one by more than ``min_delta``.
+    Training ends cleanly when the metric:
 
-    The hook comes last (priority 100), so the checkpoint of the best validation is requested before; ``save_last`` still
-    saves at the end of training. The number of validations without improvement is in the checkpoint: a resumed run waits for
-    the rest, and one that was resumed after an early stop ends before its first iteration, unless changed options (a larger
-    ``patience``) allow more. A training that begins at iteration 0 begins without a best value.
+    - is NaN or infinite (unless ``check_finite=False``),
+    - is better than ``stopping_threshold``,
+    - has not improved on its best value by more than ``min_delta`` in ``patience`` validations in a row.
+
+    The hook runs last (priority 100), so the best checkpoint is requested before the stop; ``save_last`` still saves at the
+    end of training. Checkpoints hold the number of validations without improvement. A run that is resumed after an early stop
+    therefore ends before its first iteration, unless its options (a larger ``patience``) allow more. A training that begins
+    at iteration 0 has no best value.
 
     Args:
         monitor: name of the metric, as in ``event.metrics``.
         rule: ``"greater"`` or ``"less"`` is better; by default inferred from the name, see :func:`hooks.rules.find_rule`.
-        min_delta: an improvement counts if it is larger than this.
-        strict: a validation without the metric (or where it is None) is an error; False logs it and goes on.
-        check_finite: stop at a value that is not finite. False takes NaN as no improvement.
-        patience: validations without improvement before the stop, at least 1.
-        stopping_threshold: value beyond which more training gains nothing.
-        name: of this hook in checkpoints, where there are several of its kind.
+        min_delta: an improvement must be larger than this.
+        strict: raise an error if a validation lacks the metric or it is None; False logs a warning.
+        check_finite: stop at a value that is not finite. False counts NaN as no improvement.
+        patience: number of validations without improvement before the stop, at least 1.
+        stopping_threshold: value beyond which training ends at once.
+        name: key of this hook in checkpoints, needed if there are several of its kind.
 
     Raises:
-        ConfigurationError: an option that cannot work, or a training without validations.
-        TrainingError: later: with ``strict``, the metric is missing; or its value is not a number.
-    """  # noqa: D415 - the sentence goes on in the list
+        ConfigurationError: an option is invalid, or the training has no validations.
+        TrainingError: later: the metric is missing (with ``strict``), or its value is not a number.
+    """
 
     priority = Priority.LOWEST
     observes = True
@@ -69,7 +71,7 @@ class EarlyStoppingHook(Hook):
         self.best_score: float | None = None
         """The best value so far."""
         self.wait_count = 0
-        """Validations since it got better."""
+        """Number of validations since the last improvement."""
         self._last_score: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -115,7 +117,7 @@ class EarlyStoppingHook(Hook):
     def _stop_if_due(self, run: RunView) -> None:
         reason = self._reason()
         if reason is not None:
-            log.info("training is stopped early", reason=reason)
+            log.info("training stops early", reason=reason)
             run.stop(f"{self.label}: {reason}")
 
     def _reason(self) -> str | None:

@@ -1,4 +1,4 @@
-"""``EMAHook``: averaged weights, kept up to date in training, used in validation, test and checkpoints."""
+"""``EMAHook``: average the weights in training; use the average in validation, test and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,38 +17,36 @@ from hooks.options import NonNegativeInt, model_name
 log = get_logger()
 
 RAW_WEIGHTS = "ema_state_dict"
-"""Key of the trained weights in a checkpoint; its ``state_dict`` holds their averages."""
+"""Key of the raw weights in a checkpoint; its ``state_dict`` holds the averaged ones."""
 
 _BUILTIN = (ExponentialMovingAverage, StochasticWeightAverage, MomentumAnnealingEMA)
 
 
 @register
 class EMAHook(Hook):
-    """Averages the weights after each optimizer update and validates, tests and saves with the average.
+    """Average the weights after each optimizer update, and validate, test and save with the average.
 
-    During a validation or test the model has the averaged weights, up to the end of the validation's scope: handlers of
-    ``after_val_epoch`` see the validated weights. Storage is exchanged, nothing is copied, and the raw weights come back
-    however the validation ends.
+    During a validation or test the model has the averaged weights, also in handlers of ``after_val_epoch``. The hook exchanges
+    storage and copies nothing. The raw weights come back when the validation ends, also by an exception.
 
-    In checkpoints ``state_dict`` holds the averaged weights, so the file is usable for inference, and ``ema_state_dict`` the
-    raw ones; resuming swaps them back. A checkpoint without the latter (saved without this hook) gives a warning, and the
-    average begins with its weights.
+    In checkpoints ``state_dict`` holds the averaged weights, so the file is usable for inference. ``ema_state_dict`` holds the
+    raw weights, and resuming swaps them back. A checkpoint that was saved without this hook gives a warning, and the average
+    begins with its weights.
 
-    Until ``begin_iter`` or ``begin_epoch`` the average is the weights themselves.
+    Until ``begin_iter`` or ``begin_epoch`` the average equals the weights.
 
     Args:
-        ema_type: a class derived from :class:`WeightAverage`, or the name under which one is registered.
-        strict_load: an average in a checkpoint that does not fit is an error; False loads the fitting tensors and logs the
+        ema_type: a class derived from :class:`WeightAverage`, or the registered name of one.
+        strict_load: raise an error if an average in a checkpoint does not fit; False loads the tensors that fit and logs the
             rest.
-        begin_iter: first iteration (from 1) whose update is averaged; or else
-        begin_epoch: first epoch (from 1).
-        model: name of the model, where the run has several.
-        name: of this hook in checkpoints, where there are several of its kind.
-        **options: for ``ema_type``: ``momentum``, ``interval``, ``update_buffers``, ``gamma``, or a user's own.
+        begin_iter: first iteration (from 1) whose update is averaged. Give this or ``begin_epoch``.
+        begin_epoch: first epoch (from 1) whose updates are averaged.
+        model: name of the model, needed if the run has several.
+        name: key of this hook in checkpoints, needed if there are several of its kind.
+        **options: options of ``ema_type``: ``momentum``, ``interval``, ``update_buffers``, ``gamma``, or those of your class.
 
     Raises:
-        ConfigurationError: an option that cannot work; or later, a training that ends before ``begin_iter`` or
-            ``begin_epoch``.
+        ConfigurationError: an option is invalid. Later: training ends before ``begin_iter`` or ``begin_epoch``.
     """
 
     priority = Priority.NORMAL
@@ -76,18 +74,18 @@ class EMAHook(Hook):
         self._options = options
         self._model_option = model
         self._model_name = ""
-        self._alone = True  # a checkpoint of one model holds its weights without its name
+        self._alone = True  # a checkpoint of a single model holds its weights without a name
         self._model: torch.nn.Module | None = None
         self._average: WeightAverage | None = None
         self._in_checkpoint = False
 
     @property
     def average(self) -> WeightAverage | None:
-        """The average; None before its first update."""
+        """The average, or None before its first update."""
         return self._average
 
     def before_run(self, event: events.BeforeRun) -> None:
-        """Find the model; a hook of an earlier run of the same model goes on with its average."""
+        """Find the model. The average of an earlier run of the same model is kept."""
         models = event.run.models
         self._model_name = model_name(self.label, models, self._model_option)
         self._alone = set(models) == {"model"}
@@ -95,7 +93,7 @@ class EMAHook(Hook):
             self._model, self._average = models[self._model_name], None
 
     def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
-        """Check that the training comes to its first averaged update; the number of iterations is known from here on."""
+        """Check that training reaches its first averaged update; from here on the number of iterations is known."""
         for option, begin, last in (
             ("begin_epoch", self.begin_epoch, event.progress.max_epochs or 1),
             ("begin_iter", self.begin_iter, event.run.total_iters),
@@ -117,16 +115,16 @@ class EMAHook(Hook):
 
     @mount("before_val_epoch", "before_test_epoch")
     def lend(self, event: events.BeforeValEpoch | events.BeforeTestEpoch) -> None:
-        """Give the model the averaged weights until the validation or test ends, however it ends."""
+        """Give the model the averaged weights until the validation or test ends, also by an exception."""
         average = self._average
-        if average is not None and average.steps:  # else the average is the weights themselves
-            event.run.defer(lambda: average.restore(self._known_model))  # first: Ctrl-C may strike at any moment from here on
+        if average is not None and average.steps:  # else the average equals the weights
+            event.run.defer(lambda: average.restore(self._known_model))  # first, because Ctrl-C may interrupt the swap
             average.swap(self._known_model)
 
     def before_save_checkpoint(self, event: events.BeforeSaveCheckpoint) -> None:
         """Put the averaged weights under ``state_dict`` and the raw ones under ``ema_state_dict``."""
         average, weights = self._average, self._weights_in(event.checkpoint["state_dict"])
-        # Tensors that are not averaged (buffers) are the same in both, and stored once.
+        # Tensors that are not averaged (buffers) are the same in both, so the file stores them once.
         averaged = raw = weights
         if average is not None and average.steps:
             other = weights | {key: tensor for key, tensor in average.tensors.items() if key in weights}
@@ -135,14 +133,14 @@ class EMAHook(Hook):
         self._put(event.checkpoint, RAW_WEIGHTS, raw)
 
     def after_load_checkpoint(self, event: events.AfterLoadCheckpoint) -> None:
-        """Take the averaged weights out of ``state_dict`` and put the raw ones there, for the model."""
+        """Load the averaged weights from ``state_dict``, and put the raw ones there for the model."""
         checkpoint = event.checkpoint
         saved = checkpoint.get(RAW_WEIGHTS, {})
         self._in_checkpoint = bool(saved) and (self._alone or self._model_name in saved)
         average = self._average or self._make_average()
         average.steps = 0
         if not self._in_checkpoint:
-            log.warning(f"the checkpoint has no averaged weights ({RAW_WEIGHTS}); the average begins with its weights")
+            log.warning(f"the checkpoint has no averaged weights ({RAW_WEIGHTS}); the average begins with the loaded weights")
             return
         average.load_tensors(self._weights_in(checkpoint["state_dict"]), strict=self.strict_load)
         self._put(checkpoint, "state_dict", self._weights_in(saved))
@@ -172,7 +170,7 @@ class EMAHook(Hook):
 
 
 def _average_type(ema_type: type[WeightAverage] | str, options: dict[str, Any]) -> type[WeightAverage]:
-    """Return the class of averages, after a check that it takes ``options``."""
+    """Return the average's class after checking that it takes ``options``."""
     try:
         kind = find("average", ema_type) if isinstance(ema_type, str) else ema_type
     except UnknownNameError as error:

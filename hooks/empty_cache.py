@@ -1,4 +1,4 @@
-"""``EmptyCacheHook``: returns memory that torch's allocator caches to the device."""
+"""``EmptyCacheHook``: return the memory that torch's allocator caches to the device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from eventloop.events import AfterEpoch, AfterIter, BeforeEpoch, RunEvent
 
 @register
 class EmptyCacheHook(Hook):
-    """Empties the cache of the accelerator's allocator, in all stages. Without an accelerator it does nothing.
+    """Empty the cache of the accelerator's allocator, in all stages. Without an accelerator the hook does nothing.
 
-    The run itself gets no more memory by it; other processes on the device do, and fragmentation goes. The allocator waits
-    for the device meanwhile, so ``after_iter=True`` makes iterations much slower.
+    This frees memory for other processes on the device and reduces fragmentation; the run itself gets no more memory. The
+    allocator waits for the device, so ``after_iter=True`` makes iterations much slower.
 
     Args:
         before_epoch: before each epoch, validation and test.
@@ -23,7 +23,7 @@ class EmptyCacheHook(Hook):
         after_iter: after each iteration.
 
     Raises:
-        ConfigurationError: an option that is neither True nor False, or all of them False.
+        ConfigurationError: an option is not a bool, or all options are False.
     """
 
     observes = True
@@ -32,8 +32,8 @@ class EmptyCacheHook(Hook):
     def __init__(self, before_epoch: bool = False, after_epoch: bool = True, after_iter: bool = False) -> None:
         if not (before_epoch or after_epoch or after_iter):
             raise ConfigurationError(
-                "EmptyCacheHook(before_epoch=False, after_epoch=False, after_iter=False) would never do anything; choose one "
-                "of them, or leave the hook out"
+                "EmptyCacheHook(before_epoch=False, after_epoch=False, after_iter=False) has no effect; set one of them to "
+                "True, or remove the hook"
             )
         self._wanted = {"before_epoch": before_epoch, "after_epoch": after_epoch, "after_iter": after_iter}
 

@@ -1,4 +1,4 @@
-"""``EvaluateHook``: a function of the user's own at intervals and at the end of training; the best result is kept."""
+"""``EvaluateHook``: call the user's evaluation function at intervals, and keep the best result."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ log = get_logger()
 
 
 class Evaluated(RunEvent, kw_only=True):
-    """An evaluation has results: ``metrics`` after ``epoch`` epochs and ``iter`` iterations, from 1; those of ``hook``.
+    """The ``metrics`` of an evaluation by ``hook``, after ``epoch`` epochs and ``iter`` iterations.
 
-    An ``EvaluateHook`` publishes it after each call of its function, and so may a hook of yours (``run.publish(Evaluated,
-    hook=self.label, epoch=..., iter=..., metrics=...)``): loggers write the metrics as ``eval/<name>``.
+    ``EvaluateHook`` publishes it after each call of its function. Your own hook may publish it, too (``run.publish(Evaluated,
+    hook=self.label, epoch=..., iter=..., metrics=...)``). Loggers write the metrics as ``eval/<name>``.
     """
 
     hook: str
@@ -34,7 +34,7 @@ class Evaluated(RunEvent, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The metrics of an evaluation, and the epochs and iterations done by then."""
+    """The metrics of an evaluation, and the number of epochs and iterations before it."""
 
     epoch: int
     iter: int
@@ -43,29 +43,29 @@ class Result(msgspec.Struct, frozen=True):
 
 @register
 class EvaluateHook(Hook):
-    """Calls ``function()`` every ``period`` iterations (or epochs) and at the end of training, also of a stopped one.
+    """Call ``function()`` every ``period`` iterations (or epochs), and when training ends or is stopped.
 
     The function has its own access to model and data. It returns metrics: numbers or tensors with one value, in mappings of
-    any depth (``{"coco": {"AP": 0.3}}`` is ``coco/AP``), or None for no result. Meanwhile models are in evaluation mode and
-    gradients off. For validation by the loop's own events, with averaged weights, progress and checkpoints of the best, give
-    ``TrainLoop`` ``val_data`` instead.
+    any depth (``{"coco": {"AP": 0.3}}`` is ``coco/AP``), or None for no result. During the call models are in evaluation mode
+    and gradients are off. For validations with averaged weights, progress and best checkpoints, give ``TrainLoop`` ``val_data``
+    instead.
 
-    Results are in ``run.info`` (``eval/<name>``), in the events ``evaluated`` that loggers write, and as lines of JSON in the
-    work dir. The best one is in :attr:`best`, is logged at the end of training, and survives a resume.
+    Results go to ``run.info`` (``eval/<name>``), to the event ``evaluated`` that loggers write, and to a file of JSON lines in
+    the work dir. The best result is in :attr:`best` and in checkpoints; it is logged at the end of training.
 
     Args:
-        period: iterations or epochs between calls; 0 for only at the end.
-        function: is called without arguments.
-        by_epoch: count epochs.
-        monitor: name of the metric that decides which result is best; by default the first one of the first result.
+        period: iterations or epochs between calls; 0 calls the function only at the end.
+        function: a function without arguments.
+        by_epoch: count epochs; False counts iterations.
+        monitor: name of the metric that decides which result is best; by default the first metric of the first result.
         rule: ``"greater"`` or ``"less"`` is better; by default inferred from the name, see :func:`hooks.rules.find_rule`. If
-            the name does not tell, a warning says that no best result is kept.
-        json_file: name of the file in the work dir, None for none.
-        name: of this hook in checkpoints, where there are several of its kind.
+            that fails, the hook logs a warning and keeps no best result.
+        json_file: name of the file in the work dir; None writes no file.
+        name: key of this hook in checkpoints, needed if there are several of its kind.
 
     Raises:
-        ConfigurationError: an option that cannot work.
-        TrainingError: later: the function returned something else than a mapping of numbers, or one without ``monitor``.
+        ConfigurationError: an option is invalid.
+        TrainingError: later: the function did not return a mapping of numbers, or the mapping lacks ``monitor``.
     """
 
     priority = Priority.LOW
@@ -98,7 +98,7 @@ class EvaluateHook(Hook):
         return {"monitor": self.monitor, "best": None if self.best is None else msgspec.to_builtins(self.best)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the best result back, unless it is the best by another metric."""
+        """Restore the best result, unless it is the best by another metric."""
         if self.monitor is None or self.monitor == state["monitor"]:
             self.monitor = state["monitor"]
             self.best = None if state["best"] is None else msgspec.convert(state["best"], Result)
@@ -109,7 +109,7 @@ class EvaluateHook(Hook):
             self.best = None
 
     def unused(self) -> Collection[str]:
-        """Return the mount point that is not counted; with ``period=0`` both."""
+        """Return the mount point that this hook does not count; with ``period=0``, both."""
         counted = "after_train_epoch" if self.by_epoch else "after_train_iter"
         return {"after_train_iter", "after_train_epoch"} - ({counted} if self.period else set())
 
@@ -122,20 +122,20 @@ class EvaluateHook(Hook):
         self._evaluate(event.run, event.progress.epoch + 1, event.progress.iter + 1)
 
     def after_train(self, event: AfterTrain) -> None:
-        """Evaluate at the end of training, unless that has been done, and log the best."""
+        """Evaluate at the end of training, unless this iteration was evaluated, and log the best result."""
         progress = event.progress
         if self._evaluated_at != progress.iter:
             self._evaluate(event.run, progress.epoch, progress.iter)
         if self.best is not None:
             log.info("best evaluation", hook=self.label, epoch=self.best.epoch, iter=self.best.iter, metrics=self.best.metrics)
 
-    # Off the path: a slow disk must not hold up the training, nor a full one end it.
+    # Offloaded: a slow disk must not delay training, and a full disk must not end it.
     @mount(Evaluated, offload="thread", on_error="log", ranks="rank0", when=attrgetter("work_dir"))
     def write(self, event: Evaluated) -> None:
         if event.hook == self.label and self._json_file is not None and event.work_dir is not None:
             path = Path(event.work_dir) / self._json_file
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:  # json and not orjson, which writes NaN as null
+            with path.open("a") as file:  # json, because orjson writes NaN as null
                 file.write(json.dumps({"epoch": event.epoch, "iter": event.iter} | event.metrics) + "\n")
 
     def _evaluate(self, run: RunView, epoch: int, iteration: int) -> None:
@@ -158,7 +158,7 @@ class EvaluateHook(Hook):
         run.info.update({f"eval/{name}": value for name, value in metrics.items()})
         self.monitor = self.monitor or next(iter(metrics))
         if self.monitor not in metrics:
-            raise TrainingError(f"{self.label}: monitor={self.monitor!r}, but the function returned {', '.join(metrics)}")
+            raise TrainingError(f"{self.label}: monitor={self.monitor!r}, but the function returned only {', '.join(metrics)}")
         rule = self.rule = self.rule or self._inferred_rule(self.monitor)
         best = None if self.best is None else self.best.metrics[self.monitor]
         if rule is not None and is_better(rule, metrics[self.monitor], best):
@@ -167,7 +167,7 @@ class EvaluateHook(Hook):
         run.publish(Evaluated, hook=self.label, epoch=result.epoch, iter=result.iter, metrics=dict(metrics), work_dir=work_dir)
 
     def _inferred_rule(self, monitor: str) -> Rule | None:
-        """Return the rule of a metric that the user did not name; one that cannot be inferred ends no training."""
+        """Return the rule of a metric; if its name does not tell, warn once and return None."""
         try:
             return find_rule(monitor)
         except ConfigurationError as error:

@@ -1,10 +1,9 @@
-"""``LoggerHook``: scalars to the terminal, to JSON lines and to writers of the user's own, off the training thread.
+"""``LoggerHook``: write scalars to the terminal, to JSON lines and to the user's writers, off the training thread.
 
-Every subscription has a lane and a thread of its own, so handlers of ``after_train_iter`` and ``after_val_epoch`` that were
-offloaded one by one could overtake each other: a validation's line before the last training line, closing before the last
-write. So one method hears everything on one lane, first in, first out: the training iterations themselves, and a
-:class:`LogRecord` for each of the other mount points, which the inline methods publish. Events are detached on the way to the
-lane, so the training thread never waits for a device or a disk.
+Each subscription has its own lane and thread, so separately offloaded handlers could overtake each other: a validation's line
+could come before the last training line. Therefore one method gets everything from one lane, in order: the training
+iterations, and a :class:`LogRecord` for each other mount point, which the inline methods publish. The lane detaches events, so
+the training thread never waits for a device or a disk.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _tokens = count(1)
 
 
 class LogRecord(RunEvent, kw_only=True):
-    """Work for a logger, in the order of the scalars. ``logger`` identifies one of several loggers on a bus."""
+    """A task for a logger, in order with the scalars. ``logger`` identifies one of several loggers on a bus."""
 
     logger: int
     kind: Literal["open", "begin_epoch", "end_epoch", "metrics", "line", "close"]
@@ -50,42 +49,43 @@ class LogRecord(RunEvent, kw_only=True):
 
 @register
 class LoggerHook(Hook):
-    """Hands every scalar to writers: of iterations the reported ``outputs``, of validations and tests the metrics.
+    """Pass all scalars to writers: the reported ``outputs`` of iterations, and the metrics of validations and tests.
 
-    Training scalars are written when the number of the batch within its epoch is a multiple of the interval, with the
-    step ``iter + 1``. Keys that match ``mean_pattern`` are the mean of the last ``window_size`` iterations (since the last
-    resume); a writer with an interval of 1 gets the values as they are. The step of metrics is the number of finished epochs:
-    0 without training, iterations in iteration-based runs. Names begin with their stage: ``train/loss``, ``val/accuracy``,
-    and ``eval/<name>`` for results of an ``EvaluateHook``. Images (``run.report_image``) go to the writers that take them.
+    - Training scalars are written when the batch number within the epoch is a multiple of the interval, with the step
+      ``iter + 1``. The step of metrics is the number of finished epochs (of iterations in iteration-based runs).
+    - Keys that match ``mean_pattern`` are the mean of the last ``window_size`` iterations since the last resume. A writer with
+      an interval of 1 gets the raw values.
+    - Names begin with their stage: ``train/loss``, ``val/accuracy``, and ``eval/<name>`` for results of an ``EvaluateHook``.
+    - Images (``run.report_image``) go to the writers that take them.
 
-    All of it happens on one thread. A writer that fails is reported, does not end the run and is tried again; lost calls are
-    counted and logged. A checkpoint is committed when the lines of its iterations are on disk, so a resumed run has no gap,
-    but repeated iterations have two lines. While a writer hangs, training goes on until 1024 events wait, and then waits for
-    it; after three times :attr:`timeout` it goes on without this logger.
+    One thread calls all writers. A failing writer is logged and tried again, and does not end the run; lost calls are counted
+    and logged. A checkpoint is committed when the lines of its iterations are on disk. A resumed run therefore has no gap, but
+    repeated iterations have two lines. While a writer hangs, training continues until 1024 events wait, and then waits for the
+    writer. After three times :attr:`timeout` training continues without this logger.
 
     Args:
-        interval: iterations between lines, of writers that have no interval of their own.
-        ignore_last: leave out the line at the end of an epoch whose length is no multiple of the interval. An epoch that is
-            no longer than the interval gets its line all the same.
+        interval: iterations between lines, for writers without an interval of their own.
+        ignore_last: leave out the line at the end of an epoch whose length is not a multiple of the interval, unless the
+            epoch is no longer than the interval.
         interval_exp_name: iterations between lines with the experiment's name.
-        out_dir: folder that gets copies of the work dir's files after the run, in a folder named like the work dir.
-        out_suffix: ends of the names of files to copy.
-        keep_local: False deletes files of the work dir once they are copied.
-        log_metric_by_epoch: False takes iterations as the step of metrics.
-        window_size: iterations to average over.
+        out_dir: after the run, copy the work dir's files into a subfolder of this folder with the name of the work dir.
+        out_suffix: suffixes of the files to copy.
+        keep_local: False deletes files of the work dir after they are copied.
+        log_metric_by_epoch: False uses iterations as the step of metrics.
+        window_size: number of iterations to average over.
         mean_pattern: regular expression; scalars whose names contain a match are averaged.
         custom_cfg: further windows; see :class:`hooks.smoothing.Smoother`.
         writers: writer objects; by default the terminal and ``scalars.jsonl`` in the work dir.
 
     Raises:
-        ConfigurationError: an option that cannot work.
+        ConfigurationError: an option is invalid.
     """
 
     priority = Priority.BELOW_NORMAL
     observes = True
     ranks = "rank0"
     timeout: float = 600.0
-    """Seconds that writing a batch of events may take before that is an error."""
+    """Seconds that writing a batch of events may take; more is an error."""
 
     @check_options
     def __init__(
@@ -104,7 +104,7 @@ class LoggerHook(Hook):
         writers: _Writers | None = None,
     ) -> None:
         if out_dir is None and not keep_local:
-            raise ConfigurationError("keep_local=False deletes files once they are copied to out_dir=; give one, or keep them")
+            raise ConfigurationError("keep_local=False deletes files after copying them to out_dir=; give out_dir=, too")
         self._out_dir = None if out_dir is None else Path(out_dir)
         self._out_suffix = one_or_more("out_suffix", out_suffix, 'an end of file names or several, such as (".json", ".log")')
         self._keep_local = keep_local
@@ -117,9 +117,9 @@ class LoggerHook(Hook):
             smoother=Smoother(window_size, mean_pattern, custom_cfg),
         )
         self._token = next(_tokens)
-        # A thread that was left behind as it hung may go on one day: it ends its batch before the next thread begins one.
+        # A thread that was abandoned in a hanging writer may wake up later: it ends its batch before the next thread begins.
         self._writing = Lock()
-        # Of the lane's thread, as is the fanout.
+        # Used only by the lane's thread, like the fanout.
         self._epoch_length: int | None = None
         self._facts: RunFacts | None = None
 
@@ -150,7 +150,7 @@ class LoggerHook(Hook):
         self._record(event.run, "close", finished=True)
 
     def log_line(self, run: RunView, line: str, **facts: Any) -> None:
-        """Log a line below the scalars of everything before it; for hooks that find this one in ``run.shared[LOGGER]``."""
+        """Log a line below all scalars so far, for hooks that find this logger in ``run.shared[LOGGER]``."""
         self._record(run, "line", line=line, facts=facts)
 
     def _record_metrics(self, event: events.AfterValEpoch | events.AfterTestEpoch) -> None:
@@ -163,9 +163,8 @@ class LoggerHook(Hook):
 
     # --------------------------------------------------------------------------------------- on the thread of the lane
 
-    # Errors are logged, not raised: three weeks of training are worth more than a log line. Only here, not above: when an
-    # inline method publishes, it may raise an error that another offloaded handler left for the training thread.
-    # A long linger, as the work of this thread is taken from the training (one GIL): many lines at once cost a third each.
+    # on_error="log" only here: when an inline method publishes, it may raise the error of another offloaded handler.
+    # A long linger, because this thread shares the GIL with training: in large batches a line costs a third.
     @mount(
         AfterTrainIter,
         LogRecord,
@@ -179,7 +178,6 @@ class LoggerHook(Hook):
         on_error="log",
     )
     def write(self, events: list[AfterTrainIter | LogRecord | ImageReported | Evaluated | CheckpointStaged]) -> None:
-        """Write the scalars of iterations, images, results, and the records."""
         with self._writing:
             durable = False
             for event in events:
@@ -195,7 +193,7 @@ class LoggerHook(Hook):
                     where = msgspec.structs.replace(_where(event.progress), stage="eval", epoch=event.epoch, iter=event.iter)
                     self._fanout.evaluated(event.metrics, event.iter, where)
                 else:
-                    durable = True  # the checkpoint is committed once this method has returned
+                    durable = True  # the checkpoint is committed after this method returns
             if self._facts is not None:
                 self._fanout.flush(durable=durable)
 
@@ -225,7 +223,7 @@ class LoggerHook(Hook):
     def _close(self, *, finished: bool) -> None:
         facts, self._facts = self._facts, None
         if facts is None:
-            return  # the run ended before it had begun
+            return  # the run failed before before_run
         self._fanout.close(finished=finished)
         if finished and self._out_dir is not None and facts.work_dir is not None:
             copies = send(facts.work_dir, self._out_dir, self._out_suffix, keep_local=self._keep_local)
@@ -236,7 +234,7 @@ LOGGER = Slot("logger", LoggerHook, weak=True)
 
 
 def _where(progress: Progress, batch: int = 0, epoch_length: int | None = None) -> Where:
-    now = progress.stage == "train"  # the iteration that the event is of is not counted in its progress yet
+    now = progress.stage == "train"  # progress does not count the present iteration yet
     return Where(
         stage=progress.stage,
         epoch=progress.epoch + now,
@@ -253,7 +251,7 @@ def _numbers(outputs: Mapping[str, Any]) -> Mapping[str, float]:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` as JSON can hold it; another object becomes its repr."""
+    """Return ``value`` in types of JSON; any other object becomes its repr."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Averages that a model keeps itself: calls of its ``init_ema`` and ``update_ema``."""
+"""Hooks for a model that averages its own weights: they call its ``init_ema`` and ``update_ema``."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hooks.options import Name, model_name
 
 @register
 class EMAIterHook(Hook):
-    """Calls the model's ``init_ema()`` when its first run begins, and its ``update_ema()`` after each optimizer step.
+    """Call the model's ``init_ema()`` when its first run begins, and its ``update_ema()`` after each optimizer step.
 
-    The model keeps its average in buffers (``register_buffer`` in ``init_ema``), so it is part of checkpoints. A model inside
-    of wrappers (``DistributedDataParallel``, ``torch.compile``) is found.
+    The model keeps its average in buffers (``register_buffer`` in ``init_ema``), so checkpoints contain it. The hook also finds
+    a model inside wrappers (``DistributedDataParallel``, ``torch.compile``).
 
     Args:
-        model: name of the model, where the run has several.
+        model: name of the model, needed if the run has several.
 
     Raises:
-        ConfigurationError: an option that cannot work; or later, a model without these methods.
+        ConfigurationError: an option is invalid. Later: the model lacks these methods.
     """
 
     @check_options
@@ -31,14 +31,14 @@ class EMAIterHook(Hook):
         self._initialised: weakref.ref[Any] | None = None
 
     def before_run(self, event: BeforeRun) -> None:
-        """Begin the average before a checkpoint is loaded, which then fills its buffers."""
+        """Begin the average before a checkpoint is loaded, so that the checkpoint fills its buffers."""
         models = event.run.models
         model = unwrapped(models[model_name(self.label, models, self._name)])
         lacking = [method for method in ("init_ema", "update_ema") if not callable(getattr(model, method, None))]
         if lacking:
             raise ConfigurationError(
                 f"{self.label} calls the model's own init_ema() and update_ema(), but {type(model).__name__} has no "
-                f"{' and no '.join(lacking)}; EMAHook averages the weights of any model"
+                f"{' and no '.join(lacking)}; EMAHook averages the weights of any model, use it instead"
             )
         if self._initialised is None or self._initialised() is not model:
             model.init_ema()
@@ -56,13 +56,13 @@ class EMAIterHook(Hook):
 
 @register
 class EMAEpochHook(EMAIterHook):
-    """Calls the model's ``init_ema()`` when its first run begins, and its ``update_ema()`` after each training epoch.
+    """Call the model's ``init_ema()`` when its first run begins, and its ``update_ema()`` after each training epoch.
 
     Args:
-        model: name of the model, where the run has several.
+        model: name of the model, needed if the run has several.
 
     Raises:
-        ConfigurationError: an option that cannot work; or later, a model without these methods.
+        ConfigurationError: an option is invalid. Later: the model lacks these methods.
     """
 
     def unused(self) -> tuple[str]:

@@ -11,23 +11,23 @@ from hooks.options import PositiveInt
 
 @register
 class OptimizerHook(Update):
-    """Zeroes gradients, runs the backward pass, clips, and steps: the update of a ``TrainLoop``, with options.
+    """Zero gradients, run the backward pass, clip, and step: the update of a ``TrainLoop``, with options.
 
-    Add it before the loop is made, because ``TrainLoop`` adds an update without options to a bus that has none. In a loop of
-    your own the body makes the update, and this hook is an error.
+    Add it before you make the loop, because ``TrainLoop`` adds an update without options to a bus that has none. In a loop of
+    your own the body makes the update, and adding this hook is an error.
 
-    Runs in ``after_train_iter`` at priority 30: handlers with a higher number see the updated weights.
-    ``before_backward``, ``after_backward``, ``before_optimizer_step`` and ``after_optimizer_step`` are published meanwhile.
+    The hook runs in ``after_train_iter`` at priority 30, so handlers with a higher number see the updated weights. It
+    publishes ``before_backward``, ``after_backward``, ``before_optimizer_step`` and ``after_optimizer_step``.
 
     Args (see :class:`eventloop.Update`):
         accumulate: micro-batches per step (iMIX: accumulation).
         grad_clip: largest norm of all gradients together, or the arguments of ``torch.nn.utils.clip_grad_norm_``, such as
-            ``{"max_norm": 35, "norm_type": 2}``. Clipped once per real step, after unscaling.
+            ``{"max_norm": 35, "norm_type": 2}``. Gradients are clipped once per real step, after unscaling.
         amp: ``"bf16"`` or ``"fp16"``.
-        scaler: a ``torch.amp.GradScaler`` of your own for fp16, or the arguments of one as a mapping.
+        scaler: your own ``torch.amp.GradScaler`` for fp16, or a mapping of its arguments.
 
     Raises:
-        ConfigurationError: an option out of range.
+        ConfigurationError: an option is out of range.
     """
 
     name = "OptimizerHook"
@@ -35,9 +35,9 @@ class OptimizerHook(Update):
 
 @register
 class Fp16OptimizerHook(OptimizerHook):
-    """iMIX's name for ``OptimizerHook(amp="fp16")``: autocast and a gradient scaler.
+    """Update in fp16 with autocast and a gradient scaler: iMIX's name for ``OptimizerHook(amp="fp16")``.
 
-    Gradients are unscaled and clipped once per real step, with accumulation, too (iMIX: in each micro-batch).
+    Gradients are unscaled and clipped once per real step, also with accumulation (iMIX: in each micro-batch).
 
     Args:
         grad_clip: as in :class:`OptimizerHook`.
@@ -45,7 +45,7 @@ class Fp16OptimizerHook(OptimizerHook):
         accumulate: micro-batches per step.
 
     Raises:
-        ConfigurationError: an option out of range.
+        ConfigurationError: an option is out of range.
     """
 
     @check_options

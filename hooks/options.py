@@ -1,4 +1,4 @@
-"""Types of options that hooks and writers share; ``check_options`` keeps to their bounds."""
+"""Types of options that hooks and writers share; ``check_options`` checks their bounds."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NonNegativeInt = Annotated[int, Meta(ge=0)]
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max, description="a finite number")]
 Distance = Annotated[float, Meta(ge=0, le=sys.float_info.max, description="a finite number of at least 0")]
 Share = Annotated[float, Meta(gt=0, lt=1)]
-Name = Annotated[str, Meta(min_length=1, description="a text that is not empty")]
+Name = Annotated[str, Meta(min_length=1, description="a non-empty string")]
 
 
 def one_or_more(option: str, given: str | Iterable[str], advice: str = "a name or a list of names") -> tuple[str, ...]:
-    """Return one text or several as a tuple, each once.
+    """Return one or several strings as a tuple without duplicates.
 
     Raises:
-        ConfigurationError: ``given`` is empty, or one of its members is not a text or is empty.
+        ConfigurationError: ``given`` is empty, or a member is empty or not a string.
     """
     chosen = (given,) if isinstance(given, str) else tuple(given)
     if not chosen or not all(isinstance(one, str) and one for one in chosen):
@@ -31,13 +31,13 @@ def one_or_more(option: str, given: str | Iterable[str], advice: str = "a name o
 
 
 def model_name(label: str, models: Collection[str], name: str | None) -> str:
-    """Return the name of the model that a hook's option ``model`` names; None names the only one.
+    """Return the model name that a hook's option ``model`` selects; None selects the only model.
 
     Raises:
-        ConfigurationError: there is no such model, or None of several; the message begins with the hook's label.
+        ConfigurationError: the model does not exist, or ``name`` is None and there are several.
     """
     if name in models or (name is None and len(models) == 1):
         return name or next(iter(models))
     raise ConfigurationError(
-        f"{label}: model={name!r}, but the models of this run are {', '.join(map(repr, models))}; name the one to average"
+        f"{label}: model={name!r}, but the models of this run are {', '.join(map(repr, models))}; name one of them"
     )

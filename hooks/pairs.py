@@ -1,4 +1,4 @@
-"""A model's tensors and an averaged one for each, to be blended and exchanged by :mod:`hooks.averages`."""
+"""Pairs of a model's tensors and their averages, which :mod:`hooks.averages` blends and exchanges."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from eventloop.training import checkpoint_keys
 Tensors = list[torch.Tensor]
 
 _END = object()
-_LOOKS = 40  # parameters per update whose storage is looked at: microseconds, however large the model
+_LOOKS = 40  # tensors per update whose storage is checked: microseconds, however large the model
 
 _data_ptr = torch.Tensor.data_ptr
 
 
 class Pairs:
-    """The live tensors of a model, an averaged one for each, and a cheap check that the model still has these tensors.
+    """Pair each tensor of a model with an averaged one, and check cheaply that the model still has these tensors.
 
     Of tensors that are sharded over processes (FSDP2's ``fully_shard``), each process pairs its own part.
 
     Args:
-        model: whose tensors they are.
-        buffers: pair buffers that the model's ``state_dict`` has, too.
-        former: averaged tensors to go on with, by checkpoint key.
+        model: the model.
+        buffers: also pair the buffers in the model's ``state_dict``.
+        former: averaged tensors to continue with, by checkpoint key.
     """
 
     def __init__(self, model: torch.nn.Module, buffers: bool, former: Mapping[str, torch.Tensor]) -> None:
@@ -38,10 +38,10 @@ class Pairs:
         self._live = list({id(tensor): tensor for tensor in live.values()}.values())
         self._twins = [twins[id(tensor)] for tensor in self._live]
         self.swapped = [False] * len(self._live)
-        """For each pair, whether the live tensor has the averaged content."""
+        """For each pair, True if the live tensor holds the average."""
         self._unfinished: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._sharded = [hasattr(tensor, "to_local") for tensor in self._live]
-        # Detached, because the kernels look into the autograd state of parameters: 4 % of an update.
+        # Detached, because the kernels read the autograd state of parameters: 4 % of an update.
         self.groups = list(_by_kind([_own(one) for one in self._twins], [_own(one) for one in self._live]))
         self._pointer = _own_data_ptr if any(self._sharded) else _data_ptr
         self._pointers = list(map(self._pointer, self._live))
@@ -54,30 +54,30 @@ class Pairs:
 
     @property
     def replaced(self) -> bool:
-        """True if a parameter (or buffer, if they are averaged) or a module was replaced, added or removed.
+        """True if a module, a parameter or an averaged buffer was replaced, added or removed.
 
-        Compares identities at C speed: 20 µs for 300 modules with 600 parameters, 1 % of averaging them. It misses a first
-        child or parameter that a module without any gets later.
+        The check takes 20 µs for 300 modules with 600 parameters, 1 % of averaging them. It misses the first child or
+        parameter of a module that had none.
         """
         return any(map(is_not, chain.from_iterable(self._views), self._expected))
 
     def moved(self) -> bool:
-        """True if a tensor has other storage than before (``parameter.data = ...``, ``model.to(...)``).
+        """Return True if a tensor has new storage (``parameter.data = ...``, ``model.to(...)``).
 
-        Looks at some tensors at a time, so in a large model it may take some updates until one alone is found.
+        Each call checks some of the tensors, so in a large model it may take several updates to find a single new one.
         """
         part = slice(self._next, self._next + _LOOKS)
         self._next = part.stop if part.stop < len(self._live) else 0
         return list(map(self._pointer, self._live[part])) != self._pointers[part]
 
     def exchange(self, swapped: bool) -> None:
-        """Exchange the contents of live and averaged tensors, of those pairs that are not as ``swapped`` says."""
+        """Exchange the contents of live and averaged tensors, so that ``swapped`` holds for every pair."""
         self.finish()
         for index, (live, twin) in enumerate(zip(self._live, self._twins, strict=True)):
             if self.swapped[index] == swapped:
                 continue
-            # No call and no jump within an assignment: Ctrl-C comes before all of it or after it.
-            if self._sharded[index]:  # fully_shard holds on to its storage
+            # An assignment without calls or jumps: Ctrl-C comes before or after it, never in between.
+            if self._sharded[index]:  # fully_shard keeps references to the storage
                 contents = (_own(twin).clone(), _own(live).clone())
                 self.swapped[index], self._unfinished[index] = swapped, contents
                 self.finish()
@@ -85,7 +85,7 @@ class Pairs:
                 live.data, twin.data, self.swapped[index] = twin.data, live.data, swapped
 
     def finish(self) -> None:
-        """Complete exchanges that Ctrl-C has cut short."""
+        """Complete exchanges that Ctrl-C has interrupted."""
         for index, (for_live, for_twin) in list(self._unfinished.items()):
             _own(self._live[index]).copy_(for_live)
             _own(self._twins[index]).copy_(for_twin)
@@ -93,8 +93,8 @@ class Pairs:
 
 
 def _floating(model: torch.nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield checkpoint key and tensor of all averaged tensors; a tied tensor comes under each of its keys."""
-    keys = checkpoint_keys(model)  # first: asked for its state, a sharded model gives up the whole weights of a forward pass
+    """Yield checkpoint key and tensor of all tensors to average; a tied tensor comes under each of its keys."""
+    keys = checkpoint_keys(model)  # first: the state_dict of a sharded model frees the gathered weights of a forward pass
     named: Iterable[tuple[str, torch.Tensor]] = model.named_parameters(remove_duplicate=False)
     if buffers:
         saved = ((name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name in keys)
@@ -111,7 +111,7 @@ def _twin(tensor: torch.Tensor, former: torch.Tensor | None) -> torch.Tensor:
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, detached; of a sharded one (``DTensor``) the part of this process, which shares its storage."""
+    """Return the detached tensor; for a sharded one (``DTensor``) this process's part, which shares its storage."""
     if hasattr(tensor, "to_local"):
         with torch.no_grad():
             part: torch.Tensor = tensor.to_local()

@@ -1,4 +1,4 @@
-"""``PreemptionHook``: a run that gets a signal saves, and ends cleanly."""
+"""``PreemptionHook``: on a signal, save and end the run cleanly."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from eventloop import ConfigurationError, Hook, Priority, get_logger, mount, reg
 from eventloop.events import AfterRun, BeforeRun, RunView
 from eventloop.training import WorkerSignals
 
-_ONE_REQUEST = 1.0  # seconds in which the same signal counts once
+_ONE_REQUEST = 1.0  # seconds within which a repeated signal is ignored
 
 log = get_logger()
 
 
 @register
 class PreemptionHook(Hook):
-    """Ends a run cleanly when the process gets a signal, as schedulers send before they take a machine away.
+    """End a run cleanly when the process gets a signal, as schedulers send before they take a machine away.
 
-    The present iteration (or accumulation window) is finished, a checkpoint is saved as by ``run.checkpoint_now()``, training
-    ends with ``after_train`` and ``after_run``, everything offloaded is delivered, and ``loop.run()`` returns.
-    ``run.info["stop_reason"]`` and :attr:`received` name the signal. A signal during a validation does the same; a resumed
-    run begins that validation anew. A run without a work dir only ends, with a warning, and so does one that does not train
-    (``loop.test()``). A second signal has the effect that it would have had without the hook: as a rule it ends the process
-    at once. The same signal within a second counts once, because a process gets it twice where the scheduler signals each
-    process of a job and ``torchrun`` hands it on.
+    - The run finishes the present iteration (or accumulation window), and saves as by ``run.checkpoint_now()``. Training ends
+      with ``after_train`` and ``after_run``, offloaded handlers finish, and ``loop.run()`` returns.
+    - ``run.info["stop_reason"]`` and :attr:`received` name the signal.
+    - During a validation the run stops in the same way; a resumed run repeats that validation from its start.
+    - A run that has no work dir or does not train (``loop.test()``) only ends, with a warning.
+    - A second signal acts as without the hook: usually it ends the process at once. The same signal within a second is
+      ignored, because a process gets it twice if the scheduler signals each process and ``torchrun`` forwards it.
 
-    Handlers are installed when a run begins, and the earlier ones come back when it ends, however it ends. Python calls
-    signal handlers on the main thread only, so the run must be there. Where training runs on another thread
-    (``await loop.arun()``), the host application hears signals and calls ``loop.checkpoint_now()`` and ``loop.stop()``.
+    The hook installs its handlers when a run begins, and restores the earlier ones when it ends, also by an exception. Python
+    calls signal handlers on the main thread only, so the run must be on that thread. If training runs on another thread
+    (``await loop.arun()``), the application must handle signals and call ``loop.checkpoint_now()`` and ``loop.stop()``.
 
-    A signal to the whole process group also reaches the workers of DataLoaders, which ignore it while the run lasts. (Workers
-    of an iteration that was under way when the run began need a ``worker_init_fn`` that ignores it.) Other processes that are
-    forked during the run take it as before the run.
+    The workers of DataLoaders ignore these signals during the run, because a signal to the process group also reaches them.
+    Workers that started before the run need a ``worker_init_fn`` that ignores the signals. Other processes that are forked
+    during the run keep the handlers from before the run.
 
     Args:
-        signals: to listen to, such as ``(signal.SIGTERM, signal.SIGUSR1)``, or their names.
+        signals: signals to handle, such as ``(signal.SIGTERM, signal.SIGUSR1)``, or their names.
 
     Raises:
-        ConfigurationError: no signal, one that cannot be caught, or (later) a run outside of the main thread.
+        ConfigurationError: no signal is given, or one cannot be caught. Later: the run is not on the main thread.
     """
 
     priority = Priority.HIGHEST
@@ -53,7 +53,7 @@ class PreemptionHook(Hook):
     def __init__(self, signals: Iterable[int | str] = (signal.SIGTERM,)) -> None:
         self.signals = _checked(signals)
         self.received: signal.Signals | None = None
-        """The signal that ended the present run, or the last one."""
+        """The signal that ended the present or last run, or None."""
         self._received_at = 0.0
         self._workers = WorkerSignals(self.signals)
         self._process = os.getpid()
@@ -63,13 +63,13 @@ class PreemptionHook(Hook):
     def before_run(self, event: BeforeRun) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigurationError(
-                f"{self.label} installs signal handlers, which Python allows on the main thread only, and this run is on "
-                f"the thread {threading.current_thread().name!r}. Remove the hook and call loop.checkpoint_now() and "
-                "loop.stop() where the host application hears signals (anyio.open_signal_receiver, say)"
+                f"{self.label} installs signal handlers, which Python allows on the main thread only, but this run is on "
+                f"the thread {threading.current_thread().name!r}. Remove the hook, and call loop.checkpoint_now() and "
+                "loop.stop() where your application handles signals (such as anyio.open_signal_receiver)"
             )
         self.received = None
         self._process = os.getpid()
-        event.run.defer(self._undo)  # before the first handler is there: an error at the second one undoes it
+        event.run.defer(self._undo)  # first: it also undoes a part of the installation if a signal cannot be handled
         self._workers.ignore()
         for number in self.signals:
             self._previous[number] = signal.getsignal(number)
@@ -77,22 +77,22 @@ class PreemptionHook(Hook):
 
     @mount(priority=Priority.LOWEST)
     def after_run(self, event: AfterRun) -> None:
-        """Log the signal, and wait for the last checkpoint while the handlers are there: a late signal does not cost it."""
+        """Log the signal, and wait for the last checkpoint while signals are still handled."""
         if self.received is not None:
             why = {"reason": "the run has no work_dir"} if event.run.work_dir is None else {}
-            log.warning("ended by a signal", signal=self.received.name, saved=self._saved, iter=event.progress.iter, **why)
+            log.warning("a signal ended the run", signal=self.received.name, saved=self._saved, iter=event.progress.iter, **why)
         event.run.wait_for_saves()
 
     def _heard(self, run: RunView, number: int, frame: FrameType | None) -> None:
-        # Python calls this between any two steps of the main thread, which may hold any lock and be writing a log line:
-        # nothing here may lock, log or change a collection that other code iterates over.
+        # Python calls this between any two instructions of the main thread, which may hold any lock: never lock, log or
+        # change a shared collection here.
         now = time.monotonic()
         if os.getpid() == self._process and number == self.received and now - self._received_at < _ONE_REQUEST:
             return
         if self.received is not None or os.getpid() != self._process:
             self._end_at_once(signal.Signals(number))
             return
-        self._received_at = now  # first: this signal may strike again between the two
+        self._received_at = now  # first: the same signal may come again between the two lines
         self.received = signal.Signals(number)
         self._saved = run.training and run.work_dir is not None
         if self._saved:
@@ -100,7 +100,7 @@ class PreemptionHook(Hook):
         run.stop(f"signal {self.received.name}")
 
     def _end_at_once(self, number: signal.Signals) -> None:
-        """Let the signal have the effect that it had before the run; one that was ignored has its default one."""
+        """Send the signal to the handler from before the run, or to the default one if it was ignored then."""
         previous = self._previous.get(number)
         self._restore_handlers()
         if previous in (signal.SIG_IGN, None):
@@ -114,7 +114,7 @@ class PreemptionHook(Hook):
     def _restore_handlers(self) -> None:
         while self._previous:
             number, handler = self._previous.popitem()
-            # None: it was not installed from Python, which then cannot put it back.
+            # None: the handler was not installed from Python, so Python cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
@@ -125,7 +125,7 @@ def _checked(signals: Iterable[int | str]) -> tuple[signal.Signals, ...]:
     except (TypeError, ValueError, KeyError):
         raise ConfigurationError(f"signals={signals!r}: give a tuple of signals, such as (signal.SIGTERM,)") from None
     if not chosen:
-        raise ConfigurationError("signals=(): give at least one, such as signal.SIGTERM, or leave the hook out")
+        raise ConfigurationError("signals=(): give at least one signal, such as signal.SIGTERM, or remove the hook")
     for number in {signal.SIGKILL, signal.SIGSTOP} & set(chosen):
-        raise ConfigurationError(f"{number.name} cannot be caught by any process; listen to the one that comes before it")
+        raise ConfigurationError(f"{number.name} cannot be caught; give the signal that is sent before it, such as SIGTERM")
     return chosen

@@ -1,4 +1,4 @@
-"""``ProfilerHook``: torch's profiler over the first epochs or iterations of a training."""
+"""``ProfilerHook``: profile the first epochs or iterations of a training with torch's profiler."""
 
 from __future__ import annotations
 
@@ -23,35 +23,34 @@ TraceHandler = Callable[[profile], object]
 
 @register
 class ProfilerHook(Hook):
-    """Profiles the first ``profile_times`` epochs or iterations of a training, in a resumed one those after the resume.
+    """Profile the first ``profile_times`` epochs or iterations after training begins or is resumed.
 
-    A profiled iteration takes much longer, and a profile stays in memory until it is closed: a few iterations are as
-    informative as an epoch. An error in torch's profiler is logged and ends the profile, not the run; an error in your own
-    ``on_trace_ready`` ends the run.
+    Profile a few iterations: they are much slower, and the profile stays in memory until it is closed. An error in torch's
+    profiler is logged and ends the profile, not the run. An error in your own ``on_trace_ready`` ends the run.
 
     Args:
-        by_epoch: count epochs, else iterations.
+        by_epoch: count epochs; False counts iterations.
         profile_times: number of epochs or iterations.
         activities: what to profile: ``"cpu"``, ``"cuda"``, ``"xpu"``, or members of ``torch.profiler.ProfilerActivity``. By
             default everything that torch can profile on this machine.
-        activity_with_cpu: MMEngine's way to say it: the CPU is among the activities (as it is there by default);
-        activity_with_cuda: and so is CUDA (not by default).
-        schedule: when to record within that time: the arguments of ``torch.profiler.schedule`` as a mapping (``wait``,
-            ``warmup``, ``active``, ``repeat``, ``skip_first``), in iterations, or its result. None records all of it.
-        on_trace_ready: a function of the profiler; ``{"type": "log_trace"}`` with the arguments of ``key_averages().table``
-            (``sort_by``, ``row_limit``) logs a table; ``{"type": "tb_trace"}`` with those of ``tensorboard_trace_handler``
-            (``dir_name``, in the work dir, ``worker_name``, ``use_gzip``) writes files for TensorBoard's profiler plugin. None
-            logs a table, unless there is a ``json_trace_path``. Where torch cannot make the table, the trace goes to
-            ``profile-step{n}.json`` in the work dir.
-        record_shapes: note the shapes of operators' inputs.
-        profile_memory: note the memory that operators allocate.
-        with_stack: note the source lines of operators.
+        activity_with_cpu: MMEngine's option to profile the CPU, in place of ``activities`` (default True).
+        activity_with_cuda: MMEngine's option to profile CUDA, in place of ``activities`` (default False).
+        schedule: a mapping of the arguments of ``torch.profiler.schedule`` in iterations (``wait``, ``warmup``, ``active``,
+            ``repeat``, ``skip_first``), or its result. None records every iteration.
+        on_trace_ready: a function that takes the profiler. ``{"type": "log_trace"}`` with the arguments of
+            ``key_averages().table`` (``sort_by``, ``row_limit``) logs a table. ``{"type": "tb_trace"}`` with the arguments of
+            ``tensorboard_trace_handler`` (``dir_name`` in the work dir, ``worker_name``, ``use_gzip``) writes files for
+            TensorBoard's profiler plugin. None logs a table, unless there is a ``json_trace_path``. If torch cannot make the
+            table, the trace goes to ``profile-step{n}.json`` in the work dir.
+        record_shapes: record the shapes of operators' inputs.
+        profile_memory: record the memory that operators allocate.
+        with_stack: record the source lines of operators.
         with_flops: estimate the operations of matrix products and convolutions.
-        json_trace_path: file for the last trace, for chrome://tracing or Perfetto, ``.json`` or ``.json.gz``; a relative path
-            is relative to the work dir, if the run has one.
+        json_trace_path: file for the last trace (``.json`` or ``.json.gz``), for chrome://tracing or Perfetto; relative to the
+            work dir if the run has one.
 
     Raises:
-        ConfigurationError: an option that cannot work; or later, ``by_epoch`` in iteration-based training, or another hook is
+        ConfigurationError: an option is invalid. Later: ``by_epoch`` in iteration-based training, or another hook is
             profiling.
     """
 
@@ -98,8 +97,8 @@ class ProfilerHook(Hook):
     def before_train(self, event: BeforeTrain) -> None:
         if self.by_epoch and event.progress.max_iters is not None:
             raise ConfigurationError(
-                f"{self.label}(by_epoch=True): iteration-based training is one long epoch, and all of it would be profiled; "
-                "say by_epoch=False, profile_times=<iterations>"
+                f"{self.label}(by_epoch=True) would profile the whole training, because iteration-based training is one long "
+                "epoch; give by_epoch=False, profile_times=<iterations>"
             )
         self._count = 0
         json_path = None if self._json is None else _in_work_dir(self._json, event.run)
@@ -127,7 +126,7 @@ class ProfilerHook(Hook):
             session.close()
 
     def _handler(self, run: RunView) -> TraceHandler | None:
-        """Return the function for traces, None where the file is enough."""
+        """Return the function for traces, or None if only the file is wanted."""
         if callable(self._trace) or (self._trace is None and self._json is not None):
             return self._trace
         options = dict(self._trace or {"type": "log_trace"})
@@ -136,7 +135,7 @@ class ProfilerHook(Hook):
             write = lambda profiler: self._log_table(profiler, options, run)  # noqa: E731
         else:
             directory = _in_work_dir(options.pop("dir_name", "tf_tracing_logs"), run)
-            log.info("traces for TensorBoard", directory=str(directory))
+            log.info("writing traces for TensorBoard", directory=str(directory))
             write = tensorboard_trace_handler(str(directory), **options)
 
         def handle(profiler: profile) -> None:
@@ -148,10 +147,10 @@ class ProfilerHook(Hook):
     def _log_table(self, profiler: profile, options: dict[str, Any], run: RunView) -> None:
         try:
             table = profiler.key_averages().table(**options)
-        except Exception:  # such as names that are not UTF-8, which torch 2.13 makes with with_stack and profile_memory
+        except Exception:  # torch 2.13 makes names that are not UTF-8 with with_stack and profile_memory
             path = _in_work_dir(f"profile-step{profiler.step_num}.json", run)
             path.parent.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(path))  # torch has it still, and writes it without reading it
+            profiler.export_chrome_trace(str(path))  # this works, because it does not decode the names
             log.exception("torch cannot make a table of the profile; the trace is in a file", hook=self.label, path=str(path))
         else:
             log.info("profile\n" + table)
@@ -167,19 +166,20 @@ def _check_trace(trace: TraceHandler | Mapping[str, Any] | None) -> None:
     kind = trace.get("type")
     if kind not in ("log_trace", "tb_trace"):
         raise ConfigurationError(
-            f'on_trace_ready={trace!r}: give a function of the profiler, {{"type": "log_trace"}} or {{"type": "tb_trace"}}'
+            f"on_trace_ready={trace!r}: give a function that takes the profiler, "
+            f'{{"type": "log_trace"}} or {{"type": "tb_trace"}}'
         )
     takes = EventList.table if kind == "log_trace" else tensorboard_trace_handler
     known = inspect.signature(takes).parameters.keys() - {"self"}
     unknown = trace.keys() - known - {"type"}
     if unknown:
         raise ConfigurationError(
-            f"on_trace_ready: {kind} takes no {', '.join(map(repr, sorted(unknown)))}; it takes {', '.join(sorted(known))}"
+            f"on_trace_ready: {kind} has no option {', '.join(map(repr, sorted(unknown)))}; it has {', '.join(sorted(known))}"
         )
     column = trace.get("sort_by")
     if kind == "log_trace" and column is not None and not hasattr(FunctionEventAvg(), str(column).replace("cuda", "device")):
         raise ConfigurationError(
-            f'on_trace_ready: sort_by={column!r} is not a column of the table; "self_cpu_time_total", say, or "cpu_time_total"'
+            f'on_trace_ready: sort_by={column!r} is not a column of the table; give "self_cpu_time_total", for example'
         )
 
 
@@ -188,17 +188,17 @@ def _check_json(path: str | Path | None, trace: object) -> None:
         raise ConfigurationError(f"json_trace_path={path!r}: give the name of a file that ends in .json or .json.gz")
     if path is not None and isinstance(trace, Mapping) and trace["type"] == "tb_trace":
         raise ConfigurationError(
-            f"json_trace_path={str(path)!r}: torch writes a trace once, and tb_trace has done so; its file in dir_name is one "
-            "for chrome://tracing, too"
+            f"json_trace_path={str(path)!r} with tb_trace: torch writes a trace only once. Remove json_trace_path; the file in "
+            "dir_name also opens in chrome://tracing"
         )
 
 
 def _of_flags(activities: object, cpu: bool | None, cuda: bool | None) -> list[str]:
     if activities is not None:
-        raise ConfigurationError("activities= and activity_with_cpu=, activity_with_cuda= say the same thing; give one of them")
+        raise ConfigurationError("activities= is given with activity_with_cpu= or activity_with_cuda=; give one of them")
     chosen = [name for name, wanted in (("cpu", cpu is not False), ("cuda", cuda is True)) if wanted]
     if not chosen:
-        raise ConfigurationError("activity_with_cpu=False, activity_with_cuda=False: nothing left to profile; choose one")
+        raise ConfigurationError("activity_with_cpu=False, activity_with_cuda=False: nothing to profile; set one to True")
     return chosen
 
 
@@ -211,7 +211,7 @@ def _activities(activities: Iterable[str | ProfilerActivity] | None) -> list[Pro
     chosen = [names.get(one.lower()) if isinstance(one, str) else one for one in given]
     if not chosen or not all(one in supported for one in chosen):
         raise ConfigurationError(
-            f"activities={activities!r}: torch can profile {', '.join(map(repr, sorted(names)))} on this machine"
+            f"activities={activities!r}: on this machine torch can profile {', '.join(map(repr, sorted(names)))}"
         )
     return [one for one in chosen if one is not None]
 

@@ -1,4 +1,4 @@
-"""A use of torch's profiler from its start to its file: one at a time, and failing without harm to the run."""
+"""Sessions of torch's profiler: one at a time, and an error in torch does not end the run."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ log = get_logger()
 
 @contextmanager
 def survived(owner: str) -> Iterator[None]:
-    """Log errors of torch's profiler, and go on: a profile is not worth a run. ``owner`` is the label of the hook."""
+    """Log an error of torch's profiler instead of raising it. ``owner`` is the label of the hook."""
     try:
         yield
     except Exception:
-        log.exception("torch's profiler failed; training goes on without this profile", hook=owner)
+        log.exception("torch's profiler failed; training continues without this profile", hook=owner)
 
 
 class ProfilerSession:
-    """One use of a profiler. Torch lets a second one begin, and silently loses the data of the first.
+    """One use of a profiler. A second session at the same time is an error: torch would lose the data of the first.
 
-    An error in torch is logged and ends the session; an error of the user's function ends the run.
+    An error in torch is logged and ends the session. An error in the user's function ends the run.
 
     Args:
         owner: label of the hook, for errors.
-        make: makes the profiler, given the function for traces (None: no function).
-        on_trace_ready: the user's own function for traces.
-        json_path: file for the last trace, None for no file.
+        make: makes the profiler; its argument is the function for traces, or None.
+        on_trace_ready: the user's function for traces, or None.
+        json_path: file for the last trace, or None.
     """
 
     _active: ClassVar[str | None] = None
@@ -52,7 +52,7 @@ class ProfilerSession:
             assert on_trace_ready is not None  # noqa: S101 - else the profiler does not know this function
             try:
                 on_trace_ready(profiler)
-            except BaseException as error:  # noqa: BLE001 - torch must come to the end of its work; raised right after it
+            except BaseException as error:  # noqa: BLE001 - raised when torch has finished its work
                 self._failure = error
 
         self._profiler = make(None if on_trace_ready is None else hand_over)
@@ -61,27 +61,27 @@ class ProfilerSession:
         """Start the profiler.
 
         Raises:
-            ConfigurationError: another one is running.
+            ConfigurationError: another profiler is running.
         """
         if ProfilerSession._active is not None:
             raise ConfigurationError(
-                f"{self._owner} cannot profile while {ProfilerSession._active} does, as torch has one profiler at a time; "
+                f"{self._owner} cannot profile while {ProfilerSession._active} is profiling: torch runs one profiler at a time; "
                 "remove one of them"
             )
         ProfilerSession._active = self._owner
         self._run(self._profiler.__enter__)
 
     def step(self) -> None:
-        """Tell the profiler that an iteration has ended; a schedule may hand a trace over then."""
+        """Step the profiler at the end of an iteration; a schedule may produce a trace here."""
         if self._running:
             with warnings.catch_warnings():
-                # Each cycle of a schedule has a trace of its own, as it should be.
+                # The warning is about intended behaviour: each cycle of a schedule has its own trace.
                 warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
                 self._run(self._profiler.step)
             self._raise_failure()
 
     def close(self, *, write: bool = True) -> None:
-        """Stop the profiler, which hands its trace over, and write the file, unless ``write`` is False; once."""
+        """Stop the profiler, and write its last trace to the file unless ``write`` is False."""
         if not self._running:
             return
         self._running = False
@@ -94,8 +94,8 @@ class ProfilerSession:
         self._raise_failure()
 
     def _run(self, do: Callable[[], object]) -> None:
-        """Call the profiler. The session is over if that fails: then another one may begin."""
-        # Stopping a second time would crash the process if Ctrl-C, say, came between two traces.
+        """Call the profiler. A failure ends the session, so that another one can begin."""
+        # First False: after Ctrl-C between two traces, stopping again would crash the process.
         self._running = False
         try:
             with survived(self._owner):
@@ -111,8 +111,8 @@ class ProfilerSession:
             raise failure
 
     def _write(self, path: Path) -> None:
-        if getattr(self._profiler, "profiler", self) is None:  # torch.profiler's has one inside once it records
-            log.warning("nothing was recorded, so there is no trace to write", hook=self._owner, path=str(path))
+        if getattr(self._profiler, "profiler", self) is None:  # torch.profiler.profile has not recorded anything
+            log.warning("the profiler recorded nothing; no trace is written", hook=self._owner, path=str(path))
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         self._profiler.export_chrome_trace(str(path))

@@ -1,4 +1,4 @@
-"""``ProgressBar``: the progress of a run, on the last line of the terminal."""
+"""``ProgressBar``: show the progress of a run on the last line of the terminal."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from eventloop.events import AfterEpoch, AfterIter, BeforeEpoch, BeforeRun, RunE
 
 log = get_logger()
 
-_NEW = 0.4  # the weight of a new value in the smoothed losses
+_NEW = 0.4  # weight of a new value in the smoothed losses
 
 
 class BarMoved(RunEvent, kw_only=True):
-    """The progress bar has moved: ``done`` of ``total`` batches; ``total_iters`` of the whole training."""
+    """A new position of the progress bar: ``done`` of ``total`` batches; ``total_iters`` counts the whole training."""
 
     done: int = 0
     total: int | None = None
@@ -33,14 +33,14 @@ class BarMoved(RunEvent, kw_only=True):
 
 @register
 class ProgressBar(Hook):
-    """A bar for the present epoch, validation or test, with its losses and the time left of the training.
+    """Show a bar for the present epoch, validation or test, with its losses and the time left of the training.
 
-    Ten times a second it hands a few numbers to a thread that draws; in all other iterations it looks at the clock. Where
-    the output is not a terminal it does nothing. ``ConsoleWriter`` prints above it if the two share a console, as by default.
-    The bar disappears at the end of every run. The cursor is never hidden, so it survives a process that is killed.
+    Ten times a second the hook passes a few numbers to a thread that draws; other iterations only read the clock. If the
+    output is not a terminal, the hook does nothing. ``ConsoleWriter`` prints above the bar if both use the same console, as by
+    default. The bar disappears at the end of the run. The cursor stays visible, also if the process is killed.
 
     Args:
-        console: to draw on; rich's shared one by default.
+        console: console to draw on; by default rich's shared one.
 
     Raises:
         ConfigurationError: ``console`` is not a rich console.
@@ -54,13 +54,13 @@ class ProgressBar(Hook):
     def __init__(self, console: Console | None = None) -> None:
         self._console = console
         self._shown = False
-        # Drawing starts on the lane's thread and is ended by the training thread.
+        # The lane's thread starts drawing, the training thread ends it.
         self._lock = threading.Lock()
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._title = ""
         self._losses: dict[str, float] = {}
-        self._start: tuple[float, int] | None = None  # a moment of this run, in seconds, and the iterations done by then
+        self._start: tuple[float, int] | None = None  # a time in this run (seconds), and the iterations done by then
         self._eta: float | None = None  # seconds
 
     def before_run(self, event: BeforeRun) -> None:
@@ -95,16 +95,16 @@ class ProgressBar(Hook):
             try:
                 if progress is not None:
                     progress.stop()
-            except Exception:  # a lost terminal must not fail a run that was fine
-                log.exception("the progress bar could not be ended")
+            except Exception:  # a lost terminal must not fail the run
+                log.exception("cannot remove the progress bar")
 
-    # A terminal that takes nothing (Ctrl-S, a slow connection) must not stop the training: old positions are dropped.
+    # A blocked terminal (Ctrl-S, a slow connection) must not stop training, so the queue drops old positions.
     @mount(BarMoved, offload="thread", batch=64, queue=64, full="drop_old", disable_after=3)
     def draw(self, events: list[BarMoved]) -> None:
         for event in events:
             self._take(event)
         with self._lock:
-            if self._shown:  # else the run is over, and drawing must not start again
+            if self._shown:  # False after the end of the run
                 self._draw(events[-1])
 
     def _take(self, event: BarMoved) -> None:
@@ -114,7 +114,7 @@ class ProgressBar(Hook):
         for name, value in event.outputs.items():
             if "loss" in name and isinstance(value, int | float):
                 old = self._losses.get(name, value)
-                # One NaN would stay in the average for ever; shown once is enough.
+                # A NaN would stay in the average for ever, so restart the average after it.
                 self._losses[name] = _NEW * value + (1 - _NEW) * old if isfinite(old) else value
         if event.progress.stage == "train" and event.done:
             now, done = time.monotonic(), event.progress.iter + 1
@@ -131,13 +131,13 @@ class ProgressBar(Hook):
         if event.progress.stage == "train" and self._eta is not None:
             details.append(f"eta {timedelta(seconds=round(self._eta))}")
         title = _title(event)
-        if title != self._title:  # a new task, because rich takes total=None (a loader without a length) for "as it was"
+        if title != self._title:  # a new task, because rich ignores an update to total=None (a loader without a length)
             for task in progress.task_ids:
                 progress.remove_task(task)
             self._task, self._title = progress.add_task(title, total=event.total, details=""), title
         progress.update(self._task, completed=event.done, details="  ".join(details))
         if not progress.live.is_started:
-            with progress.console as console:  # in one write: a process that is killed (SIGTERM) leaves no hidden cursor behind
+            with progress.console as console:  # one write, so that a killed process (SIGTERM) leaves the cursor visible
                 progress.start()
                 console.show_cursor(True)
         progress.refresh()
@@ -150,9 +150,9 @@ def _new_progress(console: Console) -> Progress:
         MofNCompleteColumn(),
         TextColumn("[dim]{task.fields[details]}"),
         console=console,
-        auto_refresh=False,  # it would draw from a thread of its own, whose errors could not be handled
+        auto_refresh=False,  # rich would draw from its own thread, whose errors we could not handle
         transient=True,
-        # Printed lines stand above the bar; but output to a file or a pipe stays there.
+        # Show printed lines above the bar, but do not redirect output to a file or a pipe.
         redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
         redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),
     )

@@ -1,4 +1,4 @@
-"""Stripped copies of checkpoints, named by their content, and the removal of files that killed processes leave behind."""
+"""Publish smaller copies of checkpoints, named by their content, and remove files that killed processes left behind."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _STILL = 60.0  # seconds without a change after which no process is writing a te
 
 
 def publish_checkpoint(path: AnyPath, keys: Iterable[str]) -> AnyPath:
-    """Write a copy with only ``keys``, beside the checkpoint, named ``<name>-<first 8 hex digits of its SHA-256>``.
+    """Write a copy of a checkpoint with only ``keys`` (such as ``"state_dict"``) beside it; return its path.
 
-    ``keys`` are of the checkpoint's tree, such as ``"state_dict"``. Returns the path of the copy.
+    The copy's name is ``<name>-<first 8 hex digits of its SHA-256>``.
 
     Raises:
         CheckpointError: the checkpoint has none of these keys, cannot be read, or the copy cannot be written.
@@ -46,30 +46,30 @@ def publish_checkpoint(path: AnyPath, keys: Iterable[str]) -> AnyPath:
         link(temporary, published)
     finally:
         remove(temporary)
-    log.info("published", path=str(published), keys=list(stripped))
+    log.info("checkpoint published", path=str(published), keys=list(stripped))
     return published
 
 
 def keys_to_publish(keys: Iterable[str], there: Iterable[str], checkpoint: str) -> list[str]:
-    """Return those of ``keys`` that are ``there``, in a checkpoint; warn of the others.
+    """Return the ``keys`` that a checkpoint has (``there``), and warn about missing ones.
 
     Raises:
-        CheckpointError: none of them is.
+        CheckpointError: all keys are missing.
     """
     there, wanted = list(there), list(keys)
     missing = [key for key in wanted if key not in there]
     if len(missing) == len(wanted):
-        raise CheckpointError(f"{checkpoint} has nothing to publish under {', '.join(missing)}; it has {', '.join(there)}")
+        raise CheckpointError(f"{checkpoint} has no key {', '.join(missing)} to publish; its keys are {', '.join(there)}")
     if missing:
-        log.warning("the checkpoint lacks keys to publish", path=checkpoint, missing=missing)
+        log.warning("the checkpoint lacks some of published_keys", path=checkpoint, missing=missing)
     return [key for key in wanted if key not in missing]
 
 
 def sweep(directory: AnyPath) -> bool:
-    """Remove files that a killed process has left in ``directory``: temporary ones, and parts of sharded checkpoints.
+    """Remove files that a killed process left in ``directory``: temporary ones, and parts of sharded checkpoints.
 
-    Files changed within the last minute stay: another process (an evaluation beside the training) may be writing them. So do
-    those whose time of change the store does not know. Returns True if there are sharded checkpoints.
+    Files that changed within the last minute stay, because another process may be writing them. Files without a time of change
+    also stay. Returns True if there are sharded checkpoints.
     """
     for path, changed in list_files(directory):
         leftover = path.name.startswith(TEMPORARY_PREFIX) and path.suffix == ".tmp"
@@ -79,5 +79,5 @@ def sweep(directory: AnyPath) -> bool:
             remove(path)
             log.info("removed a file that a killed process left behind", path=str(path))
         except CheckpointError as error:
-            log.warning("a temporary file could not be removed", path=str(path), error=str(error))
+            log.warning("cannot remove a temporary file", path=str(path), error=str(error))
     return isinstance(directory, Path) and sweep_shards(directory)

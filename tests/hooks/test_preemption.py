@@ -151,7 +151,7 @@ def test_sigterm_finishes_the_iteration_saves_and_ends_in_order_and_a_resumed_ru
         child.go_on()
         status, said, log = child.end()
     assert (status, said) == (0, ["signal SIGTERM", f"{done} iterations", "the handler from before"]), log
-    assert "ended by a signal" in log
+    assert "a signal ended the run" in log
     assert (tmp_path / "last_checkpoint").read_text() == f"iter_{done}.safetensors"
     assert load(tmp_path / f"iter_{done}.safetensors")["progress"]["iter"] == done
     weights = resumed(tmp_path)

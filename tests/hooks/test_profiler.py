@@ -196,7 +196,7 @@ def test_a_schedule_that_never_records_is_told_instead_of_a_file(job: SimpleName
     with capture_logs() as logs:
         job.loop(hook, work_dir=tmp_path).run()
     assert not (tmp_path / "trace.json").exists()
-    assert any("nothing was recorded" in entry["event"] for entry in logs)
+    assert any("the profiler recorded nothing" in entry["event"] for entry in logs)
 
 
 def test_counting_epochs_in_iteration_based_training_is_an_error(job: SimpleNamespace) -> None:
@@ -228,7 +228,7 @@ def test_activities_by_name_or_as_torchs(job: SimpleNamespace, traces: Any, acti
         ({"activities": []}, "activities"),
         ({"activities": ["gpu"]}, "activities.*'cpu'"),
         ({"activities": "cpu", "activity_with_cpu": True}, "give one of them"),
-        ({"activity_with_cpu": False}, "nothing left"),
+        ({"activity_with_cpu": False}, "nothing to profile"),
         ({"activity_with_cpu": "yes"}, "activity_with_cpu"),
         ({"schedule": {"wait": 1}}, "schedule.*warmup"),
         ({"schedule": {"wait": 0, "warmup": 0, "active": 0}}, "schedule"),
