@@ -65,7 +65,7 @@ class ProfilerSession:
         """
         if ProfilerSession._active is not None:
             raise ConfigurationError(
-                f"{self._owner} cannot profile while {ProfilerSession._active} is profiling: torch runs one profiler at a time; "
+                f"{self._owner} cannot profile while {ProfilerSession._active} is: torch runs one profiler at a time; "
                 "remove one of them"
             )
         ProfilerSession._active = self._owner
