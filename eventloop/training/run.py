@@ -455,13 +455,16 @@ class Run:
             )
         into[HOSTED] = self._saves.gather()
 
+    @check_options
     def apply_state(self, from_: Mapping[str, Any]) -> None:
         """Go on from the state that :meth:`gather_state` put into a checkpoint, or from one of a registered foreign format.
 
         Call it right after ``with Run(...) as run:``, before ``run.epochs()`` and ``run.train()``, or in a handler of
-        ``before_run``. Hooks get ``after_load_checkpoint``, as with ``resume=``; ``strict=`` of the run holds.
+        ``before_run``. Hooks get ``after_load_checkpoint``, as with ``resume=``; ``strict=`` of the run holds. The training
+        leaves ``from_`` as it is, so that several runs can go on from it.
 
         Raises:
+            ConfigurationError: ``from_`` is not a mapping.
             TrainingError: the run has not begun, or its training has.
             CheckpointError: it holds no state of a run, or that of another model or optimizer.
         """

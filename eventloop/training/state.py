@@ -226,7 +226,8 @@ class RunState:
         """Raise TrainingError outside of the run."""
         if "run" not in self.scopes:
             raise TrainingError(
-                f"{methods} belong into a run that has begun and not ended: write `with Run(...) as run:` around the loop"
+                f"{methods} can only be called in a run that has begun and not ended: write `with Run(...) as run:` around the "
+                "loop"
             )
 
     def go_on(self) -> None:

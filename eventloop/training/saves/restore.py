@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import torch
+from torch.utils._pytree import tree_map
 
 from eventloop import events as ev
 from eventloop.checkpoint import AnyPath, as_path, convert_foreign, has_shards, load, verify_shards
@@ -84,7 +86,9 @@ class Restore:
                     f"it has {', '.join(map(repr, list(from_)[:8])) or 'nothing'}"
                 )
             state = converted[0]
-        self._apply(state_of_rank(state, this_rank(), world_size()), "")
+        # Weights are copied when they are loaded. Optimizers and hooks keep what they get, and training changes it in place.
+        own = {key: value if key == "state_dict" else _copied(value) for key, value in state.items()}
+        self._apply(state_of_rank(own, this_rank(), world_size()), "")
 
     def _apply(self, state: Mapping[str, Any], path: str) -> None:
         """Put ``state`` into the run; the random states come last, so that nothing in between draws from them."""
@@ -163,6 +167,10 @@ class Restore:
         if not has_shards(state):
             return spread(state, like)
         return put_shards(state, path, like, None if self._saves.ranks is None else self._saves.ranks.group)
+
+
+def _copied(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf), tree)
 
 
 def placement(

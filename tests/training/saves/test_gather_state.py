@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from eventloop import Bus, CheckpointError, Run, TrainingError, Update
+from eventloop import Bus, CheckpointError, ConfigurationError, Run, TrainingError, Update
 from eventloop.errors import CheckpointValueError
 from hooks import EMAHook, LoggerHook, ParamSchedulerHook
 
@@ -214,6 +214,13 @@ def test_a_handler_of_before_run_may_apply_a_state_to_a_loop(parts, tmp_path):
     parts.assert_same(rest.model.state_dict(), whole.model.state_dict())
 
 
+def test_several_runs_go_on_from_one_state_in_memory(parts, tmp_path):
+    """The training of the first would change the tensors of the optimizer in place that the second one begins with."""
+    state = gathered(tmp_path, "trained 0")
+    first, second = (Job(tmp_path / name).train(state=state) for name in ("first", "second"))
+    parts.assert_same(first, second)
+
+
 def test_a_state_within_an_accumulation_window_has_its_gradients(parts, tmp_path):
     def job(state: Any = None, stop: int = 8) -> Any:
         bus, model = Bus(), parts.model()
@@ -294,6 +301,12 @@ def test_a_checkpoint_without_a_state_of_a_run_is_an_error_that_names_what_it_ha
         run.apply_state({"epoch": 1, "model": {}})
     with pytest.raises(CheckpointError, match="is not a checkpoint of a run"), Run(model=parts.model()) as run:
         run.apply_state({"trainbus": {"state_dict": {}}})
+
+
+@pytest.mark.parametrize("given", [None, [], "host.pt"])
+def test_what_is_not_a_mapping_is_an_error(parts, given):
+    with Run(model=parts.model()) as run, pytest.raises(ConfigurationError, match=r"from_=.*: give a mapping"):
+        run.apply_state(given)
 
 
 def test_a_state_of_another_model_is_an_error_unless_strict_is_false(parts):
