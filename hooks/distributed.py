@@ -1,4 +1,4 @@
-"""Hooks for training in several processes: the same order of the data, and the same buffers, on all ranks."""
+"""Hooks for training in several processes: seed the sampler, and keep buffers equal on all ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from eventloop.training import set_sampler_epoch
 
 @register
 class DistSamplerSeedHook(Hook):
-    """Calls ``set_epoch(epoch)`` on the sampler of the training data before each epoch.
+    """Call ``set_epoch(epoch)`` on the sampler of the training data before each epoch.
 
-    A ``DistributedSampler`` draws its order from its seed and this number: without the call, all epochs have the same order.
-    The sampler is the loader's ``sampler``, else its ``batch_sampler``'s, else the ``batch_sampler`` itself: the first one
-    that has a ``set_epoch``. A loader without any draws from the random state of the run and is left alone.
+    A ``DistributedSampler`` draws its order from its seed and the epoch; without the call all epochs have the same order. The
+    hook uses the first ``set_epoch`` among the loader's ``sampler``, its ``batch_sampler``'s sampler and the ``batch_sampler``.
+    It ignores a loader without one, which draws from the random state of the run.
 
-    In iteration-based training there is one long epoch; when the data begins anew in it, the run itself tells the sampler.
+    Iteration-based training has one long epoch; there the run calls ``set_epoch`` each time the data starts again.
     """
 
     def before_train_epoch(self, event: BeforeTrainEpoch) -> None:
@@ -29,16 +29,16 @@ class DistSamplerSeedHook(Hook):
 
 @register
 class SyncBuffersHook(Hook):
-    """Replaces the buffers of the models by their mean over all ranks, after each training epoch.
+    """Replace the buffers of the models by their mean over all ranks, after each training epoch.
 
-    It also does so before a validation within an epoch, as in iteration-based training. Each rank has seen other batches, so
-    its batch norms have other running statistics; validation and checkpoints after this hook see the mean. Floating and
-    complex buffers are averaged, integers (counts) too, rounded down; boolean masks stay. In a single process the hook does
-    nothing. It is a collective: every rank needs the hook, and models with the same buffers.
+    The hook also does so before a validation within an epoch, as in iteration-based training. Each rank sees other batches, so
+    the running statistics of batch norms differ between ranks; validations and checkpoints after this hook see the mean.
+    Integer buffers (counts) are rounded down; boolean buffers stay. In a single process the hook does nothing. Every rank
+    needs the hook, and models with the same buffers.
     """
 
     def __init__(self) -> None:
-        self._synced_at: int | None = None  # the iterations done at the last time
+        self._synced_at: int | None = None  # iterations done at the last synchronisation
 
     def before_train(self, event: BeforeTrain) -> None:
         self._synced_at = event.progress.iter  # all ranks begin with the same buffers
@@ -57,7 +57,7 @@ class SyncBuffersHook(Hook):
 
 
 def average_over_ranks(tensors: Iterable[torch.Tensor]) -> None:
-    """Replace tensors by their mean over all ranks of the default process group, one message for each dtype and device."""
+    """Replace tensors by their mean over all ranks of the default process group, with one message per dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.dtype is not torch.bool and tensor.numel():

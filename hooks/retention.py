@@ -1,4 +1,4 @@
-"""Which checkpoint files of a directory stay: nothing is removed before its successor is durable."""
+"""Decide which checkpoint files stay: a file is removed only after its successor is durable."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ log = get_logger()
 SUFFIX = ".safetensors"
 
 KEPT = Slot("kept checkpoints", list)
-"""The policies of all of a run's hooks: a file that one of them keeps, no other removes."""
+"""The policies of all hooks of a run. A hook does not remove a file that another one keeps."""
 
 REGULAR = ""
-"""The kind of the files that are no best ones; the kind of those is the name of the metric."""
+"""The kind of regular files. The kind of a best file is the name of its metric."""
 
 
 class KeptFile(msgspec.Struct):
-    """A file that was requested, and becomes durable later."""
+    """A requested file, and whether it is durable yet."""
 
     name: str
     score: float | None = None
@@ -35,27 +35,27 @@ class KeptFile(msgspec.Struct):
 class RetentionPolicy:
     """The files that one hook keeps: the newest durable ones, and the best durable one by each metric.
 
-    The training thread requests files, the committing thread reports their fate.
+    The training thread requests files. The committing thread reports whether they are durable or have failed.
 
     Args:
-        keep: how many regular files stay; None keeps all.
-        best: the metrics.
+        keep: number of regular files that stay; None keeps all.
+        best: the metrics with a best file.
     """
 
     def __init__(self, keep: int | None, best: BestMetrics) -> None:
         self.directory: AnyPath | None = None
         self.best = best
         self._keep = keep
-        self._files: dict[str, list[KeptFile]] = {REGULAR: []}  # by kind, the oldest first
+        self._files: dict[str, list[KeptFile]] = {REGULAR: []}  # by kind, oldest first
         self._of_run: list[RetentionPolicy] = [self]
         self._lock = threading.Lock()
 
     def begin(self, directory: AnyPath | None, of_run: list[RetentionPolicy]) -> None:
-        """Begin a run. If it saves to another directory than the run before, that one's files and scores are forgotten.
+        """Begin a run. In a new directory, forget the files and scores of the run before.
 
         Args:
-            directory: of the files.
-            of_run: the policies of the run's other hooks, to which this one is added.
+            directory: directory of the files.
+            of_run: policies of the run's other hooks; this policy is added to them.
         """
         self._of_run = of_run
         of_run.append(self)
@@ -67,12 +67,12 @@ class RetentionPolicy:
 
     @property
     def best_scores(self) -> dict[str, float | None]:
-        """The score of the newest file of each metric."""
+        """Best score so far by metric: that of the metric's newest file."""
         with self._lock:
             return {kind: files[-1].score for kind, files in self._files.items() if kind != REGULAR and files}
 
     def newest(self, *, regular: bool) -> list[str]:
-        """Return the best file of each metric, with ``regular`` after the newest regular one; durable ones only."""
+        """Return the names of the durable best files, and with ``regular`` the newest regular file first."""
         with self._lock:
             newest = [files[-1] for kind, files in self._files.items() if files and (regular or kind != REGULAR)]
             return [file.name for file in newest if file.durable]
@@ -82,19 +82,19 @@ class RetentionPolicy:
             return any(file.name == name for files in self._files.values() for file in files)
 
     def put(self, name: str, kind: str = REGULAR, score: float | None = None) -> None:
-        """Note a requested file; it replaces one of the same name."""
+        """Add a requested file. It replaces a file of the same name."""
         with self._lock:
             files = self._files.setdefault(kind, [])
             if score is None and files and files[-1].name == name:
-                return  # requested again: if the second save is not written, the first one's file is still there
+                return  # requested again: if the second save fails, the file of the first one still exists
             self._files[kind] = [*(file for file in files if file.name != name), KeptFile(name, score)]
 
     def own(self, paths: Iterable[str]) -> Collection[str]:
-        """Return the names of those files that are in the directory."""
+        """Return the names of the files that are in this policy's directory."""
         return {path.name for path in map(as_path, paths) if path.parent == self.directory}
 
     def committed(self, paths: Iterable[str]) -> list[str]:
-        """Note that files are durable; return the names of those that no hook of the run keeps any more."""
+        """Mark files as durable; return the names of files that no hook of the run keeps any more."""
         own, gone = self.own(paths), []
         with self._lock:
             for kind, files in self._files.items() if own else ():
@@ -114,13 +114,13 @@ class RetentionPolicy:
                 self._files[kind] = [file for file in files if file.durable or file.name not in own]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the names of the files, also of requested ones, the best scores, and the metric that ``"auto"`` was."""
+        """Return the names of all files (also of requested ones), the best scores, and the metric chosen by ``"auto"``."""
         with self._lock:
             files = {kind: [{"name": one.name, "score": one.score} for one in files] for kind, files in self._files.items()}
         return {"files": files.pop(REGULAR), "best": files, "metrics": self.best.names or None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it back, without lost files and without names that this hook cannot have given, as it removes these files."""
+        """Restore the files, without missing ones and without names of another form: this hook removes these files later."""
         self.best.found(state["metrics"])
         wanted = {kind: files for kind, files in state["best"].items() if kind in self.best.names}
         for kind, files in {REGULAR: state["files"], **wanted}.items():
@@ -129,7 +129,7 @@ class RetentionPolicy:
                 self._files[kind] = there
 
     def _exists(self, name: object) -> bool:
-        problem = "the name is not one that this hook gives"
+        problem = "the hook gives no such name"
         if is_plain_name(name) and name.endswith(SUFFIX) and not name.startswith("."):
             if self.directory is None:
                 return False
@@ -140,5 +140,5 @@ class RetentionPolicy:
                 problem = str(error)
             except OSError:
                 return False
-        log.warning("the checkpoint names a file that is not one of this hook's; it is left alone", name=name, error=problem)
+        log.warning("the checkpoint names a file that this hook did not write; the hook ignores it", name=name, error=problem)
         return False

@@ -1,4 +1,4 @@
-"""Metrics that hooks go by: which score is better, which is the best so far, and trainings without a validation."""
+"""Metrics that hooks follow: which score is better, which is the best so far, and trainings without a validation."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ log = get_logger()
 Rule = Literal["greater", "less"]
 
 GREATER = ("acc", "top", "AR@", "auc", "precision", "mAP", "mDice", "mIoU", "mAcc", "aAcc")
-"""Metrics of which more is better (MMEngine's list)."""
+"""Parts of metrics' names for which more is better (MMEngine's list)."""
 
 LESS = ("loss",)
-"""Metrics of which less is better (MMEngine's list)."""
+"""Parts of metrics' names for which less is better (MMEngine's list)."""
 
 
 def find_rule(metric: str, greater_keys: Iterable[str] = GREATER, less_keys: Iterable[str] = LESS) -> Rule:
-    """Return the rule of a metric, from its name in any case. A key that equals the name counts before keys within it.
+    """Infer the rule of a metric from its name, ignoring case. A key that equals the name wins over keys within the name.
 
     Raises:
         ConfigurationError: the name contains no key, or keys of both kinds.
@@ -32,19 +32,19 @@ def find_rule(metric: str, greater_keys: Iterable[str] = GREATER, less_keys: Ite
         less = next((key for key in less_keys if matches(metric.lower(), key.lower())), None)
         if greater and less:
             raise ConfigurationError(
-                f"metric {metric!r}: its name has {greater!r}, of which more is better, and {less!r}, of which less is; say "
+                f"metric {metric!r}: its name contains {greater!r} (more is better) and {less!r} (less is better); give "
                 'rule="greater" or rule="less"'
             )
         if greater or less:
             return "greater" if greater else "less"
     raise ConfigurationError(
-        f'metric {metric!r}: is more better, or less? Its name does not tell; say rule="greater" or rule="less" (or, where the '
-        "hook has them, name it in greater_keys or less_keys)"
+        f'metric {metric!r}: its name does not tell whether more or less is better; give rule="greater" or rule="less" (or '
+        "add the name to greater_keys or less_keys, if the hook has them)"
     )
 
 
 def is_better(rule: Rule, score: float, than: float | None) -> bool:
-    """Return True if ``score`` is strictly better. NaN never is; any other score is better than None."""
+    """Return True if ``score`` is strictly better. NaN is never better; any other score is better than None."""
     if than is None:
         return score == score
     return score > than if rule == "greater" else score < than
@@ -54,7 +54,7 @@ def score_of(subject: str, value: Any) -> float:
     """Return the value of a metric as a number.
 
     Raises:
-        TrainingError: it is not a single number; the message begins with ``subject``.
+        TrainingError: the value is not a single number. The message begins with ``subject``.
     """
     try:
         return float(value)
@@ -63,16 +63,16 @@ def score_of(subject: str, value: Any) -> float:
 
 
 class BestMetrics:
-    """Metrics, and for each the rule by which one score is better than another.
+    """Metrics with a best checkpoint, and the rule of each.
 
     Args:
         metrics: a name or names, ``"auto"`` for the first metric of the first validation, or None.
-        rule: ``"greater"`` or ``"less"`` is better, for all of them or one for each; by default inferred from each name.
-        greater_keys: names of metrics of which more is better, instead of the usual ones.
-        less_keys: names of metrics of which less is better, instead of the usual ones.
+        rule: ``"greater"`` or ``"less"`` is better, for all metrics or a list with one for each; by default inferred.
+        greater_keys: names of metrics for which more is better, instead of the usual ones.
+        less_keys: names of metrics for which less is better, instead of the usual ones.
 
     Raises:
-        ConfigurationError: names or rules that cannot work, or a name from which no rule can be inferred.
+        ConfigurationError: a name or rule is invalid, or the rule cannot be inferred from the name.
     """
 
     def __init__(
@@ -85,25 +85,25 @@ class BestMetrics:
         self._greater = GREATER if greater_keys is None else one_or_more("greater_keys", greater_keys)
         self._less = LESS if less_keys is None else one_or_more("less_keys", less_keys)
         self._given = self.names = () if metrics is None else one_or_more("save_best", metrics)
-        """Names; ``("auto",)`` until the first validation."""
+        """Names of the metrics; ``("auto",)`` until the first validation."""
         if "auto" in self.names and len(self.names) > 1:
-            raise ConfigurationError(f'save_best={list(self.names)}: "auto" stands alone, or name the metrics')
+            raise ConfigurationError(f'save_best={list(self.names)}: give "auto" alone, or only names of metrics')
         self._rules = self._by_metric(rule)
         for metric in self.names:
             if metric != "auto":
                 self._rule_of(metric)  # raises now if it cannot be inferred
 
     def reset(self) -> None:
-        """Forget which metric ``"auto"`` was."""
+        """Forget the metric chosen by ``"auto"``."""
         self.names = self._given
 
     def found(self, names: Iterable[str] | None) -> None:
-        """Take the metric that ``"auto"`` was in an earlier run."""
+        """Set the metric chosen by ``"auto"``."""
         if self.names == ("auto",) and names:
             self.names = tuple(names)
 
     def improved(self, metrics: Mapping[str, Any], best: Mapping[str, float | None]) -> Iterator[tuple[str, float]]:
-        """Yield the metrics of a validation that are better than the ``best`` so far, and their scores.
+        """Yield name and score of each metric that is better than its ``best`` score so far.
 
         Raises:
             TrainingError: a metric is missing, or is not a number.
@@ -121,27 +121,26 @@ class BestMetrics:
         return self._rules.get(metric, self._rules.get("auto")) or find_rule(metric, self._greater, self._less)
 
     def _by_metric(self, rule: Rule | Sequence[Rule] | None) -> dict[str, Rule | None]:
-        """Return the rule of each metric: the one for all, or the one at the same position of a list."""
+        """Return the rule of each metric: the common one, or the one at the same position in the list."""
         rules = [rule] if rule is None or isinstance(rule, str) else list(rule)
         if not all(one in (None, *get_args(Rule)) for one in rules):
-            raise ConfigurationError(f'rule={rule!r}: a rule is "greater" or "less"')
+            raise ConfigurationError(f'rule={rule!r}: give "greater" or "less", or a list of these')
         if len(rules) not in (1, len(self.names)):
             raise ConfigurationError(f"rule={rule!r}: give one rule, or one for each metric of save_best={list(self.names)}")
         return dict(zip(self.names, rules * len(self.names) if len(rules) == 1 else rules, strict=True))
 
 
 def check_validated(event: BeforeTrain, subject: str) -> None:
-    """Raise ConfigurationError if the training that begins has no validation; ``subject`` is the hook, with its option."""
+    """Raise ConfigurationError if the training has no validations; ``subject`` names the hook and its option."""
     if event.run.validates is False:
         raise ConfigurationError(
-            f"{subject} goes by a metric of validations, but this loop has no data for them: give TrainLoop val_data, or leave "
-            "the hook (or its option) out"
+            f"{subject} needs a metric of validations, but this loop has no data for them: give TrainLoop val_data, or remove "
+            "the hook (or its option)"
         )
 
 
 def warn_unvalidated(event: AfterTrain | AfterRun, subject: str) -> None:
-    """Warn if a complete training had no validation: in a loop of the user's own this is known only at the end."""
+    """Warn if a complete training had no validation. In the user's own loop this is known only at the end."""
     done = event.progress
     if event.run.validates is None and (done.epoch == done.max_epochs or done.iter == done.max_iters):
-        advice = "call run.validate(...) in your loop"
-        log.warning(f"{subject} goes by a metric of validations, but this training had none: {advice}")
+        log.warning(f"{subject} needs a metric of validations, but this training had none; call run.validate(...) in your loop")

@@ -1,4 +1,4 @@
-"""``RuntimeInfoHook``: the facts of a run in ``run.info``, for code that has no access to the loop."""
+"""``RuntimeInfoHook``: keep the facts of a run in ``run.info``, for code without access to the loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUMBERS = (int, float, np.generic)
 
 @register
 class RuntimeInfoHook(Hook):
-    """Keeps ``run.info`` up to date, and reports learning rates so that loggers see them.
+    """Keep ``run.info`` up to date, and report learning rates so that loggers write them.
 
     ===================  =================================================================================
     from                 in ``run.info``
@@ -28,10 +28,10 @@ class RuntimeInfoHook(Hook):
     after_val_epoch      ``val/<name>`` for every metric; the same with ``test``
     ===================  =================================================================================
 
-    Learning rates are reported as ``lr``, with several optimizers as ``<optimizer>/lr``. A further parameter group with a rate
-    of its own has ``lr/group1`` and so on, or ``lr/<name>`` if the group has a ``"name"``.
+    The learning rate is ``lr``, or ``<optimizer>/lr`` if there are several optimizers. A further parameter group with another
+    rate is ``lr/group1`` and so on, or ``lr/<name>`` if the group has a ``"name"``.
 
-    The hook never waits for a device; ``.item()`` on an entry does.
+    The hook never waits for a device; ``.item()`` on an entry of ``run.info`` does.
     """
 
     priority = Priority.VERY_HIGH
@@ -47,7 +47,7 @@ class RuntimeInfoHook(Hook):
 
     def before_train(self, event: events.BeforeTrain) -> None:
         run, progress = event.run, event.progress
-        _identify(run)  # again: a resume brought back the facts of the run that saved
+        _identify(run)  # again, because a resume has restored the facts of the run that saved
         limits = {"max_epochs": progress.max_epochs, "max_iters": progress.max_iters}
         run.info.update(limits, epoch=progress.epoch, iter=progress.iter, stage="train")
         alone = len(run.optimizers) == 1
@@ -72,7 +72,7 @@ class RuntimeInfoHook(Hook):
     def after_train_iter(self, event: events.AfterTrainIter) -> None:
         info = event.run.info
         for name, value in event.outputs.items():
-            # By exact type first: isinstance with torch.Tensor runs Python code for other types.
+            # The exact type first: isinstance(..., torch.Tensor) runs Python code for other types.
             if type(value) is torch.Tensor or (type(value) is not float and isinstance(value, torch.Tensor)):
                 if value.numel() == 1:
                     info[f"train/{name}"] = value.detach() if value.requires_grad else value
@@ -94,12 +94,12 @@ class RuntimeInfoHook(Hook):
         event.run.info["stage"] = self._stage_before
 
     def _further_rates(self, name: str, groups: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield the rates of groups that differ from the first one's; once apart, every time."""
+        """Yield the rate of each group that differs from the first group's now or did so before."""
         first = groups[0].get("lr")
         for index, group in enumerate(groups[1:], 1):
             rate = group.get("lr")
             label = f"{name}/{group.get('name') or f'group{index}'}"
-            # A rate that is a tensor lives on a device, and comparing two of them would wait for it.
+            # Only floats are compared: comparing tensors would wait for the device.
             if rate is not first and (type(rate) is not float or rate != first):
                 self._own_rate.add(label)
             if label in self._own_rate:

@@ -1,4 +1,4 @@
-"""``ParamSchedulerHook``: learning-rate schedules, when they step and how checkpoints hold them."""
+"""``ParamSchedulerHook``: step learning-rate schedulers, and keep their states in checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ By = Literal["iter", "epoch", "metric"]
 
 @runtime_checkable
 class Scheduler(Protocol):
-    """The methods of torch's schedulers that others need: ``step`` (with the metric, if they follow one), and their state."""
+    """The methods that a scheduler needs; ``step`` takes the metric if the scheduler follows one."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -30,31 +30,29 @@ class Scheduler(Protocol):
 Like = Annotated[Scheduler, Meta(description="an object like torch's schedulers, with step, state_dict and load_state_dict")]
 
 STEPPED = Slot("schedulers that hooks step", dict)
-"""The hook of each, by the scheduler's id."""
+"""The hook that steps each scheduler, by the scheduler's id."""
 
 KEY = "param_schedulers"
-"""Key of the schedulers' states in a checkpoint, where they are by name."""
+"""Key of the schedulers' states (by name) in a checkpoint."""
 
 
 @register
 class ParamSchedulerHook(Hook):
-    """Steps schedulers after the optimizer, as often as ``by`` says.
+    """Step schedulers after each iteration, epoch or validation, and keep their states in checkpoints.
 
-    ``"iter"``: after each iteration in which the scheduler's optimizer has stepped (so not within an accumulation window,
-    and not when the gradient scaler skipped the step). ``"epoch"``: after each training epoch. ``"metric"``: after each
-    validation during training, with the metric named ``monitor``, as ``ReduceLROnPlateau`` needs it.
-
-    ``run.set_lr()`` scales a schedule: each later rate is the schedule's, times the rate that was set over the one before it.
+    ``run.set_lr()`` scales a schedule: each later rate is the schedule's rate, times the new rate over the old one.
 
     Args:
-        scheduler: a scheduler, a list of them, or a mapping of names to them. Names are keys in checkpoints; without one
-            it is the name of the class, so two of a class need a mapping. None for no schedules: the hook does nothing.
-        by: when to step; torch's schedulers do not say it.
+        scheduler: a scheduler, a list of schedulers, or a mapping of names to them. Checkpoints use these names, by default
+            the name of the class; two schedulers of one class need a mapping. With None the hook does nothing.
+        by: when to step. ``"iter"``: after each iteration in which the scheduler's optimizer has stepped (not within an
+            accumulation window, nor when the gradient scaler skipped the step). ``"epoch"``: after each training epoch.
+            ``"metric"``: after each validation during training, with the metric ``monitor``, as for ``ReduceLROnPlateau``.
         monitor: name of the metric, for ``by="metric"``.
 
     Raises:
-        ConfigurationError: an option that cannot work; or when training begins: a scheduler of an optimizer that is not the
-            run's, one that another hook steps, or ``by="metric"`` without validations.
+        ConfigurationError: an option is invalid. When training begins: the run does not have the scheduler's optimizer,
+            another hook steps the scheduler, or ``by="metric"`` without validations.
     """
 
     priority = Priority.LOW
@@ -68,13 +66,11 @@ class ParamSchedulerHook(Hook):
         monitor: str | None = None,
     ) -> None:
         if scheduler is None and (by is not None or monitor is not None):
-            raise ConfigurationError(f"by={by!r}, monitor={monitor!r}: give the scheduler that this is about, too")
+            raise ConfigurationError(f"by={by!r}, monitor={monitor!r}: give a scheduler, too")
         if scheduler is not None and by is None:
-            raise ConfigurationError(
-                f'by={by!r}: say when to step: after each "iter" or "epoch", or after validations with a "metric"'
-            )
+            raise ConfigurationError(f'by={by!r}: give "iter", "epoch" or "metric" (after validations), when to step')
         if (by == "metric") != (monitor is not None):
-            advice = "name the metric to step with" if by == "metric" else 'monitor= is for by="metric"'
+            advice = "name the metric to step with" if by == "metric" else 'monitor= needs by="metric"'
             raise ConfigurationError(f"by={by!r}, monitor={monitor!r}: {advice}")
         self.schedulers = {} if scheduler is None else _named(scheduler)
         for name, one in self.schedulers.items():
@@ -83,30 +79,30 @@ class ParamSchedulerHook(Hook):
         self.by = by
         self.monitor = monitor
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
-        """Of the run, by the name of the scheduler that follows it."""
+        """The run's optimizer by the name of its scheduler."""
         self._starts: dict[str, list[float]] = {}
-        """The ``initial_lr`` of each parameter group, by the name of the scheduler that starts from it."""
+        """The ``initial_lr`` of each parameter group by the name of the scheduler."""
 
     def unused(self) -> Collection[str]:
-        """Return the mount points of the other values of ``by``; without schedulers, all."""
+        """Return the mount points of the other values of ``by``; without schedulers, all mount points."""
         steps = {"iter": "after_train_iter", "epoch": "after_train_epoch", "metric": "after_val_epoch"}
         unused = [method for by, method in steps.items() if by != self.by] + ["after_run"] * (self.by != "metric")
         always = ("before_run", "before_train", "before_save_checkpoint", "after_load_checkpoint")
         return unused if self.schedulers else [*always, *unused]
 
     def before_run(self, event: events.BeforeRun) -> None:
-        """Note the options of the schedules, so that a resume warns of changed ones: its checkpoint overrides them."""
+        """Record the options of the schedules, so that a resume warns about changed ones, which its checkpoint overrides."""
         event.run.note_options(KEY, self._given)
 
     def before_train(self, event: events.BeforeTrain) -> None:
-        """Check that each scheduler has an optimizer to follow, and that no other hook steps it."""
+        """Check that the run has each scheduler's optimizer, and that no other hook steps the scheduler."""
         run = event.run
         if self.by == "metric":
             check_validated(event, f'{self.label}(by="metric")')
         run.shared[STEPPED] = hooks = run.shared.get(STEPPED, {})
         for name, scheduler in self.schedulers.items():
             if hooks.setdefault(id(scheduler), self) is not self:
-                raise ConfigurationError(f"scheduler {name!r} is in two hooks, and both would step it; leave it in one of them")
+                raise ConfigurationError(f"scheduler {name!r} is in two hooks, which would both step it; remove it from one")
         self._optimizers = {
             name: _optimizer_of(name, scheduler, run.optimizers)
             for name, scheduler in self.schedulers.items()
@@ -143,8 +139,8 @@ class ParamSchedulerHook(Hook):
         taken = saved.keys() & self.schedulers.keys()
         if taken:
             raise ConfigurationError(
-                f"two hooks have a scheduler named {', '.join(map(repr, sorted(taken)))}, and a checkpoint keeps them by name; "
-                'give them names: ParamSchedulerHook({"warmup": scheduler}, ...)'
+                f"two hooks have a scheduler named {', '.join(map(repr, sorted(taken)))}, but checkpoints need unique names; "
+                'give names: ParamSchedulerHook({"warmup": scheduler}, ...)'
             )
         for name, scheduler in self.schedulers.items():
             self._rescale(name, scheduler)
@@ -173,7 +169,7 @@ class ParamSchedulerHook(Hook):
                     setattr(one, attribute, [rate * factor for rate, factor in zip(rates, factors, strict=True)])
 
     def _due(self, name: str, run: RunView) -> bool:
-        """Return True if the scheduler's own optimizer has stepped; any of them, if the scheduler has no known optimizer."""
+        """Return True if the scheduler's optimizer has stepped; if that is unknown, True if any optimizer has stepped."""
         optimizer = self._optimizers.get(name)
         return run.updated or not run.optimizers if optimizer is None else run.stepped(optimizer)
 
@@ -183,14 +179,14 @@ def _starts(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def _optimizer_of(name: str, scheduler: Any, optimizers: Mapping[str, torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """Return the run's optimizer that a scheduler changes; a wrapper of an optimizer has the same parameter groups."""
+    """Return the run's optimizer with the parameter groups of a scheduler's optimizer, which may be a wrapper."""
     groups = scheduler.optimizer.param_groups
     for optimizer in optimizers.values():
         if optimizer.param_groups is groups:
             return optimizer
     raise ConfigurationError(
         f"scheduler {name!r} ({type(scheduler).__name__}) changes an optimizer ({type(scheduler.optimizer).__name__}) that is "
-        f"not one of the run's ({', '.join(map(repr, optimizers))}); make it with one of them, or give the run that one"
+        f"not one of the run's ({', '.join(map(repr, optimizers))}); make it with one of them, or give the run its optimizer"
     )
 
 
@@ -202,18 +198,18 @@ def _named(scheduler: Any) -> dict[str, Any]:
         named = {type(one).__name__: one for one in listed}
         if len(named) < len(listed):
             raise ConfigurationError(
-                f"several schedulers are a {' or a '.join(sorted(named))}, and checkpoints keep them by name; give a mapping, "
+                f"several schedulers are a {' or a '.join(sorted(named))}, but checkpoints need unique names; give a mapping, "
                 'such as {"warmup": one, "decay": other}'
             )
     if len({id(one) for one in named.values()}) < len(named):
-        raise ConfigurationError(f"scheduler={scheduler!r}: a scheduler is there twice, and would be stepped twice")
+        raise ConfigurationError(f"scheduler={scheduler!r}: a scheduler is there twice; remove one of the two")
     if not named:
         raise ConfigurationError(f"scheduler={scheduler!r}: give at least one scheduler")
     return named
 
 
 def _options(scheduler: Scheduler) -> Any:
-    """Return the options among the state of a new schedule: all but the learning rates, which are the optimizer's."""
+    """Return the state of a new schedule without its learning rates, which belong to the optimizer."""
 
     def without_rates(state: Any) -> Any:
         if isinstance(state, Mapping):
@@ -222,22 +218,22 @@ def _options(scheduler: Scheduler) -> Any:
 
     try:
         return without_rates(scheduler.state_dict())
-    except AttributeError:  # torch's LambdaLR of a builtin function; the first save says that it cannot be saved
+    except AttributeError:  # torch's LambdaLR of a builtin function; the first save raises the error
         return {}
 
 
 def _check_scheduler(name: str, scheduler: Any, by: By | None) -> None:
-    if not isinstance(scheduler, Scheduler) or isinstance(scheduler, type | torch.optim.Optimizer):  # which have the methods
-        shown = "an optimizer" if isinstance(scheduler, torch.optim.Optimizer) else repr(scheduler)  # whose repr has many lines
+    if not isinstance(scheduler, Scheduler) or isinstance(scheduler, type | torch.optim.Optimizer):
+        shown = "an optimizer" if isinstance(scheduler, torch.optim.Optimizer) else repr(scheduler)
         raise ConfigurationError(
             f"scheduler {name!r} is {shown}; give an object like torch's schedulers, with step, state_dict and load_state_dict"
         )
     plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
     if plateau and by != "metric":
-        raise ConfigurationError(f'scheduler {name!r} needs a metric to step: by="metric", monitor="loss", say, not by={by!r}')
-    # The others of torch take an epoch, which is deprecated and no metric.
+        raise ConfigurationError(f'scheduler {name!r} with by={by!r} needs a metric to step: give by="metric", monitor="loss"')
+    # The step() of torch's other schedulers takes an epoch, not a metric.
     parameters = inspect.signature(scheduler.step).parameters
     if by == "metric" and not plateau and ("epoch" in parameters or not parameters):
         raise ConfigurationError(
-            f'scheduler {name!r} ({type(scheduler).__name__}) steps without a metric: by="iter" or "epoch"'
+            f'scheduler {name!r} ({type(scheduler).__name__}) steps without a metric: give by="iter" or by="epoch"'
         )

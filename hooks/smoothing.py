@@ -1,4 +1,4 @@
-"""Smoothing of logged scalars: means over windows, and windows of the user's own."""
+"""Smooth logged scalars: means over windows, and the user's windows."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from hooks.options import PositiveInt
 
 
 class Smoother:
-    """Takes the scalars of every iteration, and returns the values to log.
+    """Collect the scalars of every iteration, and return the values to log.
 
     Args:
-        window_size: iterations of the mean.
-        mean_pattern: regular expression; keys that contain a match are averaged, all others logged as they are.
-        custom_cfg: windows of the user's own, as mappings with ``data_src`` (the scalar's name), ``method_name`` (``"mean"``,
-            ``"min"``, ``"max"``, ``"current"``), ``window_size`` (iterations, ``"epoch"`` or ``"global"``, the default) and
-            ``log_name`` (by default the window takes the place of ``data_src``).
+        window_size: number of iterations of the mean.
+        mean_pattern: regular expression; keys that contain a match are averaged, other keys are logged unchanged.
+        custom_cfg: mappings with ``data_src`` (the scalar's name), ``method_name`` (``"mean"``, ``"min"``, ``"max"``,
+            ``"current"``), ``window_size`` (iterations, ``"epoch"`` or ``"global"``, the default) and ``log_name`` (by
+            default the window replaces ``data_src``).
 
     Raises:
-        ConfigurationError: an option that cannot work.
+        ConfigurationError: an option is invalid.
     """
 
     @check_options
@@ -45,7 +45,7 @@ class Smoother:
         names = [custom.options.log_name for custom in self._customs]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ConfigurationError(f"custom_cfg: two windows would be logged as {twice[0]!r}; give one another log_name")
+            raise ConfigurationError(f"custom_cfg: two windows have the name {twice[0]!r}; give one of them another log_name")
         self.begin_run()
 
     def begin_run(self) -> None:
@@ -54,7 +54,7 @@ class Smoother:
         self._seen: dict[str, int] = {}
         self._windows: dict[str, deque[float] | None] = {}  # None for a scalar that is not averaged
         self.count = 0
-        """Iterations taken so far."""
+        """Number of iterations so far."""
         for custom in self._customs:
             custom.clear()
 
@@ -84,11 +84,11 @@ class Smoother:
                 custom.add(scalars[custom.options.data_src])
 
     def read(self, since: int = 0, *, smooth: bool = True) -> dict[str, float]:
-        """Return the values to log of the keys that came after the first ``since`` iterations.
+        """Return the values to log of the keys that were reported after the first ``since`` iterations.
 
         Args:
-            since: :attr:`count` at the last log line. A gradient norm, say, does not come with every iteration.
-            smooth: False gives the latest values as they are, and the user's own windows.
+            since: :attr:`count` at the last log line. Some keys (a gradient norm) are not reported in every iteration.
+            smooth: False returns the latest values without means, and the user's windows.
         """
         values = {}
         for key, seen in self._seen.items():
@@ -109,7 +109,7 @@ class _WindowOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Window:
-    """The last values, as many as ``window_size`` says; without such a number all of them, folded into one."""
+    """The last ``window_size`` values; without a number, one value folded from all values."""
 
     def __init__(self, options: _WindowOptions) -> None:
         self.options = options

@@ -1,4 +1,4 @@
-"""``IterTimerHook``: the duration of iterations, the time left, and the shares of the total at the end."""
+"""``IterTimerHook``: measure iterations, estimate the time left, and log a summary at the end."""
 
 from __future__ import annotations
 
@@ -15,32 +15,34 @@ from hooks.options import NonNegativeInt
 
 log = get_logger()
 
-# The optimizer's update is a subscriber at HIGH; time from here on is the time of hooks.
+# The update is a subscriber at HIGH; later time counts as the time of hooks.
 _AFTER_UPDATE = int(Priority.HIGH) + 1
 
 
 @register
 class IterTimerHook(Hook):
-    """Measures every iteration on the host's clock.
+    """Measure every iteration on the host's clock.
 
-    In training it reports, in seconds, ``time`` (from the end of one iteration to the next), ``data_time`` (the part until the
-    batch was there; late hooks and saves are in it) and ``eta``: the mean time since training began or was resumed, times the
-    iterations left, where their number is known. They are also in ``run.info``, as ``train/time``, ``train/data_time`` and
-    ``eta``, with ``train/seconds`` over all resumes. In validation and test a reported value would become a metric, so the
-    running means are only in ``run.info`` (``val/time``, ``val/data_time``, and ``val/eta``, the seconds left of this
-    validation); the logger adds them to its line.
+    In training the hook reports, in seconds:
 
-    When training ends without an exception, a summary is logged, below the last line of a ``LoggerHook``: the total time, that
-    of the validations, and the mean time of an iteration. Of the time outside of validations it gives the share of *data*
-    (waiting for the batch, and staging of checkpoints) and of *hooks* (handlers around the step, and everything between
-    epochs); the rest is the step. ``run.info`` has these as ``train/mean_time``, ``train/data_share``, ``train/hooks_share``.
+    - ``time``: from the end of one iteration to the next.
+    - ``data_time``: the part until the batch arrives, including late hooks and saves.
+    - ``eta``: the mean time since training began or was resumed, times the iterations left (if their number is known).
+
+    ``run.info`` has them as ``train/time``, ``train/data_time`` and ``eta``, and ``train/seconds`` over all resumes. Running
+    means of validations and tests are only in ``run.info`` (``val/time``, ``val/data_time``, and ``val/eta``, the seconds left
+    of this validation), because a reported value would become a metric. The logger adds them to its line.
+
+    When training ends without an exception, the hook logs a summary below the last line of a ``LoggerHook``: the total time,
+    the time of validations, and the mean time of an iteration. It splits the time outside of validations into *data* (waiting
+    for batches, and staging of checkpoints), *hooks* (handlers around the step, and everything between epochs) and the step.
+    ``run.info`` has these as ``train/mean_time``, ``train/data_share``, ``train/hooks_share``.
 
     Args:
-        warmup_iter: iterations after the begin (or a resume) that the summary's means and shares leave out: the first ones
-            are slower than the rest.
+        warmup_iter: number of slower first iterations (also after a resume) that the summary leaves out.
 
     Raises:
-        ConfigurationError: a negative number.
+        ConfigurationError: ``warmup_iter`` is negative.
     """
 
     priority = Priority.NORMAL
@@ -50,9 +52,9 @@ class IterTimerHook(Hook):
     def __init__(self, warmup_iter: NonNegativeInt = 0) -> None:
         self.warmup_iter = warmup_iter
         self.iters = 0
-        """Training iterations measured, those before a resume included."""
+        """Number of measured training iterations, including those before a resume."""
         self.seconds = 0.0
-        """Their sum, in seconds."""
+        """Total time of these iterations, in seconds."""
         self._total: int | None = None
         self._training = _Training(warmup_iter)
         self._pass = _Pass()
@@ -144,15 +146,11 @@ class IterTimerHook(Hook):
 
 
 class _Training:
-    """The clock of a training since its begin or resume.
-
-    Args:
-        warmup: iterations that do not count in the summary.
-    """
+    """Clock of a training since its begin or resume; the summary leaves out the first ``warmup`` iterations."""
 
     def __init__(self, warmup: int) -> None:
         self._warmup = warmup
-        # The moments of the iteration under way.
+        # Times of the present iteration.
         self.began = self.last = self.hooks_done = self.batch = self.step = self.updated = perf_counter()
         self.iters, self.seconds, self.validations = 0, 0.0, 0.0
         # Sums over the iterations that count, and over the gaps between iterations.
@@ -180,19 +178,19 @@ class _Training:
         self.last = self.hooks_done = now
 
     def validation_ends(self) -> None:
-        """Count the time since the last gap; a validation in the middle of an epoch is no iteration's time."""
+        """Count the time since the last gap as validation, so that no iteration includes it."""
         now = perf_counter()
         self.validations += now - self.last
         self.last = self.hooks_done = now
 
     def summary(self) -> tuple[float, float, float]:
-        """Return the mean seconds of an iteration, and the shares of data and hooks in the time outside of validations."""
+        """Return the mean seconds per iteration, and the shares of data and hooks in the time outside of validations."""
         total = self._seconds + self._gaps
         return self._seconds / self.counted, self._data / total, (total - self._data - self._step) / total
 
 
 class _Pass:
-    """The clock of one pass over validation or test data; ``length`` in batches, where known."""
+    """Clock of one pass over validation or test data; ``length`` is in batches, or None."""
 
     def __init__(self, length: int | None = None) -> None:
         self.length = length

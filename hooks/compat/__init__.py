@@ -1,4 +1,4 @@
-"""Names, options, priorities and files of other systems: of MMEngine, iMIX and Pointrix."""
+"""Names, options, priorities and files of other systems: MMEngine, iMIX and Pointrix."""
 
 from eventloop.checkpoint import register_format
 from eventloop.config import Migration, register_migrations, register_priorities
@@ -6,7 +6,7 @@ from hooks.compat import imix, mmengine, pointrix
 from hooks.compat.mmengine_checkpoints import MMENGINE_CHECKPOINTS
 
 TABLE: tuple[Migration, ...] = (*mmengine.TABLE, *imix.TABLE, *pointrix.TABLE)
-"""Every hook of theirs: where it is here, and what its options are called."""
+"""Every hook of these systems, with its name and options in trainbus."""
 
 
 def register_other_systems() -> None:

@@ -1,4 +1,4 @@
-"""The hooks of iMIX, their options and their priorities, as they are called here."""
+"""The hooks, options and priorities of iMIX, with their names in trainbus."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hooks.compat.migration import same
 PRIORITIES = PriorityScale(
     "iMIX", key="level", names={"HIGHEST": 0, "HIGHER": 10, "HIGH": 20, "NORMAL": 30, "LOW": 40, "LOWER": 50, "LOWEST": 60}
 )
-"""iMIX spaces its names differently from :class:`eventloop.Priority`: its NORMAL is 30."""
+"""iMIX's priorities. Its names have other numbers than :class:`eventloop.Priority`: its NORMAL is 30."""
 
 
 def imix_priority(name: str) -> int:

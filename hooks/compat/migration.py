@@ -1,4 +1,4 @@
-"""Tables of other systems' hooks: how one is written, and how the README shows it."""
+"""Helpers to write the tables of other systems' hooks, and to show them in the README."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from eventloop.config import Migration, OptionChange
 
 
 def same(options: str) -> dict[str, str | OptionChange]:
-    """Return the entries of options that have the same names here; ``options`` are separated by spaces."""
+    """Return the entries of options with the same names in trainbus; ``options`` are separated by spaces."""
     return {option: option for option in options.split()}
 
 
 def markdown(entries: Iterable[Migration]) -> str:
-    """Return a table in Markdown."""
+    """Return the README's table in Markdown."""
     return "\n".join(("| there | here | options |", "|---|---|---|", *_rows(entries)))
 
 

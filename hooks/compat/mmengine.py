@@ -1,4 +1,4 @@
-"""The hooks of MMEngine 0.10 and their options, as they are called here."""
+"""The hooks and options of MMEngine 0.10, with their names in trainbus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of MMEngine: reading them without MMEngine, and converting them to the state of a run."""
+"""Read checkpoints of MMEngine without MMEngine, and convert them to the state of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _USED: Final = frozenset({"state_dict", _MMENGINE_RAW, "optimizer"})
 
 
 def is_mmengine(tree: Any) -> bool:
-    """Return True if MMEngine's Runner has saved ``tree``."""
+    """Return True if MMEngine's Runner saved ``tree``."""
     if not isinstance(tree, Mapping) or not isinstance(tree.get("state_dict"), Mapping):
         return False
     meta = tree.get("meta")
@@ -26,15 +26,13 @@ def is_mmengine(tree: Any) -> bool:
 def from_mmengine(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a checkpoint of MMEngine to the state of a run.
 
-    A run can go on from it with the weights, the optimizers' states (of a model whose parameters have the same order and
-    groups), the counts of epochs and iterations, and the averaged weights of an ``EMAHook``: as in ours, MMEngine's
-    ``state_dict`` has the averages and its ``ema_state_dict`` the weights that were trained. Each iteration counts as an
-    update. What means something to MMEngine only (its schedulers, message hub, meta data, loss scaler) is kept under
-    ``"mmengine"``. Random states and the position in the data are not in its files: the run goes on at the beginning of an
-    epoch.
+    - A run resumes with the weights, the states of optimizers (if the parameters have the same order and groups), the counts of
+      epochs and iterations, and the averaged weights of an ``EMAHook``. Each iteration counts as an update.
+    - The file has no random states and no position in the data, so the run resumes at the beginning of an epoch.
+    - Entries that only MMEngine uses (schedulers, message hub, meta data, loss scaler) are kept under ``"mmengine"``.
 
     Args:
-        tree: as `load_pth` reads it; `is_mmengine` says that it is one.
+        tree: a tree from ``load_pth`` for which ``is_mmengine`` is True.
     """
     meta = tree["meta"]
     iterations = _count(meta, "iter") or 0
@@ -80,7 +78,7 @@ def _converted(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
 
 
 def _raw_weights(averaged: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the weights that were trained. Without an average (buffers, ``update_buffers=False``) a tensor is in both."""
+    """Return the raw weights. A tensor without an average (a buffer) comes from ``weights``."""
     raw = {key.removeprefix(_AVERAGED): value for key, value in averaged.items() if key.startswith(_AVERAGED)}
     return {key: raw.get(key, value) for key, value in weights.items()}
 
@@ -93,7 +91,7 @@ def _steps(averaged: Mapping[str, Any]) -> int:
 
 
 def _optimizers(saved: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the states of torch's optimizers by name, and what MMEngine's wrappers have put beside them."""
+    """Return the states of torch's optimizers by name, and the entries that MMEngine's wrappers added."""
     if not isinstance(saved, Mapping):
         return {}, {}
     if "param_groups" in saved:
@@ -119,7 +117,7 @@ def _count(meta: Mapping[str, Any], name: str) -> int | None:
 
 
 def _history(args: tuple[Any, ...], state: Any) -> dict[str, Any]:
-    # Beside these it has the functions that take statistics of them, which are MMEngine's.
+    # The state also holds MMEngine's statistics functions, which are dropped.
     return {name: state[f"_{name}"] for name in ("log_history", "count_history")} | {"max_length": state["max_length"]}
 
 
@@ -130,7 +128,7 @@ def _message_hub(args: tuple[Any, ...], state: Any) -> dict[str, Any]:
 def _config(args: tuple[Any, ...], state: Any) -> dict[Any, Any]:
     (mapping,) = args
     if not isinstance(mapping, Mapping):
-        raise TypeError(f"a {type(mapping).__name__} in place of a dict")
+        raise TypeError(f"expected a dict, got a {type(mapping).__name__}")
     return dict(mapping)
 
 

@@ -1,4 +1,4 @@
-"""The hooks and writers of Pointrix, as they are called here."""
+"""The hooks and writers of Pointrix, with their names in trainbus."""
 
 from __future__ import annotations
 

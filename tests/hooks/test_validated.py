@@ -39,7 +39,7 @@ def test_a_loop_without_validation_data_is_an_error_before_its_first_iteration(j
     loop = job.loop(hook, model=model, optimizer=optimizer, work_dir=tmp_path)
     with pytest.raises(ConfigurationError) as caught, capture_logs():
         loop.run()
-    assert str(caught.value).startswith(f"{label} goes by a metric of validations")
+    assert str(caught.value).startswith(f"{label} needs a metric of validations")
     assert "val_data" in str(caught.value)
     assert loop.counters.iter == 0
 
