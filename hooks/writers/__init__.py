@@ -1,4 +1,4 @@
-"""Where scalars go. A writer of your own derives from :class:`Writer`; it is called from the logger's thread only."""
+"""Writers of scalars and images. Derive your own from :class:`Writer`; only the logger's thread calls it."""
 
 from hooks.writers.base import Image, RunFacts, Where, Writer
 from hooks.writers.console import ConsoleWriter

@@ -1,4 +1,4 @@
-"""What a writer is: the end of the way of scalars and images. The logger calls it from its own thread only."""
+"""The base class of writers. The logger calls a writer from the logger's thread only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Image = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class RunFacts(msgspec.Struct, frozen=True):
-    """The run that a writer writes for, the same from its ``open`` to its ``close``."""
+    """The facts of a run, which stay the same from a writer's ``open`` to its ``close``."""
 
     name: str
     work_dir: Path | None = None
@@ -29,11 +29,11 @@ class RunFacts(msgspec.Struct, frozen=True):
 
 
 class Where(msgspec.Struct, frozen=True):
-    """The moment in a run that scalars are of.
+    """The position in a run at which scalars were reported.
 
-    Counts begin at 1 and include the present one: a validation after the third epoch has ``epoch=3``, one before any
-    training ``epoch=0``. ``stage`` is ``"train"``, ``"val"``, ``"test"``, or ``"eval"`` for results of an ``EvaluateHook``.
-    ``batch`` counts within the epoch. ``epoch_length`` is in batches, None where it is not known.
+    Counts begin at 1 and include the present iteration or epoch: a validation after the third epoch has ``epoch=3``, one before
+    any training ``epoch=0``. ``stage`` is ``"train"``, ``"val"``, ``"test"``, or ``"eval"`` for results of an ``EvaluateHook``.
+    ``batch`` counts within the epoch. ``epoch_length`` is in batches, or None if it is unknown.
     """
 
     stage: str
@@ -47,15 +47,15 @@ class Where(msgspec.Struct, frozen=True):
 
 @registrable("writer")
 class Writer:
-    """Base of all writers. Override :meth:`write_scalar` or :meth:`write_scalars`, and methods for other data.
+    """Base class of all writers. Override :meth:`write_scalar` or :meth:`write_scalars`, and methods for other data.
 
-    One thread at a time calls a writer, never the training thread, so it may block. An exception is logged, and the call is
-    repeated after pauses that grow to a minute. After two failures in a row the writer is closed and opened again, and gets
-    everything since its last :meth:`flush` that worked. Up to 10,000 calls wait; lost ones are counted and logged.
+    A writer may block, because one thread at a time calls it, and never the training thread. The logger logs an exception and
+    repeats the call after pauses that grow to a minute. After two failures in a row it closes and reopens the writer, and
+    repeats everything since the last successful :meth:`flush`. Up to 10,000 calls wait; lost calls are counted and logged.
 
     Args:
-        interval: iterations between training scalars; None takes the logger's. With 1 the writer gets the values of every
-            iteration as they are, with more their means (see ``LoggerHook``).
+        interval: iterations between training scalars; None uses the logger's. With 1 the writer gets the raw values of every
+            iteration, with more their means (see ``LoggerHook``).
 
     Raises:
         ConfigurationError: the interval is not positive.
@@ -68,61 +68,61 @@ class Writer:
         self.interval = interval
 
     def open(self, run: RunFacts) -> None:
-        """Get ready for a run; called before anything else, and for the next run after :meth:`close`."""
+        """Begin a run; called before all other methods, and again for the next run after :meth:`close`."""
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
-        """Take scalars of one moment.
+        """Write scalars that belong together.
 
         Args:
-            scalars: by name with its stage, such as ``train/loss``; may be NaN or infinite.
-            step: the value on the x axis: iterations in training, epochs (or iterations) in validation.
-            where: the moment in full.
+            scalars: values by name, with the stage, such as ``train/loss``; a value may be NaN or infinite.
+            step: value on the x axis: iterations in training, epochs (or iterations) in validation.
+            where: the full position in the run.
         """
         for name, value in scalars.items():
             self.write_scalar(name, value, step)
 
     def write_scalar(self, name: str, value: float, step: int) -> None:
-        """Take one scalar. The default calls :meth:`write_scalars`, so a writer defines one of the two."""
+        """Write one scalar. The default calls :meth:`write_scalars`, so a writer defines one of the two."""
         if type(self).write_scalars is Writer.write_scalars:
             raise NotImplementedError(f"{type(self).__name__} must define write_scalars or write_scalar")
         self.write_scalars({name: value}, step, Where(name.partition("/")[0], epoch=0, iter=step))
 
     def write_image(self, name: str, image: Image, step: int) -> None:
-        """Take an image that was reported with ``run.report_image``.
+        """Write an image that was reported with ``run.report_image``.
 
         Args:
-            name: with its stage, such as ``val/samples``.
-            image: height × width × channels; 1 channel is grey, 3 are RGB, 4 RGBA.
+            name: name with the stage, such as ``val/samples``.
+            image: height × width × channels; 1 channel is grey, 3 are RGB, 4 are RGBA.
             step: as for scalars.
         """
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Take the run's configuration: mappings, lists, numbers, strings and None in any nesting."""
+        """Write the run's configuration: nested mappings, lists, numbers, strings and None."""
 
     def write_text(self, name: str, text: str, where: Where) -> None:
-        """Take a line of text, such as the experiment's name."""
+        """Write a line of text, such as the experiment's name."""
 
     def flush(self) -> None:
-        """Make written data visible; called when the logger has nothing more to write for the moment."""
+        """Make written data visible; called when the logger has written all waiting events."""
 
     def sync(self) -> None:
         """Make written data durable; called before a checkpoint of these iterations is committed. Flushes by default."""
         self.flush()
 
     def aborted(self) -> None:
-        """Note that an exception has ended the run; :meth:`close` follows."""
+        """Handle the end of a run by an exception; :meth:`close` follows."""
 
     def close(self) -> None:
-        """Release files and connections; the run is over."""
+        """Release files and connections at the end of the run."""
 
 
 def as_image(value: Any) -> Image:
-    """Return an image of height × width × channels, in bytes.
+    """Return an image of height × width × channels, in uint8.
 
     Args:
         value: a tensor or array of height × width, channels × height × width or height × width × channels, with 1, 3 or 4
-            channels; where both are possible, channels come first. Bytes, booleans, or floats from 0 to 1. Floats outside
-            are clipped, NaN becomes black.
+            channels. If the shape is ambiguous, channels come first. Values are uint8, bool, or floats from 0 to 1; floats
+            outside are clipped, and NaN becomes black.
     """
     pixels = value.float().numpy() if isinstance(value, torch.Tensor) and value.is_floating_point() else np.asarray(value)
     if pixels.ndim == 2:

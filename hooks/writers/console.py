@@ -1,4 +1,4 @@
-"""Scalars on the terminal: one tidy line per interval, above a progress bar if there is one."""
+"""Print scalars on the terminal: one line per interval, above the progress bar."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LAST = ("time", "data_time", "eta")
 
 @register
 class ConsoleWriter(Writer):
-    """Prints ``epoch 3/20  iter 40/57  lr 1.2e-03  loss 0.1234  time 0.0021  data_time 0.0003  eta 0:00:12``.
+    """Print lines such as ``epoch 3/20  iter 40/57  lr 1.2e-03  loss 0.1234  time 0.0021  eta 0:00:12``.
 
     Args:
-        console: to print on; by default rich's shared one, as for the progress bar. If the two share a console, the bar stays
-            below the lines.
-        interval: iterations between lines; None takes the logger's.
+        console: console to print on; by default rich's shared one, as for the progress bar. The bar stays below the lines if
+            both use the same console.
+        interval: iterations between lines; None uses the logger's.
         num_digits: digits after the decimal point.
 
     Raises:
@@ -51,15 +51,15 @@ class ConsoleWriter(Writer):
 
     def _print(self, line: Text) -> None:
         console = self._console if self._console is not None else get_console()
-        # Lines longer than the terminal go on in the next row; wrapped at words they could not be grepped.
+        # No wrapping at words, so that grep finds whole lines.
         try:
             console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
-        except SystemExit as error:  # what rich makes of a broken pipe; `| head` must not end the training
+        except SystemExit as error:  # rich raises it for a broken pipe; `| head` must not end the training
             raise BrokenPipeError("the reader of the console's output has closed it") from error
 
 
 def format_number(name: str, value: float, digits: int = 4) -> str:
-    """Return ``value`` as the console shows it: learning rates and very small or large numbers with an exponent."""
+    """Return ``value`` as text; learning rates and very small or large numbers have an exponent."""
     if not isfinite(value):
         return str(value)
     if name == "eta":
@@ -77,7 +77,7 @@ def _is_rate(name: str) -> bool:
 
 
 def _moment(where: Where) -> Text:
-    """Return ``epoch 3/20  iter 40/57``, ``iter 400/5000`` of an iteration-based run, ``epoch 3/20  val`` of a validation."""
+    """Return ``epoch 3/20  iter 40/57``, in an iteration-based run ``iter 400/5000``, in a validation ``epoch 3/20  val``."""
     training = where.stage == "train"
     counts = {}
     if where.max_iters is not None:
@@ -91,5 +91,5 @@ def _moment(where: Where) -> Text:
 
 
 def _of(count: int, total: int | None) -> str:
-    # Right-aligned, so that the columns of successive lines stand below each other.
+    # Right-aligned, so that the columns of successive lines align.
     return str(count) if total is None else f"{count:>{len(str(total))}}/{total}"

@@ -1,4 +1,4 @@
-"""Scalars as CSV: one row for each moment, one column for each name, for spreadsheets and pandas."""
+"""Write scalars as CSV: one row per step, one column per name, for spreadsheets and pandas."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hooks.writers.files import FileWriter, GrowingFile
 
 @register
 class CSVWriter(FileWriter):
-    """Appends rows to ``<work_dir>/scalars.csv``: ``step``, ``epoch``, ``iter``, and a column for each scalar.
+    """Append rows to ``<work_dir>/scalars.csv``: ``step``, ``epoch``, ``iter``, and a column for each scalar.
 
-    A name that comes later gets a column at the right. The file is then written anew, so report all names early if there are
-    many. A cell is empty where there was no value; NaN and infinities are ``nan``, ``inf`` and ``-inf``, which Python's
-    ``float``, pandas and R read. Without a work dir nothing is written. A resumed run goes on at the end of the file; rows of
-    repeated iterations come twice, and the later one holds. A symbolic link of the file's name is an error.
+    - A later name adds a column at the right, which rewrites the file. Report all names early if the file is large.
+    - A cell without a value is empty. NaN and infinities are ``nan``, ``inf`` and ``-inf``, which Python, pandas and R read.
+    - A resumed run appends to the file. Repeated iterations have two rows; the later one counts.
+    - Without a work dir nothing is written. A symbolic link with the file's name is an error.
 
     Args:
-        filename: within the work dir.
-        interval: iterations between rows; None takes the logger's.
+        filename: name of the file in the work dir.
+        interval: iterations between rows; None uses the logger's.
 
     Raises:
         ConfigurationError: the interval is not positive, or the file name is empty.
@@ -37,16 +37,15 @@ class CSVWriter(FileWriter):
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
         if self.directory is not None:
-            # True and False among numbers would make a column of text for most readers.
+            # Most readers take a column with True or False for text.
             numbers = {name: int(value) if isinstance(value, bool) else value for name, value in scalars.items()}
             self.file(Table, self.directory).append({"step": step, "epoch": where.epoch, "iter": where.iter, **numbers})
 
 
 class Table(GrowingFile):
-    """A CSV file with a header that grows in rows and in columns; an existing file is continued.
+    """A CSV file that grows in rows and in columns; it continues an existing file.
 
-    A row with new columns has the file written anew, under another name that then replaces it. So every row has all columns,
-    empty where there was no value.
+    A row with new columns rewrites the file under another name and then replaces it, so that every row has all columns.
     """
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -58,7 +57,7 @@ class Table(GrowingFile):
     def _add_columns(self, names: list[str]) -> None:
         self.close()
         copy = self._path.with_name(f"{self._path.name}.tmp")
-        copy.unlink(missing_ok=True)  # a process that died left it, or it is a link to elsewhere
+        copy.unlink(missing_ok=True)  # left by a killed process, or a symbolic link
         with self._path.open("r", encoding="utf-8", newline="") as old, copy.open("x", encoding="utf-8", newline="") as new:
             rows, lines = csv.writer(new, lineterminator="\n"), csv.reader(old)
             columns = [*next(lines, []), *names]
@@ -76,7 +75,7 @@ class Table(GrowingFile):
 
 
 def add_rows(source: Path, target: Path) -> None:
-    """Append the rows of one CSV file to another, each value in the column of its name."""
+    """Append the rows of one CSV file to another, matching columns by name."""
     table = Table(target)
     try:
         with source.open("r", encoding="utf-8", newline="") as file:

@@ -1,4 +1,4 @@
-"""The logger's side behind the lane: smoothing, and which writer gets which scalars when."""
+"""Smooth scalars on the logger's thread, and pass them to the writers that are due."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ log = get_logger()
 
 
 class Fanout:
-    """Passes the scalars and images of a run on to writers. Used by one thread at a time.
+    """Pass the scalars and images of a run to writers. Only one thread at a time may use it.
 
     Args:
-        writers: in the order in which they are called.
-        interval: of writers without one of their own.
+        writers: writers in the order of their calls.
+        interval: iterations between training scalars, for writers without an interval of their own.
         ignore_last: write nothing at the end of an epoch, unless the epoch is no longer than the interval.
-        interval_exp_name: iterations between writing the experiment's name.
-        smoother: of the training scalars.
+        interval_exp_name: iterations between lines with the experiment's name.
+        smoother: smoother of the training scalars.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Fanout:
         self._ignore_last = ignore_last
         self._interval_exp_name = interval_exp_name
         self._smoother = smoother
-        # A writer of every iteration gets the values as they are: they can be smoothed later, means cannot be taken apart.
+        # A writer of every iteration gets raw values, which can still be smoothed later.
         custom = smoother.customised
         self._raw = [target for target in self._targets if target.interval == 1 and not custom]
         self._smoothed = [target for target in self._targets if target.interval > 1 or custom]
@@ -54,7 +54,7 @@ class Fanout:
             named = _named(scalars)
             for target in self._raw:
                 target.give("write_scalars", named, where.iter, where)
-        # This thread shares the GIL with the training, so it keeps no values that no writer reads.
+        # This thread shares the GIL with training, so it only keeps values that a writer reads.
         if self._smoothed:
             self._smoother.push(scalars)
             for target in self._smoothed:
@@ -65,7 +65,7 @@ class Fanout:
                 target.give("write_text", "experiment", self._run.name, where)
 
     def end_epoch(self) -> None:
-        """Write the last iterations of a training epoch, where they are still to be written."""
+        """Write the last iterations of a training epoch that are not written yet."""
         for target in self._targets:
             left = target.written < self._smoother.count
             if left and (not self._ignore_last or self._last.batch <= target.interval):
@@ -80,13 +80,13 @@ class Fanout:
         takers = [target for target in self._targets if target.takes_images]
         if not takers and not self._warned:
             self._warned = True
-            log.warning("an image was reported, and none of the writers takes images; TensorBoardWriter does", image=name)
+            log.warning("none of the writers takes the reported image; add a TensorBoardWriter", image=name)
         pixels = as_image(image) if takers else None
         for target in takers:
             target.give("write_image", f"{where.stage}/{name}", pixels, step)
 
     def flush(self, *, durable: bool = False) -> None:
-        """Flush all writers; with ``durable`` the written data survives a power cut, where a writer can do that."""
+        """Flush all writers; with ``durable``, call their ``sync``."""
         for target in self._targets:
             target.flush(durable=durable)
 

@@ -1,4 +1,4 @@
-"""Files in the work dir: one that grows while a run goes on, small ones that are replaced, the id of a tracked run."""
+"""Files in the work dir: files that grow, small files that are replaced, and the id of a tracked run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ F = TypeVar("F", bound="GrowingFile")
 
 
 class GrowingFile:
-    """A file that lines are appended to. Folders are made.
-
-    Opening cuts off half a line at the end, which a process leaves there when it dies.
+    """A file to append lines to. Opening makes the folders, and cuts off an incomplete last line of a killed process.
 
     Raises:
-        OSError: the file cannot be opened, or ``path`` is a symbolic link or not a regular file: lines would go elsewhere.
+        OSError: the file cannot be opened, or ``path`` is a symbolic link or not a regular file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,14 +27,14 @@ class GrowingFile:
         self.open()
 
     def write(self, line: bytes) -> None:
-        """Append a line, which ends in a newline."""
+        """Append a line that ends in a newline."""
         self._file.write(line)
 
     def flush(self, *, durable: bool = False) -> None:
-        """Hand the lines to the operating system, with ``durable`` to the disk.
+        """Flush the lines to the operating system; with ``durable``, to the disk.
 
         Raises:
-            FileNotFoundError: the file was removed or replaced, so lines would be lost.
+            FileNotFoundError: the file was removed or replaced.
         """
         try:
             in_place = os.path.samestat(os.fstat(self._file.fileno()), self._path.lstat())
@@ -60,7 +58,7 @@ class GrowingFile:
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
-            raise OSError(error.errno, "this is a symbolic link, which is not followed; remove it", str(path)) from None
+            raise OSError(error.errno, "the file is a symbolic link, which is not followed; remove it", str(path)) from None
         self._file = os.fdopen(descriptor, "ab")
         try:
             _check_regular(descriptor, path)
@@ -71,7 +69,7 @@ class GrowingFile:
 
 
 class FileWriter(Writer):
-    """Base of writers of one growing file in the work dir. Without a work dir they write nothing."""
+    """Base class of writers of one growing file in the work dir. Without a work dir they write nothing."""
 
     def __init__(self, filename: str, interval: int | None) -> None:
         super().__init__(interval)
@@ -83,7 +81,7 @@ class FileWriter(Writer):
         self.directory = run.work_dir
 
     def file(self, kind: type[F], directory: Path) -> F:
-        """Return the file, opened as ``kind`` when it is first asked for."""
+        """Return the file; the first call opens it as ``kind``."""
         if not isinstance(self._file, kind):
             self._file = kind(directory / self.filename)
         return self._file
@@ -103,19 +101,19 @@ class FileWriter(Writer):
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Create or replace a small file; a symbolic link of that name is replaced, not followed. Folders are made."""
+    """Create or replace a small file and its folders; a symbolic link is replaced, not followed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     commit_bytes(path, content)
 
 
 def run_id(work_dir: Path | None, filename: str, make: Callable[[], str], exists: Callable[[str], bool] | None = None) -> str:
-    """Return the id of a tracking tool's run for a work dir, so that a resumed run goes on with it.
+    """Return the id of a tracking tool's run, so that a resumed run continues it.
 
     Args:
-        work_dir: None for an id that is not noted.
-        filename: of the file in the work dir that holds the id.
-        make: returns a new id.
-        exists: tells whether the tool still has the run of a noted id; None takes any.
+        work_dir: the work dir, or None to store no id.
+        filename: name of the file in the work dir that holds the id.
+        make: function that returns a new id.
+        exists: function that returns True if the tool still has the run of a stored id; None accepts every id.
     """
     path = None if work_dir is None else work_dir / filename
     known = path.read_text(encoding="utf-8").strip() if path is not None and path.is_file() else ""
@@ -129,7 +127,7 @@ def run_id(work_dir: Path | None, filename: str, make: Callable[[], str], exists
 
 def _check_regular(descriptor: int, path: Path) -> None:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise OSError(errno.EINVAL, "this is not a regular file; remove it", str(path))
+        raise OSError(errno.EINVAL, "the path is not a regular file; remove it", str(path))
 
 
 def _cut_half_a_line(descriptor: int) -> None:

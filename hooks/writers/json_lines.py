@@ -1,4 +1,4 @@
-"""Scalars as JSON lines: one object a line, for pandas, jq and every plotting script."""
+"""Write scalars as JSON lines: one object per line, for pandas, jq and plotting scripts."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hooks.writers.files import FileWriter, GrowingFile, replace
 
 @register
 class JSONLinesWriter(FileWriter):
-    """Appends ``{"step": 41, "epoch": 1, "iter": 41, "train/loss": 0.25, ...}`` to ``<work_dir>/scalars.jsonl``.
+    """Append ``{"step": 41, "epoch": 1, "iter": 41, "train/loss": 0.25, ...}`` to ``<work_dir>/scalars.jsonl``.
 
-    Test metrics go to a file of their own, as one object, and the run's configuration to ``config.json``. Without a work dir
-    nothing is written. A resumed run goes on at the end of the file; lines of repeated iterations come twice, and the later
-    one holds. A symbolic link of the file's name is an error. NaN and infinities are written as ``NaN`` and ``Infinity``,
-    which Python's ``json``, pandas and most parsers read, and never as null.
+    - Test metrics go to a separate file, as one object, and the run's configuration to ``config.json``.
+    - NaN and infinities are ``NaN`` and ``Infinity``, never null. Python's ``json``, pandas and most parsers read them.
+    - A resumed run appends to the file. Repeated iterations have two lines; the later one counts.
+    - Without a work dir nothing is written. A symbolic link with the file's name is an error.
 
     Args:
-        filename: within the work dir.
-        interval: iterations between lines; None takes the logger's.
-        test_filename: of the test metrics, within the work dir.
+        filename: name of the file in the work dir.
+        interval: iterations between lines; None uses the logger's.
+        test_filename: name of the file of test metrics in the work dir.
 
     Raises:
         ConfigurationError: the interval is not positive, or a file name is empty.
@@ -45,7 +45,6 @@ class JSONLinesWriter(FileWriter):
         self.test_filename = test_filename
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
-        """Append a line, or write the file of the test metrics."""
         if self.directory is None:
             return
         line = _encode({"step": step, "epoch": where.epoch, "iter": where.iter, **scalars})
@@ -62,8 +61,7 @@ class JSONLinesWriter(FileWriter):
 
 
 def _encode(record: Mapping[str, float]) -> bytes:
-    # orjson is several times faster, but writes NaN as null. One NaN or infinity makes the sum one; should finite numbers
-    # overflow, the slow way writes them just as well.
+    # orjson is several times faster, but writes NaN as null. The sum is finite unless a value is not (or the sum overflows).
     if isfinite(sum(record.values())):
         return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
     return json.dumps(record, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"

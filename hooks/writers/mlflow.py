@@ -1,4 +1,4 @@
-"""Scalars and images for MLflow."""
+"""Write scalars and images to MLflow."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ from hooks.writers.files import run_id
 
 log = get_logger()
 
-_MOST_METRICS, _MOST_PARAMS = 1000, 100  # in one call; MLflow's limits
+_MOST_METRICS, _MOST_PARAMS = 1000, 100  # per call: MLflow's limits
 _LONGEST = 6000  # characters of a parameter's value
 
 
 @register
 class MLflowWriter(Writer):
-    """A run in an MLflow store, by default a local one: ``<work_dir>/mlflow.db``; needs the extra ``mlflow``.
+    """Write to a run in an MLflow store, by default ``<work_dir>/mlflow.db``; needs the extra ``mlflow``.
 
-    Look at it with ``mlflow ui --backend-store-uri sqlite:///<work_dir>/mlflow.db`` (which needs the whole of mlflow). A
-    resumed run goes on with the run whose id is noted in ``<work_dir>/mlflow_run_id``; repeated iterations come twice in a
-    metric's history. The configuration becomes parameters with dotted names; MLflow cannot change a parameter, so a changed
-    one is logged. Its databases hold NaN, but the largest double for infinity. Characters that MLflow does not allow in names
-    become ``_``. The writers of one ``LoggerHook`` wait for each other, so give a slow server a ``LoggerHook`` of its own.
+    To view it, run ``mlflow ui --backend-store-uri sqlite:///<work_dir>/mlflow.db`` (from the full mlflow package).
+
+    - A resumed run continues the MLflow run whose id is in ``<work_dir>/mlflow_run_id``. Repeated iterations appear twice in a
+      metric's history.
+    - The configuration becomes parameters with dotted names. MLflow cannot change a parameter, so the writer logs a change.
+    - MLflow stores infinity as the largest double. Characters that it does not allow in names become ``_``.
+    - Give a slow server its own ``LoggerHook``, because the writers of one ``LoggerHook`` wait for each other.
 
     Args:
-        tracking_uri: of another store, such as one of several runs (``sqlite:///mlflow.db``) or a server's address. With the
-            default, nothing is written without a work dir.
-        experiment: its name; made if it does not exist.
-        interval: iterations between training scalars; None takes the logger's.
+        tracking_uri: address of a server or of another store (``sqlite:///mlflow.db`` for several runs). With the default,
+            nothing is written without a work dir.
+        experiment: name of the experiment, which is created if it does not exist.
+        interval: iterations between training scalars; None uses the logger's.
 
     Raises:
-        ConfigurationError: MLflow, or a package that a local store needs, is not installed; an option is empty, or the
-            interval is not positive.
+        ConfigurationError: MLflow or a package for local stores is not installed, an option is empty, or the interval is not
+            positive.
     """
 
     @check_options
@@ -45,7 +47,7 @@ class MLflowWriter(Writer):
         self, tracking_uri: Name | None = None, *, experiment: Name = "trainbus", interval: PositiveInt | None = None
     ) -> None:
         super().__init__(interval)
-        # MLflow takes images only with PIL.
+        # MLflow needs PIL for images.
         self._mlflow, self._entities, _ = load("MLflowWriter", "MLflow", "mlflow", "mlflow.entities", "PIL")
         local = tracking_uri is None or tracking_uri.startswith("sqlite:")
         missing = [name for name in ("sqlalchemy", "alembic") if local and find_spec(name) is None]
@@ -62,7 +64,7 @@ class MLflowWriter(Writer):
         self._failed = False
 
     def open(self, run: RunFacts) -> None:
-        """Begin a run, or go on with that of the work dir."""
+        """Begin an MLflow run, or continue the one of the work dir."""
         uri, artifacts = self.tracking_uri, None
         if uri is None:
             if run.work_dir is None:
@@ -95,7 +97,6 @@ class MLflowWriter(Writer):
             self._metrics += [metric(_name(name), float(value), now, step) for name, value in scalars.items()]
 
     def write_image(self, name: str, image: Image, step: int) -> None:
-        """Store an artifact that MLflow shows as an image of its step."""
         if self._client is not None:
             self._client.log_image(self._id, image, key=_name(name), step=step)
 
@@ -107,7 +108,7 @@ class MLflowWriter(Writer):
         known = self._client.get_run(self._id).data.params
         changed = sorted(name for name in params.keys() & known.keys() if params[name] != known[name])
         if changed:
-            log.warning("MLflow cannot change parameters of a run: it keeps the first", parameters=changed)
+            log.warning("MLflow cannot change the parameters of a run and keeps the first values", parameters=changed)
         new = [self._entities.Param(name, value) for name, value in params.items() if name not in known]
         for first in range(0, len(new), _MOST_PARAMS):
             self._client.log_batch(self._id, params=new[first : first + _MOST_PARAMS])

@@ -1,4 +1,4 @@
-"""Copies of a finished run's files in another folder."""
+"""Copy the files of a finished run to another folder."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ def send(work_dir: Path, out_dir: Path, suffixes: tuple[str, ...], *, keep_local
     """Copy the files below ``work_dir`` whose names end in one of ``suffixes`` to ``<out_dir>/<name of work_dir>``.
 
     Args:
-        work_dir: of the run.
-        out_dir: gets the folder.
-        suffixes: of file names.
-        keep_local: False deletes each file once it is copied. A later run of the same work dir then adds its lines to the
-            copy.
+        work_dir: work dir of the run.
+        out_dir: parent of the target folder.
+        suffixes: suffixes of file names.
+        keep_local: False deletes each file after copying. A later run of the same work dir then appends to the copy.
 
     Returns:
         The copies.
     """
     target = out_dir / work_dir.resolve().name
-    # Listed before anything is copied: the target may lie inside the work dir, and its files are copies already.
+    # Listed before copying, without the files of the target, which may be inside the work dir.
     files = [path for path in sorted(work_dir.rglob("*")) if path.is_file() and path.name.endswith(suffixes)]
     files = [path for path in files if not path.resolve().is_relative_to(target.resolve())]
     return [_send_one(path, target / path.relative_to(work_dir), keep_local=keep_local) for path in files]
@@ -31,11 +30,11 @@ def send(work_dir: Path, out_dir: Path, suffixes: tuple[str, ...], *, keep_local
 def _send_one(path: Path, copy: Path, *, keep_local: bool) -> Path:
     copy.parent.mkdir(parents=True, exist_ok=True)
     if copy.is_symlink():
-        copy.unlink()  # a copy is a file of its own, and goes nowhere else
+        copy.unlink()  # do not write to the link's target
     if keep_local or not copy.exists() or path.suffix not in (".jsonl", ".log", ".csv"):
         shutil.copyfile(path, copy)
     elif path.suffix == ".csv":
-        add_rows(path, copy)  # a header in the middle of a table would be a row
+        add_rows(path, copy)  # without a second header
     else:
         with path.open("rb") as source, copy.open("ab") as end:
             shutil.copyfileobj(source, end)

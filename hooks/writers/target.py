@@ -1,4 +1,4 @@
-"""One writer of a logger, and patience with it: calls that it could not take are kept in memory and repeated."""
+"""Pass calls to one writer of a logger; keep failed calls in memory and repeat them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hooks.writers.base import RunFacts, Writer
 log = get_logger()
 
 MOST_KEPT: Final = 10_000
-"""Calls that wait for a writer in trouble; of more, the oldest are given up."""
+"""Largest number of calls that wait for a failing writer; beyond it the oldest are dropped."""
 MOST_IMAGES: Final = 100
-"""How many of them may be images; later ones are given up."""
+"""Largest number of waiting images; later ones are dropped."""
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # seconds before another try
 
@@ -23,16 +23,16 @@ Call = tuple[Any, ...]
 
 
 class Target:
-    """Passes calls on to a writer, in order. Raises nothing.
+    """Pass calls to a writer, in order, and raise nothing.
 
-    A call counts as done once a flush has worked after it. After a failure further calls are kept, and the writer is tried
-    again after half a second, then after pauses that grow to a minute. It gets the failed call once more. If that fails too,
-    or if a flush has failed, the writer is closed, opened, and given everything since the last flush that worked: calls may
-    then come twice, but none is missing. A call that is refused while the next one is taken is given up.
+    A call is done after the next successful flush. After a failure the target keeps further calls, and repeats the failed call
+    after half a second, then after pauses that grow to a minute. If it fails again, or if a flush has failed, the target
+    closes and reopens the writer and repeats all calls since the last successful flush. The writer may then get a call twice,
+    but misses none. If a call fails and the next one succeeds, the failed call is dropped.
 
     Args:
         writer: the writer.
-        interval: iterations between training scalars, if the writer has none of its own.
+        interval: iterations between training scalars, if the writer has no interval of its own.
     """
 
     def __init__(self, writer: Writer, interval: int) -> None:
@@ -49,7 +49,7 @@ class Target:
         self._try()
 
     def give(self, *call: Any) -> None:
-        """Call a method of the writer, by its name and with its arguments, now or later."""
+        """Call a method of the writer, given by its name and arguments, now or later."""
         if self._failures:
             self._keep(call)
             return
@@ -60,7 +60,7 @@ class Target:
             self._failed()
 
     def flush(self, *, durable: bool = False) -> None:
-        """Flush the writer; one in trouble is tried again when its pause is over (or at once, if ``durable``)."""
+        """Flush the writer; try a failing one again if its pause is over (with ``durable``, at once)."""
         if self._failures:
             if durable or monotonic() >= self._next_try:
                 self._try(durable=durable)
@@ -81,19 +81,19 @@ class Target:
                 self._writer.aborted()
             self._writer.close()
         except Exception:
-            log.exception("a writer could not be closed", writer=self._name)
+            log.exception("cannot close a writer", writer=self._name)
         lost = self._lost + len(self._kept) + len(self._unsure)
         if lost:
             log.error("a writer has lost data", writer=self._name, lost=lost)
 
     def _reset(self, run: RunFacts) -> None:
         self._run = run
-        self._unsure: list[Call] = []  # taken since the last flush that worked
-        self._kept: deque[Call] = deque()  # not taken yet
-        self._reopen = True  # it must be opened before it gets anything
+        self._unsure: list[Call] = []  # done since the last successful flush
+        self._kept: deque[Call] = deque()  # waiting
+        self._reopen = True  # open the writer before its next call
         self._opened = False
         self._failures: int = 0  # in a row
-        self._images: int = 0  # of those that are kept
+        self._images: int = 0  # images among the waiting calls
         self._next_try: float = 0.0
         self._lost = 0
 
@@ -129,8 +129,8 @@ class Target:
             self._opened = False
             try:
                 self._writer.close()
-            except Exception as error:  # noqa: BLE001 - a file that could not be written cannot be closed in order, either
-                log.debug("a writer in trouble could not be closed", writer=self._name, error=repr(error))
+            except Exception as error:  # noqa: BLE001 - closing a file fails if writing it has failed
+                log.debug("cannot close a failing writer", writer=self._name, error=repr(error))
         self._writer.open(self._run)
         self._opened = True
         self._reopen = False
@@ -146,17 +146,17 @@ class Target:
                     raise
                 self._lost += 1
                 if not logged:
-                    log.exception("a writer refuses a call, which is left out", writer=self._name, exc_info=error)
+                    log.exception("a writer failed on a call, which is dropped", writer=self._name, exc_info=error)
                 logged = True
             self._kept.popleft()
 
     def _takes_the_next(self) -> bool:
-        """Return True if the second of the kept calls is taken: then the fault is with the first, not with the target."""
+        """Return True if the second waiting call succeeds: then the first call is at fault, not the writer."""
         if len(self._kept) < 2:
             return False
         try:
             self._do(self._kept[1])
-        except Exception:  # noqa: BLE001 - the first one's error is raised
+        except Exception:  # noqa: BLE001 - the caller raises the error of the first call
             return False
         del self._kept[1]
         return True
@@ -176,6 +176,6 @@ class Target:
         self._failures += 1
         pause = min(_FIRST_PAUSE * 2 ** min(self._failures - 1, 10), _LONGEST_PAUSE)
         self._next_try = monotonic() + pause
-        if self._failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time: it may go on for days
+        if self._failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time, because a failure may last for days
             facts = {"failures": self._failures, "kept": len(self._kept) + len(self._unsure), "lost": self._lost}
             log.exception("a writer failed, and is tried again", writer=self._name, seconds=pause, **facts)

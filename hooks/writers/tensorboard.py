@@ -1,4 +1,4 @@
-"""Scalars and images for TensorBoard."""
+"""Write scalars and images for TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from eventloop import check_options, register
 from hooks.options import Name, PositiveInt
 from hooks.writers.base import Image, RunFacts, Where, Writer, load
 
-_QUEUE = 10_000  # events in TensorBoard's own queue to its writing thread; more than the logger hands over at once
-_NEVER = 10**6  # seconds; the logger says when to flush
+_QUEUE = 10_000  # events in the queue of TensorBoard's writing thread; more than a batch of the logger
+_NEVER = 10**6  # seconds; the logger calls flush
 
 
 @register
 class TensorBoardWriter(Writer):
-    """Event files in a folder of the work dir, for ``tensorboard --logdir``; needs the extra ``tensorboard``.
+    """Write event files to a folder in the work dir, for ``tensorboard --logdir``; needs the extra ``tensorboard``.
 
-    The scalars of one moment are one record, so six of them cost as much as one by ``SummaryWriter.add_scalar``. Without a
-    work dir nothing is written. A resumed run writes a further file into the folder, which TensorBoard shows as one run. Of
-    the earlier file it shows the steps below the first that is trained now (``purge_step`` of ``SummaryWriter``), so repeated
-    iterations appear once. The configuration and the experiment's name appear under *Text*.
+    - The scalars of one step are one record: six of them cost as much as one ``SummaryWriter.add_scalar``.
+    - A resumed run adds a file to the folder, and TensorBoard shows one run. Repeated iterations appear once, because
+      TensorBoard hides the earlier steps from the first new one on (``purge_step`` of ``SummaryWriter``).
+    - The configuration and the experiment's name appear under *Text*.
+    - Without a work dir nothing is written.
 
     Args:
-        directory: within the work dir.
-        interval: iterations between training scalars; None takes the logger's.
+        directory: name of the folder in the work dir.
+        interval: iterations between training scalars; None uses the logger's.
 
     Raises:
         ConfigurationError: tensorboard is not installed, the interval is not positive, or the directory name is empty.
@@ -55,7 +56,7 @@ class TensorBoardWriter(Writer):
 
         if where.stage == "train" and not self._trains:
             self._trains = True
-            # This is SummaryWriter's purge_step; where training goes on is known only when the first scalars come.
+            # SummaryWriter's purge_step, which is known only with the first scalars.
             self._events.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._events.file_writer.add_summary(Summary(value=values), step)

@@ -1,4 +1,4 @@
-"""Scalars and images for Weights & Biases, offline."""
+"""Write scalars and images for Weights & Biases, offline."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from hooks.writers.files import run_id
 
 @register
 class WandbWriter(Writer):
-    """A Weights & Biases run below ``<work_dir>/wandb``, made offline; needs the extra ``wandb``.
+    """Write an offline Weights & Biases run to ``<work_dir>/wandb``; needs the extra ``wandb``.
 
-    Nothing goes over the network: ``wandb sync <work_dir>/wandb/offline-run-...`` uploads it. A resumed run makes a further
-    folder with the id of the first (kept in ``wandb/run_id``) and goes on with its steps; upload it with ``wandb sync
-    --append``. W&B's own step counts iterations, and charts use ``train/step``, ``val/step`` and so on. Without a work dir
-    nothing is written.
+    - Nothing goes over the network; ``wandb sync <work_dir>/wandb/offline-run-...`` uploads the run.
+    - A resumed run makes a new folder with the id of the first one (from ``wandb/run_id``) and continues its steps. Upload it
+      with ``wandb sync --append``.
+    - W&B's step counts iterations; charts use ``train/step``, ``val/step`` and so on.
+    - Without a work dir nothing is written.
 
     Args:
-        project: for the upload; None leaves it to ``wandb sync``.
-        interval: iterations between training scalars; None takes the logger's.
+        project: project for the upload; None leaves it to ``wandb sync``.
+        interval: iterations between training scalars; None uses the logger's.
 
     Raises:
         ConfigurationError: wandb is not installed, or the interval is not positive.
@@ -36,7 +37,7 @@ class WandbWriter(Writer):
     @check_options
     def __init__(self, project: Name | None = None, *, interval: PositiveInt | None = None) -> None:
         super().__init__(interval)
-        # W&B takes images only with PIL.
+        # W&B needs PIL for images.
         self._wandb: Any = load("WandbWriter", "wandb", "wandb", "PIL")[0]
         self.project = project
         self._run: Any = None
@@ -44,13 +45,13 @@ class WandbWriter(Writer):
         self._failed = False
 
     def open(self, run: RunFacts) -> None:
-        """Begin a run of W&B, if there is a work dir. The global one, which the user may have, is left alone."""
+        """Begin a W&B run if there is a work dir; the user's global W&B run stays untouched."""
         if run.work_dir is None:
             return
         run.work_dir.mkdir(parents=True, exist_ok=True)
         self._iter, self._failed = 0, False
         noted = run_id(run.work_dir, "wandb/run_id", lambda: secrets.token_hex(4))
-        # W&B names a folder by the second and the id, and overwrites an existing one: that of a training, by its test.
+        # W&B names a folder by second and id, and would overwrite the folder of a training that ended in the same second.
         while (run.work_dir / "wandb" / f"offline-run-{datetime.now().astimezone():%Y%m%d_%H%M%S}-{noted}").exists():
             time.sleep(0.05)
         self._run = self._wandb.init(
@@ -60,7 +61,7 @@ class WandbWriter(Writer):
             name=run.name,
             id=noted,
             reinit="create_new",
-            # The terminal, the code and the machine are not the logger's to record.
+            # A logger does not record the terminal, the code and the machine.
             settings=self._wandb.Settings(console="off", silent=True, x_disable_stats=True, disable_git=True, save_code=False),
         )
         for stage in ("train", "val", "test", "eval"):
@@ -68,13 +69,11 @@ class WandbWriter(Writer):
             self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
-        """Add to the row of the iteration."""
         if self._run is not None:
             self._iter = max(self._iter, where.iter)
             self._run.log({**scalars, f"{where.stage}/step": step, "epoch": where.epoch}, step=self._iter)
 
     def write_image(self, name: str, image: Image, step: int) -> None:
-        """Add to the row of the iteration."""
         if self._run is not None:
             stage = name.partition("/")[0]
             if stage == "train":
@@ -87,7 +86,7 @@ class WandbWriter(Writer):
             self._run.config.update(dict(config), allow_val_change=True)
 
     def flush(self) -> None:
-        """Check that W&B's folder is still there: its own process writes the data, and would not report a loss."""
+        """Check that W&B's folder exists, because W&B's process does not report lost data."""
         if self._run is not None and not Path(self._run.dir).is_dir():
             raise FileNotFoundError(errno.ENOENT, "the folder was removed while the run wrote to it", self._run.dir)
 
