@@ -93,7 +93,7 @@ def test_a_hook_reports_images_through_its_event():
 def test_without_a_writer_that_takes_images_it_is_said_once(tmp_path):
     with structlog.testing.capture_logs() as lines:
         report(CSVWriter())
-    assert [line["image"] for line in lines if "none of the writers takes images" in line["event"]] == ["noise"]
+    assert [line["image"] for line in lines if "none of the writers takes" in line["event"]] == ["noise"]
 
 
 @pytest.mark.parametrize(
