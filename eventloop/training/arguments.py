@@ -1,4 +1,4 @@
-"""What the constructor of a run takes, checked before anything else happens."""
+"""Types and checks of the arguments of ``Run`` and ``TrainLoop``."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ OnBus = Annotated[
 Stateful = Annotated[
     Mapping[str, Any], msgspec.Meta(description='a mapping of names to objects, such as {"discriminator": discriminator}')
 ]
-Config = Annotated[Mapping[str, Any], msgspec.Meta(description="a mapping, such as that of a file which you have read")]
+Config = Annotated[Mapping[str, Any], msgspec.Meta(description="a mapping, such as a parsed configuration file")]
 Data = Annotated[Iterable[Any], msgspec.Meta(description="an iterable of batches, such as a DataLoader")]
 Limit = Annotated[int, msgspec.Meta(ge=1)]
 Rate = Annotated[float, msgspec.Meta(gt=0)]
-Resume = Annotated[str, msgspec.Meta(description='"auto" for the newest checkpoint, the path or URL of one')] | Path
+Resume = Annotated[str, msgspec.Meta(description='"auto" for the newest checkpoint, or the path or URL of a checkpoint')] | Path
 Step = Annotated[Callable[[Any, Any], Any], msgspec.Meta(description="a function of (model, batch)")]
 
 
 def checked_work_dir(work_dir: str | Path) -> Path:
-    """Return the directory; raise ConfigurationError if it is a URL."""
+    """Return the directory as a path; raise ConfigurationError if it is a URL."""
     place = as_path(work_dir)
     if isinstance(place, RemotePath):
         raise ConfigurationError(
-            f"work_dir={str(place)!r}: give a directory of this machine, for logs and the like, and the URL to "
+            f"work_dir={str(place)!r} is a URL: give a local directory, for logs, and the URL to "
             f'CheckpointHook(out_dir="{place}")'
         )
     return place
@@ -50,15 +50,15 @@ def check_step(name: str, step: Callable[..., Any]) -> None:
     try:
         signature = inspect.signature(step)
     except (TypeError, ValueError):
-        return  # a builtin does not say
+        return  # a builtin may have no signature
     try:
         signature.bind(None, None)
     except TypeError as error:
-        raise ConfigurationError(f"{name}{signature} is called as {name}(model, batch), and cannot be: {error}") from None
+        raise ConfigurationError(f"{name}{signature} cannot be called as {name}(model, batch): {error}") from None
 
 
 def named(kind: str, things: Any, wanted: type) -> dict[str, Any]:
-    """Return one thing or several as a mapping of names; raise ConfigurationError if one is not of the type ``wanted``."""
+    """Return one or several objects as a mapping of names; raise ConfigurationError for one of another type."""
     found = dict(things) if isinstance(things, Mapping) else {kind: things}
     for name, thing in found.items():
         if not isinstance(thing, wanted):
@@ -72,7 +72,7 @@ def named(kind: str, things: Any, wanted: type) -> dict[str, Any]:
 
 
 def checked_stateful(things: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the things as a dict; raise ConfigurationError if one of them has no state."""
+    """Return a dict; raise ConfigurationError if an object lacks ``state_dict`` or ``load_state_dict``."""
     for name, thing in things.items():
         if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
             raise ConfigurationError(f"stateful[{name!r}] ({type(thing).__name__}) has no state_dict() and load_state_dict()")
@@ -80,14 +80,14 @@ def checked_stateful(things: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def device_of(device: str | torch.device | None, models: Mapping[str, torch.nn.Module]) -> torch.device:
-    """Return the device that was asked for, or that of the models; raise ConfigurationError if torch has none such."""
+    """Return the given device, or that of the models; raise ConfigurationError if torch cannot use it."""
     if device is not None:
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:  # each backend raises its own
             reason = str(error).partition("\n")[0].partition(". ")[0]
             raise ConfigurationError(
-                f"device={str(device)!r} is not a device that torch has here ({reason}); there are {', '.join(_devices())}"
+                f"torch cannot use device={str(device)!r} here ({reason}); it has {', '.join(_devices())}"
             ) from None
         return torch.device(device)
     parameters = (parameter.device for model in models.values() for parameter in model.parameters())
@@ -101,7 +101,7 @@ def _devices() -> list[str]:
 
 
 def check_image(name: str, image: Any) -> None:
-    """Raise ValueError unless ``image`` is one: see ``Run.report_image``."""
+    """Raise ValueError unless the shape and type fit ``Run.report_image``."""
     if not isinstance(image, torch.Tensor | np.ndarray):
         raise TypeError(f"image {name!r}: give a tensor or a numpy array, such as numpy.asarray(picture), not {image!r}")
     shape = tuple(image.shape)
@@ -109,11 +109,11 @@ def check_image(name: str, image: Any) -> None:
     if 0 in shape or not (flat or (len(shape) == 3 and (shape[0] in (1, 3, 4) or shape[-1] in (1, 3, 4)))):
         raise ValueError(
             f"image {name!r} has the shape {shape}: give (height, width), (channels, height, width) or (height, width, "
-            "channels), with 1, 3 or 4 channels. Of a batch, report one, or a grid (torchvision.utils.make_grid)"
+            "channels), with 1, 3 or 4 channels. For a batch, report one image or a grid (torchvision.utils.make_grid)"
         )
     if isinstance(image, torch.Tensor):
         fits = image.is_floating_point() or image.dtype in (torch.uint8, torch.bool)
     else:
         fits = image.dtype.kind in "fb" or image.dtype == np.uint8
     if not fits:
-        raise ValueError(f"image {name!r} is of {image.dtype}: give bytes (uint8), or booleans or floats from 0 to 1")
+        raise ValueError(f"image {name!r} has the dtype {image.dtype}: give uint8, bool, or floats from 0 to 1")

@@ -1,6 +1,6 @@
-"""Loaders: state that is in no ``state_dict`` (generators, workers, a count of passes), and skipping batches after a resume.
+"""Loaders: save state that ``state_dict`` lacks (generators, workers, number of passes), and skip batches after a resume.
 
-Accelerate's loaders hold a DataLoader as ``base_dataloader`` and pretend to be of its class.
+Accelerate's loaders hold a DataLoader as ``base_dataloader`` and fake its class.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _END: Any = object()
 
 
 def length_of(loader: Any) -> int | None:
-    """Return the length of a loader (or sampler) where it is known for sure, else None."""
+    """Return the length of a loader or sampler; None if it is unknown or an estimate."""
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
-        return None  # a length of one of these is an estimate
+        return None  # its length is an estimate
     try:
         return len(loader)
     except TypeError:
@@ -28,30 +28,30 @@ def length_of(loader: Any) -> int | None:
 
 
 def generator_states(loader: Iterable[Any], instead: Mapping[torch.Generator, torch.Tensor] = {}) -> list[torch.Tensor | None]:
-    """States of the generators that a DataLoader and its samplers own; they are not part of the global RNG.
+    """Return the states of the generators that a DataLoader and its samplers own; the global RNG does not hold them.
 
     Args:
-        loader: any iterable; most own none.
-        instead: states that some of them had, and that count.
+        loader: any iterable.
+        instead: states that replace the current ones.
     """
     owned = own_generators(loader)
     return [None if one is None else instead[one] if one in instead else one.get_state() for one in owned]
 
 
 def set_generators(loader: Iterable[Any], states: list[torch.Tensor | None], but: Collection[torch.Generator] = ()) -> None:
-    """Put back what :func:`generator_states` returned, but for some generators."""
+    """Restore the result of :func:`generator_states`, except for the generators in ``but``."""
     for generator, state in zip(own_generators(loader), states, strict=True):
         if generator is not None and state is not None and generator not in but:
             generator.set_state(state)
 
 
 def has_workers(loader: Iterable[Any]) -> bool:
-    """True if a DataLoader has workers from an earlier pass, and will not draw a seed for new ones."""
+    """Return True if persistent workers are running, so that the next pass draws no seed for new ones."""
     return getattr(loader, "_iterator", None) is not None
 
 
 def start_persistent_workers(loader: Iterable[Any]) -> None:
-    """Start the workers that an uninterrupted run would have by now, so that later passes make the same random draws."""
+    """Start persistent workers as in an uninterrupted run, so that later passes make the same random draws."""
     if isinstance(loader, DataLoader) and loader.persistent_workers and not has_workers(loader):
         now, generators = get_rng_state(), generator_states(loader)
         iter(_held(loader))
@@ -60,17 +60,17 @@ def start_persistent_workers(loader: Iterable[Any]) -> None:
 
 
 def has_state(loader: Iterable[Any]) -> bool:
-    """True if a loader has ``state_dict`` and ``load_state_dict``. Of Accelerate's loaders, the one inside counts."""
+    """Return True if the loader (inside Accelerate's wrapper, if any) has ``state_dict`` and ``load_state_dict``."""
     return all(callable(getattr(_held(loader), name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def passes_made(loader: Iterable[Any]) -> int | None:
-    """How many passes one of Accelerate's loaders has counted: the order of the next one depends on it. None for others."""
+    """Return the number of passes that an Accelerate loader has counted, which sets its next order; None for others."""
     return getattr(loader, "iteration", None) if _held(loader) is not loader else None
 
 
 def set_passes_made(loader: Any, count: int | None) -> None:
-    """Put back what :func:`passes_made` returned."""
+    """Restore the result of :func:`passes_made`."""
     if count is not None and _held(loader) is not loader:
         loader.iteration = count
 
@@ -81,14 +81,14 @@ def _held(loader: Iterable[Any]) -> Iterable[Any]:
 
 
 def own_generators(loader: Iterable[Any]) -> list[torch.Generator | None]:
-    """The generators of a DataLoader and its samplers, in a fixed order: one may be there several times, or missing."""
+    """Return the generators of a DataLoader and its samplers in a fixed order, with repeats, and None where one is missing."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     return [getattr(owner, "generator", None) for owner in owners]
 
 
 def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
-    """Return a DataLoader of the same dataset with other options for sampling, which are to be given in full."""
+    """Return a DataLoader of the same dataset; ``changed`` must hold all sampling options."""
     parts = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
     kept = {part: getattr(loader, part) for part in (*parts, "generator", "prefetch_factor")}
     return DataLoader(loader.dataset, **kept, **changed)
@@ -97,20 +97,20 @@ def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
 def skip_batches(loader: Iterable[Any], used: int, again: Callable[[], None] | None = None) -> Iterator[Any]:
     """Return an iterator over ``loader`` without its first ``used`` batches, making the same random draws.
 
-    A map-style DataLoader is not asked for the skipped samples. Anything else is read and thrown away, with a warning.
+    A map-style DataLoader loads no skipped samples. Batches of other loaders are read and dropped, with a warning.
 
     Args:
         loader: the data.
-        used: number of batches to leave out.
-        again: puts the random states back that the pass began with, where it began without a draw for its workers.
+        used: number of batches to skip.
+        again: restores the random states of the pass's start, if that pass drew no seed for its workers.
     """
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and _iterates_as_torch(loader):
         return _skip_by_index(loader, used, again)
     if isinstance(loader, list | tuple):
         return iter(loader[used:])
     warnings.warn(
-        f"resuming reads and throws away {used} batches, because {type(loader).__name__} can neither skip nor say where it is "
-        "(no state_dict); random numbers that it draws while reading are drawn again",
+        f"resuming reads and drops {used} batches, because {type(loader).__name__} has no state_dict and cannot skip; it "
+        "draws the random numbers of these batches again",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -122,7 +122,7 @@ def skip_batches(loader: Iterable[Any], used: int, again: Callable[[], None] | N
 
 
 def _iterates_as_torch(loader: DataLoader[Any]) -> bool:
-    """False for a subclass that changes batches on their way: a rebuilt loader would not."""
+    """Return False for a subclass that changes batches, because a rebuilt loader would not change them."""
     kind = type(loader)
     return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
 
@@ -132,13 +132,13 @@ def _skip_by_index(loader: DataLoader[Any], used: int, again: Callable[[], None]
     sampler = _SkippingSampler(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, used, again)
     sampling: dict[str, Any] = {"batch_sampler": sampler} if batched else {"sampler": sampler, "batch_size": None}
     iterator = iter(rebuilt(loader, **sampling))
-    # With workers the iterator has asked for indices by now; without, it must, before the RNG is set to the present again.
+    # Without workers the iterator has not drawn indices yet; it must before the caller restores the present RNG state.
     sampler.skip()
     return iterator
 
 
 class _SkippingSampler:
-    """Yields the indices of a sampler after the first ``used``. Its draws come after the loader's own, as in the first run."""
+    """Yield the indices of a sampler after the first ``used``; it draws after the loader, as in the first run."""
 
     def __init__(self, sampler: Iterable[Any], used: int, again: Callable[[], None] | None) -> None:
         self._sampler = sampler
@@ -161,7 +161,7 @@ class _SkippingSampler:
         return max(0, len(self._sampler) - self._used) if isinstance(self._sampler, Sized) else 0
 
     def skip(self) -> None:
-        """Draw and drop the first ``used``, once."""
+        """Draw and drop the first ``used`` indices, once."""
         if self._skipped or self._iterator is None:
             return
         self._skipped = True

@@ -1,4 +1,4 @@
-"""Locks on the directories of a training, so that no second one writes the same files. A lock dies with its process."""
+"""Lock the directories of a training against a second one. A lock ends with its process."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from eventloop.errors import ConfigurationError
 from eventloop.log import get_logger
 
 NAME: Final = ".trainbus.lock"
-_MOST: Final = 200  # bytes that name the holder
-_TRIES: Final = 100  # of which each takes a training that ends just then
+_MOST: Final = 200  # bytes to read of the holder's name
+_TRIES: Final = 100  # each fails only if a training ends at that moment
 
 log = get_logger()
 
 
 class DirectoryLock:
-    """Holds a directory for one training until :meth:`release` or the end of this process, by ``flock`` on a file in it.
+    """Lock a directory by ``flock`` on a file in it, until :meth:`release` or the end of this process.
 
-    Where the file system has no such locks (some network file systems), or the file cannot be written, a warning is logged and
-    the training goes on.
+    If the file system supports no locks, or the file cannot be written, log a warning and let the training continue.
 
     Args:
-        directory: made if it is not there.
+        directory: created if missing.
 
     Raises:
-        ConfigurationError: a training has it; names the process.
+        ConfigurationError: another training holds the directory; the error names its process.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -41,12 +40,12 @@ class DirectoryLock:
         except BlockingIOError:
             holder, end = self._holder()
             raise ConfigurationError(
-                f"{directory} is in use: {holder} trains there, and two trainings would overwrite each other's files. "
-                f"Give this run another work_dir, or {end}"
+                f"{directory} is in use by {holder}, and two trainings would overwrite each other's files: give this run "
+                f"another work_dir, or {end}"
             ) from None
         except OSError as error:
             log.warning(
-                "this directory cannot be locked; a second training in it would not be noticed",
+                "this directory cannot be locked, so a second training in it would go unnoticed",
                 directory=str(directory),
                 error=str(error),
             )
@@ -54,19 +53,19 @@ class DirectoryLock:
             _held.add(self)
 
     def release(self) -> None:
-        """Let others have the directory. Idempotent."""
+        """Unlock the directory. Idempotent."""
         _held.discard(self)
         try:
             try:
                 if self._descriptor is not None and self._is_file(self._descriptor):
-                    self._file.unlink()  # while locked: who opened the file meanwhile checks that it is still there
+                    self._file.unlink()  # while locked: whichever process opened it meanwhile checks that it still exists
             finally:
                 self.forget()
-        except OSError as error:  # of closing the file, too
-            log.warning("the file of a lock cannot be removed; it locks nothing", path=str(self._file), error=str(error))
+        except OSError as error:  # from close(), too
+            log.warning("a lock file cannot be removed; it locks nothing any more", path=str(self._file), error=str(error))
 
     def forget(self) -> None:
-        """Close the file; in a forked child, where the parent goes on holding it."""
+        """Close the file; in a forked child this leaves the lock to the parent."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -77,7 +76,7 @@ class DirectoryLock:
             descriptor = os.open(self._file, flags, 0o666)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._is_file(descriptor):  # else the training that had it has removed it meanwhile
+                if self._is_file(descriptor):  # else its former holder removed it meanwhile
                     os.ftruncate(descriptor, 0)
                     os.write(descriptor, _this_process().encode())
                     self._descriptor = descriptor
@@ -85,7 +84,7 @@ class DirectoryLock:
             finally:
                 if self._descriptor is None:
                     os.close(descriptor)
-        raise OSError(errno.ESTALE, "the file of the lock is another one each time", str(self._file))
+        raise OSError(errno.ESTALE, "the lock file was replaced at each try", str(self._file))
 
     def _is_file(self, descriptor: int) -> bool:
         try:
@@ -94,7 +93,7 @@ class DirectoryLock:
             return False
 
     def _holder(self) -> tuple[str, str]:
-        """Return the holder of the lock, and the way to end it."""
+        """Return the holder of the lock and how to end it."""
         try:
             with self._file.open("rb") as file:
                 told = file.read(_MOST).decode(errors="replace")
@@ -102,11 +101,11 @@ class DirectoryLock:
             told = ""
         if told == _this_process():
             return f"another run of this process ({os.getpid()})", (
-                "end that one: leave its `with` block; if a notebook cell was cut off inside it, call "
+                "leave the `with` block of that run; if a notebook cell was interrupted inside it, call "
                 "`run.__exit__(None, None, None)` on that run, or restart the kernel"
             )
         who = told if told.isprintable() and told else "another process"
-        return who, "wait for that one (its lock ends with its process)"
+        return who, "wait until it ends (its lock ends with its process)"
 
 
 def _this_process() -> str:
@@ -121,5 +120,5 @@ def _forget_in_child() -> None:
         _held.pop().forget()
 
 
-# A worker of a loader, say, that outlives its parent would hold the lock for it.
+# Else a DataLoader worker that outlives its parent would keep the lock.
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -24,29 +24,29 @@ from eventloop.training.update import Update
 
 
 class TrainLoop:
-    """Trains, validates and tests ``model``, publishing every mount point on ``bus``.
+    """Train, validate and test ``model``, and publish every mount point on ``bus``.
 
     Args:
         model: a module, or several by name (``step`` then gets the mapping).
         optimizer: an optimizer, or several by name; not needed for ``val()`` and ``test()`` alone.
         step: ``step(model, batch)`` returns the loss, or a mapping with ``"loss"`` (a scalar tensor) and more.
-        train_data: iterable of batches that can be iterated again.
-        val_data: the same for validation.
-        test_data: the same for the test.
-        val_step: ``val_step(model, batch)`` returns a mapping with what the metrics' ``update`` methods name; scalars in it
-            are averaged. ``step`` by default.
-        test_step: the same for the test; ``val_step`` by default.
-        metrics: name → object with ``update``, ``compute`` and ``reset``, as torchmetrics has them.
-        bus: with the hooks on it. An optimizer update (``hooks.OptimizerHook``) is added if it has none.
-        max_epochs: epochs to train for; or else
-        max_iters: iterations to train for (iteration-based training: one long epoch).
-        val_interval: epochs (default 1) or iterations (default 1000) between validations; there is always one at the end.
-        val_begin: first epoch (or iteration) after which to validate, 1-based.
+        train_data: training batches; an iterable that can be iterated again.
+        val_data: validation batches.
+        test_data: test batches.
+        val_step: ``val_step(model, batch)`` returns a mapping with the entries that the metrics need; its scalars are
+            averaged. ``step`` by default.
+        test_step: like ``val_step``, and ``val_step`` by default.
+        metrics: name → metric with ``update``, ``compute`` and ``reset``, like those of torchmetrics.
+        bus: the bus with the hooks. The loop adds an optimizer update (``hooks.OptimizerHook``) if the bus has none.
+        max_epochs: epochs to train, or else
+        max_iters: iterations to train (iteration-based training: one long epoch).
+        val_interval: epochs (default 1) or iterations (default 1000) between validations. The last one always validates.
+        val_begin: first epoch (or iteration) to validate after, 1-based.
         work_dir, device, seed, stateful, name, config: see :class:`Run`.
 
     Raises:
-        ConfigurationError: both or neither of ``max_epochs`` and ``max_iters`` where there is something to train on, or
-            another option that cannot work.
+        ConfigurationError: both or neither of ``max_epochs`` and ``max_iters`` are given with ``train_data``, or another
+            option is invalid.
     """
 
     @check_options
@@ -78,7 +78,7 @@ class TrainLoop:
         for label, function in (("step", step), ("val_step", val_step), ("test_step", test_step)):
             if function is not None:
                 check_step(label, function)
-        Metrics(metrics)  # checks them now
+        Metrics(metrics)  # checks them
         self.model = model
         self.bus = bus if bus is not None else Bus()
         self.max_epochs = max_epochs
@@ -96,29 +96,29 @@ class TrainLoop:
         self._cancelled = False
         files = {"work_dir": work_dir, "name": name, "config": config}
         self._options: dict[str, Any] = {"device": device, "seed": seed, "stateful": stateful, **files}
-        self._new_run()  # checks the options now
+        self._new_run()  # checks the options
         if optimizer is not None and not any(isinstance(hook, Update) for hook in self.bus.hooks):
             self.bus.add(Update())
 
     @check_options
     def run(self, *, resume: Resume | None = None, strict: bool = True) -> dict[str, Any]:
-        """Train, validating in between; return the metrics of the last validation.
+        """Train and validate; return the metrics of the last validation.
 
         Args:
-            resume: a checkpoint to continue from; see :class:`Run`.
-            strict: False loads from a checkpoint of another model or optimizer what fits.
+            resume: the checkpoint to continue from; see :class:`Run`.
+            strict: False loads only the matching part of a checkpoint of another model or optimizer.
 
         Raises:
-            ConfigurationError: there is nothing to train on or with.
-            Exception: whatever a step, a loader or a hook raised, unchanged.
+            ConfigurationError: ``train_data`` or ``optimizer`` is missing.
+            Exception: the unchanged error of a step, a loader or a hook.
         """
         self._need("train")
         if self._optimizer is None:
-            raise ConfigurationError("there is nothing to train with: give TrainLoop an optimizer")
+            raise ConfigurationError("run() needs an optimizer: give TrainLoop optimizer=")
         metrics: dict[str, Any] = {}
         with self._begun(trains=True, resume=resume, strict=strict) as run:
             for _ in run.epochs(self.max_epochs, max_iters=self.max_iters):
-                if run.counters.phase == "val" and self.max_iters is not None:  # resumed before this one
+                if run.counters.phase == "val" and self.max_iters is not None:  # resumed just before a validation
                     metrics = self._validate(run) or metrics
                 for batch in run.train(self._need("train"), endless=self.max_iters is not None):
                     self._forward(run, batch)
@@ -129,11 +129,11 @@ class TrainLoop:
         return metrics
 
     async def arun(self, *, resume: Resume | None = None, strict: bool = True) -> dict[str, Any]:
-        """Like :meth:`run`, on a thread of its own, while the event loop of the caller (asyncio or trio) goes on.
+        """Train like :meth:`run` on a separate thread, while the caller's event loop (asyncio or trio) keeps running.
 
-        A bus that is not open is opened by ``async with bus:``, so that async handlers are tasks of the caller's loop. When
-        the caller is cancelled, the run ends at the next safe mount point, or where it waits for room in a full lane
-        (see :meth:`Run.cancel`); handlers are drained for at most the bus's ``abort_timeout``, and the cancellation goes on.
+        Opens an idle bus with ``async with bus:``, so that async handlers are tasks of the caller's loop. If the caller is
+        cancelled, the run ends at the next safe mount point (see :meth:`Run.cancel`). Lanes then drain for at most the bus's
+        ``abort_timeout`` seconds.
         """
         train = partial(self._run_unless_cancelled, resume=resume, strict=strict, device=_cuda_device())
         async with self.bus if self.bus.state == "idle" else nullcontext():
@@ -143,52 +143,52 @@ class TrainLoop:
                 self._cancelled = False
 
     def val(self) -> dict[str, Any]:
-        """Validate once, with ``before_run`` and ``after_run`` of its own; return the metrics."""
+        """Validate once, as a separate run; return the metrics."""
         with self._begun() as run:
             return self._evaluate(run, run.validate(self._need("val"), self._metrics), self._val_step)
 
     def test(self) -> dict[str, Any]:
-        """Test once, with ``before_run`` and ``after_run`` of its own; return the metrics."""
+        """Test once, as a separate run; return the metrics."""
         with self._begun() as run:
             return self._evaluate(run, run.test(self._need("test"), self._metrics), self._test_step)
 
     def stop(self, reason: str = "") -> None:
-        """End the run under way at the next safe mount point; from any thread. Without one, nothing happens."""
+        """End the current run, if any, at the next safe mount point; from any thread."""
         if (run := self._running) is not None:
             run.stop(reason)
 
     def pause(self) -> None:
-        """Have the run under way wait at its next safe mount point; see :meth:`Run.pause`. Without one, nothing happens."""
+        """Pause the current run, if any, at its next safe mount point; see :meth:`Run.pause`."""
         if (run := self._running) is not None:
             run.pause()
 
     def resume(self) -> None:
-        """Have a paused run go on; from any thread. Without one, nothing happens."""
+        """Resume the current run if it is paused; from any thread."""
         if (run := self._running) is not None:
             run.resume()
 
     def set_lr(self, lr: float, optimizer: str | int | None = None) -> None:
-        """Set the learning rate in the run under way; see :meth:`Run.set_lr`. Without one, nothing happens."""
+        """Set the learning rate of the current run, if any; see :meth:`Run.set_lr`."""
         if (run := self._running) is not None:
             run.set_lr(lr, optimizer)
 
     def checkpoint_now(self) -> None:
-        """Save at the next safe mount point of the run under way; from any thread. Without one, nothing happens."""
+        """Save a checkpoint at the next safe mount point of the current run, if any; from any thread."""
         if (run := self._running) is not None:
             run.checkpoint_now()
 
     def _run_unless_cancelled(self, *, device: int | None, **options: Any) -> dict[str, Any]:
         if device is not None:
-            torch.cuda.set_device(device)  # it is a thread's own
+            torch.cuda.set_device(device)  # each thread has its own
         try:
             return self.run(**options)
         except RunCancelled:
             if not self._cancelled:
-                raise  # by run.cancel(): the host knows nothing of it
+                raise  # by run.cancel(), not by the host
             return {}  # in_thread() raises the host's own cancellation
 
     def _cancel(self) -> None:
-        # Before looking: _begun() looks the other way round, so that one of the two sees the other.
+        # Set before the read below; _begun() does both in the other order, so one of the two sees the other.
         self._cancelled = True
         if (run := self._running) is not None:
             run.cancel()
@@ -202,14 +202,14 @@ class TrainLoop:
         return self._evaluate(run, run.validate(self._need("val"), self._metrics), self._val_step)
 
     def _evaluate(self, run: Run, batches: EvaluationBatches, step: Step) -> dict[str, Any]:
-        body = iter(batches)  # the frame of an exception keeps it, so that on_exception comes before the validation's end
+        body = iter(batches)  # an exception's frame keeps it alive, so on_exception precedes the validation's end
         for batch in body:
             outputs = _called(f"{run.progress.stage}_step", step, self.model, batch)
             run.report(**(outputs if isinstance(outputs, Mapping) else {"loss": outputs}))
         return dict(batches.metrics)
 
     def _validation_due(self, iteration: int | None = None) -> bool:
-        """True if validation follows the epoch (or iteration, in iteration-based training) that has just been counted."""
+        """Return True if a validation follows the epoch or iteration that was counted last."""
         if self._data["val"] is None:
             return False
         by_iter = self.max_iters is not None
@@ -226,9 +226,9 @@ class TrainLoop:
     @contextmanager
     def _begun(self, *, trains: bool = False, **options: Any) -> Iterator[Run]:
         if self._running is not None:
-            raise TrainingError("this loop is running already; a second one at the same time needs its own TrainLoop")
+            raise TrainingError("this TrainLoop is already running: make a second TrainLoop for a second run")
         if self.bus.hosted_here:
-            raise BusStateError("this would block the event loop that the bus runs in: use `await loop.arun()`")
+            raise BusStateError("loop.run() would block the event loop of this bus: use `await loop.arun()`")
         run = self._running = self._new_run(**options)
         run.state.trains = trains
         run.validates = self._data["val"] is not None
@@ -244,7 +244,7 @@ class TrainLoop:
     def _need(self, stage: str) -> Iterable[Any]:
         data = self._data[stage]
         if data is None:
-            raise ConfigurationError(f"there is nothing to {stage} on: give TrainLoop {stage}_data")
+            raise ConfigurationError(f"TrainLoop has no {stage}_data: give it {stage}_data=")
         return data
 
 
@@ -252,10 +252,10 @@ def _check_limits(train_data: object, max_epochs: int | None, max_iters: int | N
     if max_epochs is not None and max_iters is not None:
         raise ConfigurationError(
             f"max_epochs={max_epochs} and max_iters={max_iters}: give one of them; max_epochs counts passes over train_data, "
-            "max_iters batches"
+            "max_iters counts batches"
         )
     if train_data is not None and max_epochs is None and max_iters is None:
-        raise ConfigurationError("how long to train? give max_epochs=, or max_iters= for iteration-based training")
+        raise ConfigurationError("the training has no length: give max_epochs=, or max_iters= for iteration-based training")
 
 
 def _cuda_device() -> int | None:
@@ -275,15 +275,15 @@ def _checked_outputs(outputs: Any) -> dict[str, Any]:
         outputs = {"loss": outputs}
     if "loss" not in outputs:
         raise TrainingError(
-            f"step() returned no 'loss' but {', '.join(map(repr, outputs)) or 'an empty dict'}; the update needs one"
+            f"step() returned no 'loss', only {', '.join(map(repr, outputs)) or 'an empty dict'}; the update needs a loss"
         )
     loss = outputs["loss"]
-    if type(loss) is torch.Tensor and loss.dim() == 0:  # the usual case, quickly
+    if type(loss) is torch.Tensor and loss.dim() == 0:  # fast path
         return dict(outputs)
     if not isinstance(loss, torch.Tensor):
-        raise TrainingError(f"the loss that step() returned is a {type(loss).__name__}; it must be a scalar tensor")
+        raise TrainingError(f"step() returned a loss of type {type(loss).__name__}; return a scalar tensor")
     if loss.numel() != 1:
         raise TrainingError(
-            f"the loss that step() returned has the shape {tuple(loss.shape)}; it must be a scalar: reduce it, with .mean() say"
+            f"step() returned a loss of shape {tuple(loss.shape)}; return a scalar: reduce it, for example with .mean()"
         )
     return {**outputs, "loss": loss if loss.dim() == 0 else loss.reshape(())}

@@ -1,4 +1,4 @@
-"""Metrics of a validation: objects with update, compute and reset (torchmetrics' protocol), and means of scalar outputs."""
+"""Compute the metrics of a validation: torchmetrics-like objects, and means of scalar outputs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ log = get_logger()
 
 
 class Metric(Protocol):
-    """What torchmetrics' metrics are, and anything else with these three methods."""
+    """The protocol of a metric: the methods of torchmetrics."""
 
     @property
     def update(self) -> Any:
-        """Take the outputs of a batch that its parameters name."""
+        """Accumulate one batch; the parameter names select the entries of the outputs."""
 
     @property
     def compute(self) -> Any:
-        """Return the value over all batches since the last reset: a scalar, or a mapping of them."""
+        """Return the value over all batches since the last reset: a scalar or a mapping of scalars."""
 
     @property
     def reset(self) -> Any:
@@ -40,23 +40,23 @@ NamedMetrics = Annotated[
 
 
 class Metrics:
-    """The metrics of one loader. Each is fed with the entries of the outputs that its ``update`` names.
+    """Accumulate the metrics of one loader. Each metric gets the entries of the outputs that its ``update`` names.
 
-    Scalar outputs are averaged over the samples, or over the batches where the loader does not give their sizes. Outputs with a
-    metric's name are left out, and those that only feed a metric (never ``loss``). A tensor of one element is a scalar, unless
-    its name came with another number of elements before: then it belongs to the last, smaller batch.
+    Scalar outputs are averaged over samples, or over batches if the batch sizes are unknown. Outputs with a metric's name are
+    not averaged, nor are entries that feed a metric (except ``loss``). A tensor with one element is a scalar, unless its name
+    had another number of elements before: then it comes from the smaller last batch.
 
-    With several processes, means cover the samples of all, each once. A metric with a sync of its own (torchmetrics) does that
-    itself. A metric with ``merge_state(others)`` (torcheval's protocol) is merged from pickled copies. Any other metric has the
-    value of rank 0, with a warning.
+    With several ranks, means cover the samples of all ranks, each once. A torchmetrics metric syncs itself. A metric with
+    ``merge_state(others)`` (torcheval's protocol) is merged from pickled copies. Any other metric covers rank 0 only, with a
+    warning.
 
     Args:
         metrics: name → metric.
-        device: of the run.
-        told: names of metrics that a warning was about; shared by all metrics of a run.
+        device: the device of the run.
+        told: names of the metrics already warned about; shared by all metrics of a run.
 
     Raises:
-        ConfigurationError: an object without ``update``, ``compute`` or ``reset``.
+        ConfigurationError: a metric lacks ``update``, ``compute`` or ``reset``.
     """
 
     @check_options
@@ -73,12 +73,12 @@ class Metrics:
         self._counts: dict[str, int] = {}
         self._empty = True
         self._told = set() if told is None else told
-        # Entries that feed a metric. The loss is one, too, that is there to train on.
+        # Entries that feed a metric. The loss is averaged all the same.
         self._fed = {entry for wanted in self._wanted.values() for entry in wanted or ()} - {"loss"}
-        self._sized: set[str] = set()  # entries that had another number of elements than one
+        self._sized: set[str] = set()  # entries that were no scalar in some batch
 
     def reset(self) -> None:
-        """Start over; metrics that have ``.to()`` are moved to the device."""
+        """Reset all metrics, and move those with ``.to()`` to the device."""
         self._sums, self._counts, self._empty = {}, {}, True
         for name, metric in self._metrics.items():
             _call(name, metric.reset)
@@ -86,10 +86,10 @@ class Metrics:
                 move(self._device)
 
     def update(self, outputs: Mapping[str, Any], samples: int = 1) -> None:
-        """Take the outputs of one batch, which count so many samples; with 0, leave them out.
+        """Accumulate the outputs of one batch of ``samples`` samples; 0 skips it.
 
         Raises:
-            TrainingError: a metric names an entry that is not there.
+            TrainingError: the outputs lack an entry that a metric needs.
         """
         if not samples:
             return
@@ -103,11 +103,11 @@ class Metrics:
                 self._counts[name] = self._counts.get(name, 0) + samples
 
     def compute(self, ranks: Ranks | None = None) -> dict[str, Any]:
-        """Return all values by name, those of the metrics first; a metric that returns a mapping gives ``name/key``.
+        """Return all values by name, metrics first; a metric that returns a mapping gives ``name/key``.
 
         Args:
-            ranks: all processes, where there are several. The values then cover the batches of all ranks and are equal on
-                each, since decisions (the best checkpoint, an early stop) depend on them. A collective.
+            ranks: makes this a collective. The values cover the batches of all ranks and are equal on each, because
+                decisions (the best checkpoint, an early stop) depend on them.
         """
         sums, counts, metrics = self._sums, self._counts, self._metrics
         if ranks is not None:
@@ -117,7 +117,7 @@ class Metrics:
         for name, metric in metrics.items():
             try:
                 value = _call(name, metric.compute)
-            except Exception:  # a metric may fail without a batch; rank 0's value counts
+            except Exception:  # without batches a metric may fail; rank 0's value counts
                 if not self._empty or ranks is None or not ranks.rank or metric is not self._metrics[name]:
                     raise
                 continue
@@ -125,12 +125,12 @@ class Metrics:
                 values |= {f"{name}/{key}": _number(entry) for key, entry in value.items()}
             else:
                 values[name] = _number(value)
-        # After them: save_best="auto" takes the first metric, which should be one that the user has named.
+        # Means come last: save_best="auto" takes the first value, which should be a metric that the user named.
         values |= {name: _number(total / counts[name]) for name, total in sums.items() if name not in values}
         return values if ranks is None else dict(ranks.from_first(values))
 
     def _merged(self, ranks: Ranks) -> dict[str, Metric]:
-        """Return metrics merged over all ranks, where they can be merged."""
+        """Merge the metrics that can be merged over all ranks; return all of them."""
         alone = {name: metric for name, metric in self._metrics.items() if not _syncs_itself(metric)}
         able = {name: metric for name, metric in alone.items() if callable(getattr(metric, "merge_state", None))}
         gathered = ranks.gather(able)
@@ -138,15 +138,15 @@ class Metrics:
             if name not in able and name not in self._told:
                 self._told.add(name)
                 log.warning(
-                    "this metric is of rank 0's batches alone: it has no merge_state(others), which would add those of others",
+                    "this metric covers only the batches of rank 0; give it merge_state(others) to cover all ranks",
                     metric=name,
                     type=type(metric).__name__,
                 )
         merged = dict(self._metrics)
         for name in able:
-            # From copies, in one order on all ranks: sums of floats would differ otherwise.
+            # Merge copies in the same order on all ranks: the order changes sums of floats.
             merged[name], *others = [one[name] for one in gathered]
-            _call(name, merged[name].merge_state, others)  # type: ignore[attr-defined]  # it has it: see able
+            _call(name, merged[name].merge_state, others)  # type: ignore[attr-defined]  # able: it has merge_state
         return merged
 
     def _scalar(self, name: str, value: Any) -> torch.Tensor | float | None:
@@ -168,14 +168,14 @@ class Metrics:
         missing = [entry for entry, required in wanted.items() if required and entry not in outputs]
         if missing:
             raise TrainingError(
-                f"metric {name!r} needs {', '.join(map(repr, missing))} from the step's outputs, which have "
-                f"{', '.join(map(repr, outputs)) or 'nothing'}; return a dict with these entries from val_step"
+                f"metric {name!r} needs {', '.join(map(repr, missing))}, but the step's outputs have "
+                f"{', '.join(map(repr, outputs)) or 'nothing'}: return a dict with these entries from val_step"
             )
         return {entry: outputs[entry] for entry in wanted if entry in outputs}
 
 
 def _parameters(name: str, metric: Metric) -> dict[str, bool] | None:
-    """Names of the parameters of ``metric.update`` and whether each is required; None if it takes any keyword."""
+    """Map the parameters of ``metric.update`` to whether each is required; None if it takes any keyword."""
     lacking = [method for method in ("update", "compute", "reset") if not callable(getattr(metric, method, None))]
     if lacking:
         raise ConfigurationError(f"metric {name!r} ({type(metric).__name__}) has no {' and no '.join(lacking)}()")
@@ -190,7 +190,7 @@ def _parameters(name: str, metric: Metric) -> dict[str, bool] | None:
 
 
 def _call(name: str, method: Callable[..., Any], *arguments: Any, **entries: Any) -> Any:
-    """Call a method of a metric; StopIteration would end the validation that is under way."""
+    """Call a method of a metric; turn StopIteration, which would end the validation, into an error."""
     try:
         return method(*arguments, **entries)
     except StopIteration as error:
@@ -206,7 +206,7 @@ def _syncs_itself(metric: Metric) -> bool:
 
 
 def _added(parts: list[tuple[dict[str, float], dict[str, int], set[str]]]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the sums and the counts of all ranks, without names that are not scalars on one of them."""
+    """Add the sums and counts of all ranks, without the names that are no scalar on some rank."""
     sums: dict[str, Any] = {}
     counts: dict[str, int] = {}
     sized = set().union(*(names for _, _, names in parts))

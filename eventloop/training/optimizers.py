@@ -1,4 +1,4 @@
-"""The optimizers of a run: which one steps, the options that a checkpoint overrides, the learning rate."""
+"""Optimizers: find the one inside a wrapper, set the learning rate, report options that a checkpoint overrides."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from eventloop.log import get_logger
 
 log = get_logger()
 
-# As they were when a run first saw the optimizer: later its groups hold what schedules and checkpoints have set.
+# Options at the time a run first saw the optimizer: schedules and checkpoints overwrite its groups later.
 _seen: WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = WeakKeyDictionary()
 
 
 def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer whose steps torch's hooks see: the inner one of a wrapper that never called ``Optimizer.__init__``.
+    """Return the optimizer that calls torch's step hooks: the inner one of a wrapper that skips ``Optimizer.__init__``.
 
-    Such are Accelerate's ``AcceleratedOptimizer`` and torchft's ``OptimizerWrapper``.
+    Accelerate's ``AcceleratedOptimizer`` and torchft's ``OptimizerWrapper`` are such wrappers.
 
     Raises:
-        ConfigurationError: the wrapper holds no such optimizer.
+        ConfigurationError: the wrapper holds no optimizer with step hooks.
     """
     inner: torch.optim.Optimizer | None = optimizer
     while inner is not None and not hasattr(inner, "_optimizer_step_pre_hooks"):  # made by Optimizer.__init__
         inner = next((value for value in vars(inner).values() if isinstance(value, torch.optim.Optimizer)), None)
     if inner is None:
         raise ConfigurationError(
-            f"{type(optimizer).__name__} has not called torch.optim.Optimizer.__init__ and holds no optimizer that has, so its "
-            "steps cannot be counted; give the optimizer that it wraps"
+            f"the run cannot count the steps of {type(optimizer).__name__}: neither it nor its inner optimizer called "
+            "torch.optim.Optimizer.__init__; give the optimizer that it wraps"
         )
     return inner
 
 
 def tell_useless(optimizers: Mapping[str, torch.optim.Optimizer], models: Mapping[str, torch.nn.Module]) -> None:
-    """Warn of an optimizer that has not one parameter of a model, so that its steps train none."""
+    """Warn about an optimizer that shares no parameter with the models."""
     trained = {id(parameter) for model in models.values() for parameter in model.parameters()}
     for name, optimizer in optimizers.items():
         if trained.isdisjoint(id(parameter) for group in optimizer.param_groups for parameter in group["params"]):
             log.warning(
-                "this optimizer has not one parameter of the models, so its steps train none of them: was it made for another "
-                "model, or before the parameters were replaced? Make it from the parameters of the model that is given",
+                "this optimizer has no parameter of the models, so its steps train nothing; make it from the parameters of the "
+                "model that you give to the run",
                 optimizer=name,
                 models=", ".join(models),
             )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of all parameter groups, and scale what schedules start from by the same factor.
+    """Set the learning rate of all parameter groups, and scale the base rates of schedules by the same factor.
 
-    torch's schedulers keep that in the groups: ``initial_lr``, and ``max_lr`` and ``min_lr`` of some.
+    torch's schedulers keep their base rates in the groups, as ``initial_lr``, ``max_lr`` and ``min_lr``.
     """
     for group in optimizer.param_groups:
         before = float(group["lr"])
         if "initial_lr" in group and before == 0:
-            log.warning("a schedule has this learning rate at 0 now, so it cannot be scaled; it goes on as it was", wanted=rate)
+            log.warning("the schedule's learning rate is 0 now and cannot be scaled; the schedule is unchanged", wanted=rate)
         for key in ("initial_lr", "max_lr", "min_lr"):
             if key in group and before > 0:
                 group[key] *= rate / before
@@ -68,7 +68,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def options_given(optimizers: Mapping[str, torch.optim.Optimizer], seed: int | None) -> dict[str, Any]:
-    """Return the seed and the options of ``optimizers`` as the program gives them, by path (``"optimizer.lr"``)."""
+    """Return the seed and the optimizer options that the program set, by path (``"optimizer.lr"``)."""
     given: dict[str, Any] = {} if seed is None else {"seed": seed}
     for name, optimizer in optimizers.items():
         path = "optimizer" if name == "optimizer" else f"optimizer.{name}"
@@ -77,18 +77,18 @@ def options_given(optimizers: Mapping[str, torch.optim.Optimizer], seed: int | N
 
 
 def by_path(options: Any, path: str) -> dict[str, Any]:
-    """Return the plain values in a tree of options by path (``"optimizer.lr"``), tensors as numbers."""
+    """Flatten a tree of options into plain values by path (``"optimizer.lr"``); tensors become numbers."""
     return dict(_leaves(options, path))
 
 
 def forget_options(options: dict[str, Any], owner: str) -> None:
-    """Remove the options whose owner a checkpoint does not hold, or was not loaded from it."""
+    """Remove the options of ``owner``, whose state was not saved or not loaded."""
     for name in [name for name in options if name.startswith(f"{owner}.")]:
         del options[name]
 
 
 def tell_changed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Warn of options that have changed since the run began, and that its checkpoint overrides."""
+    """Warn about options that the program changed but the checkpoint overrides."""
     changed = [
         f"{path} is {saved[path]!r}, not {value!r}"
         for path, value in given.items()
@@ -96,15 +96,15 @@ def tell_changed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     ]
     if changed:
         log.warning(
-            "options were changed, and a resumed run goes on with those in its checkpoint; "
-            "begin a new run, or set them in a handler of before_train",
+            "your options differ from the checkpoint, and a resumed run uses those of the checkpoint; "
+            "start a new run, or set them in a handler of before_train",
             options="; ".join(changed),
         )
 
 
 def _options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    for group in groups:  # a scheduler has set the rate of its first step, and keeps the one that was given
+    for group in groups:  # a scheduler sets "lr" for its first step and keeps the user's in "initial_lr"
         if "initial_lr" in group:
             group["lr"] = group.pop("initial_lr")
     options = groups[0] if len(groups) == 1 else {"groups": groups}

@@ -1,4 +1,4 @@
-"""Random numbers: the global generators of a process, and datasets and samplers that draw by seed and epoch."""
+"""Random numbers: the global generators of a process, and the epoch of datasets and samplers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from eventloop.errors import ConfigurationError
 
 
 def checked_seed(seed: int) -> int:
-    """Return the seed; raises ConfigurationError for one that torch does not take."""
+    """Return the seed, or raise ConfigurationError if torch does not accept it."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
-        raise ConfigurationError(f"seed={seed!r}: give an integer of 64 bits")
+        raise ConfigurationError(f"seed={seed!r}: give a 64-bit integer")
     return seed
 
 
@@ -28,9 +28,9 @@ def seed_everything(seed: int) -> None:
 
 
 def get_rng_state() -> dict[str, Any]:
-    """Return the states of all global generators, in a form that a checkpoint can hold."""
+    """Return the states of all global generators in types that a checkpoint can hold."""
     version, words, gauss = random.getstate()
-    # 625 Python integers as one array: a checkpoint has this twice, and would take longer over them than over the weights.
+    # One array instead of 625 Python integers, which would take longer to save than the weights.
     state = {
         "python": (version, np.array(words, np.uint32), gauss),
         "numpy": np.random.get_state(),
@@ -42,7 +42,7 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put back what :func:`get_rng_state` returned; CUDA states only where as many devices are there."""
+    """Restore the states of :func:`get_rng_state`; skip those of CUDA if the number of devices differs."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     np.random.set_state(state["numpy"])
@@ -52,7 +52,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def other_rng_state(state: Mapping[str, Any] | None, rank: int) -> Mapping[str, Any] | None:
-    """Return random states for ``rank`` that follow from those of rank 0, and differ from them."""
+    """Derive the random states of ``rank`` from those of rank 0."""
     if state is None:
         return None
     now = get_rng_state()
@@ -65,28 +65,28 @@ def other_rng_state(state: Mapping[str, Any] | None, rank: int) -> Mapping[str, 
 
 
 class SeededDataset(Dataset[Any]):
-    """Makes a dataset's random augmentation a function of (seed, epoch, index), so that it survives a resume.
+    """Make a dataset's random augmentation a function of (seed, epoch, index), so that a resume repeats it.
 
-    Around each ``dataset[index]`` the global random states of Python, numpy and torch (CPU) are seeded and put back. A run
-    tells the epoch to each that its training loader holds, also in other datasets around it (``Subset``, ``ConcatDataset``,
-    your own). It looks at attributes, so one that only a closure holds needs ``set_epoch`` from you.
+    Each ``dataset[index]`` seeds the global generators of Python, numpy and torch (CPU) and restores them afterwards. The run
+    calls ``set_epoch`` on each SeededDataset of its training loader, also inside wrappers (``Subset``, ``ConcatDataset``,
+    your own). It searches attributes: call ``set_epoch`` yourself if only a closure holds the dataset.
 
     Args:
         dataset: a map-style dataset.
-        seed: of the run.
+        seed: the seed of the run.
 
     Raises:
-        ConfigurationError: the seed is not an integer of 64 bits.
+        ConfigurationError: the seed is not a 64-bit integer.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int = 0) -> None:
         self.dataset = dataset
         self.seed = checked_seed(seed)
-        # In shared memory: workers that persist over epochs must hear of the next one.
+        # In shared memory: persistent workers must see the next epoch.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # torch: unannotated
 
     def set_epoch(self, epoch: int) -> None:
-        """Use other random numbers in another epoch; a run calls it."""
+        """Set the epoch that the random numbers depend on; the run calls this."""
         self._epoch.fill_(epoch)
 
     def __len__(self) -> int:
@@ -107,13 +107,13 @@ class SeededDataset(Dataset[Any]):
 
 
 def set_epoch(loader: Iterable[Any], epoch: int) -> None:
-    """Tell each :class:`SeededDataset` of a loader which epoch it is, however it is wrapped; samplers are a hook's business."""
+    """Call ``set_epoch`` on each :class:`SeededDataset` of a loader; a hook does it for samplers."""
     for dataset in _seeded(loader):
         dataset.set_epoch(epoch)
 
 
 def _seeded(loader: Iterable[Any]) -> Iterator[SeededDataset]:
-    """Find them among the attributes of what can be iterated or indexed: a wrapper of data is one of these."""
+    """Search the attributes of every object that can be iterated or indexed, as wrappers of data can."""
     seen: set[int] = set()
     waiting: list[Any] = [loader]
     while waiting:
@@ -133,15 +133,14 @@ def _seeded(loader: Iterable[Any]) -> Iterator[SeededDataset]:
 
 
 def _attributes(thing: object) -> list[Any]:
-    state: Any = object.__getstate__(thing)  # a dict of attributes, in a pair with one of slots where there are some
+    state: Any = object.__getstate__(thing)  # a dict of attributes, or a pair of that and a dict of slots
     return [value for part in (state if isinstance(state, tuple) else (state,)) if part for value in part.values()]
 
 
 def set_sampler_epoch(loader: Iterable[Any] | None, epoch: int) -> None:
-    """Call ``set_epoch(epoch)`` on the sampler of a loader, if it has one that takes it.
+    """Call ``set_epoch(epoch)`` on the first object that has it.
 
-    A loader with ``set_epoch`` (Accelerate's) tells its sampler itself. Else it is the loader's ``sampler``, else its
-    ``batch_sampler``'s, else the ``batch_sampler`` itself.
+    The order: the loader itself (Accelerate's), its ``sampler``, its ``batch_sampler``'s sampler, its ``batch_sampler``.
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
     for sampler in (loader, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler):

@@ -1,4 +1,4 @@
-"""How a run begins and ends: the bus, the other processes, locks on directories, and the checkpoint to resume from."""
+"""Begin and end a run: open the bus, join the other ranks, lock directories, and resume."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from eventloop.training.update import check_updates
 log = get_logger()
 
 _open: list[RunView] = []
-"""Runs of this process that have begun and not ended."""
+"""Open runs of this process."""
 
 
 class Session:
-    """Opens the bus if it is not open, begins the run, and leaves nothing behind, however it ends.
+    """Open an idle bus, begin and end the run, and release everything even after an error.
 
     Args:
-        run: that begins and ends.
-        bus: of the run.
-        state: of the run.
-        feeds: its loaders.
-        saves: its checkpoints.
-        restore: loads what the run resumes from.
-        moves: True if its models are to be moved to its device.
+        run: the run to begin and end.
+        bus: the bus of the run.
+        state: the state of the run.
+        feeds: the loaders of the run.
+        saves: the checkpoints of the run.
+        restore: loads the state to resume from.
+        moves: True to move the models to the device of the run.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Session:
         self._locks: dict[Path, DirectoryLock] = {}
 
     def begin(self, *, loop_driven: bool) -> None:
-        """Begin the run; after an error nothing is left open."""
+        """Begin the run; close everything after an error."""
         bus = self._bus
         if bus.state == "idle":
             bus.open()
@@ -72,7 +72,7 @@ class Session:
             raise
 
     def end(self) -> None:
-        """End the run in order; by an error in here as by any other."""
+        """End the run in order; abort it if that raises."""
         try:
             self._end()
         except BaseException as failure:
@@ -82,7 +82,7 @@ class Session:
         self._close()
 
     def tell(self, event: type[Event], **payload: Any) -> None:
-        """Publish an event between iterations, and move the version if a handler may have changed the state."""
+        """Publish an event between iterations, and advance the version if a handler may have changed the state."""
         self._run.publish(event, **payload)
         self._state.version += self._bus.may_change_state(event)
 
@@ -105,15 +105,15 @@ class Session:
             seed_everything(run.seed)
         for model in run.models.values() if self._moves else ():
             model.to(run.device)
-        # Before the steps are watched: its fence comes before the handlers of before_optimizer_step, which may change weights.
+        # Before _watch_steps: its fence must precede the handlers of before_optimizer_step, which may change weights.
         self._saves.open(state.ranks)
         for name, optimizer in run.optimizers.items():
             self._watch_steps(name, optimizer)
         if state.trains:
-            self.lock()  # before a handler opens a file there
+            self.lock()  # before a handler opens a file in them
         run.publish(ev.BeforeRun)
         if state.trains:
-            self.lock()  # where hooks save, too
+            self.lock()  # the directories that hooks added in before_run
         self._restore.load()
 
     def _end(self) -> None:
@@ -123,17 +123,17 @@ class Session:
             self._run.info["stop_reason"] = reason
         self.tell(ev.AfterRun)
         self._saves.end()
-        if state.agreement is not None:  # no process leaves before all is written, and all hear if it is not
+        if state.agreement is not None:  # no rank leaves before all files are written; all ranks see a failure
             self._bus.raise_failures()
             state.settle()
         state.scopes.leave("run")
 
     def abort(self, error: BaseException) -> None:
-        """End the run by an exception; errors in here are logged and added to it as notes."""
+        """End the run after an exception; log errors in here and add them to it as notes."""
         if world_size() > 1:
             tell_failure(error)
         self._patience = Deadline(self._bus.abort_timeout)
-        # Finally: a second Ctrl-C strikes in a handler of on_exception, say, and must not leave anything open.
+        # A second Ctrl-C, for example in a handler of on_exception, must not leave anything open.
         try:
             self._tell_exception(error)
         finally:
@@ -145,15 +145,15 @@ class Session:
 
     def _tell_exception(self, error: BaseException) -> None:
         try:
-            self._bus.raise_failures()  # publishing would raise them instead of being heard
+            self._bus.raise_failures()  # else the publish below raises them and reaches no handler
         except Exception as failure:
-            log.exception("an offloaded handler failed, too")
-            error.add_note(f"at about the same time, an offloaded handler failed: {failure!r}")
+            log.exception("an offloaded handler failed as well")
+            error.add_note(f"an offloaded handler failed at about the same time: {failure!r}")
         try:
             self._run.publish(ev.OnException, error=f"{type(error).__name__}: {error}", exception=error)
         except Exception as failure:
             log.exception("a handler of on_exception failed")
-            error.add_note(f"while handling it, a handler of on_exception failed: {failure!r}")
+            error.add_note(f"then a handler of on_exception failed: {failure!r}")
 
     def _close(self, *, abort: bool = False) -> None:
         try:
@@ -165,20 +165,20 @@ class Session:
                 self._locks.popitem()[1].release()
 
     def _interrupt(self) -> None:
-        """Raise if the training thread should not wait for room in a full lane; called where it is about to."""
+        """Raise if the training thread must not wait for room in a full lane; the bus calls this before each wait."""
         if self._patience is None:
             self._state.check_cancelled()
         elif not self._patience.left:
             raise LaneFullError(
-                f"the run ends by an exception, and waits no longer than {self._bus.abort_timeout:g} s for its lanes"
+                f"the run ends after an exception and waits at most {self._bus.abort_timeout:g} s for its lanes"
             )
 
     def lock(self) -> None:
-        """Lock the directories of this training. Rank 0 locks them for all; an error is raised on all ranks."""
+        """Lock the directories of this training on rank 0; an error is raised on all ranks."""
         problem = ""
         try:
             for path in self._saves.directories if not this_rank() else ():
-                # One directory may have several names: a link to it, a path with "..".
+                # resolve(): links and ".." give one directory several names.
                 if isinstance(path, Path) and (directory := path.resolve()) not in self._locks:
                     self._locks[directory] = DirectoryLock(directory)
         except ConfigurationError as error:
@@ -189,12 +189,12 @@ class Session:
             raise ConfigurationError(problem)
 
     def _tell_others(self) -> None:
-        """Warn of another run at the same time, if one of the two has a seed: they draw from the same random state."""
+        """Warn about another open run if one of the two has a seed: both draw from the same random state."""
         for other in _open:
             if self._run.seed is not None or other.seed is not None:
                 log.warning(
-                    "two runs at once in one process draw from the same random state: neither gets the numbers of its seed, "
-                    "and no resume is bitwise; run one after the other, or each in a process of its own",
+                    "two open runs in one process draw from the same random state, so seeds and resumes do not reproduce their "
+                    "numbers; run one after the other, or each in its own process",
                     run=self._run.name,
                     other=other.name,
                 )
@@ -202,7 +202,7 @@ class Session:
         self._state.scopes.defer(lambda: _open.remove(self._run))
 
     def _watch_steps(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        # GradScaler does not call step() for a step that it skips, so torch's own hooks see the real ones only.
+        # GradScaler does not call step() for a step that it skips, so torch's hooks see only real steps.
         publish, stepped = self._run.publish, self._state.stepped
 
         def before_step(*step: Any) -> None:

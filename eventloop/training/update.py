@@ -37,28 +37,26 @@ _SCALER_OPTIONS = ("growth_factor", "backoff_factor", "growth_interval")
 
 
 class Update(Hook):
-    """Zeroes gradients, differentiates ``outputs["loss"]``, clips and steps every optimizer of the run.
+    """Zero the gradients, backpropagate ``outputs["loss"]``, clip, and step every optimizer of the run.
 
-    ``before_optimizer_step`` and ``after_optimizer_step`` are published around each real step, after clipping.
+    The run publishes ``before_optimizer_step`` and ``after_optimizer_step`` around each real step, after clipping.
 
     Args:
-        accumulate: micro-batches per step; each loss is divided by it. A window that an epoch's end cuts short steps with
-            its gradients rescaled to the mean over the micro-batches it has.
-        grad_clip: largest norm of all gradients together, or the arguments of ``torch.nn.utils.clip_grad_norm_`` as a
+        accumulate: micro-batches per step; each loss is divided by it. A partial window at the end of an epoch also steps,
+            with its gradients rescaled to the mean over its micro-batches.
+        grad_clip: maximum norm of all gradients together, or the arguments of ``torch.nn.utils.clip_grad_norm_`` as a
             mapping (``{"max_norm": 1.0, "norm_type": 2}``). The norm before clipping is reported as ``grad_norm``.
-        amp: ``"bf16"`` or ``"fp16"`` runs forward passes (validation and test, too) under ``torch.autocast``; ``"fp16"``
-            brings a gradient scaler.
-        scaler: a ``torch.amp.GradScaler`` to use instead, or the arguments of fp16's own as a mapping. A step it skips is
-            no update; to know, the scaler reads a flag back from the device once a step (its own host sync). Its state is in
-            the checkpoint.
+        amp: ``"bf16"`` or ``"fp16"`` runs all forward passes under ``torch.autocast``; ``"fp16"`` adds a gradient scaler.
+        scaler: a ``torch.amp.GradScaler``, or the arguments of the fp16 scaler as a mapping. Checkpoints hold its state. A
+            step that it skips does not count as an update. The scaler itself syncs with the device once per step.
 
     Raises:
-        ConfigurationError: an option out of range.
+        ConfigurationError: an option is out of range.
     """
 
     name = "training.update"
     priority: PriorityLike = Priority.HIGH
-    observes = True  # but for its iterations, each of which is another state anyway
+    observes = True  # it changes weights in iterations only, and each iteration is a new state anyway
 
     @check_options
     def __init__(
@@ -85,7 +83,7 @@ class Update(Hook):
         return self._count > 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state and, if a checkpoint is made inside an accumulation window, the gradients so far."""
+        """Return the scaler's state and, inside an accumulation window, the gradients accumulated so far."""
         state: dict[str, Any] = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
         if self.window_open:
             gradients = {name: [p.grad for p in _parameters(one)] for name, one in self._optimizers.items()}
@@ -93,7 +91,7 @@ class Update(Hook):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state back. A window of other parameters begins anew."""
+        """Restore the scaler and the open window; drop the window, with a warning, if the parameters differ."""
         self._load_scaler(state.get("scaler"))
         window = state.get("window")
         if window is None:
@@ -102,8 +100,8 @@ class Update(Hook):
         own = {name: _parameters(one) for name, one in self._optimizers.items()}
         if not _fit(saved, own):
             log.warning(
-                "the checkpoint was made in an accumulation window, and its gradients are not those of these parameters; the "
-                "window begins anew"
+                "the checkpoint was saved inside an accumulation window, but its gradients do not fit these parameters; the "
+                "window starts over"
             )
             return
         self._count = int(window["count"])
@@ -112,11 +110,11 @@ class Update(Hook):
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
     def unused(self) -> Collection[str]:
-        """Autocast's methods, where there is none: four events an iteration are not even made for them."""
+        """Return the autocast methods if ``amp`` is off, so that the bus skips their four events per iteration."""
         return () if self._amp is not None else ("enter_autocast", "leave_autocast")
 
     def before_run(self, event: BeforeRun) -> None:
-        """Make the scaler that fp16 needs, now that the device is known and before a checkpoint is loaded into it."""
+        """Create the fp16 scaler: the device is known, and no checkpoint is loaded yet."""
         self._count = 0
         self._begun = False
         self._optimizers = event.run.optimizers
@@ -126,10 +124,10 @@ class Update(Hook):
             state = self._scaler.state_dict()
             event.run.note_options("scaler", {name: state[name] for name in _SCALER_OPTIONS if name in state})
 
-    # Entered last and left first, so that no other handler runs under autocast. What is validated is what is trained.
+    # Entered last and left first, so that no other handler runs under autocast.
     @mount(BeforeForward, BeforeValIter, BeforeTestIter, priority=Priority.LOWEST)
     def enter_autocast(self, event: BeforeForward | BeforeValIter | BeforeTestIter) -> None:
-        """Enter autocast; left after the forward pass, or when the iteration ends by an exception."""
+        """Enter autocast until the forward pass or the iteration ends."""
         self._autocast = torch.autocast(event.run.device.type, dtype=_DTYPES[self._amp or "bf16"])
         self._autocast.__enter__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         event.run.defer(self._leave_autocast)
@@ -140,13 +138,13 @@ class Update(Hook):
         self._leave_autocast()
 
     def before_train_iter(self, event: BeforeTrainIter) -> None:
-        """Zero the gradients where a window begins, before its first forward pass: torchft's wrapper begins a step by that."""
+        """Zero the gradients when a window begins; torchft starts its quorum there, before the forward pass."""
         if not self._count:
             for optimizer in self._optimizers.values():
                 _zero_grad(optimizer)
 
     def after_train_iter(self, event: AfterTrainIter) -> None:
-        """Update the weights."""
+        """Accumulate gradients, and step at the end of the window."""
         run: RunView = event.run
         loss = event.outputs["loss"]
         if not self._begun:
@@ -161,19 +159,19 @@ class Update(Hook):
             self._count = 0
 
     def _check_step(self, run: RunView) -> None:
-        """Raise TrainingError if the step of the first iteration made the update itself."""
+        """Raise TrainingError if the user's step function called ``backward()`` or ``optimizer.step()``."""
         gradients = [p.grad for optimizer in run.optimizers.values() for p in _parameters(optimizer) if p.grad is not None]
         if run.updated or (not self._count and any(bool(gradient.any()) for gradient in gradients)):
             raise TrainingError(
-                "step() has called backward() or optimizer.step() itself: return the loss and leave both to the update "
-                f"({self.label}); where your code is to make the update, write the loop around Run"
+                f"step() called backward() or optimizer.step(), but the update ({self.label}) does both: return the loss only, "
+                "or write your own loop around Run"
             )
 
     def _backward(self, run: RunView, loss: torch.Tensor) -> None:
         if not loss.requires_grad:
             raise TrainingError(
-                "the loss does not depend on any trainable parameter (requires_grad is False); was it made under "
-                "torch.no_grad() or detached in step()? (step() returns the loss and calls no backward())"
+                "the loss does not depend on any trainable parameter (requires_grad is False): did step() compute it under "
+                "torch.no_grad(), detach it, or call backward()?"
             )
         run.publish(BeforeBackward, loss=loss)
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
@@ -182,14 +180,14 @@ class Update(Hook):
     def _step(self, run: RunView) -> None:
         optimizers = list(run.optimizers.values())
         if self._scaler is not None:
-            # A scaler refuses optimizers without any gradient (one of two that this loss does not reach).
+            # A scaler refuses an optimizer without gradients, such as one of two that this loss does not reach.
             optimizers = [optimizer for optimizer in optimizers if any(p.grad is not None for p in _parameters(optimizer))]
             for optimizer in optimizers:
                 self._scaler.unscale_(optimizer)
         if self._clip is not None:
             parameters = [parameter for optimizer in optimizers for parameter in _parameters(optimizer)]
             norm = torch.nn.utils.clip_grad_norm_(parameters, **self._clip)
-            run.report(grad_norm=norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # sharded: add the others' parts
+            run.report(grad_norm=norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # sharded: sum over ranks
         for optimizer in optimizers:
             if self._scaler is None:
                 optimizer.step()
@@ -202,7 +200,7 @@ class Update(Hook):
         if state and self._scaler is not None:
             self._scaler.load_state_dict(dict(state))
         elif state or (self._scaler is not None and self._scaler.is_enabled()):
-            log.warning("either the checkpoint or this update has a gradient scaler, the other has not; nothing is loaded")
+            log.warning("only one of checkpoint and update has a gradient scaler; its state is not loaded")
 
     def _leave_autocast(self) -> None:
         if self._autocast is not None:
@@ -211,7 +209,7 @@ class Update(Hook):
 
 
 def _zero_grad(optimizer: torch.optim.Optimizer) -> None:
-    """Forget gradients; torch's own way, without the profiler range that makes up most of its time."""
+    """Set gradients to None like torch, but without torch's profiler range, which takes most of the time."""
     if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
         optimizer.zero_grad(set_to_none=True)
         return
@@ -221,12 +219,12 @@ def _zero_grad(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """True for fused optimizers, whose step() checks for overflow inside its kernel."""
+    """Return True for a fused optimizer: its kernel checks for overflow."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def _overflown(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    # torch has no public way to ask; this is what GradScaler.step itself asks for optimizers that are not fused.
+    # torch has no public way to ask; GradScaler.step reads the same private flag.
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     return any(bool(flag.item()) for flag in found.values())
 
@@ -239,16 +237,14 @@ def _clip_options(grad_clip: float | Mapping[str, Any] | None) -> dict[str, Any]
     largest = options.get("max_norm")
     if unknown or isinstance(largest, bool) or not isinstance(largest, int | float) or not largest > 0:
         raise ConfigurationError(
-            f'grad_clip={grad_clip!r}: give the largest norm, such as 1.0, or {{"max_norm": 1.0, "norm_type": 2}}'
+            f'grad_clip={grad_clip!r}: give the maximum norm, such as 1.0, or {{"max_norm": 1.0, "norm_type": 2}}'
         )
     return options
 
 
 def _scaler_options(options: Mapping[str, Any], amp: Precision | None) -> dict[str, Any]:
     if amp != "fp16":
-        raise ConfigurationError(
-            f'scaler={dict(options)!r} are the arguments of the scaler that amp="fp16" brings, not amp={amp!r}'
-        )
+        raise ConfigurationError(f'scaler={dict(options)!r}: scaler arguments need amp="fp16", but amp={amp!r}')
     try:
         torch.amp.GradScaler("cpu", **options)  # checks the options
     except (TypeError, AssertionError) as error:
@@ -261,7 +257,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def _fit(gradients: Mapping[str, list[Any]], parameters: Mapping[str, list[Any]]) -> bool:
-    """True if gradients, None for none, have the shapes of parameters."""
+    """Return True if the gradients (or None) have the shapes of the parameters."""
     return gradients.keys() == parameters.keys() and all(
         len(some) == len(parameters[name])
         and all(one is None or one.shape == own.shape for one, own in zip(some, parameters[name], strict=True))
@@ -275,26 +271,21 @@ def _scale_gradients(optimizers: Any, factor: float) -> None:
 
 
 def window_open(hooks: Iterable[Hook]) -> bool:
-    """True in the middle of an accumulation window; only the loop's own update knows."""
+    """Return True inside an accumulation window of the bus's update."""
     return any(hook.window_open for hook in hooks if isinstance(hook, Update))
 
 
 def check_updates(hooks: Iterable[Hook], *, loop_driven: bool) -> None:
-    """Raise ConfigurationError if more than one would step.
-
-    Args:
-        hooks: those on the bus.
-        loop_driven: False where the body of the user's loop makes the updates.
-    """
+    """Raise ConfigurationError if more than one hook, or a hook and the user's own loop, would step the optimizers."""
     updates = [hook for hook in hooks if isinstance(hook, Update)]
     if updates and not loop_driven:
         raise ConfigurationError(
-            f"{updates[0].label} is on the bus, but in a loop of your own the body makes the update: remove the hook, "
-            "or use TrainLoop"
+            f"{updates[0].label} is on the bus, but the body of your own loop steps the optimizer: remove the hook, or use "
+            "TrainLoop"
         )
     if len(updates) > 1:
         names = " and ".join(update.label for update in updates)
         raise ConfigurationError(
-            f"{names} are both optimizer updates, and each would step; leave one. (TrainLoop adds one to a bus that has "
-            "none when the loop is made: add yours before.)"
+            f"{names} are optimizer updates: keep one. TrainLoop adds its own to a bus without one; add yours to the bus "
+            "before you make the loop"
         )

@@ -1,7 +1,7 @@
-"""Workers of DataLoaders ignore signals that are meant for the run.
+"""Make DataLoader workers ignore signals that are meant for the run.
 
-A scheduler sends its signal to the whole process group, so to the workers as well. They would end, and torch would raise
-``DataLoader worker is killed by signal`` in the middle of the iteration that the run is about to finish.
+A scheduler signals the whole process group, workers included. A worker that dies of it makes torch raise
+``DataLoader worker is killed by signal`` in the middle of the iteration that the run wants to finish.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from eventloop.training.loaders import has_workers, start_persistent_workers
 
 
 class WorkerSignals:
-    """Lets the workers that DataLoaders start between :meth:`ignore` and :meth:`heed` outlive some signals for that time.
+    """Make the workers that DataLoaders start after :meth:`ignore` ignore signals until :meth:`heed`.
 
-    It covers every ``DataLoader`` of this process, subclasses and wrapped ones included, and all start methods. Earlier
-    persistent workers are replaced at the next iteration of their loader; an iteration under way keeps its workers.
+    It covers every ``DataLoader`` of this process (subclasses and wrapped ones too) and all start methods. The next iteration
+    of a loader replaces persistent workers that were started earlier; an iteration under way keeps its workers.
 
     Args:
-        signals: which to ignore.
+        signals: the signals to ignore.
     """
 
     def __init__(self, signals: Collection[signal.Signals]) -> None:
         self._signals = frozenset(signals)
-        self._ignored: torch.Tensor | None = None  # in shared memory: workers that persist must learn when to heed again
+        self._ignored: torch.Tensor | None = None  # in shared memory: persistent workers must see heed()
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         self._originals: list[tuple[type, str, Any]] = []
 
     def ignore(self) -> None:
-        """Have workers ignore the signals from now on."""
+        """Make workers ignore the signals from now on."""
         if self._ignored is not None:
             self._ignored.fill_(True)
-        # Every kind of loader makes its workers in this method, torchdata's in one of its own.
+        # Loaders start their workers in this method; torchdata's loader overrides it.
         for kind in (DataLoader, *_subclasses(DataLoader)):
             if original := vars(kind).get("_get_iterator"):
                 self._replace(kind, "_get_iterator", self._making(original))
         self._replace(DataLoader, "__iter__", self._iterating(DataLoader.__iter__))
 
     def heed(self) -> None:
-        """Have workers heed the signals again."""
+        """Let the signals end workers again."""
         while self._originals:
             setattr(*self._originals.pop())
         if self._ignored is not None:
@@ -63,13 +63,13 @@ class WorkerSignals:
         @functools.wraps(original)
         def get_iterator(loader: DataLoader[Any]) -> Any:
             own = loader.worker_init_fn
-            if not loader.num_workers or isinstance(own, _Ignore):  # a subclass has called that of its parent
+            if not loader.num_workers or isinstance(own, _Ignore):  # called by a subclass's method
                 return original(loader)
             if self._ignored is None:
                 self._ignored = torch.ones((), dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]  # torch
             context = loader.multiprocessing_context or multiprocessing
             if context.get_start_method() == "forkserver":
-                forkserver.ensure_running()  # first, as it and all its later processes would keep the signals blocked
+                forkserver.ensure_running()  # first: the server would inherit blocked signals
             with _blocked(self._signals) as blocked:
                 loader.worker_init_fn = _Ignore(self._signals, blocked, self._ignored, own)
                 try:
@@ -93,7 +93,7 @@ class WorkerSignals:
 
 
 class _Ignore:
-    """A ``worker_init_fn``: called in the worker, when torch has installed its own handlers there."""
+    """A ``worker_init_fn``: the worker calls it after torch has installed its own handlers."""
 
     def __init__(
         self, signals: Collection[signal.Signals], blocked: Collection[signal.Signals], ignored: Any, own: Any
@@ -105,9 +105,9 @@ class _Ignore:
 
     def __call__(self, worker: int) -> None:
         for number in self._signals:
-            # A handler, and not SIG_IGN, which programs started by the dataset would inherit.
+            # A handler instead of SIG_IGN, which programs started by the dataset would inherit.
             signal.signal(number, self._heard)
-            signal.siginterrupt(number, False)  # a read in a dataset's C code goes on
+            signal.siginterrupt(number, False)  # do not interrupt reads in C code
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._blocked)
         if self._own is not None:
             self._own(worker)
@@ -123,7 +123,7 @@ class _Ignore:
 
 @contextmanager
 def _blocked(signals: Collection[signal.Signals]) -> Iterator[Collection[signal.Signals]]:
-    """Block signals in this thread, and so in the processes that it starts; yields those that were not blocked before."""
+    """Block signals in this thread and the processes that it starts; yield those that were not blocked before."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield [number for number in signals if number not in before]

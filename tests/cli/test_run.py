@@ -331,7 +331,7 @@ def test_resume_goes_on_in_the_run_that_is_named(here, trained, capsys, argument
 
 def test_a_change_that_the_checkpoint_overrides_is_told(here, trained, capsys):
     assert main(["run", trained, "--resume", "optimizer.lr=0.5", "loop.max_epochs=2"]) == 0
-    told = "options were changed, and a resumed run goes on with those in its checkpoint"
+    told = "your options differ from the checkpoint"
     assert told in (err := capsys.readouterr().err)
     assert "optimizer.lr is 0.1, not 0.5" in err
     assert main(["run", trained, "--resume", "loop.max_epochs=3"]) == 0

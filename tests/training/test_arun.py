@@ -240,7 +240,7 @@ async def test_one_loop_does_not_run_twice_at_the_same_time(parts):
     async with loop.bus, anyio.create_task_group() as group:
         group.start_soon(loop.arun)
         await until(lambda: trace.names)
-        with pytest.raises(TrainingError, match="running already"):
+        with pytest.raises(TrainingError, match="already running"):
             await loop.arun()
         loop.stop()
 

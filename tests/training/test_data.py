@@ -293,7 +293,7 @@ def test_a_seeded_dataset_takes_the_seeds_of_a_run():
     assert torch.equal(SeededDataset(Random(), seed=-1)[0][0], SeededDataset(Random(), seed=-1)[0][0])
     assert not torch.equal(SeededDataset(Random(), seed=-1)[0][0], SeededDataset(Random(), seed=-2)[0][0])
     for seed in (None, "1", True, 2**64):
-        with pytest.raises(ConfigurationError, match=f"seed={seed!r}: give an integer"):
+        with pytest.raises(ConfigurationError, match=f"seed={seed!r}: give a 64-bit integer"):
             SeededDataset(Random(), seed=seed)
 
 

@@ -25,7 +25,7 @@ def session(parts, tmp_path):
         loop = parts.loop(bus, model=model, optimizer=made, val_data=None, max_epochs=epochs, work_dir=tmp_path, seed=seed)
         with capture_logs() as logs:
             loop.run(resume="auto", strict=strict)
-        return loop, [line["options"] for line in logs if line["event"].startswith("options were changed")]
+        return loop, [line["options"] for line in logs if line["event"].startswith("your options differ")]
 
     return run
 

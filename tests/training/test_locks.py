@@ -48,7 +48,7 @@ def test_a_second_training_in_a_work_dir_is_refused_while_the_first_one_lives(pa
     loop = parts.loop(Bus(), work_dir=tmp_path, max_epochs=1)
     with capture_logs(), pytest.raises(ConfigurationError, match="two trainings would overwrite") as refused:
         loop.run()
-    assert f"{tmp_path} is in use: process {other.pid} on {socket.gethostname()} trains there" in str(refused.value)
+    assert f"{tmp_path} is in use by process {other.pid} on {socket.gethostname()}, and" in str(refused.value)
     assert loop.counters.iter == 0
     loop.val()
     other.kill()  # its child lives on, and holds nothing

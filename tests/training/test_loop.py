@@ -12,7 +12,7 @@ from eventloop import ConfigurationError, TrainLoop
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_epochs": None}, "how long to train"),
+        ({"max_epochs": None}, "training has no length"),
         ({"max_epochs": 1, "max_iters": 1}, "give one of them"),
         ({"max_epochs": "3"}, "max_epochs='3': give an integer of at least 1"),
         ({"val_interval": "3"}, "val_interval='3': give an integer of at least 1"),
@@ -52,9 +52,9 @@ def test_a_model_that_is_none_is_an_error(parts, model, message):
 
 
 def test_training_needs_data_and_an_optimizer(parts):
-    with pytest.raises(ConfigurationError, match="nothing to train on"):
+    with pytest.raises(ConfigurationError, match="no train_data"):
         parts.loop(train_data=None).run()
-    with pytest.raises(ConfigurationError, match="nothing to train with"):
+    with pytest.raises(ConfigurationError, match="needs an optimizer"):
         parts.loop(optimizer=None).run()
 
 

@@ -127,7 +127,7 @@ def test_several_optimizers_step_in_one_update(parts, bus, trace):
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ({"accuracy": 1.0}, "no 'loss' but 'accuracy'"),
+        ({"accuracy": 1.0}, "no 'loss', only 'accuracy'"),
         ({}, "an empty dict"),
         (None, "is a NoneType"),
         (1.5, "is a float"),
@@ -155,7 +155,7 @@ def test_two_updates_are_an_error(parts, bus):
     second = Update()
     second.name = "second"
     bus.add(second)
-    with pytest.raises(ConfigurationError, match="both optimizer updates"):
+    with pytest.raises(ConfigurationError, match="are optimizer updates"):
         loop.run()
 
 
@@ -195,5 +195,5 @@ def test_a_step_that_makes_the_update_itself_is_told_so_in_the_first_iteration(p
         return loss
 
     bus.add(Update(accumulate=accumulate))
-    with pytest.raises(TrainingError, match=r"step\(\) has called backward\(\) or optimizer.step\(\) itself: return the loss"):
+    with pytest.raises(TrainingError, match=r"step\(\) called backward\(\) or optimizer.step\(\)"):
         parts.loop(bus, model=model, optimizer=optimizer, step=step).run()

@@ -1,4 +1,4 @@
-"""The share of a rank in a validation, and models whose forward pass waits for the other ranks."""
+"""Validation across ranks: count each sample once, and let ranks run different numbers of batches."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from eventloop.training.loaders import length_of
 
 
 class Share:
-    """How many samples each batch of a loader counts: none that a ``DistributedSampler`` has repeated.
+    """Count the samples of each batch of a loader, without those that a ``DistributedSampler`` repeats.
 
-    Such a sampler gives all ranks as many samples, so that the last one of some ranks is one that another has as well. A pass
-    leaves it out, unless a batch would then be missing (or, with ``drop_last``, not be whole): all ranks keep as many batches,
-    as the forward pass of a wrapped model may wait for the others. That batch counts nothing.
+    The sampler pads all ranks to the same number of samples, so the last sample of some ranks is a repeat. A pass leaves the
+    repeat out. If the rank would lose a batch by that, the batch stays and counts 0, because the forward pass of a wrapped
+    model may wait for the other ranks.
 
     Args:
-        loader: each batch counts 1, unless it is a ``DataLoader`` with batches of one size.
+        loader: each batch counts 1, unless this is a ``DataLoader`` with batches of one size.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -31,7 +31,7 @@ class Share:
         batched: Any = getattr(loader, "batch_sampler", None)
         self._sampler: Any = None if not self._size else getattr(loader if batched is None else batched, "sampler", None)
         self._samples: int | None = length_of(self._sampler)
-        self._alone = -1  # the batch that is not counted
+        self._alone = -1  # index of the batch that counts 0
         self._repeats = False
         sampler = self._sampler
         if self._size and isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__:
@@ -43,11 +43,11 @@ class Share:
             return
         if sampler.num_samples % size == (0 if drops else 1 % size):
             self._alone = (sampler.num_samples - 1) // size
-        elif not drops:  # else no batch has it
+        elif not drops:  # drop_last drops the repeat
             self._repeats, self._samples = True, own
 
     def counts(self, index: int) -> int:
-        """Return the number of samples that batch ``index`` counts; 1 where it is unknown."""
+        """Return the number of samples that batch ``index`` counts; 1 if unknown."""
         if index == self._alone:
             return 0
         if not self._size or self._samples is None:
@@ -55,7 +55,7 @@ class Share:
         return max(1, min(self._size, self._samples - index * self._size))
 
     def leave_out(self) -> Callable[[], object]:
-        """Have passes leave out the repeated sample, if they can; return a function that ends it."""
+        """Shorten the sampler by the repeated sample; return a function that undoes it."""
         sampler = self._sampler
         if not self._repeats:
             return lambda: None
@@ -69,27 +69,27 @@ class Share:
 
 
 def forward_alone(models: Iterable[torch.nn.Module], lengths: list[int | None]) -> Callable[[], object]:
-    """Have the forward passes of models wait for no other rank, as ranks have another number of batches each.
+    """Stop forward passes from waiting for other ranks, because the ranks have different numbers of batches.
 
-    ``DistributedDataParallel`` sends rank 0's buffers to all ranks at each forward pass. It is done once, here. A collective.
+    ``DistributedDataParallel`` broadcasts rank 0's buffers at each forward pass; this does it once instead. A collective.
 
     Args:
-        models: of the run.
-        lengths: number of batches of each rank, where it is known.
+        models: the models of the run.
+        lengths: number of batches per rank; None where unknown.
 
     Returns:
-        What has them wait again.
+        A function that undoes it.
 
     Raises:
-        TrainingError: a model is sharded, so that it cannot do without the others.
+        TrainingError: a model is sharded, so each forward pass needs all ranks.
     """
     waiting: list[Any] = []
     for model in models:
         if is_sharded(model) and None not in lengths:
             told = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
             raise TrainingError(
-                f"the ranks have not as many batches to evaluate ({told}), and the forward pass of a sharded model needs all "
-                "ranks: it would hang. Give the DataLoader a DistributedSampler (what it repeats is not counted)"
+                f"the ranks have different numbers of batches to evaluate ({told}), and a sharded model would hang: its "
+                "forward pass needs all ranks. Give the DataLoader a DistributedSampler (repeated samples are not counted)"
             )
         waiting += [module for module in model.modules() if _sends_buffers(module)]
     for module in waiting:
