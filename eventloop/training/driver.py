@@ -1,6 +1,6 @@
-"""``Driver``: the order of the mount points of a run, one call for each step of a training.
+"""``Driver``: the order of the mount points of a run, with one call for each step (push).
 
-It is the push way to drive a run. The iterators (:mod:`eventloop.training.iterators`) and ``TrainLoop`` make the same calls.
+The iterators (:mod:`eventloop.training.iterators`) and ``TrainLoop`` make the same calls.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TURNS: Final[Mapping[str, tuple[str, ...]]] = {
     "test": ("begin_test_iteration", "end_test", "abandon_test"),
     "test iter": ("end_test_iteration", "abandon_test"),
 }
-"""By the innermost open scope: the calls that are in turn. :meth:`Driver.fail` is so wherever something is open."""
+"""The calls allowed in each innermost scope. :meth:`Driver.fail` is allowed in every open scope."""
 
 _CALLED: Final = {"run": "a run", "train": "a training", "epoch": "an epoch", "iter": "an iteration"} | {
     "val": "a validation",
@@ -54,7 +54,7 @@ AnyMetrics = NamedMetrics | Metrics
 
 
 class Driver:
-    """Drives a run by calls, for control flow that is not a ``for`` statement; ``run.drive()`` returns it.
+    """Drive a run by calls, for control flow other than a ``for`` statement; ``run.drive()`` returns it.
 
         run = Run(bus, model=model, optimizer=optimizer)
         drive = run.drive()
@@ -62,7 +62,7 @@ class Driver:
         drive.begin_train(max_epochs=1)
         for batch in drive.begin_epoch(loader):
             drive.begin_iteration(batch)
-            drive.end_iteration({"loss": learn(batch)})     # forward, backward, step: yours
+            drive.end_iteration({"loss": learn(batch)})     # your forward, backward and step
             if drive.should_stop():
                 drive.abandon_epoch()
                 break
@@ -71,12 +71,12 @@ class Driver:
         drive.end_train()
         drive.end_run()                                     # or, after an exception, drive.fail(error)
 
-    Each call publishes its mount points, counts, saves what was requested, and ends its scope. The ``abandon_…`` calls end a
-    scope in its middle, without its ``after_x``. At the end of an iteration :meth:`Run.pause`, :meth:`Run.set_lr` and
-    :meth:`Run.cancel` take effect; ask :meth:`should_stop` for :meth:`Run.stop`.
+    Each call publishes its mount points, counts, writes requested saves, and ends its scope. The ``abandon_…`` calls end a
+    scope early, without its ``after_x``. :meth:`Run.pause`, :meth:`Run.set_lr` and :meth:`Run.cancel` take effect at the end
+    of an iteration. For :meth:`Run.stop`, check :meth:`should_stop`.
 
     Raises:
-        TrainingError: a call out of turn; it names the calls that are in turn, and has changed nothing.
+        TrainingError: the call is out of turn; it names the expected calls and changes nothing.
     """
 
     def __init__(self, run: RunView, bus: Bus, state: RunState, feeds: Feeds, saves: Saves, session: Session) -> None:
@@ -84,7 +84,7 @@ class Driver:
         self.feed: Feed | None = None
         """The data of the epoch."""
         self.loop_driven = False
-        """True if a hook makes the updates, not the body of the user's loop."""
+        """True if a hook steps the optimizers; False if the body of the user's loop does."""
         self._run = run
         self._bus = bus
         self._feeds = feeds
@@ -101,18 +101,18 @@ class Driver:
         self._evaluation_changes = False
 
     def should_stop(self) -> bool:
-        """Return True if the run is to end here: call ``abandon_epoch``, ``end_train`` and ``end_run`` then.
+        """Return True if the run must end here: then call ``abandon_epoch``, ``end_train`` and ``end_run``.
 
-        A paused run waits in here. In an accumulation window a stop waits for its step.
+        Blocks while the run is paused. A stop waits for the step of an accumulation window.
 
         Raises:
-            RunCancelled: :meth:`Run.cancel` was called; hand it to :meth:`fail`.
+            RunCancelled: :meth:`Run.cancel` was called; pass the error to :meth:`fail`.
         """
         return self.state.should_stop()
 
     @property
     def validation_comes_first(self) -> bool:
-        """True if a resumed run has to validate before it trains: its checkpoint was made before or in a validation."""
+        """True if a resumed run must validate first: its checkpoint was saved before or in a validation."""
         return self.state.counters.phase == "val"
 
     @property
@@ -126,17 +126,17 @@ class Driver:
     # -------------------------------------------------------------------------------------------------------- the run
 
     def begin_run(self) -> None:
-        """Open the bus if it is not open, publish ``before_run``, and load the checkpoint to resume from.
+        """Open the bus if it is idle, publish ``before_run``, and load the checkpoint to resume from.
 
         Raises:
-            Exception: of a handler, or of the checkpoint; nothing is left open then.
+            Exception: the error of a handler or of the checkpoint, after everything was closed.
         """
         self._take_turn("begin_run")
         self._begun = False
         self._session.begin(loop_driven=self.loop_driven)
 
     def end_run(self) -> None:
-        """Publish ``after_run``, wait until all checkpoints are written, and close the bus if the run has opened it."""
+        """Publish ``after_run``, wait until all checkpoints are written, and close the bus if the run opened it."""
         self._take_turn("end_run")
         try:
             self._session.end()
@@ -144,9 +144,9 @@ class Driver:
             self._forget()
 
     def fail(self, error: BaseException) -> None:
-        """End the run by an exception: publish ``on_exception``, end all scopes, drain for at most the bus's ``abort_timeout``.
+        """Publish ``on_exception``, end all scopes, and drain for at most the bus's ``abort_timeout`` seconds.
 
-        The exception is for the caller to raise. Errors in here are logged and added to it as notes.
+        The caller raises ``error``. Errors in here are logged and added to it as notes.
         """
         if not self.state.scopes.innermost:
             raise TrainingError("drive.fail() is out of turn: the run has not begun, or has ended; expected drive.begin_run()")
@@ -162,8 +162,8 @@ class Driver:
         """Publish ``before_train``.
 
         Args:
-            max_epochs: epochs of the training in all, for hooks that ask for them; or else
-            max_iters: iterations in all. You count: the driver ends nothing by itself.
+            max_epochs: total epochs, for hooks that need them, or else
+            max_iters: total iterations. The driver does not end the training: your code counts.
         """
         self._take_turn("begin_train")
         if max_epochs is not None and max_iters is not None:
@@ -189,13 +189,13 @@ class Driver:
     def begin_epoch(self, data: Iterable[Any] | None = None, *, endless: bool = False) -> Iterable[Any]:
         """Publish ``before_train_epoch``; return the batches of ``data`` on the device of the run.
 
-        Draw them from the result, so that the run knows its position in the data and finds it again after a resume. The data's
-        iterator is made after the event, so that hooks can still seed samplers.
+        Take batches from the result, so that the run can save its position in the data. The iterator of ``data`` is made
+        after the event, so that hooks can seed samplers.
 
         Args:
-            data: the loader; None if the run is not to know the data. Then a resumed run begins with the batch
-                ``run.progress.batch_idx`` of its epoch, which is for you to find.
-            endless: begin the loader anew when it is used up, within the same epoch (iteration-based training).
+            data: the loader; None hides the data from the run. A resumed run then begins with batch
+                ``run.progress.batch_idx`` of its epoch, which your code must find.
+            endless: restart an exhausted loader within the same epoch (iteration-based training).
         """
         self._take_turn("begin_epoch")
         state = self.state
@@ -215,7 +215,7 @@ class Driver:
         return feed
 
     def end_epoch(self) -> None:
-        """Publish ``after_train_epoch`` and count it."""
+        """Publish ``after_train_epoch`` and count the epoch."""
         self._take_turn("end_epoch")
         counters = self.state.counters
         self._session.tell(ev.AfterTrainEpoch)
@@ -229,7 +229,7 @@ class Driver:
         self.state.scopes.leave("epoch")
 
     def abandon_epoch(self) -> None:
-        """End the epoch in its middle, without ``after_train_epoch``; a resume goes on in it."""
+        """End the epoch early, without ``after_train_epoch``; a resumed run continues in it."""
         self._take_turn("abandon_epoch")
         if "iter" in self.state.scopes:
             self.abandon_iteration()
@@ -239,8 +239,8 @@ class Driver:
         """Publish ``before_train_iter``.
 
         Args:
-            batch: for the handlers.
-            last: whether it is the last of the epoch; None to ask the data.
+            batch: the batch for the handlers.
+            last: True if it is the last batch of the epoch; None asks the data.
         """
         self._take_turn("begin_iteration")
         state = self.state
@@ -253,13 +253,13 @@ class Driver:
         self._run.publish(ev.BeforeTrainIter, batch_idx=state.counters.batches, batch=batch)
 
     def end_iteration(self, outputs: Mapping[str, Any] | None = None) -> None:
-        """Publish ``after_train_iter``, count the iteration, save what was requested, and wait here while the run is paused.
+        """Publish ``after_train_iter``, count the iteration, write requested saves, and wait while the run is paused.
 
         Args:
-            outputs: added to what ``run.report()`` was given.
+            outputs: added to the outputs of ``run.report()``.
 
         Raises:
-            RunCancelled: :meth:`Run.cancel` was called; hand it to :meth:`fail`.
+            RunCancelled: :meth:`Run.cancel` was called; pass the error to :meth:`fail`.
         """
         self._take_turn("end_iteration")
         state = self.state
@@ -274,7 +274,7 @@ class Driver:
         state.heed()
 
     def abandon_iteration(self) -> None:
-        """End the iteration without ``after_train_iter``; its batch is used up all the same."""
+        """End the iteration without ``after_train_iter``; its batch still counts as consumed."""
         self._take_turn("abandon_iteration")
         self._count_iteration()
         self.state.scopes.leave("iter")
@@ -293,11 +293,11 @@ class Driver:
     def begin_validation(self, data: Iterable[Any] | None = None, metrics: AnyMetrics | None = None) -> Iterable[Any]:
         """Publish ``before_val`` and ``before_val_epoch``, in evaluation mode and without gradients; return the batches.
 
-        In a training it belongs between epochs or iterations; alone in a run, it is a validation of its own.
+        In a training, call it between epochs or iterations.
 
         Args:
-            data: the loader; None if the run is not to know it.
-            metrics: fed with the outputs of each iteration. Means of scalar outputs are taken without any.
+            data: the loader; None hides it from the run.
+            metrics: metrics to feed with the outputs of each iteration; scalar outputs are averaged in any case.
         """
         return self._begin_evaluation("begin_validation", "val", data, metrics)
 
@@ -306,19 +306,19 @@ class Driver:
         self._begin_evaluation_iteration("begin_validation_iteration", "val", batch)
 
     def end_validation_iteration(self, outputs: Mapping[str, Any] | None = None) -> None:
-        """Publish ``after_val_iter``, with ``outputs`` beside what ``run.report()`` was given, and feed the metrics."""
+        """Publish ``after_val_iter`` with ``outputs`` and those of ``run.report()``, and feed the metrics."""
         self._end_evaluation_iteration("end_validation_iteration", "val", outputs)
 
     def end_validation(self, metrics: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Publish ``after_val_epoch`` with the metrics, then ``after_val``; return them.
 
         Args:
-            metrics: values beside those of the metrics and means that were fed; of one name, these count.
+            metrics: more values; they override computed metrics and means of the same name.
         """
         return self._end_evaluation("end_validation", "val", metrics)
 
     def abandon_validation(self) -> None:
-        """End the validation in its middle, without ``after_val``; modes, gradients and weights are as before."""
+        """End the validation early, without ``after_val``; restore modes, gradients and weights."""
         self._take_turn("abandon_validation")
         self.state.scopes.leave("val")
 
@@ -340,7 +340,7 @@ class Driver:
         return self._end_evaluation("end_test", "test", metrics)
 
     def abandon_test(self) -> None:
-        """End the test in its middle, without ``after_test``."""
+        """End the test early, without ``after_test``."""
         self._take_turn("abandon_test")
         self.state.scopes.leave("test")
 
@@ -355,9 +355,9 @@ class Driver:
         self._share = None if feed is None else Share(feed.loader)
         length = None if feed is None else feed.length
         lengths = [length] if state.ranks is None else state.ranks.gather(length)
-        # Ranks with as many batches each can stop in its middle, others only at its end.
+        # Ranks with equal numbers of batches can stop early together; others stop at the end.
         self._in_step = len(lengths) > 1 and length is not None and set(lengths) == {length}
-        # A validation outside of training (TrainLoop.val) is no phase of it: a later run does not begin with it.
+        # Only a validation inside a training is a phase of it that a resumed run repeats.
         if stage == "val" and state.training:
             state.counters.phase = "val"
             state.validation_rng = get_rng_state()
@@ -413,7 +413,7 @@ class Driver:
         state.counters.validations += stage == "val"
         state.counters.tests += stage == "test"
         state.settle()
-        # Also within an accumulation window (its gradients are saved, too): the best weights are those that were validated.
+        # force: save the validated weights even within an accumulation window, whose gradients are saved too.
         self._saves.save_if_asked(force=True)
         state.scopes.leave(stage)
         self._session.tell(_EVALUATION[stage][5])
@@ -437,12 +437,12 @@ class Driver:
         torch.set_grad_enabled(False)
 
     def _forget(self) -> None:
-        """Let go of what leads to the loaders."""
+        """Drop all references to the loaders."""
         self.feed = self._evaluated = self._share = self._batch = None
         self.state.validation_follows = never
 
     def _take_turn(self, call: str) -> None:
-        """Raise TrainingError unless the call is in turn."""
+        """Raise TrainingError if the call is out of turn."""
         scope = self.state.scopes.innermost
         if call not in _TURNS[scope]:
             *most, last = (f"drive.{one}()" for one in _TURNS[scope])

@@ -1,4 +1,4 @@
-"""``Run``: the interface of a run for its hooks and its user.
+"""``Run``: one run of a training, as hooks and your own loop see it.
 
     with Run(bus, model=model, optimizer=optimizer, work_dir="runs/mine") as run:
         for epoch in run.epochs(20):
@@ -6,8 +6,7 @@
                 ...                                  # forward, backward, step: as in any training loop
                 run.report(loss=loss)
 
-publishes the same events around the user's own body that ``TrainLoop`` publishes around its own. Their order is in
-:mod:`eventloop.training.driver`.
+publishes the same events around your own loop body as ``TrainLoop``. :mod:`eventloop.training.driver` defines their order.
 """
 
 from __future__ import annotations
@@ -61,33 +60,33 @@ from eventloop.training.update import window_open
 
 
 class Run:
-    """One run of a training, validation or test. A context manager; opens the bus if it is not open.
+    """One run of a training, validation or test: a context manager that opens the bus if it is idle.
 
-    Where ``torch.distributed`` is initialised with several processes, each has its own run, and the runs go in step:
+    With several ``torch.distributed`` processes, each has its own run, and the runs stay in step:
 
-    - A wrapper (``DistributedDataParallel``) keeps the model the same on all ranks; validation metrics cover all ranks.
-    - A stop, pause or checkpoint that one rank asks for is made by all after the same iteration; rank 0 writes the files.
-    - An exception on one rank ends all. No rank waits for another longer than ``init_process_group(timeout=)``, so the
-      timeout has to be longer than anything one rank does alone, such as writing the last checkpoint.
+    - A wrapper (``DistributedDataParallel``) keeps the model equal on all ranks. Validation metrics cover all ranks.
+    - If one rank requests a stop, pause or checkpoint, all ranks act after the same iteration. Rank 0 writes the files.
+    - An exception on one rank ends all ranks. A rank waits for another for at most ``init_process_group(timeout=)``. Set a
+      timeout longer than anything one rank does alone, such as writing the last checkpoint.
 
     Args:
-        bus: with the hooks on it; a new one if None.
+        bus: the bus with the hooks; a new one if None.
         model: a module, or several by name.
-        optimizer: an optimizer, or several by name. Steps are counted (and published) wherever they are made.
-        work_dir: directory for files. Needed for checkpoints.
-        device: models and batches are moved to it; None leaves the model on its device, and batches follow it.
-        seed: for Python, numpy and torch, set when the run begins. The model's weights are drawn before: call
-            ``torch.manual_seed`` before you make it.
-        stateful: other objects with ``state_dict`` and ``load_state_dict`` that checkpoints must hold, by name.
-        resume: ``"auto"`` for the newest good checkpoint in ``work_dir`` or where the hooks save (a new run if there is none),
-            the path or URL of a file, or that of a directory for the newest good checkpoint in it.
-        strict: False loads from a checkpoint of another model or optimizer what fits.
-        name: of the experiment; by default that of the work dir.
-        config: of the user, for the record (see ``RuntimeInfoHook``).
-        counters: of an earlier run to continue (``TrainLoop`` passes its own).
+        optimizer: an optimizer, or several by name. The run counts and publishes every step, wherever it is made.
+        work_dir: directory for files; checkpoints need it.
+        device: device for models and batches; None keeps the model where it is and moves batches there.
+        seed: seed for Python, numpy and torch, set when the run begins. The model already has its weights by then: call
+            ``torch.manual_seed`` before you create it.
+        stateful: other objects to save in checkpoints, by name, with ``state_dict`` and ``load_state_dict``.
+        resume: path or URL of a checkpoint, or of a directory for its newest good checkpoint. ``"auto"`` searches
+            ``work_dir`` and the directories of the hooks, and begins a new run if it finds none.
+        strict: False loads only the matching part of a checkpoint of another model or optimizer.
+        name: name of the experiment; by default that of the work dir.
+        config: your configuration, for the record (see ``RuntimeInfoHook``).
+        counters: counts of an earlier run to continue.
 
     Raises:
-        ConfigurationError: an option that cannot work.
+        ConfigurationError: an option is invalid.
     """
 
     @check_options
@@ -111,7 +110,7 @@ class Run:
         self.models = named("model", model, torch.nn.Module)
         self.optimizers = named("optimizer", {} if optimizer is None else optimizer, torch.optim.Optimizer)
         for one in self.optimizers.values():
-            stepping(one)  # checks now that its steps can be counted
+            stepping(one)  # checks that its steps can be counted
         self.stateful = checked_stateful(stateful or {})
         self.work_dir = None if work_dir is None else checked_work_dir(work_dir).absolute()
         self.device = device_of(device, self.models)
@@ -123,7 +122,7 @@ class Run:
         self.info: dict[str, Any] = {}
         self.shared = Shared()
         self.validates: bool | None = None
-        """Whether validations belong to the training; None in a loop of the user's own that has made none yet."""
+        """Whether the training has validations; None before the first one in the user's own loop."""
         self.resumed_from: AnyPath | None = None
         self.options = options_given(self.optimizers, seed)
         self._feeds = Feeds(self.device)
@@ -141,33 +140,33 @@ class Run:
 
     @property
     def unwrapped_model(self) -> torch.nn.Module:
-        """The model inside its wrappers: those of DDP, FSDP, ``DataParallel``, ``torch.compile``, DeepSpeed and Accelerate."""
+        """The model without the wrappers of DDP, FSDP, ``DataParallel``, ``torch.compile``, DeepSpeed and Accelerate."""
         model: torch.nn.Module = unwrapped(self.model)
         return model
 
     @property
     def progress(self) -> Progress:
-        """How far the run has come: the snapshot that events carry."""
+        """The counts of the run: the snapshot that events carry."""
         return self.state.progress
 
     @property
     def rank(self) -> int:
-        """Which of the training's processes this is; 0 where there is one."""
+        """Rank of this process; 0 if there is only one."""
         return this_rank()
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
+        """Number of processes that train together."""
         return world_size()
 
     @property
     def outputs(self) -> dict[str, Any]:
-        """The outputs that the current iteration has reported so far."""
+        """The outputs reported so far in the current iteration."""
         return self.state.outputs
 
     @property
     def training(self) -> bool:
-        """True from ``before_train`` to the end of training: a validation that is part of it, and not ``loop.val()``."""
+        """True from ``before_train`` to the end of training, validations in between included."""
         return self.state.training
 
     @property
@@ -176,7 +175,7 @@ class Run:
         return bool(self.state.stepped)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if ``optimizer``, one of this run, has stepped in the current iteration."""
+        """Return True if this optimizer of the run has stepped in the current iteration."""
         return id(optimizer) in self.state.stepped
 
     @property
@@ -185,19 +184,19 @@ class Run:
         return self._driver.last_batch
 
     def drive(self) -> Driver:
-        """Return the driver of this run, for control flow that is not a ``for`` statement; always the same object.
+        """Return the driver of this run (always the same object), for control flow other than a ``for`` statement.
 
-        Call its ``begin_run()``, or use it inside of ``with run:``. See :class:`~eventloop.training.Driver`.
+        Call its ``begin_run()``, or use it inside ``with run:``. See :class:`~eventloop.training.Driver`.
         """
         return self._driver
 
     @check_options
     def epochs(self, max_epochs: Limit | None = None, *, max_iters: Limit | None = None) -> Epochs:
-        """Iterate over the indices of the epochs that are left; publishes ``before_train`` and ``after_train`` around them.
+        """Iterate over the indices of the remaining epochs, between ``before_train`` and ``after_train``.
 
         Args:
-            max_epochs: number of epochs in all; or else
-            max_iters: number of iterations of one long epoch (use ``run.train(loader, endless=True)``).
+            max_epochs: total number of epochs, or else
+            max_iters: total number of iterations, as one long epoch (use ``run.train(loader, endless=True)``).
         """
         if (max_epochs is None) == (max_iters is None):
             raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give run.epochs() one of them")
@@ -207,26 +206,26 @@ class Run:
 
     @check_options
     def train(self, loader: Data, *, endless: bool = False) -> TrainBatches:
-        """Iterate over the batches of one epoch on their device; publishes its events around the body.
+        """Iterate over the batches of one epoch on the run's device, and publish its events around the loop body.
 
-        ``break`` ends the iteration without its ``after_train_iter``. The next call of the run (a validation, the next epoch)
-        ends the epoch. In ``with run.train(loader) as batches:`` the end of the block counts instead of the ``for`` statement.
+        ``break`` ends the iteration without its ``after_train_iter``; the next call of the run (a validation, the next epoch)
+        ends the epoch. With ``with run.train(loader) as batches:``, the end of the block does what ``break`` does.
 
         Args:
-            loader: any iterable of batches that can be iterated again.
-            endless: begin the loader anew when it is used up, within the same epoch (iteration-based training).
+            loader: an iterable of batches that can be iterated again.
+            endless: restart an exhausted loader within the same epoch (iteration-based training).
         """
         return TrainBatches(self._bodies, self._feeds.for_training(loader), endless=endless)
 
     @check_options
     def validate(self, loader: Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
-        """Iterate over validation batches, in evaluation mode and without gradients, and publish the events of a validation.
+        """Iterate over validation batches in evaluation mode without gradients, and publish the events of a validation.
 
-        Reported outputs feed ``metrics`` and, where they are scalars, means; the result is in ``.metrics`` afterwards.
-        Called in the body of ``run.train``, it ends that iteration first.
+        Reported outputs feed ``metrics``, and scalar ones are averaged; afterwards ``.metrics`` holds the result. Inside
+        ``run.train``, a validation ends the current iteration first.
 
-        ``break`` ends the validation without its ``after_val``, and gives modes, gradients and weights back. Where batches are
-        drawn in another way (``enumerate`` in a variable, ``next``), ``with run.validate(loader) as batches:`` does it.
+        ``break`` ends the validation without its ``after_val`` and restores modes, gradients and weights. If you draw batches
+        without a ``for`` statement (``next``), use ``with run.validate(loader) as batches:``.
         """
         self.validates = True
         feed = self._feeds.for_evaluation(loader, "val_data")
@@ -234,30 +233,30 @@ class Run:
 
     @check_options
     def test(self, loader: Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
-        """Iterate over test batches; like :meth:`validate` with the events of a test."""
+        """Iterate over test batches; like :meth:`validate`, with the events of a test."""
         feed = self._feeds.for_evaluation(loader, "test_data")
         return EvaluationBatches(self._bodies, feed, self._feeds.metrics(metrics), "test")
 
     def report(self, *unnamed: Any, **entries: Any) -> None:
-        """Add entries to the outputs of the current iteration, by name; tensors stay on their device."""
+        """Add named entries to the outputs of the current iteration; tensors stay on their device."""
         if unnamed:
-            raise TrainingError("run.report() takes its entries by name, such as run.report(loss=loss)")
+            raise TrainingError("run.report() takes entries by name only, such as run.report(loss=loss)")
         self.state.check_open("run.report()")
         self.state.outputs.update(entries)
 
     def report_image(self, name: str, image: torch.Tensor | np.ndarray[Any, Any]) -> None:
-        """Publish ``image_reported``, for writers that take images. Without a subscriber it costs nothing.
+        """Publish ``image_reported`` for writers of images. Without a subscriber it costs nothing.
 
-        Offloaded handlers get a copy, so the image may be changed or freed afterwards.
+        Offloaded handlers get a copy, so you may change or free the image afterwards.
 
         Args:
-            name: such as ``"samples"``; writers put the stage before it.
-            image: height × width, channels × height × width or height × width × channels (where both could be meant,
-                channels first); 1, 3 or 4 channels; bytes, or booleans and floats from 0 to 1.
+            name: such as ``"samples"``; writers prefix it with the stage.
+            image: height × width, channels × height × width or height × width × channels (if ambiguous, channels first);
+                1, 3 or 4 channels; uint8, or booleans and floats from 0 to 1.
 
         Raises:
-            TrainingError: outside of ``with run:``.
-            ValueError: another shape or kind of numbers.
+            TrainingError: outside ``with run:``.
+            ValueError: the shape or dtype does not fit.
         """
         self.state.check_open("run.report_image()")
         if self.bus.wants(ev.ImageReported):
@@ -265,16 +264,16 @@ class Run:
             self.publish(ev.ImageReported, name=name, image=image)
 
     def publish(self, event: type[Event], **payload: Any) -> None:
-        """Publish an event of this class, with this run and its progress filled in where it has fields for them."""
+        """Make and publish an event of this class; its fields ``run`` and ``progress``, if any, are filled in."""
         if isinstance(event, Event):
             raise TrainingError(
-                f"run.publish() makes the event itself: run.publish({type(event).__name__}, ...) with its fields by name, so "
-                "that run and progress are filled in; bus.publish(...) takes a finished one"
+                f"run.publish() takes the class of an event and its fields: run.publish({type(event).__name__}, ...); "
+                "bus.publish(...) takes a finished event"
             )
         if self.bus.wants(event):
             try:
                 made = event(run=self, progress=self.state.progress, **payload)
-            except TypeError:  # a plain Event, or a mistake in the payload; the run's own events pay nothing for it
+            except TypeError:  # a plain Event, or a mistake in the payload
                 if issubclass(event, RunEvent):
                     raise
                 ours = {"run": self, "progress": self.state.progress}
@@ -282,79 +281,78 @@ class Run:
             self.bus.publish(made)
 
     def defer(self, undo: Callable[[], object]) -> None:
-        """Call ``undo`` when the innermost open scope ends, however it ends; last registered, first called."""
+        """Call ``undo`` when the innermost open scope ends, even by an exception; last registered, first called."""
         self.state.scopes.defer(undo)
 
     def stop(self, reason: str = "") -> None:
         """End the run at the next safe mount point: after an iteration whose accumulation window is complete.
 
-        Scopes cut short by it (epoch, validation) do not publish their ``after_x``; the train scope and the run end in order.
-        Safe from any thread and from signal handlers: it takes no lock and logs nothing. Several processes end after the same
-        iteration, at the latest the next one; in a validation only if all ranks have as many batches, else at its end.
+        An epoch or validation that it cuts short does not publish its ``after_x``; ``after_train`` and ``after_run`` follow.
+        Safe from any thread and from signal handlers: it takes no lock and logs nothing. All ranks end after the same
+        iteration, the next one at the latest. If ranks differ in validation batches, they end after the validation.
 
         Args:
-            reason: for the record; in ``run.info["stop_reason"]`` at ``after_run``.
+            reason: recorded in ``run.info["stop_reason"]`` before ``after_run``.
         """
         if reason:
-            # Not into run.info yet: a signal handler may strike while the training thread goes through it.
+            # Not yet in run.info: a signal handler may interrupt the training thread while that iterates over it.
             self.state.stop_reason = reason
         self.state.stop = True
         self.state.wake()
 
     def cancel(self) -> None:
-        """End the run as an exception would: raises :class:`RunCancelled` on the training thread.
+        """Raise :class:`RunCancelled` on the training thread.
 
-        It does so at the next safe mount point, or in a publish that waits for room in a full lane. Open scopes do not
-        publish their ``after_x``, nothing is saved. Safe from any thread and from signal handlers.
+        It is raised at the next safe mount point, or in a publish that waits for room in a full lane. Open scopes do not
+        publish their ``after_x``, and nothing is saved. Safe from any thread and from signal handlers.
         """
         self.state.cancelled = True
         self.state.wake()
 
     def pause(self) -> None:
-        """Have the run wait at the next safe mount point, after the iteration under way, until :meth:`resume`.
+        """Pause the run at the next safe mount point, after the current iteration, until :meth:`resume`.
 
         Safe from any thread and from signal handlers. :meth:`stop`, :meth:`cancel`, the cancellation of ``await loop.arun()``
-        and Ctrl-C end the waiting at once. Offloaded handlers go on meanwhile. With several processes all of them pause after
-        the same iteration; the rank that has asked for it resumes them.
+        and Ctrl-C end the pause at once. Offloaded handlers keep running. All ranks pause after the same iteration; only the
+        rank that paused them can resume them.
         """
         self.state.paused = True
 
     def resume(self) -> None:
-        """Have a paused run go on. Safe from any thread and from signal handlers."""
+        """Continue a paused run. Safe from any thread and from signal handlers."""
         self.state.paused = False
         self.state.wake()
 
     @check_options
     def set_lr(self, lr: Rate, optimizer: str | int | None = None) -> None:
-        """Set the learning rate of all parameter groups at the next safe mount point, after the iteration under way.
+        """Set the learning rate of all parameter groups at the next safe mount point, after the current iteration.
 
-        A schedule goes on from there: what ``ParamSchedulerHook`` steps is scaled by the same factor, so that each later rate
-        is the schedule's, times the new rate over the old one. A scheduler that your own code steps may set its own rates
-        again, if it computes them from its ``base_lrs`` (``LambdaLR``). Checkpoints hold the new rates. Safe from any thread
-        and from signal handlers; with several processes it is for all of them, whichever asks.
+        ``ParamSchedulerHook`` scales its later rates by the same factor (new rate / old rate). A scheduler that your own code
+        steps may overwrite the rate, if it computes rates from its ``base_lrs`` (``LambdaLR``). Checkpoints hold the new
+        rates. Safe from any thread and from signal handlers; a call on one rank sets the rate on all ranks.
 
         Args:
             lr: the new rate.
-            optimizer: name or index of one of several; all by default.
+            optimizer: name or index of one optimizer; all by default.
 
         Raises:
-            ConfigurationError: a rate that is not above 0 and finite, or an optimizer that the run has not.
+            ConfigurationError: the rate is not positive and finite, or the run has no such optimizer.
         """
         names = tuple(self.optimizers)
         if not math.isfinite(lr):
             raise ConfigurationError(f"lr={lr!r}: give a number above 0")
         if not names:
-            raise ConfigurationError("run.set_lr(): the run has no optimizer; give Run(optimizer=...) one")
+            raise ConfigurationError("run.set_lr() needs an optimizer: give it to Run(optimizer=...)")
         if optimizer is not None:
             chosen = [name for index, name in enumerate(names) if optimizer in (name, index)]
             if not chosen:
                 told = ", ".join(map(repr, names))
-                raise ConfigurationError(f"optimizer={optimizer!r}: the run has {told}; give a name or an index")
+                raise ConfigurationError(f"optimizer={optimizer!r}: the run has {told}; give one of these names, or an index")
             names = tuple(chosen)
         self.state.rates.append((float(lr), names))
 
     def checkpoint_now(self) -> None:
-        """Save at the next safe mount point, under ``iter_<n>.safetensors``. Safe from any thread and signal handlers.
+        """Save ``iter_<n>.safetensors`` at the next safe mount point. Safe from any thread and from signal handlers.
 
         Raises:
             ConfigurationError: the run has no work dir.
@@ -372,101 +370,100 @@ class Run:
         staging: Staging = "block",
         busy: Busy = "wait",
     ) -> None:
-        """Save under ``name`` once the last subscriber of the current mount point has run.
+        """Save a checkpoint after the last subscriber of the current mount point.
 
-        With several processes all of them ask, at the same mount point; rank 0 writes, and the random states of all are in it.
-        Inside an accumulation window the save waits for the window's step. Requests of one moment are one write.
-        Only a training saves: in a validation or test of its own (``loop.val()``) the request is logged and skipped.
+        All ranks must call it, at the same mount point; rank 0 writes the file, with the random states of all ranks. Inside
+        an accumulation window the save waits for the window's step. Requests at one mount point become one write.
+        A run that only validates or tests (``loop.val()``) logs and skips the request.
 
         Args:
             name: file name.
-            directory: here, or a URL; the work dir by default.
-            leave_out: keys of the checkpoint that are not to be in it, such as ``"optimizer"`` (a run cannot resume exactly
-                then) or those that hooks add.
-            on_error: ``"raise"`` ends the run when the file cannot be written, ``"log"`` goes on.
-            staging: ``"block"`` copies the state now; ``"overlap"`` copies what only optimizers change during the next
-                forward and backward pass (not in a validation or test; see :mod:`eventloop.checkpoint.overlap`).
-            busy: when another save is being written: ``"wait"`` for it, ``"skip"`` this one, or ``"replace"`` the one that
-                waits.
+            directory: a directory or URL; the work dir by default.
+            leave_out: keys to leave out of the checkpoint, such as ``"optimizer"`` (then a resume is not exact) or keys of
+                hooks.
+            on_error: if the file cannot be written, ``"raise"`` ends the run, ``"log"`` continues.
+            staging: ``"block"`` copies the state now. ``"overlap"`` copies tensors that only optimizers change during the
+                next forward and backward pass (not in a validation or test; see :mod:`eventloop.checkpoint.overlap`).
+            busy: if another save is being written, ``"wait"`` for it, ``"skip"`` this one, or ``"replace"`` the waiting one.
 
         Raises:
-            ConfigurationError: neither a directory nor a work dir, or outside of ``with run:``.
+            ConfigurationError: there is neither a directory nor a work dir, or the call is outside ``with run:``.
         """
         path = self._saves.directory(directory) / name
         self._saves.request(SaveRequest(path, frozenset(leave_out), on_error, staging=staging, busy=busy))
 
     def keeps_checkpoints_in(self, directory: str | AnyPath) -> None:
-        """Have ``resume="auto"`` look there, too; for hooks that save elsewhere than in the work dir, before the run begins."""
+        """Add a directory to the search of ``resume="auto"``; hooks that save outside the work dir call it before the run."""
         self._saves.directories.append(as_path(directory))
 
     def note_options(self, owner: str, options: Any) -> None:
-        """Note options that a checkpoint overrides; a resume warns of those that the program gives in another way now.
+        """Record options that a checkpoint overrides; a resume warns about those that the program has changed.
 
         Args:
-            owner: key of the checkpoint that holds them, such as ``"optimizer"``.
-            options: mappings, lists and plain values in any nesting; anything else is left out.
+            owner: checkpoint key that holds them, such as ``"optimizer"``.
+            options: nested mappings, lists and plain values; other values are ignored.
         """
         self.options |= by_path(options, owner)
 
     def check_savable(self, *, directory: str | AnyPath | None = None, **options: Any) -> list[str]:
-        """Check now that a save with these options of :meth:`request_save` will work.
+        """Check that a save with these options of :meth:`request_save` would work.
 
         Returns:
-            The keys that the checkpoint would have; none on a rank that writes none.
+            The keys of the checkpoint; empty on ranks other than 0.
 
         Raises:
-            CheckpointValueError: the state holds something that no checkpoint can hold; with its path.
-            ConfigurationError: a sharded model cannot be saved like this.
+            CheckpointValueError: a checkpoint cannot hold a value of the state; the error names its path.
+            ConfigurationError: a sharded model cannot be saved with these options.
         """
         options["leave_out"] = frozenset(options.get("leave_out", ()))
         request = SaveRequest(self._saves.directory(directory), **options)
         return self._saves.check(request, copy=not self.rank)
 
     def wait_for_saves(self) -> None:
-        """Wait until nothing is being written."""
+        """Wait until no save is being written."""
         self._saves.wait()
 
     def gather_state(self, into: MutableMapping[str, Any]) -> None:
-        """Put the whole state of the run into a checkpoint that another program writes, under ``"trainbus"``.
+        """Add the whole state of the run, under ``"trainbus"``, to a checkpoint that another program writes.
 
-        That entry is a tree of tensors (by reference, as in a ``state_dict()``) and plain values, which
-        ``torch.load(weights_only=True)`` opens. :meth:`apply_state` of another run goes on from it, bit by bit. With several
-        processes all of them call, and each gets the states of all.
+        The entry is a tree of tensors (by reference, as in a ``state_dict()``) and plain values, which
+        ``torch.load(weights_only=True)`` can load. :meth:`apply_state` of another run continues from it bit by bit. All
+        ranks must call it; each gets the states of all ranks.
 
-        Call it from the training thread between iterations: after the ``for`` statement over ``run.train(loader)``, between
+        Call it on the training thread between iterations: after the ``for`` statement over ``run.train(loader)``, between
         epochs, in and after validations. Handlers use :meth:`request_save`.
 
         Raises:
-            TrainingError: an iteration is under way, a handler calls, or the run is not open.
+            TrainingError: the call is inside an iteration or a handler, or the run is not open.
             ConfigurationError: a model is sharded.
-            CheckpointValueError: the state holds something else than tensors and plain values, with its path.
+            CheckpointValueError: a value is neither a tensor nor a plain value; the error names its path.
         """
         self.state.check_open("run.gather_state()")
         if _in_handler():
             raise TrainingError(
-                "run.gather_state() was called by a handler, and the handlers after it have yet to change the state. Call it "
-                "where the training loop is, between iterations; or let the handler call run.request_save()"
+                "run.gather_state() was called by a handler, but later handlers may still change the state: call it in the "
+                "training loop, between iterations, or call run.request_save() in the handler"
             )
         self._bodies.drop_left_iteration()
         if "iter" in self.state.scopes:
             raise TrainingError(
-                "run.gather_state() was called within an iteration, whose step is not counted yet. Call it between iterations: "
+                "run.gather_state() was called within an iteration, which is not counted yet: call it between iterations, "
                 "after the `for` statement over run.train(loader), or between two epochs"
             )
         into[HOSTED] = self._saves.gather()
 
     @check_options
     def apply_state(self, from_: Mapping[str, Any]) -> None:
-        """Go on from the state that :meth:`gather_state` put into a checkpoint, or from one of a registered foreign format.
+        """Continue from a checkpoint that holds the entry of :meth:`gather_state`, or has a registered foreign format.
 
         Call it right after ``with Run(...) as run:``, before ``run.epochs()`` and ``run.train()``, or in a handler of
-        ``before_run``. Hooks get ``after_load_checkpoint``, as with ``resume=``; ``strict=`` of the run holds. The training
-        leaves ``from_`` as it is, so that several runs can go on from it.
+        ``before_run``. As with ``resume=``, hooks get ``after_load_checkpoint``, and ``strict=`` applies. The training does
+        not change ``from_``, so several runs can continue from it.
 
         Raises:
             ConfigurationError: ``from_`` is not a mapping.
-            TrainingError: the run has not begun, or its training has.
-            CheckpointError: it holds no state of a run, or that of another model or optimizer.
+            TrainingError: the run has not begun, or its training has begun.
+            CheckpointError: the checkpoint has no state of a run, or belongs to another model or optimizer.
         """
         self._restore.apply_state(from_)
 
@@ -477,17 +474,17 @@ class Run:
 
     @property
     def epoch_length(self) -> int | None:
-        """Training batches per epoch, or None where the loader does not know."""
+        """Training batches per epoch; None if unknown."""
         return self._feeds.train.length if self._feeds.train is not None else None
 
     @property
     def evaluation_length(self) -> int | None:
-        """Batches in the validation or test under way (or the last one), or None where the loader does not know."""
+        """Batches in the current or last validation or test; None if unknown."""
         return self._feeds.evaluated.length if self._feeds.evaluated is not None else None
 
     @property
     def total_iters(self) -> int | None:
-        """Iterations this run is going to make in all, or None where that cannot be known."""
+        """Total iterations of this run; None if unknown."""
         if self.counters.max_iters is not None:
             return self.counters.max_iters
         if self.counters.max_epochs is None or self.epoch_length is None:
@@ -500,7 +497,7 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         try:
-            if self.state.scopes.innermost:  # else the driver has ended it
+            if self.state.scopes.innermost:  # else the driver already ended it
                 self._end(error)
         finally:
             self._bodies.forget()
@@ -518,7 +515,7 @@ class Run:
 
 
 def _in_handler() -> bool:
-    """Return True if a handler of a run's event is the caller, on this thread."""
+    """Return True if a handler of a run's event is calling on this thread."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not Run.publish.__code__:
         frame = frame.f_back

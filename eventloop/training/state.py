@@ -1,6 +1,6 @@
-"""The state of a run: its counts, its open scopes, and what other threads have asked it to do.
+"""The state of a run: its counts, its open scopes, and the requests of other threads.
 
-:class:`eventloop.training.driver.Driver` moves it from mount point to mount point.
+:class:`eventloop.training.driver.Driver` advances it from mount point to mount point.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ log = get_logger()
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 _LOOK: float = 0.05
-"""Seconds between two looks of paused ranks at what the others ask for."""
+"""Seconds between two exchanges of requests while ranks are paused."""
 
 
 class Counters(msgspec.Struct):
-    """The counts of a run. ``phase`` says what a resumed run does first: go on training, or validate.
+    """Count the progress of a run.
 
-    ``batches`` counts training batches used up in the current pass over the loader, ``validations`` and ``tests`` the passes
-    that have ended.
+    ``batches`` counts the training batches consumed in the current pass over the loader. ``validations`` and ``tests`` count
+    finished passes. ``phase`` tells whether a resumed run first trains or validates.
     """
 
     epoch: Count = 0
@@ -46,7 +46,7 @@ class Counters(msgspec.Struct):
     phase: Literal["train", "val"] = "train"
 
     def snapshot(self, stage: Stage = "train", batch_idx: int | None = None) -> Progress:
-        """Return the frozen form that events carry."""
+        """Return the counts as the frozen ``Progress`` of events."""
         return Progress(
             epoch=self.epoch,
             iter=self.iter,
@@ -59,22 +59,22 @@ class Counters(msgspec.Struct):
         )
 
     def state_dict(self) -> dict[str, int | str]:
-        """Return the entries of a checkpoint. Limits are left out, so that a resumed run may go further."""
+        """Return the counts to save, without limits, so that a resumed run may train longer."""
         kept = ("epoch", "iter", "update", "batches", "validations", "tests", "phase")
         return {name: getattr(self, name) for name in kept}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Load the result of :meth:`state_dict`."""
+        """Restore the counts that :meth:`state_dict` returned."""
         for name, value in state.items():
             setattr(self, name, value)
 
 
 def how_far(state: Any) -> tuple[int, ...]:
-    """Return how far the run of a checkpoint had come, for comparison; () for another kind of file."""
+    """Return the counts in a checkpoint as a tuple to compare; () for another kind of file."""
     progress = state.get("progress") if isinstance(state, Mapping) else None
     if not isinstance(progress, Mapping):
         return ()
-    # Iterations first: the other counts move between two of them.
+    # Iterations first: the other counts change between two iterations.
     counts = [progress.get(name, 0) for name in ("iter", "epoch", "validations", "tests")]
     return tuple(counts) if all(type(count) is int for count in counts) else ()
 
@@ -83,7 +83,7 @@ class Scopes:
     """A stack of named scopes (run, train, epoch, iter, val …), each with functions to call when it ends."""
 
     def __init__(self) -> None:
-        # Two lists side by side: several look-ups an iteration, so they must be quick.
+        # Two parallel lists for quick look-ups: every iteration makes several.
         self._names: list[str] = []
         self._undos: list[list[Callable[[], object]]] = []
         self._cut_short: Callable[[], object] | None = None
@@ -104,8 +104,8 @@ class Scopes:
     def defer(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` when the innermost scope ends; last registered, first called.
 
-        Register it before the action that it reverts, and let it find out how much there is to revert: Ctrl-C may strike at
-        any moment. If Ctrl-C strikes while ``undo`` is called, it is called once more.
+        Register ``undo`` before the action that it reverts, and let it check how much to revert: Ctrl-C may interrupt the
+        action. If Ctrl-C interrupts ``undo``, it is called once more.
 
         Raises:
             RuntimeError: no scope is open.
@@ -114,13 +114,13 @@ class Scopes:
         if not callable(undo):
             raise TypeError(f"run.defer() takes a function to call later, not {undo!r}: write run.defer(f), not run.defer(f())")
         if not self._names:
-            raise RuntimeError("run.defer() was called outside of a run, so the function would never be called")
+            raise RuntimeError("run.defer() needs an open run: call it inside `with run:`")
         self._undos[-1].append(undo)
 
     def leave(self, name: str) -> None:
         """End the scope ``name`` and every scope still open inside it.
 
-        All deferred functions are called; the first error among them is raised once they all were.
+        All deferred functions are called; then the first error among them is raised.
         """
         first: Exception | None = None
         while name in self._names:
@@ -137,10 +137,7 @@ class Scopes:
             raise first
 
     def unwind(self) -> None:
-        """End all scopes after an exception. Errors of deferred functions are only logged: the user must see the first one.
-
-        A Ctrl-C in here is raised after the last scope has ended.
-        """
+        """End all scopes after an exception. Log errors of deferred functions; a Ctrl-C is raised after the last scope."""
         interrupted: BaseException | None = None
         while self._names:
             try:
@@ -153,7 +150,7 @@ class Scopes:
             raise interrupted
 
     def _call(self, undos: list[Callable[[], object]]) -> None:
-        """Call the last of ``undos``; one that Ctrl-C cuts short stays in the list, once."""
+        """Call and remove the last of ``undos``; keep it, once, if Ctrl-C interrupts it."""
         undo = undos[-1]
         try:
             undo()
@@ -171,12 +168,12 @@ class Scopes:
 
 
 class RunState:
-    """The state of a run, and the requests of other threads, which take effect at the next safe mount point.
+    """Hold the state of a run and the requests of other threads, which take effect at the next safe mount point.
 
     Args:
-        counters: of the run.
-        optimizers: of the run, by name.
-        window_open: returns True in the middle of an accumulation window.
+        counters: the counts of the run.
+        optimizers: the optimizers of the run, by name.
+        window_open: returns True inside an accumulation window.
     """
 
     def __init__(
@@ -185,24 +182,24 @@ class RunState:
         self.counters = counters
         self.progress: Progress = counters.snapshot()
         self.version = 0
-        """Moves when the state of the run may have changed: with each iteration, and where a handler may have changed it."""
+        """Grows with each iteration and after each handler that may have changed the state of the run."""
         self.scopes = Scopes()
         self.outputs: dict[str, Any] = {}
         self.stepped: set[int] = set()
-        """Which optimizers have stepped in the current iteration, by ``id``."""
+        """The ``id`` of each optimizer that has stepped in the current iteration."""
         self.validation_rng: dict[str, Any] | None = None
-        """Random states at the start of the validation under way: a checkpoint made in it begins it anew."""
+        """Random states at the start of the current validation: a checkpoint saved in it repeats it."""
         self.trains = bool(optimizers)
-        """True if the run begins for a training, and has its directories to itself from its beginning on."""
+        """True if the run is a training and locks its directories when it begins."""
         self.has_trained = False
-        """True once ``before_train`` was published: from then on there is something to save."""
+        """True once ``before_train`` was published: only then do saves write files."""
         self.resumed = False
-        """True if the run goes on from a checkpoint."""
+        """True if the run resumed from a checkpoint."""
         self.validation_follows: Callable[[], bool] = never
-        """Tells after each iteration whether a validation comes next (in iteration-based training)."""
+        """Returns True after an iteration that a validation follows (in iteration-based training)."""
         self.agreement: Agreement | None = None
-        """What all ranks stop, pause and save for, where there are several."""
-        # No threading.Event: its lock is not re-entrant, and a signal handler may set these.
+        """The requests of all ranks; None with one process."""
+        # Not threading.Event: signal handlers set these, and its lock is not re-entrant.
         self.cancelled = self.stop = self.save_now = self.paused = False
         self.stop_reason = ""
         self.rates: deque[tuple[float, tuple[str, ...]]] = deque()
@@ -214,16 +211,16 @@ class RunState:
 
     @property
     def training(self) -> bool:
-        """True from ``before_train`` to the end of training; false in a validation or test outside of it."""
+        """True from ``before_train`` to the end of training."""
         return "train" in self.scopes
 
     @property
     def ranks(self) -> Ranks | None:
-        """All processes, where there are several."""
+        """All processes; None if there is only one."""
         return None if self.agreement is None else self.agreement.ranks
 
     def check_open(self, methods: str) -> None:
-        """Raise TrainingError outside of the run."""
+        """Raise TrainingError if the run is not open."""
         if "run" not in self.scopes:
             raise TrainingError(
                 f"{methods} can only be called in a run that has begun and not ended: write `with Run(...) as run:` around the "
@@ -231,18 +228,18 @@ class RunState:
             )
 
     def go_on(self) -> None:
-        """Note that training comes next, also for a run that resumes from a checkpoint made from now on."""
+        """Make training the next phase, also for a run that resumes from a later checkpoint."""
         self.counters.phase = "train"
         self.validation_rng = None
 
-    # --------------------------------------------------------------------------------------------- what others ask for
+    # ------------------------------------------------------------------------------------------------------- requests
 
     def wake(self) -> None:
-        """Wake a paused run, so that it sees new requests; safe from any thread and from signal handlers."""
+        """Wake a paused run to read new requests; safe from any thread and from signal handlers."""
         self._wake.put(None)
 
     def refuse(self, why: Callable[[], object]) -> None:
-        """Have the run go on no further: the next safe mount point calls ``why``, which raises an error."""
+        """Call ``why``, which raises an error, at the next safe mount point."""
         self.agreement, self.cancelled, self._why = None, True, why
         self.wake()
 
@@ -253,13 +250,13 @@ class RunState:
             raise RunCancelled("the run was cancelled")
 
     def heed(self) -> None:
-        """Do what was asked for: end a cancelled run, wait while it is paused, set learning rates. A safe mount point.
+        """Handle requests at a safe mount point: end a cancelled run, wait while it is paused, set learning rates.
 
         Raises:
             RunCancelled: the run was cancelled.
         """
         if self.agreement is None and not (self.cancelled or self.paused or self.rates):
-            return  # as after nearly every iteration
+            return  # the usual case
         self.check_cancelled()
         if self.paused if self.agreement is None else self.agreement.paused:
             self._wait()
@@ -267,7 +264,7 @@ class RunState:
             self._set_rates()
 
     def should_stop(self) -> bool:
-        """Do what was asked for, and return True once a stop takes effect. In an accumulation window it waits for its step.
+        """Handle requests; return True if the run must stop here. A stop waits for the step of an accumulation window.
 
         Raises:
             RunCancelled: the run was cancelled.
@@ -276,7 +273,7 @@ class RunState:
         return (self.stop if self.agreement is None else self.agreement.stop) and not self._window_open()
 
     def settle(self) -> None:
-        """Wait for what other ranks have asked for, if there are any."""
+        """Collect the requests of all ranks, if there are several."""
         if self.agreement is not None:
             self.agreement.settle()
 
@@ -285,7 +282,7 @@ class RunState:
         if self.agreement is None:
             while self.paused and not (self.stop or self.cancelled):
                 self._wake.get()
-        else:  # together, so that no rank waits in a collective of the training until that times out
+        else:  # all ranks together, or some would time out in a collective of the training
             while self.agreement.paused and not (self.agreement.stop or self.agreement.cancelled):
                 time.sleep(_LOOK)
                 self.agreement.settle()

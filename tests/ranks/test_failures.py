@@ -176,6 +176,6 @@ def test_ranks_share_the_lock_on_their_work_dir_and_all_are_refused_one_that_is_
     lock = DirectoryLock(tmp_path)
     for outcome in outcomes(trains, str(tmp_path)):
         assert outcome.exitcode == 1
-        assert f"ConfigurationError: {tmp_path} is in use: process {os.getpid()}" in outcome.error
+        assert f"ConfigurationError: {tmp_path} is in use by process {os.getpid()}" in outcome.error
     lock.release()
     ranks(trains, str(tmp_path))

@@ -22,8 +22,8 @@ from eventloop import ConfigurationError, TrainLoop
         ({"name": 3}, "name=3: give a text"),
         ({"work_dir": 3}, "work_dir=3: give a text, or a Path"),
         ({"train_data": 3}, "train_data=3: give an iterable of batches, such as a DataLoader"),
-        ({"step": lambda x: x}, r"step\(x\) is called as step\(model, batch\), and cannot be: too many"),
-        ({"val_step": lambda model, batch, more: 0}, r"val_step\(model, batch, more\) is called .* argument: 'more'"),
+        ({"step": lambda x: x}, r"step\(x\) cannot be called as step\(model, batch\): too many"),
+        ({"val_step": lambda model, batch, more: 0}, r"val_step\(model, batch, more\) cannot be called .* argument: 'more'"),
         ({"max_epochs": 0}, "max_epochs=0"),
         ({"max_epochs": -1}, "max_epochs=-1"),
         ({"max_epochs": True}, "max_epochs=True"),
@@ -62,9 +62,9 @@ def test_val_and_test_need_data_and_nothing_else(parts):
     loop = TrainLoop(parts.model(), step=parts.step, val_data=parts.batches(1), test_data=parts.batches(1))
     assert loop.val().keys() == loop.test().keys() == {"loss"}
     empty = TrainLoop(parts.model(), step=parts.step)
-    with pytest.raises(ConfigurationError, match="nothing to val on"):
+    with pytest.raises(ConfigurationError, match="no val_data"):
         empty.val()
-    with pytest.raises(ConfigurationError, match="nothing to test on"):
+    with pytest.raises(ConfigurationError, match="no test_data"):
         empty.test()
 
 

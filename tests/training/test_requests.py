@@ -249,7 +249,7 @@ def test_it_is_for_all_groups_of_all_optimizers_or_of_one_by_name_or_index(parts
         assert now(run) == [[0.6, 0.6], [0.5]]
         run.set_lr(0.7)
         assert now(run) == [[0.7, 0.7], [0.7]]
-        for wrong, told in (("third", "'one', 'other'"), (2, "a name or an index"), (1.5, "optimizer=1.5: give a text")):
+        for wrong, told in (("third", "'one', 'other'"), (2, "one of these names, or an index"), (1.5, "optimizer=1.5: give a text")):
             with pytest.raises(ConfigurationError, match=told):
                 run.set_lr(0.1, wrong)
         assert now(run) == [[0.7, 0.7], [0.7]]
@@ -264,7 +264,7 @@ def test_a_rate_that_cannot_be_is_an_error_of_the_call(parts, rate):
 
 
 def test_without_an_optimizer_there_is_none_to_set(parts):
-    with pytest.raises(ConfigurationError, match="has no optimizer"):
+    with pytest.raises(ConfigurationError, match="needs an optimizer"):
         Run(model=parts.model()).set_lr(0.1)
 
 

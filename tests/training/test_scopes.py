@@ -224,7 +224,7 @@ def test_an_interrupt_inside_an_undo_has_it_called_once_more_and_does_not_lose_t
 
 
 def test_defer_outside_of_a_run_is_an_error(parts):
-    with pytest.raises(RuntimeError, match="outside of a run"):
+    with pytest.raises(RuntimeError, match="needs an open run"):
         Run(model=parts.model()).defer(print)
 
 

@@ -129,8 +129,8 @@ def test_several_optimizers_step_in_one_update(parts, bus, trace):
     [
         ({"accuracy": 1.0}, "no 'loss', only 'accuracy'"),
         ({}, "an empty dict"),
-        (None, "is a NoneType"),
-        (1.5, "is a float"),
+        (None, "of type NoneType"),
+        (1.5, "of type float"),
         (torch.ones(3), r"shape \(3,\)"),
         (torch.ones(()), "requires_grad is False"),
     ],

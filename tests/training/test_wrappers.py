@@ -138,11 +138,11 @@ def test_torchft_begins_its_step_before_forward_and_one_that_is_not_committed_is
 
 
 def test_an_optimizer_that_is_no_optimizer_inside_is_told_when_the_run_is_made(parts, bus):
-    with pytest.raises(ConfigurationError, match=r"Uninitialised has not called torch.optim.Optimizer.__init__"):
+    with pytest.raises(ConfigurationError, match=r"the steps of Uninitialised: neither"):
         Run(bus, model=parts.model(), optimizer=Uninitialised())
 
 
-@pytest.mark.filterwarnings("ignore:resuming reads and throws away")
+@pytest.mark.filterwarnings("ignore:resuming reads and drops")
 @pytest.mark.parametrize("seedable", [False, True])
 @pytest.mark.parametrize("stop_at", [5, 8])
 def test_a_resume_goes_on_in_the_order_of_accelerates_loaders(parts, tmp_path, seedable, stop_at):

@@ -256,7 +256,7 @@ def test_a_state_within_an_accumulation_window_has_its_gradients(parts, tmp_path
 def test_within_an_iteration_no_state_is_gathered(parts, tmp_path):
     with Run(model=parts.model(), work_dir=tmp_path) as run:
         for _ in run.train([1, 2]):
-            with pytest.raises(TrainingError, match=r"within an iteration.*Call it between iterations"):
+            with pytest.raises(TrainingError, match=r"within an iteration.*call it between iterations"):
                 run.gather_state({})
         run.gather_state({})
 

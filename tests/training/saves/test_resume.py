@@ -272,7 +272,7 @@ def test_resume_from_a_save_in_or_before_a_validation_inside_an_accumulation_win
 
 def test_an_iterable_dataset_is_read_again_with_a_warning(parts, tmp_path, monkeypatch):
     monkeypatch.setitem(LOADERS, "stream", lambda parts: DataLoader(Stream(), batch_size=4))
-    check(parts, tmp_path, "after_train_iter", 8, loader="stream", warns="reads and throws away 2 batches")
+    check(parts, tmp_path, "after_train_iter", 8, loader="stream", warns="reads and drops 2 batches")
 
 
 class Doubling(DataLoader):
