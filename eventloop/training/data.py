@@ -1,4 +1,4 @@
-"""Batches: move them to a device, know the last one, and find the position in the data again after a resume."""
+"""Batches: move them to a device, detect the last one, and restore the position in the data after a resume."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ log = get_logger()
 
 _MISSING: Any = object()
 _END: Any = object()
-# The functions that read a map-style sample, here or in a worker, and the one that asks an iterable dataset for the next ones.
+# torch's functions that read map-style samples (here or in a worker), and the one that reads iterable datasets.
 _SAMPLING = (fetch._MapDatasetFetcher.fetch.__code__, ExceptionWrapper.reraise.__code__)
 _FETCH_NEXT = fetch._IterableDatasetFetcher.fetch.__code__
 
 
 class Feed:
-    """One pass after another over a loader, and its position in the data.
+    """Iterate over a loader pass by pass, and track the position in the data.
 
     Args:
-        loader: any iterable of batches that can be iterated again for the next epoch.
-        device: where batches go; None leaves them where they are.
-        name: of the loader in errors, such as ``"train_data"``.
+        loader: an iterable of batches that can be iterated again for the next epoch.
+        device: device to move batches to; None keeps their device.
+        name: the loader's name in errors, such as ``"train_data"``.
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device | None, name: str = "train_data") -> None:
         self.loader: Any = loader
         self.length = length_of(loader)
         self.used = 0
-        self.passes = 0  # earlier ones of the same epoch, in iteration-based training
+        self.passes = 0  # earlier passes of the same epoch, in iteration-based training
         self._device = device
         self._name = name
         self._iterator: Iterator[Any] | None = None
         self._ahead: Any = _MISSING
-        self._position: Any = _MISSING  # the loader's own state before it was asked for the batch ahead
+        self._position: Any = _MISSING  # the loader's state before it yielded the batch ahead
         self.start: dict[str, Any] | None = None
-        """The random states that the pass began with, and whether workers were there; None before the first."""
+        """Random states at the start of the pass, and whether workers were running; None before the first pass."""
         self._skip = 0
         self.resuming = False
         self._told = False
@@ -64,21 +64,21 @@ class Feed:
         self._endless = False
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches that are left."""
+        """Yield the remaining batches."""
         while (batch := self.next()) is not None:
             yield batch[0]
 
     def begin_epoch(self, epoch: int, *, endless: bool) -> None:
-        """Tell the datasets which epoch begins; with ``endless``, begin the loader anew when it is used up."""
+        """Set the epoch of the datasets; ``endless`` restarts an exhausted loader."""
         self._epoch, self._endless = epoch, endless
         if not self.resuming:
             self.passes = 0
         set_epoch(self.loader, epoch + self.passes)
 
     def begin(self) -> None:
-        """Make the iterator of a new pass, or of the pass that a resumed run was in the middle of."""
+        """Make the iterator of a new pass, or of the interrupted pass of a resumed run."""
         self._ahead = self._position = _MISSING
-        if self._endless and self._epoch is not None:  # after the hooks, which know the epoch and not the pass within it
+        if self._endless and self._epoch is not None:  # after the hooks, which only know the epoch
             set_sampler_epoch(self.loader, self._epoch + self.passes)
         if self._skip:
             self._begin_in_the_middle(self._skip)
@@ -91,19 +91,19 @@ class Feed:
         self.resuming = False
 
     def end(self) -> None:
-        """End the pass; workers of a DataLoader end with its iterator."""
+        """End the pass, and with its iterator the workers of a DataLoader."""
         self._iterator = None
         self._ahead = self._position = _MISSING
         self.used = 0
 
     def next(self, *, may_be_empty: bool = False) -> tuple[Any] | None:
-        """Return the next batch on its device in a tuple (None may be a batch), or None when the pass is over.
+        """Return the next batch, on its device, in a tuple (a batch may be None), or None at the end of the pass.
 
         Args:
-            may_be_empty: allow a pass without a batch, where another rank may have some.
+            may_be_empty: allow a pass without batches, because another rank may have some.
 
         Raises:
-            TrainingError: there was not one batch in it.
+            TrainingError: the pass had no batch.
         """
         if self._iterator is None:
             self.begin()
@@ -112,7 +112,7 @@ class Feed:
             self._check_end(may_be_empty=may_be_empty)
             if not self._endless or self._epoch is None:
                 return None
-            self.passes += 1  # in another order; no mount point marks this for a hook
+            self.passes += 1  # another order: no mount point lets a hook set it
             set_epoch(self.loader, self._epoch + self.passes)
             self.begin()
             return self.next()
@@ -122,7 +122,7 @@ class Feed:
 
     @property
     def last(self) -> bool:
-        """True if the batch returned last is the last one of its epoch; where there is no length, a look ahead tells."""
+        """True if the last returned batch ends the epoch; a loader without length is asked for one batch ahead."""
         if self._endless:
             return False
         if self.length is not None or self._iterator is None:
@@ -133,10 +133,10 @@ class Feed:
         return self._ahead is _END
 
     def state_dict(self, instead: Mapping[torch.Generator, torch.Tensor] = {}) -> dict[str, Any]:
-        """Return the position: batches used up (not those prefetched), and the random states that gave this pass its order.
+        """Return the position: consumed batches (not prefetched ones), and the random states that order this pass.
 
         Args:
-            instead: states that generators had, and that count.
+            instead: generator states that replace the current ones.
         """
         state: dict[str, Any] = {
             "used": self.used,
@@ -151,11 +151,11 @@ class Feed:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], but: Collection[torch.Generator] = ()) -> None:
-        """Have the next :meth:`begin` go on where ``state`` was taken.
+        """Make the next :meth:`begin` continue from ``state``.
 
         Args:
-            state: what :meth:`state_dict` returned.
-            but: generators that are where they have to be.
+            state: the result of :meth:`state_dict`.
+            but: generators that are restored already.
         """
         self.used = self._skip = int(state["used"])
         self.passes = int(state["passes"])
@@ -163,8 +163,8 @@ class Feed:
         self.start = state["start"]
         if self.used and self.length and self.length != (before := state.get("length") or self.length):
             log.warning(
-                "resuming in the middle of an epoch, which has another number of batches than it had (of another size, or of "
-                "other data): the position in the data is not the same; resume with the old ones, or from the end of an epoch",
+                "resuming inside an epoch whose number of batches has changed, so the position in the data is wrong; resume "
+                "with the old batch size and data, or from the end of an epoch",
                 before=before,
                 now=self.length,
                 used=self.used,
@@ -178,7 +178,7 @@ class Feed:
             self.loader.load_state_dict(state["loader"])
 
     def _pull(self) -> Any:
-        """Return what the loader yields next, or ``_END``."""
+        """Return the next batch of the loader, or ``_END``."""
         assert self._iterator is not None  # noqa: S101 - next() made it
         try:
             return next(self._iterator)
@@ -190,18 +190,18 @@ class Feed:
     def check_not_empty(self) -> None:
         """Raise TrainingError if the pass had no batch."""
         if self.used == 0 and isinstance(self.loader, Iterator):
-            raise TrainingError(f"{self._name} is an iterator and used up (or empty); give a loader that can be iterated again")
+            raise TrainingError(f"{self._name} is an exhausted iterator; give a loader that can be iterated again")
         if self.used == 0:
-            raise TrainingError(f"{self._name} yielded no batch; is the dataset smaller than a batch with drop_last?")
+            raise TrainingError(f"{self._name} yielded no batch; is the dataset smaller than one batch, with drop_last=True?")
 
     def _check_end(self, *, may_be_empty: bool) -> None:
-        """Raise or warn if a pass ended too early."""
+        """Raise if the pass was empty; warn if it ended early."""
         if not may_be_empty:
             self.check_not_empty()
         if self.length is not None and self.used < self.length and not self._told:
             self._told = True
             log.warning(
-                "the loader ended before the length that it has: a next() in it ran dry, or its __len__ is wrong",
+                "the loader ended before its length: one of its next() calls raised StopIteration, or its __len__ is wrong",
                 data=self._name,
                 batches=self.used,
                 length=self.length,
@@ -225,25 +225,25 @@ class Feed:
 
 
 class Feeds:
-    """The feed of the training data, kept from epoch to epoch, and the one of the last validation or test.
+    """Keep the feed of the training data from epoch to epoch, and that of the last validation or test.
 
     Args:
-        device: where batches go.
+        device: device to move batches to.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.train: Feed | None = None
         self.evaluated: Feed | None = None
         self._device = device
-        self._told: set[str] = set()  # metrics that a warning was about
-        self._evaluated: list[Iterable[Any]] = []  # loaders of validations and tests, in the order of their first use
+        self._told: set[str] = set()  # metrics already warned about
+        self._evaluated: list[Iterable[Any]] = []  # loaders of validations and tests, in order of first use
         self._position: Mapping[str, Any] | None = None
-        self._positions: list[Mapping[str, Any]] = []  # of such loaders, from the checkpoint
-        # Each is put back once: two loaders may share one, and what has drawn from it must not draw the same again.
+        self._positions: list[Mapping[str, Any]] = []  # their positions in the checkpoint
+        # Two loaders may share a generator: restore it once, or it would repeat its draws.
         self._restored: set[torch.Generator] = set()
 
     def for_training(self, loader: Iterable[Any]) -> Feed:
-        """Return the feed of ``loader``: the one it had, or one that goes on where a resumed run has to."""
+        """Return the feed of ``loader``: the current one, or a new one at the position of a resumed run."""
         if isinstance(loader, Feed):
             self.train = loader
         if self.train is None or (self.train is not loader and self.train.loader is not loader):
@@ -256,7 +256,7 @@ class Feeds:
         return self.train
 
     def for_evaluation(self, loader: Iterable[Any], name: str) -> Feed:
-        """Return a new feed of ``loader``, which errors call ``name``."""
+        """Return a new feed of ``loader``; errors use ``name``."""
         if isinstance(loader, Feed):
             self.evaluated = loader
             return loader
@@ -268,20 +268,20 @@ class Feeds:
         return self.evaluated
 
     def metrics(self, metrics: NamedMetrics | None) -> Metrics:
-        """Return metrics on the device of the run; each one is warned of once in it."""
+        """Return metrics on the device of the run; they share its warnings."""
         return Metrics(metrics, self._device, self._told)
 
     def state_dict(self, *, validating: bool) -> Mapping[str, Any] | None:
         """Return the position in the data; None before the first epoch and the first validation.
 
         Args:
-            validating: True for the position that the validation under way began with.
+            validating: True for the position at the start of the current validation.
         """
         began = self.evaluated.start if validating and self.evaluated is not None else None
         instead: dict[Any, Any] = {}
         if began is not None and self.evaluated is not None:
             instead = dict(zip(own_generators(self.evaluated.loader), began["generators"], strict=True))
-        position: Mapping[str, Any] = self._position or {}  # resumed, and not come to training yet
+        position: Mapping[str, Any] = self._position or {}  # resumed, but no training epoch yet
         if self.train is not None:
             position = self.train.state_dict(instead)
         evaluated: list[Mapping[str, Any]] = [
@@ -299,15 +299,15 @@ class Feeds:
         return {**position, "evaluated": evaluated} if position or evaluated else None
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from this position with the next feeds."""
+        """Start the next feeds at this position."""
         state = state or {}
         self._position = state if "used" in state else None
         self._positions = list(state.get("evaluated", ()))
 
     def forget(self) -> None:
-        """Let go of the data, when the run ends."""
-        # A run is a cycle of references. Were a DataLoader with persistent workers collected as part of one, its queues would
-        # end before its iterator, and torch would wait 5 s for each of the workers.
+        """Drop references to the data when the run ends."""
+        # A run is a reference cycle. If the garbage collector freed a DataLoader with persistent workers in it, its queues
+        # would end before its iterator, and torch would wait 5 s for each worker.
         self.train = None
         self._evaluated.clear()
 
@@ -324,7 +324,7 @@ class Feeds:
 
 
 def _of_a_sample(end: StopIteration) -> bool:
-    """True if a dataset or ``collate_fn`` raised it, which an iterator of DataLoader's passes on as if it were its own end."""
+    """Return True if a dataset or ``collate_fn`` raised it: DataLoader would pass it on as its own end."""
     trace = end.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -337,7 +337,7 @@ def _of_a_sample(end: StopIteration) -> bool:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return ``batch`` with its tensors on ``device``: any nesting of dicts, lists, tuples, and objects with ``.to()``.
 
-    What has a ``.to()`` of its own knows best, be it a mapping (a tokenizer's output) or a tuple (a packed sequence).
+    ``.to()`` comes first, also on a mapping (a tokenizer's output) or a tuple (a packed sequence).
     """
     kind = type(batch)  # exact types first: isinstance with torch.Tensor runs Python code in its metaclass
     if kind is torch.Tensor and batch.device == device:

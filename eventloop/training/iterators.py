@@ -1,7 +1,7 @@
-"""The iterators of a run: they drive it by pull, with the calls of :class:`~eventloop.training.driver.Driver`.
+"""The iterators of a run: they call :class:`~eventloop.training.driver.Driver` (pull).
 
-Objects, not generators: a generator cannot tell ``break`` from an exception in the loop's body. The end is a value within, not
-an exception: all code of the user's that runs in here may raise StopIteration by mistake.
+They are objects, because a generator cannot tell ``break`` from an exception in the loop's body. Inside, a value instead of
+StopIteration marks the end, because user code may raise StopIteration by mistake.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ log = get_logger()
 
 
 class Bodies:
-    """Which ``for`` statements of the user's own loop are open, and how their bodies end. One for all iterators of a run."""
+    """Track the open ``for`` statements of the user's loop, for all iterators of a run."""
 
     def __init__(self, drive: Driver) -> None:
         self.drive = drive
         self.nothing_left = False
-        """True while a resumed run is between an epoch and its validation: nothing of that epoch is left to train."""
-        self._training: object | None = None  # whose epoch is open
+        """True in a resumed run whose epoch is fully trained but not validated."""
+        self._training: object | None = None  # the TrainBatches whose epoch is open
         self._left = False  # its body was left with `break`
         self._evaluating: object | None = None
 
@@ -39,26 +39,30 @@ class Bodies:
             self.drive.begin_train()
 
     def begin_epoch(self, feed: Feed, batches: object, *, endless: bool) -> None:
-        """Begin the epoch of ``batches``; end one whose body was left. In the body of another one it is an error."""
+        """Begin the epoch of ``batches``; first end an epoch whose body was left.
+
+        Raises:
+            TrainingError: the call is in the body of another epoch.
+        """
         self.begin_train()
         if self._training is not None and not self._left:
             raise TrainingError(
-                "run.train() begins in the body of another run.train(), whose epoch has not ended; iterate over the inner "
-                "loader itself, or end the outer epoch first, by `break` out of its `for` statement"
+                "run.train() begins in the body of another run.train(): iterate over the inner loader itself, or first end the "
+                "outer epoch by `break` out of its `for` statement"
             )
         self.end_epoch()
         self._training, self._left = batches, False
         self.drive.begin_epoch(feed, endless=endless)
 
     def leave_epoch(self, batches: object) -> None:
-        """Note that the body of ``batches`` was left: with ``break``, if its epoch is still open.
+        """Note that the body of ``batches`` was left, by ``break`` if its epoch is still open.
 
-        What that ends, ends with the next call of the run: an exception is to be told first.
+        The next call of the run ends the epoch, because an exception must be reported first.
         """
         self._left = self._left or self._training is batches
 
     def go_on_in_epoch(self, batches: object) -> bool:
-        """Go on where the body of ``batches`` was left; return False if that epoch has ended since."""
+        """Continue the epoch of ``batches`` after ``break``; return False if it has ended since."""
         if self._training is not batches:
             return False
         if self._left:
@@ -67,35 +71,35 @@ class Bodies:
         return True
 
     def drop_left_iteration(self) -> None:
-        """End the iteration of a body that was left with ``break``, and keep its epoch open."""
+        """End the iteration that ``break`` left open, and keep its epoch open."""
         if self._left and self._training is not None:
             self._drop_iteration()
 
     def end_iteration(self) -> None:
-        """End the iteration under way, if there is one."""
+        """End the current iteration, if any."""
         if "iter" in self.drive.state.scopes:
             self.drive.end_iteration()
 
     def end_epoch(self) -> None:
-        """End the epoch that is open, if there is one; its last iteration was left with ``break`` if it is open still."""
+        """End the open epoch, if any, and drop an iteration that ``break`` left open."""
         if "epoch" in self.drive.state.scopes:
             self._drop_iteration()
             self.drive.end_epoch()
         self._training = None
 
     def abandon_epoch(self) -> None:
-        """End the epoch in its middle, if one is open."""
+        """End the open epoch early, if any."""
         self._training = None
         if "epoch" in self.drive.state.scopes:
             self.drive.abandon_epoch()
 
     def end_train(self) -> None:
-        """End the training, if it has begun."""
+        """End the training if it has begun."""
         if self.drive.state.training:
             self.drive.end_train()
 
     def begin_evaluation(self, batches: object) -> None:
-        """Note whose evaluation begins. A training iteration that is open ends first, and an epoch whose body was left."""
+        """Begin the evaluation of ``batches``; first end an open iteration, and an epoch whose body was left."""
         self.abandon_evaluation()
         if self._left:
             self.end_epoch()
@@ -103,7 +107,7 @@ class Bodies:
         self._evaluating = batches
 
     def abandon_evaluation(self) -> None:
-        """End a validation or test in its middle, if one is open: it was left by ``break`` or a stop."""
+        """End a validation or test early if one is open, after ``break`` or a stop."""
         self._evaluating = None
         if "val" in self.drive.state.scopes:
             self.drive.abandon_validation()
@@ -111,9 +115,9 @@ class Bodies:
             self.drive.abandon_test()
 
     def leave_evaluation(self, batches: object) -> bool:
-        """End the evaluation of ``batches`` if it is open; return whether it was.
+        """End the evaluation of ``batches`` if it is open; return True if it was.
 
-        Called where nothing can be raised. The scope around it raises instead, when it ends.
+        The caller (``__del__``) cannot raise, so an error is raised when the enclosing scope ends.
         """
         if self._evaluating is not batches:
             return False
@@ -124,13 +128,13 @@ class Bodies:
         return True
 
     def close(self) -> None:
-        """End what is open inside the run, at the end of its ``with`` statement."""
+        """End all open scopes inside the run, at the end of its ``with`` statement."""
         self.abandon_evaluation()
         self.abandon_epoch()
         self.end_train()
 
     def forget(self) -> None:
-        """Let go of what leads to the loaders."""
+        """Drop all references to the loaders."""
         self._training = self._evaluating = None
         self._left = self.nothing_left = False
 
@@ -140,10 +144,10 @@ class Bodies:
 
 
 class _Steps:
-    """An iterator whose end is a value: :meth:`_advance` returns what comes next in a tuple (None may be a batch), or None."""
+    """An iterator whose :meth:`_advance` returns the next value in a tuple, or None at the end."""
 
     _method: str
-    """For errors, such as ``"run.train()"``."""
+    """Name for errors, such as ``"run.train()"``."""
 
     def __next__(self) -> Any:
         try:
@@ -159,7 +163,7 @@ class _Steps:
 
 
 class Epochs(_Steps):
-    """Indices of the epochs that are left. A resumed run that was about to validate first yields the epoch before."""
+    """Yield the indices of the remaining epochs. A resumed run that must validate first yields the previous epoch."""
 
     _method = "run.epochs()"
 
@@ -169,7 +173,7 @@ class Epochs(_Steps):
         self._pending_validation = bodies.drive.validation_comes_first
         self._yielded = False
         self._begun_at: tuple[int, int, int] | None = None
-        """The progress when an epoch was yielded that is to be trained."""
+        """The progress when the last epoch to train was yielded."""
 
     def __iter__(self) -> Self:
         return self
@@ -185,22 +189,22 @@ class Epochs(_Steps):
             return (counters.epoch if counters.batches else max(0, counters.epoch - 1),)
         bodies.nothing_left = False
         state.settle()
-        if state.should_stop():  # the phase stays: a save made now resumes with a validation that was cut off
+        if state.should_stop():  # keep the phase, so that a resume repeats an interrupted validation
             bodies.end_train()
             return None
         state.go_on()
         if self._done():
             if not self._yielded:
                 self._tell_nothing_left()
-                if state.resumed and not state.has_trained:  # the one that saved may have ended before its after_train
+                if state.resumed and not state.has_trained:  # the saved run may have ended before after_train
                     bodies.begin_train()
             bodies.end_train()
             return None
         reached = (counters.epoch, counters.iter, counters.batches)
         if reached == self._begun_at:
             raise TrainingError(
-                f"epoch {counters.epoch + 1} has trained nothing, and run.epochs() would repeat it for ever: "
-                "iterate over run.train(loader) in every epoch, in place of the loader itself"
+                f"epoch {counters.epoch + 1} has trained nothing, and run.epochs() would repeat it forever: iterate over "
+                "run.train(loader) instead of the loader in every epoch"
             )
         bodies.begin_train()
         self._begun_at = reached
@@ -210,7 +214,7 @@ class Epochs(_Steps):
     def _done(self) -> bool:
         counters = self._state.counters
         if counters.max_iters is not None:
-            # A run that is resumed after its last iteration still has to end the epoch.
+            # A run resumed after its last iteration must still end the epoch.
             return counters.iter >= counters.max_iters and not counters.batches
         return counters.max_epochs is not None and counters.epoch >= counters.max_epochs
 
@@ -218,17 +222,17 @@ class Epochs(_Steps):
         done = self._state.counters
         limit = f"max_iters={done.max_iters}" if done.max_iters is not None else f"max_epochs={done.max_epochs}"
         log.warning(
-            f"nothing is left to train: {limit} was reached before this run. Give a larger limit to go on, or make a new loop "
-            "to begin again",
+            f"nothing is left to train: an earlier run reached {limit}; give a larger limit to continue, or make a new loop to "
+            "start over",
             epochs=done.epoch,
             iters=done.iter,
         )
 
 
 class Batches(_Steps):
-    """Batches that know when the ``for`` statement over them ends, be it by ``break``, in whatever variable they are kept.
+    """Batches that notice the end of the ``for`` statement over them, also by ``break``.
 
-    In ``with run.train(loader) as batches:`` (or ``run.validate``) the end of the block counts instead.
+    In ``with run.train(loader) as batches:`` (or ``run.validate``) they notice the end of the block instead.
     """
 
     _in_block = False
@@ -245,12 +249,12 @@ class Batches(_Steps):
         self.leave()
 
     def leave(self) -> None:
-        """End what the body has left open; without effect after the last batch."""
+        """End the scopes that the body left open; no effect after the last batch."""
         raise NotImplementedError
 
 
 class _Body(Iterator[Any]):
-    """The iterator of one ``for`` statement, which alone holds it: Python deletes it where the statement ends."""
+    """The iterator of one ``for`` statement. Only the statement refers to it, so Python deletes it at the statement's end."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -260,13 +264,13 @@ class _Body(Iterator[Any]):
         return self._batches.__next__()
 
     def __del__(self) -> None:
-        # In a cycle (a forgotten generator of the user's) it may be deleted anywhere. The next call of the run closes then.
+        # The garbage collector may call this on another thread; then the next call of the run ends the scopes.
         if self._thread == threading.get_ident():
             self._batches.leave()
 
 
 class TrainBatches(Batches):
-    """The batches of one training epoch. Left with ``break``, another ``for`` statement goes on with the batch after."""
+    """Yield the batches of one training epoch. After ``break``, another ``for`` statement continues with the next batch."""
 
     _method = "run.train()"
 
@@ -290,7 +294,7 @@ class TrainBatches(Batches):
         if not self._begun and not should_stop():
             self._begun = True
             bodies.begin_epoch(self._feed, self, endless=self._endless)
-        if self._drive.state.scopes.innermost == "iter":  # the usual case, quickly
+        if self._drive.state.scopes.innermost == "iter":  # fast path
             self._drive.end_iteration()
         else:
             bodies.abandon_evaluation()
@@ -308,11 +312,11 @@ class TrainBatches(Batches):
         return batch
 
     def leave(self) -> None:
-        """Note that the body was left."""
+        """Leave the epoch; the next call of the run ends it."""
         self._bodies.leave_epoch(self)
 
     def _complete(self) -> bool:
-        """True if the batch before was the last one, so that a stop now cuts nothing short."""
+        """Return True if the epoch is complete, so that a stop cuts nothing short."""
         return self._begun and (self._limit_reached() or self._feed.last)
 
     def _limit_reached(self) -> bool:
@@ -321,7 +325,7 @@ class TrainBatches(Batches):
 
 
 class EvaluationBatches(Batches):
-    """The batches of one validation or test; ``metrics`` holds the result when it is over."""
+    """Yield the batches of one validation or test; afterwards ``metrics`` holds the result."""
 
     def __init__(self, bodies: Bodies, feed: Feed, metrics: Metrics, stage: Stage) -> None:
         drive = bodies.drive
@@ -364,7 +368,7 @@ class EvaluationBatches(Batches):
         return batch
 
     def leave(self) -> None:
-        """End the evaluation where it is: without its ``after_x``, with modes, gradients and weights as they were before."""
+        """End the evaluation early, without its ``after_x``; restore modes, gradients and weights."""
         self._over |= self._bodies.leave_evaluation(self)
 
 

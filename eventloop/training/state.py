@@ -287,7 +287,7 @@ class RunState:
                 time.sleep(_LOOK)
                 self.agreement.settle()
         self.check_cancelled()
-        log.info("the run goes on", iter=self.counters.iter)
+        log.info("the run continues", iter=self.counters.iter)
 
     def _set_rates(self) -> None:
         wanted = [self.rates.popleft() for _ in range(len(self.rates))]

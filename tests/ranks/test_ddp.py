@@ -138,7 +138,7 @@ def test_a_pause_and_a_learning_rate_that_one_rank_asks_for_are_those_of_all_aft
     first, second = ranks(ask)
     assert first[:2] == second[:2]
     paused, changed, weights = first
-    assert paused == [("the run is paused", changed), ("the run goes on", changed)]
+    assert paused == [("the run is paused", changed), ("the run continues", changed)]
     for name, value in weights.items():
         torch.testing.assert_close(value, second[2][name])
 

@@ -200,5 +200,5 @@ def test_a_loader_that_ends_before_its_length_is_warned_of_once(parts):
     with capture_logs() as logs:
         parts.loop(train_data=Short(parts.batches(3)), val_data=None, max_epochs=3).run()
     (line,) = [line for line in logs if line["log_level"] == "warning"]
-    assert "ended before the length" in line["event"]
+    assert "ended before its length" in line["event"]
     assert (line["data"], line["batches"], line["length"]) == ("train_data", 3, 5)

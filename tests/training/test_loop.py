@@ -98,7 +98,7 @@ def test_a_run_with_nothing_left_to_train_says_so(parts, tmp_path, limit):
         assert loop.run() == {}
     (told,) = [entry["event"] for entry in logs if "nothing is left to train" in entry["event"]]
     ((name, value),) = limit.items()
-    assert f"{name}={value} was reached" in told
+    assert f"reached {name}={value}" in told
 
 
 def test_a_run_that_trains_says_nothing_of_nothing_left(parts):

@@ -249,7 +249,11 @@ def test_it_is_for_all_groups_of_all_optimizers_or_of_one_by_name_or_index(parts
         assert now(run) == [[0.6, 0.6], [0.5]]
         run.set_lr(0.7)
         assert now(run) == [[0.7, 0.7], [0.7]]
-        for wrong, told in (("third", "'one', 'other'"), (2, "one of these names, or an index"), (1.5, "optimizer=1.5: give a text")):
+        for wrong, told in (
+            ("third", "'one', 'other'"),
+            (2, "one of these names, or an index"),
+            (1.5, "optimizer=1.5: give a text"),
+        ):
             with pytest.raises(ConfigurationError, match=told):
                 run.set_lr(0.1, wrong)
         assert now(run) == [[0.7, 0.7], [0.7]]

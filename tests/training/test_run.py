@@ -283,7 +283,7 @@ def test_what_belongs_into_a_run_is_an_error_outside_of_it(parts, job, use, ende
         next(iter(run.epochs(1) if use == "epochs" else getattr(run, use)(parts.batches(1))))
     assert torch.is_grad_enabled()
     for report in (lambda: run.report(loss=1.0), lambda: run.report_image("a", torch.zeros(2, 2))):
-        with pytest.raises(TrainingError, match=r"run\.report(_image)?\(\) .* write `with Run"):
+        with pytest.raises(TrainingError, match=r"run\.report(_image)?\(\).* write `with Run"):
             report()
 
 
