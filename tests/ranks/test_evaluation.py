@@ -147,5 +147,5 @@ def plain() -> list[tuple[str, str]]:
 def test_a_loader_that_gives_every_process_all_of_the_data_is_warned_of_by_rank_0(ranks):
     first, second = ranks(plain)
     assert [data for data, _ in first] == ["val_data", "train_data"]
-    assert all("every process goes through all of this data" in told and "DistributedSampler" in told for _, told in first)
+    assert all("every process iterates over all of this data" in told and "DistributedSampler" in told for _, told in first)
     assert second == []

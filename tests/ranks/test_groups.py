@@ -30,7 +30,7 @@ def test_a_group_is_made_once_and_gone_when_torch_destroys_it_whoever_has_used_i
         assert group() is None  # its threads have ended: not when the interpreter does
     finally:
         gc.enable()
-    with pytest.raises(RuntimeError, match=r"destroy_process_group\(\) was called while a run goes on"):
+    with pytest.raises(RuntimeError, match=r"destroy_process_group\(\) was called during a run"):
         ranks.gather(1)
 
 

@@ -47,7 +47,7 @@ def test_a_save_that_one_rank_alone_asks_for_in_an_epoch_is_an_error_and_not_a_h
     assert (
         f"TrainingError: not all ranks ask for the same checkpoint at the same time, rank {rank} for mine.safetensors" in told
     )
-    assert "no condition on run.rank" in told
+    assert "not under a condition on run.rank" in told
 
 
 @pytest.mark.parametrize("shard", [False, True])
@@ -55,7 +55,7 @@ def test_at_the_end_of_an_epoch_rank_0_decides_and_a_wish_of_another_rank_alone_
     ranks(asks_alone, str(tmp_path / "first"), "after_train_epoch", 0, shard)
     assert load_whole(tmp_path / "first" / "mine.safetensors")["state_dict"]["0.weight"].shape == (16, 4)
     for one in outcomes(asks_alone, str(tmp_path / "second"), "after_train_epoch", 1, shard):
-        assert "rank 1 asks for the checkpoint mine.safetensors, and rank 0 does not" in one.error
+        assert "rank 1 requests the checkpoint mine.safetensors, but rank 0 does not" in one.error
     assert not list((tmp_path / "second").glob("*.safetensors"))
 
 
@@ -71,9 +71,9 @@ def asks_between_exchanges(work_dir: str) -> None:
 
 def test_a_rank_that_waits_for_others_to_save_says_so_and_what_they_ask_for_ends_it(outcomes, tmp_path):
     first, second = outcomes(asks_between_exchanges, str(tmp_path))
-    assert "waiting for the other ranks to ask for this checkpoint" in first.output
+    assert "waiting for the other ranks to request this checkpoint" in first.output
     assert "mine.safetensors" in first.output
-    assert any("not all ranks ask" in text for one in (first, second) for text in (one.error, *one.notes))
+    assert any("the ranks request different checkpoints" in text for one in (first, second) for text in (one.error, *one.notes))
     assert (first.exitcode, second.exitcode) == (1, 1)
 
 

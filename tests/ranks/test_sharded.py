@@ -152,7 +152,7 @@ def refused(options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "way_out"),
     [
-        ({"staging": "overlap"}, 'does not work with a sharded model'),
+        ({"staging": "overlap"}, "does not work with a sharded model"),
         ({"busy": "replace"}, 'use busy="wait" or "skip"'),
         ({"out_dir": "memory://bucket"}, "a directory that all processes share"),
     ],

@@ -1,4 +1,4 @@
-"""What ``trainbus run`` does under ``torchrun``: a process group, the model wrapped, a share of the data for each process."""
+"""Set up ``trainbus run`` under ``torchrun``: process group, devices, and a share of the data per rank."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ log = get_logger()
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Join the processes that ``torchrun`` has started, and part when the work is done; nothing in a process of its own.
+    """Join the processes that ``torchrun`` started, and destroy the group at the end; do nothing without ``torchrun``.
 
-    Each device gets its own backend, NCCL on GPUs and gloo on the CPU. After an error the group is left to the end of the
-    process, which ends the others, too.
+    The backend is NCCL on GPUs and gloo on the CPU. After an error the group stays until the process ends, which ends the
+    other processes.
     """
     if not (distributed.is_available() and distributed.is_torchelastic_launched()) or distributed.is_initialized():
         yield
@@ -38,7 +38,7 @@ def process_group() -> Iterator[None]:
 
 
 def local_rank() -> int:
-    """Return the number of this process on its machine, as ``torchrun`` has given it."""
+    """Return the rank of this process on its machine, as set by ``torchrun``."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -52,34 +52,34 @@ def from_first(value: Any) -> Any:
 
 
 def own_device(device: Any) -> Any:
-    """Return the device of this process: of ``"cuda"`` the GPU with its number, any other as it is."""
+    """Return the GPU of this process for ``"cuda"``; any other device unchanged."""
     if distributed.is_initialized() and str(device) == "cuda" and torch.cuda.is_available():
         return f"cuda:{torch.cuda.current_device()}"
     return device
 
 
 def is_parallel(model: torch.nn.Module) -> bool:
-    """True for a model that is wrapped or sharded already, and for one with nothing to train."""
+    """Return True for a model that is wrapped or sharded already, or has nothing to train."""
     trains = any(parameter.requires_grad for parameter in model.parameters())
     return not trains or isinstance(model, DistributedDataParallel) or is_sharded(model)
 
 
 def shared(loader: Iterable[Any], name: str, seed: int) -> Iterable[Any]:
-    """Return a loader of this process's share of the data.
+    """Return a loader of this rank's share of the data.
 
-    A ``DataLoader`` in order or shuffled gets a ``DistributedSampler``. Its batches stay as large as they are: together, the
-    processes take so many of them at once. Anything else is taken as it is.
+    A sequential or shuffled ``DataLoader`` gets a ``DistributedSampler``; its batch size stays per rank. Any other loader is
+    returned unchanged.
 
     Args:
-        loader: of all data.
-        name: of the loader in messages.
-        seed: of the order, the same on all ranks.
+        loader: the loader of all data.
+        name: the loader's name in messages.
+        seed: the seed of the order, equal on all ranks.
     """
     if world_size() == 1 or callable(getattr(getattr(loader, "sampler", None), "set_epoch", None)):
         return loader
     if not _is_plain(loader):
         if this_rank() == 0:
-            log.warning("no plain DataLoader: it has to give each process batches of its own by itself", data=name)
+            log.warning("this is not a plain DataLoader, so it must give each process its own batches", data=name)
         return loader
     sampler: DistributedSampler[Any] = DistributedSampler(
         loader.dataset, shuffle=isinstance(loader.sampler, RandomSampler), seed=seed, drop_last=loader.drop_last
@@ -89,22 +89,17 @@ def shared(loader: Iterable[Any], name: str, seed: int) -> Iterable[Any]:
 
 
 def warn_if_all(loader: Iterable[Any], name: str) -> None:
-    """Warn of a ``DataLoader`` that gives every process all of the data.
-
-    Args:
-        loader: of a run.
-        name: of it in the warning.
-    """
+    """Warn about a ``DataLoader`` that gives all of the data to every process."""
     if world_size() > 1 and not this_rank() and _is_plain(loader):
         log.warning(
-            "every process goes through all of this data, as its DataLoader has no DistributedSampler; give it one, unless the "
-            "dataset is another one in each process",
+            "every process iterates over all of this data; give its DataLoader a DistributedSampler, unless each process has "
+            "its own dataset",
             data=name,
         )
 
 
 def _is_plain(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
-    """True for a DataLoader that goes through its dataset once in each pass, in order or shuffled."""
+    """Return True for a DataLoader that yields each sample once per pass, in order or shuffled."""
     if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
         return False
     sampler = loader.sampler

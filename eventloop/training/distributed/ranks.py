@@ -1,7 +1,7 @@
-"""Several processes: the rank of this one, agreement of all ranks, and how a failure of one ends the others.
+"""Coordinate ranks: agree on requests, and report the first failure on all ranks.
 
-Everything here goes over a process group of its own (gloo, so over the CPU): it never waits for an accelerator, and never
-meets the collectives of the training.
+All messages use a separate gloo process group on the CPU, so they never wait for an accelerator or for collectives of the
+training.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.log import get_logger
 
 INTERVAL = 0.05
-"""Seconds between two exchanges of :class:`Agreement`; 0 for one in every iteration."""
+"""Seconds between two exchanges of :class:`Agreement`; 0 exchanges in every iteration."""
 
 PATIENCE = 10.0
 """Seconds after which a process logs why it waits."""
@@ -33,42 +33,42 @@ PATIENCE = 10.0
 _MOST_BETWEEN: Final = 1000
 _FAILURE: Final = "trainbus/failure"
 _STORE_TIMEOUT: Final = timedelta(seconds=5)
-_ANSWER: Final = 2.0  # seconds between the errors of ranks that waited for the same one
+_ANSWER: Final = 2.0  # seconds within which ranks that waited for the same rank fail
 _TIMED_OUT: Final = re.compile(r"time(d |-)?out", re.IGNORECASE)
 _TOGETHER: Final = (
-    "run.request_save() is for all ranks, at the same mount point, or for none: no condition on run.rank, and no handler with "
-    'ranks="rank0" may call it. run.checkpoint_now() is for any rank'
+    "All ranks must call run.request_save() at the same mount point: not under a condition on run.rank, nor in a handler with "
+    'ranks="rank0". Any rank may call run.checkpoint_now()'
 )
 
 log = get_logger()
 
 
 def this_rank() -> int:
-    """Return the rank of this process in ``torch.distributed``'s default group; 0 without one."""
+    """Return the rank of this process in the default process group; 0 without a group."""
     return distributed.get_rank() if world_size() > 1 else 0
 
 
 def world_size() -> int:
-    """Return the number of processes in ``torch.distributed``'s default group; 1 without one."""
+    """Return the number of processes in the default process group; 1 without a group."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def check_initialized() -> None:
-    """Raise ConfigurationError if ``torchrun`` started several processes, and they do not know of each other."""
+    """Raise ConfigurationError if ``torchrun`` started this process but ``torch.distributed`` is not initialised."""
     if not (distributed.is_available() and distributed.is_torchelastic_launched()) or distributed.is_initialized():
         return
     raise ConfigurationError(
-        "torchrun started this process, but torch.distributed is not initialised: every process would train alone and write "
-        "the same files. Call torch.distributed.init_process_group() before the run, and wrap the model in "
+        "torchrun started this process, but torch.distributed is not initialised, so every process would train alone and write "
+        "the same files: call torch.distributed.init_process_group() before the run, and wrap the model in "
         "DistributedDataParallel (or fully_shard it)"
     )
 
 
 class Ranks:
-    """All processes of a run, seen from one. Every method is a collective: all ranks call it at the same point.
+    """Exchange values between all processes of a run. Every method is a collective: all ranks must call it at one point.
 
     Args:
-        group: a CPU process group of its own.
+        group: a separate CPU process group.
     """
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
@@ -78,20 +78,18 @@ class Ranks:
 
     @property
     def group(self) -> distributed.ProcessGroup:
-        """The group.
+        """The process group.
 
         Raises:
             RuntimeError: it was destroyed.
         """
         group = self._group()
         if group is None:
-            raise RuntimeError(
-                "torch.distributed.destroy_process_group() was called while a run goes on; call it after the run"
-            )
+            raise RuntimeError("torch.distributed.destroy_process_group() was called during a run; call it after the run")
         return group
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in their order."""
+        """Return the values of all ranks, by rank."""
         values: list[Any] = [None] * self.size
         distributed.all_gather_object(values, value, group=self.group)
         return values
@@ -103,14 +101,10 @@ class Ranks:
         return values[0]
 
     def check_first_has_all(self, names: list[list[str]]) -> None:
-        """Raise TrainingError if a rank wants to save what rank 0 does not.
-
-        Args:
-            names: of the files, for each rank.
-        """
+        """Raise TrainingError if a rank requests a file that rank 0 does not; ``names`` holds the file names by rank."""
         for rank, wanted in enumerate(names):
             if more := [name for name in wanted if name not in names[0]]:
-                raise TrainingError(f"rank {rank} asks for the checkpoint {', '.join(more)}, and rank 0 does not. {_TOGETHER}")
+                raise TrainingError(f"rank {rank} requests the checkpoint {', '.join(more)}, but rank 0 does not. {_TOGETHER}")
 
 
 class Wishes(NamedTuple):
@@ -124,20 +118,19 @@ class Wishes(NamedTuple):
 
 
 class Agreement:
-    """What some rank has asked for, known to all ranks at the same moment: see :class:`Wishes`.
+    """Make requests of any rank (:class:`Wishes`) take effect on all ranks after the same iteration.
 
-    In the middle of training it is asked without waiting: what is asked for within an iteration is collected beside those that
-    follow, and holds at the end of one of them. That takes up to :data:`INTERVAL` seconds or one iteration, whichever is
-    longer, as an exchange costs some 200 µs: between two there are as many iterations as take that long. :meth:`settle` waits,
-    at the ends of epochs and validations.
+    During training, exchanges run in the background: a request takes effect at the end of a later iteration, after up to
+    :data:`INTERVAL` seconds or one iteration, whichever is longer. An exchange costs about 200 µs, so short iterations share
+    one. At the end of epochs and validations :meth:`settle` waits for the result.
 
-    Each exchange also tells which files a hook has asked for. All ranks have to ask for the same: one that saves alone would
-    wait for the others, and they, in their next collective, for it.
+    Each exchange also compares the files that hooks request. All ranks must request the same files, or the run would hang: one
+    rank would wait in its save, and the others in their next collective.
 
     Args:
         ranks: all processes.
-        wishes: returns what this rank wants.
-        reason: returns why it wants a stop.
+        wishes: returns the requests of this rank.
+        reason: returns the reason of this rank's stop request.
     """
 
     def __init__(self, ranks: Ranks, wishes: Callable[[], Wishes], reason: Callable[[], str]) -> None:
@@ -145,7 +138,7 @@ class Agreement:
         self.stop, self.save, self.cancelled, self.paused, self.rates = Wishes()
         self.reason = ""
         self.asked: Callable[[], list[str]] = list
-        """Returns the names of the files that are to be saved next."""
+        """Returns the names of the files to save next."""
         self._wishes = wishes
         self._reason = reason
         self._flags = torch.zeros(len(Wishes._fields) + 3, dtype=torch.int32)
@@ -156,7 +149,7 @@ class Agreement:
         self._under_way: distributed.Work | None = None
 
     def exchange(self) -> None:
-        """Take what was asked for by the exchange before, and begin the next one, if it is time for it."""
+        """If an exchange is due, apply the result of the previous one and begin the next."""
         self._since += 1
         if self._since < self._every:
             return
@@ -164,17 +157,18 @@ class Agreement:
         self._launch(self.asked())
 
     def settle(self) -> None:
-        """Take everything that was asked for up to now. It is a barrier, too."""
+        """Exchange and apply all requests made so far. A barrier."""
         self._take()
         self._launch([])  # rank 0 decides about saves at the end of a scope
         self._take()
 
     def confirm(self) -> None:
-        """Wait until all ranks have asked for the files that this one has asked for.
+        """Wait until all ranks have requested the files that this rank has requested.
+
+        A rank that is already in a collective of the training may never answer; then a warning tells the reason.
 
         Raises:
-            TrainingError: one has not. If it is in a collective of the training by now, and iterations are so short that no
-                exchange came with this one, it never answers; then a warning tells why.
+            TrainingError: another rank has requested other files.
         """
         asked = self.asked()
         if self._under_way is None or self._told != asked:
@@ -185,8 +179,8 @@ class Agreement:
     def _launch(self, asked: list[str]) -> None:
         self._told = asked
         digest = zlib.crc32("/".join(asked).encode()) >> 1
-        # The largest of all ranks' is taken. Negative are how many iterations may pass to the next exchange (the fewest do),
-        # and the second digest: both come back as they were if all ranks have the same.
+        # The exchange takes the maximum over ranks. The pace is negated to get the smallest one. The digest is sent with both
+        # signs: if all ranks have the same, both come back unchanged.
         flags = (*self._wishes(), -self._pace(), digest, -digest)
         self._flags.copy_(torch.tensor(flags, dtype=torch.int32))
         self._under_way = distributed.all_reduce(
@@ -207,8 +201,8 @@ class Agreement:
         self._under_way = None
         stop, save, cancelled, paused, rates, fewest, digest, negative = self._flags.tolist()
         if digest != -negative:
-            mine = f"rank {self.ranks.rank} for {', '.join(self._told) or 'none'}"
-            raise TrainingError(f"not all ranks ask for the same checkpoint at the same time, {mine}. {_TOGETHER}")
+            mine = f"rank {self.ranks.rank} requests {', '.join(self._told) or 'none'}"
+            raise TrainingError(f"the ranks request different checkpoints at the same time: {mine}. {_TOGETHER}")
         self._every = -fewest
         if stop and not self.stop:
             self.reason = next(filter(None, self.ranks.gather(self._reason())), "")
@@ -224,24 +218,24 @@ class Agreement:
             except RuntimeError:
                 if work.is_completed():  # it failed
                     raise
-                log.warning(f"waiting for the other ranks to ask for this checkpoint, too. {_TOGETHER}", names=self._told)
+                log.warning(f"waiting for the other ranks to request this checkpoint. {_TOGETHER}", names=self._told)
         work.wait()
 
 
 def join_ranks(
     bus: Bus, models: Mapping[str, torch.nn.Module], wishes: Callable[[], Wishes], reason: Callable[[], str], *, trains: bool
 ) -> Agreement | None:
-    """Have the bus and a run that begins go in step with the other processes; None where there is one. A collective.
+    """Join a new run with those of the other processes; return None if there is only one process. A collective.
 
     Args:
-        bus: learns which process this is.
-        models: of the run.
-        wishes: returns what this rank asks for.
-        reason: returns why it wants a stop.
+        bus: the bus whose rank is set.
+        models: the models of the run.
+        wishes: returns the requests of this rank.
+        reason: returns the reason of this rank's stop request.
         trains: False if the run has no optimizer.
 
     Raises:
-        ConfigurationError: ``torchrun`` started several processes, and they do not know of each other.
+        ConfigurationError: ``torchrun`` started this process, but ``torch.distributed`` is not initialised.
     """
     global _runs
     check_initialized()
@@ -256,24 +250,24 @@ def join_ranks(
 
 
 def warn_if_apart(models: Mapping[str, torch.nn.Module]) -> None:
-    """Warn of models that have weights to train and nothing that keeps them the same on all ranks."""
+    """Warn about trainable models whose weights are not synchronised between ranks."""
     for name, model in models.items():
         trained = any(parameter.requires_grad for parameter in model.parameters())
         if trained and not is_sharded(model) and not any(isinstance(one, DistributedDataParallel) for one in model.modules()):
             log.warning(
-                "each process trains its own copy of this model, as it is neither in DistributedDataParallel nor sharded; wrap "
-                "it, unless you average gradients yourself",
+                "each process trains its own copy of this model: wrap it in DistributedDataParallel or shard it, unless you "
+                "average gradients yourself",
                 model=name,
             )
 
 
 def control_group() -> distributed.ProcessGroup:
-    """Return the group of the default group's ranks for agreements; made once. A collective the first time."""
+    """Return the process group for agreements. A collective the first time."""
     return _group_for("control")
 
 
 def saves_group() -> distributed.ProcessGroup:
-    """Return the group that checkpoints are written with, on a thread of their own; made once. A collective then."""
+    """Return the process group of the thread that writes checkpoints. A collective the first time."""
     return _group_for("saves")
 
 
@@ -286,26 +280,25 @@ def _group_for(purpose: str) -> distributed.ProcessGroup:
 
 
 def _timeout() -> timedelta | None:
-    """Return the timeout that the user gave ``init_process_group``; None where its backend does not tell."""
-    # Torch has no public way to it. A group of ours with a longer one would also keep the process from ending: until a
-    # collective under way has failed, torch does not let the interpreter go.
+    """Return the timeout given to ``init_process_group``; None if its backend does not expose it."""
+    # torch has no public way to get it. Our groups must not have a longer one: the interpreter cannot exit before a collective
+    # under way has failed.
     world: Any = distributed.group.WORLD
     backend = world._get_backend(world._device_types[0])
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
-# Torch keeps them until destroy_process_group(), which has to end their threads: one that is still busy when the interpreter
-# exits, and needs the GIL, would abort the process ("terminate called without an active exception").
+# Weak: only torch may keep the groups, so that destroy_process_group() ends their threads. A thread that needs the GIL while
+# the interpreter exits would abort the process ("terminate called without an active exception").
 _groups: weakref.WeakValueDictionary[tuple[str, Any], distributed.ProcessGroup] = weakref.WeakValueDictionary()
-_runs = 0  # that this process has joined; the same on all ranks
+_runs = 0  # number of runs that this process has joined; equal on all ranks
 
 
 def tell_failure(error: BaseException) -> None:
-    """Have the other ranks know of the first error of all; if it was another's, add it to ``error``.
+    """Share the first error of all ranks; add it to ``error`` as a note if another rank failed first.
 
-    They end because this process ends: its connections close, and ranks that wait for it fail. (Where a host catches the error
-    and lives on, they wait for ``init_process_group(timeout=)``.) An error that is such a timeout gets a note with the ranks
-    that did not answer.
+    The other ranks fail when this process ends and its connections close. (If a host catches the error, they wait for
+    ``init_process_group(timeout=)``.) A timeout error gets a note with the ranks that did not answer.
     """
     mine = f"rank {this_rank()}: {type(error).__name__}: {error}"
     first, silent = mine, ""
@@ -314,21 +307,21 @@ def tell_failure(error: BaseException) -> None:
             first = bytes(store.compare_set(f"{_FAILURE}/{_runs}", "", mine)).decode()
             if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
                 silent = _silent(store)
-    except (RuntimeError, OSError):  # the process that holds the store is gone, or never had time to say why
+    except (RuntimeError, OSError):  # the process that holds the store has ended
         silent = "the process with the store of the process group (rank 0's, or torchrun)"
     if first != mine:
-        error.add_note(f"another process failed first, {first}")
+        error.add_note(f"another process failed first: {first}")
     if silent:
         error.add_note(
-            f"{silent} did not answer: it died, was stopped, or is busy with something else; its own log tells. If it only "
-            "needs longer, give init_process_group() a longer timeout="
+            f"{silent} did not answer: it ended, was stopped, or is busy; see its own log. If it only needs more time, give "
+            "init_process_group() a longer timeout="
         )
-    log.error("a process failed, and ends the others", first=first)
+    log.error("a process failed and ends the others", first=first)
 
 
 @contextmanager
 def _store() -> Iterator[Any]:
-    """The default group's store, with a short timeout for the time being."""
+    """Yield the default group's store with a short timeout; restore its timeout afterwards."""
     from torch.distributed.distributed_c10d import _get_default_store  # torch has no public way to the store it made
 
     store: Any = _get_default_store()  # its type stub lacks its timeout
@@ -341,7 +334,7 @@ def _store() -> Iterator[Any]:
 
 
 def _silent(store: Any) -> str:
-    """Return the ranks that have not reached their own error, in words; living ranks reach it at about the same time."""
+    """Return the ranks that reached no error of their own, as text; living ranks reach one at about the same time."""
     keys = {rank: f"{_FAILURE}/{_runs}/{rank}" for rank in range(world_size())}
     store.set(keys[this_rank()], "")
     deadline = time.monotonic() + _ANSWER

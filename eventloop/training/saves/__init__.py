@@ -1,1 +1,1 @@
-"""The checkpoints of a run: requested, captured, written, found and restored."""
+"""Checkpoints of a run: request, capture, write, discover and restore them."""

@@ -1,10 +1,10 @@
-"""The saves of a run: hooks request them, the run captures its state after a mount point's last handler, a lane writes it.
+"""Capture the state of a run for the saves that its hooks request.
 
-A request goes through four steps. It waits for the next save point. The state is captured (copied), so that training goes on
-while the copy is written. The lane writes it. An event reports that it is durable, failed or was skipped.
+A request goes through four steps. It waits for the next save point, after the last handler of a mount point. The run captures
+(copies) its state and continues. A lane writes the copy. An event reports whether the file is durable, failed or was skipped.
 
-Requests of one moment are one write under several names. A request for a state that the last file already holds adds a name to
-that file. Two states are the same if their versions are equal (see :meth:`Saves._version`).
+Requests at one save point become one write under several names. A request for a state that the last file already holds adds a
+name to that file. States are equal if their versions are equal (see :meth:`Saves._version`).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from eventloop.training.state import RunState
 from eventloop.training.update import window_open
 
 FORMAT = 1
-"""Version of the layout of the state, under ``"format"`` in every checkpoint."""
+"""Version of the state's layout, saved as ``"format"`` in every checkpoint."""
 
 
 class SavedRun(Protocol):
-    """What saving and restoring need of a run."""
+    """The part of a run that saving and restoring use."""
 
     bus: Bus
     state: RunState
@@ -53,49 +53,49 @@ class SavedRun(Protocol):
 
 
 class Saves:
-    """Takes requests, captures the state of the run once for all of them, and hands it to the writer."""
+    """Collect requests, capture the state of the run once for all of them, and pass it to the writer."""
 
     def __init__(self, run: SavedRun, feeds: Feeds) -> None:
         self._run = run
         self._requests: list[SaveRequest] = []
         self._last: SaveJob | None = None
-        self._names: set[AnyPath] = set()  # all names of the last file, links included
+        self._names: set[AnyPath] = set()  # all paths of the last file, links included
         self._buffer = StageBuffer()
         self._writer: CheckpointWriter | None = None
         self._overlap: Overlap
         self.feeds = feeds
         self.directories: list[AnyPath] = [] if run.work_dir is None else [run.work_dir]
-        """The work dir, if there is one, and the other directories that hooks save to."""
+        """The work dir, if any, and the directories of hooks."""
         self.ranks: Ranks | None = None
         self.sharded = False
-        """True if a model is sharded: every process writes its part."""
+        """True if a model is sharded, so that every rank writes its part."""
         self._rank_states: tuple[Any, ...] = ()
         self._token = ""
 
     def open(self, ranks: Ranks | None) -> None:
-        """Take requests until the innermost scope ends. A collective where the model is sharded."""
+        """Accept requests until the innermost scope ends. A collective if a model is sharded."""
         run = self._run
         self.ranks = ranks
         self.sharded = any(map(is_sharded, run.models.values()))
         if self.sharded and ranks is not None:
-            saves_group()  # made here, where all ranks are
+            saves_group()  # a collective: all ranks are here
         self._overlap = Overlap(map(stepping, run.optimizers.values()))
         self._writer = CheckpointWriter(run.bus, run.work_dir)
         if run.state.agreement is not None:
             run.state.agreement.asked = lambda: [request.path.name for request in self._requests]
         run.state.scopes.defer(self._overlap.close)
-        run.state.scopes.defer(self._writer.lane.cancel)  # jobs that it has are still written
+        run.state.scopes.defer(self._writer.lane.cancel)  # the lane still writes its queued jobs
 
     def directory(self, directory: str | AnyPath | None = None) -> AnyPath:
-        """Return ``directory``, or the work dir where it is None; raise ConfigurationError where there is neither."""
+        """Return ``directory``, or the work dir if it is None; raise ConfigurationError if there is neither."""
         if directory is not None:
             return as_path(directory)
         if self._run.work_dir is None:
-            raise ConfigurationError("there is no directory for checkpoints: give the run a work_dir")
+            raise ConfigurationError("the run has no directory for checkpoints: give it work_dir=")
         return self._run.work_dir
 
     def request(self, request: SaveRequest) -> None:
-        """Note a request for the next save point of a training; skip it in a validation or test of its own."""
+        """Queue a request for the next save point; skip it if the run does not train."""
         writer = self._opened()
         if not (self._run.state.has_trained or self._run.state.progress.stage == "train"):
             self._refuse(request)
@@ -107,7 +107,7 @@ class Saves:
         self._requests.append(request)
 
     def check(self, request: SaveRequest, *, copy: bool) -> list[str]:
-        """Raise what a save would raise; with ``copy``, copy the state into the first save's memory and return its keys."""
+        """Raise the error that a save would raise; with ``copy``, stage the state in the save's buffer and return its keys."""
         self._opened()
         request.check(sharded=self.sharded)
         if not copy:
@@ -122,10 +122,10 @@ class Saves:
     # -------------------------------------------------------------------------------------------------- save points
 
     def save_if_asked(self, *, force: bool = False) -> None:
-        """Save what hooks or threads have requested; in the middle of an accumulation window only with ``force``."""
+        """Save if hooks or threads requested it; inside an accumulation window only with ``force``."""
         state = self._run.state
         if not self._requests and self.ranks is None and not state.save_now:
-            return  # as after nearly every iteration
+            return  # the usual case
         if not state.has_trained or (not force and window_open(self._run.bus.hooks)):
             return
         if self._take_save_now():
@@ -135,24 +135,24 @@ class Saves:
             self._save(standing)
 
     def end(self) -> None:
-        """Save the last requests and wait until all is written. A run that has not trained skips them."""
+        """Save the last requests and wait until all files are written. A run that has not trained skips them."""
         self.save_if_asked(force=True)
         if not self._run.state.has_trained:
             asked, self._requests = self._requests, []
             for request in [*asked, self._asked_now()] if self._take_save_now() else asked:
                 self._refuse(request)
-        self.wait()  # on a bus that stays open, too: the next run may resume from it
+        self.wait()  # even if the bus stays open: the next run may resume from the file
 
     def wait(self) -> None:
-        """Wait until nothing is being written."""
+        """Wait until no save is being written."""
         self._opened().turns.wait()
 
     def gather(self) -> dict[str, Any]:
-        """Return the state as a tree of tensors (by reference) and plain values. A collective where there are several ranks."""
+        """Return the state as a tree of tensors (by reference) and plain values. A collective."""
         if self.sharded:
             raise ConfigurationError(
-                "run.gather_state() cannot put a sharded model into one dict: save it with run.request_save(), and resume "
-                "from that directory"
+                "run.gather_state() does not support sharded models: save with run.request_save() and resume from that "
+                "directory"
             )
         if self.ranks is not None:
             self._rank_states = tuple(self.ranks.gather(self._state_of_rank()))
@@ -161,7 +161,7 @@ class Saves:
 
     def _opened(self) -> CheckpointWriter:
         if self._writer is None:
-            raise ConfigurationError("checkpoints are made inside a run: use `with Run(...) as run:`, or TrainLoop")
+            raise ConfigurationError("checkpoints need an open run: use `with Run(...) as run:`, or TrainLoop")
         return self._writer
 
     def _refuse(self, request: SaveRequest) -> None:
@@ -172,7 +172,7 @@ class Saves:
         return SaveRequest(self.directory() / f"iter_{self._run.state.counters.iter}.safetensors")
 
     def _take_save_now(self) -> bool:
-        """Return True, once, if ``checkpoint_now`` was called, on whichever rank."""
+        """Return True once after ``checkpoint_now`` was called on any rank."""
         state = self._run.state
         if state.agreement is None:
             asked, state.save_now = state.save_now, False
@@ -183,9 +183,9 @@ class Saves:
         return True
 
     def _agree(self, ranks: Ranks, *, force: bool) -> tuple[bool, bool] | None:
-        """Make all processes save the same, with the random states of all; return their joint :meth:`_standing`, if sharded."""
+        """Make all ranks save the same files, with all random states; if sharded, return their joint :meth:`_standing`."""
         standing = None
-        if force:  # only rank 0 knows of a file that could not be written, and may request another one
+        if force:  # rank 0 alone sees a failed write, after which it may request another file
             everyones = ranks.gather(self._requests)
             ranks.check_first_has_all([[request.path.name for request in requests] for requests in everyones])
             self._requests = everyones[0]
@@ -195,7 +195,7 @@ class Saves:
             own = (self._state_of_rank(), secrets.token_hex(4), self._standing(merged(self._requests)))
             self._rank_states, tokens, standings = zip(*ranks.gather(own), strict=True)
             self._token = tokens[0]
-            if self.sharded:  # all decide alike, however far each is with the save before
+            if self.sharded:  # all ranks must decide alike, even if only some have finished the previous save
                 held, busy = zip(*standings, strict=True)
                 standing = all(held), any(busy)
         if ranks.rank and not self.sharded:
@@ -205,7 +205,7 @@ class Saves:
     # ----------------------------------------------------------------------------------------------------- capture
 
     def _save(self, standing: tuple[bool, bool] | None) -> None:
-        """Capture the state for all requests and hand it to the writer. Waits at most for the save before."""
+        """Capture the state for all requests and pass it to the writer; wait at most for the previous save."""
         requests, self._requests = self._requests, []
         wanted, writer = merged(requests), self._opened()
         held, busy = standing or self._standing(wanted)
@@ -226,11 +226,11 @@ class Saves:
             writer.replace(wanted.path)
             if self.sharded:
                 state, job.parts = self._take_shards(state, wanted.path)
-            # In a validation hooks may have lent the model other weights (averages): only a copy made now holds them.
+            # In a validation hooks may have swapped in averaged weights, which only a copy made now holds.
             overlap = self._overlap if wanted.staging == "overlap" and progress.stage == "train" else None
             job.staged = stage(state, self._buffer, overlap=overlap)
             self._hand_over(writer, job)
-            self._last, self._names = job, set(paths)  # not where Ctrl-C has struck before: nothing may hold this state
+            self._last, self._names = job, set(paths)  # last: after Ctrl-C above, no file may hold this state
 
     def _hand_over(self, writer: CheckpointWriter, job: SaveJob) -> None:
         try:
@@ -241,7 +241,7 @@ class Saves:
             raise
 
     def _standing(self, wanted: SaveRequest) -> tuple[bool, bool]:
-        """Return whether the last file holds all that is wanted of the present state, and whether the writer is busy."""
+        """Return whether the last file satisfies ``wanted`` for the current state, and whether the writer is busy."""
         last, writer = self._last, self._opened()
         held = (
             last is not None
@@ -252,22 +252,22 @@ class Saves:
         return held, writer.turns.busy
 
     def _version(self) -> object:
-        """Return a value that stays equal while the state of the run does.
+        """Return a value that changes when the state of the run does.
 
-        The run's own version moves with every mount point whose handlers may change the state. User code between two mount
-        points moves the versions of the tensors.
+        ``RunState.version`` counts iterations and handlers that may change the state. Tensor versions detect changes by user
+        code between mount points.
         """
-        if self.sharded:  # a forward pass exchanges the parameters of the model, and with them their versions
+        if self.sharded:  # a forward pass replaces the parameters, and so their versions
             return self._run.state.version
         tensors = (t for model in self._run.models.values() for t in chain(model.parameters(), model.buffers()))
-        # Tensors made in inference mode have no version: they can only be changed there.
+        # Tensors made in inference mode have no version.
         return self._run.state.version, sum(tensor._version for tensor in tensors if not tensor.is_inference())
 
     def _state(self, path: AnyPath | str, leave_out: Collection[str] = ()) -> dict[str, Any]:
-        """Return the state of the run by reference, with the entries of hooks and without the keys to leave out.
+        """Return the state of the run by reference, with the entries of hooks and without ``leave_out``.
 
-        ``"state_dict"`` holds the weights of the only model, or a mapping of names to weights where there are several; names
-        of wrappers (DataParallel's ``module.``, torch.compile's ``_orig_mod.``) are left out of the keys.
+        ``"state_dict"`` holds the weights of the only model, or a mapping of model names to weights. The keys omit wrapper
+        names (DataParallel's ``module.``, torch.compile's ``_orig_mod.``).
         """
         run = self._run
         models = {name: unwrapped_state(model) for name, model in run.models.items()}
@@ -296,24 +296,24 @@ class Saves:
         return {"data": self.feeds.state_dict(validating=rng is not None), "rng": rng or get_rng_state()}
 
     def _take_shards(self, state: dict[str, Any], path: Any) -> tuple[dict[str, Any], Any]:
-        from eventloop.checkpoint.sharded import take_shards  # a second to import, and only sharded models need it
+        from eventloop.checkpoint.sharded import take_shards  # takes a second; only for sharded models
 
         group = None if self.ranks is None else saves_group()
         return take_shards(state, path, self._token or secrets.token_hex(4), group)
 
 
 def unwrapped_state(model: torch.nn.Module) -> dict[str, Any]:
-    """Return ``model.state_dict()`` without the names of wrappers in its keys."""
+    """Return ``model.state_dict()`` without wrapper names in its keys."""
     values: dict[str, Any] = model.state_dict()
     keys = _short(values)
     return {keys[name]: value for name, value in values.items()}
 
 
 def checkpoint_keys(model: torch.nn.Module) -> dict[str, str]:
-    """Map the names in ``model.state_dict()`` to keys in checkpoints, which leave out the names of wrappers.
+    """Map the names in ``model.state_dict()`` to keys in checkpoints, which omit wrapper names.
 
-    ``module.`` and ``_orig_mod.`` are left out wherever they stand, so that a part of a model may be wrapped, too; they stay
-    where two tensors would get one key (a model with a submodule of its own called ``module``).
+    ``module.`` and ``_orig_mod.`` are removed anywhere in a name, because parts of a model may be wrapped. They stay if two
+    tensors would get the same key (a model with a submodule called ``module``).
     """
     return _short(model.state_dict())
 
@@ -321,6 +321,6 @@ def checkpoint_keys(model: torch.nn.Module) -> dict[str, str]:
 def _short(names: Iterable[str]) -> dict[str, str]:
     same = {name: name for name in names}
     if not any("module." in name or "_orig_mod." in name for name in same):
-        return same  # the usual case, quickly
+        return same  # fast path
     short = without_wrappers(same)
     return short if len(set(short.values())) == len(short) else same

@@ -1,4 +1,4 @@
-"""Finding the newest good checkpoint in directories, and reading how far one has come."""
+"""Find the newest good checkpoint in directories, and read the progress in one."""
 
 from __future__ import annotations
 
@@ -25,57 +25,57 @@ from eventloop.log import get_logger
 from eventloop.training.saves.write import LAST
 from eventloop.training.state import Counters, how_far
 
-_MOST: Final = 1 << 16  # bytes of a pointer
+_MOST: Final = 1 << 16  # bytes to read of a last_checkpoint file
 
 log = get_logger()
 
 
 def peek(path: str | os.PathLike[str] | AnyPath) -> Progress:
-    """Return the progress of the run that wrote a checkpoint, without reading its tensors: quick for a file of any size.
+    """Return the progress in a checkpoint without reading its tensors.
 
-    Nothing is verified beyond the header. ``stage`` is ``"val"`` if a run that resumes from it begins with a validation.
+    Only the header is verified. ``stage`` is ``"val"`` if a run that resumes from the file begins with a validation.
 
     Args:
-        path: a checkpoint, or a directory, of which the newest readable checkpoint is taken; or the URL of either.
+        path: a checkpoint, or a directory for its newest readable checkpoint; or the URL of either.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointDamagedError: its header is damaged, or those of all checkpoints in the directory.
-        CheckpointError: it is not the checkpoint of a run, the directory holds none, or its store does not answer.
+        FileNotFoundError: the file does not exist.
+        CheckpointDamagedError: the header is damaged, or those of all checkpoints in the directory are.
+        CheckpointError: the file is not a checkpoint of a run, the directory holds none, or the store does not answer.
     """
     file = as_path(path)
     if file.is_dir():
         found = _first_good([file], (), outline)
         if found is None:
-            raise CheckpointError(f"there is no checkpoint of a run in {file}")
+            raise CheckpointError(f"{file} has no checkpoint of a run")
         file, state = found
     else:
         state = outline(file)
     if lacking(state) or not how_far(state):
-        raise CheckpointError(f"{file} is not a checkpoint of a run, so nothing in it says how far a run has come")
+        raise CheckpointError(f"{file} is not a checkpoint of a run, so it has no progress")
     counters = Counters()
     counters.load_state_dict(state["progress"])
     return counters.snapshot("val", 0) if counters.phase == "val" else counters.snapshot()
 
 
 def find_checkpoint(*directories: AnyPath, known: Iterable[AnyPath] = ()) -> tuple[AnyPath, dict[str, Any]] | None:
-    """Load the newest good checkpoint in some directories; return None if there is none at all.
+    """Load the newest good checkpoint in some directories; return None if they have no checkpoint.
 
-    The file that ``last_checkpoint`` names comes first, then the others; of several, the one whose run had come furthest, as
-    the files themselves say (times of files are those of their copies). A file that is damaged or cannot be read is reported,
-    and the one before it is tried; likewise a link, a FIFO or a device, and whatever has become of ``last_checkpoint``.
+    The file that ``last_checkpoint`` names comes first, then the files with the most progress. The progress is read from the
+    files, because their times may be those of copies. A file that cannot be read (damaged, a link, a FIFO, a device) is
+    logged, and the previous one is tried.
 
-    ``last_checkpoint`` may name a file in any of ``directories`` and of the ``known`` ones.
+    ``last_checkpoint`` may name a file in any of ``directories`` and ``known``.
 
     Raises:
-        CheckpointDamagedError: there are checkpoints, and none of them can be read.
+        CheckpointDamagedError: there are checkpoints, but none can be read.
         CheckpointError: a remote directory does not answer.
     """
     return _first_good(directories, known, _loaded)
 
 
 def lacking(state: Any) -> list[str]:
-    """Return the keys that a resume needs and ``state`` does not have; none if it is the state of a run."""
+    """Return the keys that a resume needs but ``state`` lacks; empty for the state of a run."""
     there = state if isinstance(state, Mapping) else {}
     return [key for key in ("format", "state_dict", "progress", "bus", "rng") if key not in there]
 
@@ -93,17 +93,17 @@ def _first_good(directories: Iterable[AnyPath], known: Iterable[AnyPath], read: 
             check_regular(path)
             state = read(path)
         except CheckpointDamagedError as error:
-            log.warning("a checkpoint is damaged; trying the one before it", path=str(path), error=str(error))
+            log.warning("a checkpoint is damaged; trying the previous one", path=str(path), error=str(error))
             damage.append(str(error))
         except FileNotFoundError:
-            log.warning("a checkpoint is gone; trying the one before it", path=str(path))
+            log.warning("a checkpoint is gone; trying the previous one", path=str(path))
         except OSError as error:
-            log.warning("a checkpoint cannot be read; trying the one before it", path=str(path), error=str(error))
+            log.warning("a checkpoint cannot be read; trying the previous one", path=str(path), error=str(error))
             damage.append(str(error))
         else:
             if not lacking(state):
                 return path, state
-            log.info("this file is not a checkpoint of a run (a published copy?); trying the one before it", path=str(path))
+            log.info("this file is not a checkpoint of a run (a published copy?); trying the previous one", path=str(path))
     if damage:
         raise CheckpointDamagedError(f"no good checkpoint in {', '.join(map(str, directories))}: {'; '.join(damage)}")
     return None
@@ -119,7 +119,7 @@ def _newest_first(directories: Iterable[AnyPath], known: Iterable[AnyPath], dama
     yield from first
     others = [path for paths in files.values() for path in paths if path.suffix == ".safetensors" and path.name[0] != "."]
     ranks = {path: _rank(path) for path in others}
-    # Files beyond the newest are from an earlier training in the same directory that had come further.
+    # Files with more progress than last_checkpoint are from an earlier, longer training in the same directory.
     limit = next((rank for rank in map(ranks.get, first) if rank is not None and rank[1]), None)
     for path in sorted(others, key=lambda path: (limit is None or ranks[path] <= limit, ranks[path]), reverse=True):
         if path not in first:
@@ -127,7 +127,7 @@ def _newest_first(directories: Iterable[AnyPath], known: Iterable[AnyPath], dama
 
 
 def _rank(path: AnyPath) -> tuple[bool, tuple[int, ...], bool, str]:
-    """Return how new a file is. One that cannot be read comes before all others: it is reported, and may be the newest."""
+    """Return a sort key by progress. An unreadable file comes first: it is logged, and may be the newest."""
     regular = not path.name.startswith("best_")
     try:
         check_regular(path)
@@ -136,11 +136,11 @@ def _rank(path: AnyPath) -> tuple[bool, tuple[int, ...], bool, str]:
         return True, (), regular, path.name
 
 
-# ------------------------------------------------------------------- last_checkpoint: a hint, no digest guards its bytes
+# ------------------------------------------------------------------- last_checkpoint: a hint without a digest
 
 
 def read_pointer(directory: AnyPath) -> str | None:
-    """Return the text of ``last_checkpoint`` in ``directory``; None, with a warning, where that cannot be read."""
+    """Return the text of ``last_checkpoint`` in ``directory``; None, with a warning, if it cannot be read."""
     pointer = directory / LAST
     try:
         check_regular(pointer)
@@ -149,14 +149,14 @@ def read_pointer(directory: AnyPath) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, CheckpointDamagedError) as error:
-        log.warning("last_checkpoint cannot be read; looking for checkpoints beside it", path=str(pointer), error=str(error))
+        log.warning("last_checkpoint cannot be read; searching its directory", path=str(pointer), error=str(error))
         return None
 
 
 def file_named(directory: AnyPath, text: str, known: Iterable[AnyPath]) -> AnyPath | None:
-    """Return the file, there or not, that the ``text`` of ``last_checkpoint`` in ``directory`` names; None if it is elsewhere.
+    """Return the path, existing or not, that the ``text`` of ``last_checkpoint`` in ``directory`` names.
 
-    Outside of ``directory`` and the ``known`` directories that the run saves to, no file is touched and no store is asked.
+    Return None if it is outside ``directory`` and ``known``; no file or store out there is accessed.
     """
     if is_plain_name(text):
         return directory / text
@@ -173,7 +173,7 @@ def file_named(directory: AnyPath, text: str, known: Iterable[AnyPath]) -> AnyPa
 
 
 def _pointed_to(directory: AnyPath, known: Iterable[AnyPath], damage: list[str]) -> AnyPath | None:
-    """Return the file that ``last_checkpoint`` names, there or not, if the run may have written it."""
+    """Return the path, existing or not, that ``last_checkpoint`` names, if the run may have written it."""
     text = read_pointer(directory)
     if text is None:
         return None
@@ -181,13 +181,13 @@ def _pointed_to(directory: AnyPath, known: Iterable[AnyPath], damage: list[str])
     if named is not None and not named.is_dir():
         return named
     log.warning(
-        "last_checkpoint does not name a file in a directory of this run; looking for checkpoints beside it",
+        "last_checkpoint does not name a file in a directory of this run; searching its directory",
         path=str(directory / LAST),
         names=text,
     )
     if named is None:
         damage.append(
-            f"{directory / LAST} names {text[:200]!r}, which is in no directory that this run saves to; if that is the "
-            "checkpoint to go on from, give its path or URL as resume="
+            f"{directory / LAST} names {text[:200]!r}, which is outside the directories of this run; to resume from it, give "
+            "its path or URL as resume="
         )
     return None

@@ -1,4 +1,4 @@
-"""Resuming from a checkpoint: find it, check it against the run, and put its state back."""
+"""Resume from a checkpoint: find it, check it against the run, and restore its state."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from eventloop.training.saves.discover import find_checkpoint, lacking
 from eventloop.training.state import Count, Counters
 
 HOSTED: Final = "trainbus"
-"""Key under which :meth:`eventloop.Run.gather_state` puts the state of a run into another checkpoint."""
+"""Key of the state that :meth:`eventloop.Run.gather_state` adds to another checkpoint."""
 
 log = get_logger()
 
 
 class Restore:
-    """Restores the state that a run goes on from; ``source`` and ``strict`` are as ``resume=`` and ``strict=`` of the run."""
+    """Restore the state that a run resumes from; ``source`` and ``strict`` are the run's ``resume=`` and ``strict=``."""
 
     def __init__(self, run: SavedRun, saves: Saves, source: str | Path | None, *, strict: bool) -> None:
         self._run = run
@@ -39,23 +39,23 @@ class Restore:
         self._given: Mapping[str, Any] | None = None
         self._may_load = False
         if source == "auto" and run.work_dir is None:
-            raise ConfigurationError('resume="auto" looks for checkpoints in the work_dir; give one, or a path as resume=')
+            raise ConfigurationError('resume="auto" searches the work_dir: give work_dir=, or a path as resume=')
         suffix = self._source.suffix if isinstance(self._source, Path) and not self._source.is_dir() else ""
         if suffix in (".pth", ".pt", ".ckpt", ".bin"):
             raise ConfigurationError(
-                f"resume={str(source)!r}: files of torch.save are imported first, without running what is in them: "
-                f"`trainbus checkpoint import {source} {Path(str(source)).stem}.safetensors`, and resume from that"
+                f"resume={str(source)!r} is a file of torch.save: convert it with "
+                f"`trainbus checkpoint import {source} {Path(str(source)).stem}.safetensors` and resume from the result"
             )
 
     def load(self) -> None:
-        """Restore the state that a handler of ``before_run`` has applied, or else the checkpoint to resume from."""
+        """Restore the state that a handler of ``before_run`` gave to ``apply_state``, or else the checkpoint."""
         self._may_load = True
         if self._given is not None:
             self._apply_given(self._given)
         elif self._source is not None:
             found = self._find()
             if found is None:
-                log.info("no checkpoint to resume from; the run begins", work_dir=str(self._run.work_dir))
+                log.info("no checkpoint to resume from; a new run begins", work_dir=str(self._run.work_dir))
                 return
             path, state = found
             if self._saves.sharded or has_shards(state):
@@ -64,12 +64,12 @@ class Restore:
             self._run.resumed_from = path
 
     def apply_state(self, from_: Mapping[str, Any]) -> None:
-        """Restore the state in another program's checkpoint; within ``before_run``, after its last handler."""
+        """Restore the state in another program's checkpoint; during ``before_run``, do it after the last handler."""
         state = self._run.state
         if state.scopes.innermost != "run" or state.has_trained:
             raise TrainingError(
                 "run.apply_state() must come before training begins: call it right after `with Run(...) as run:`, before "
-                "run.epochs() and run.train(), or in a handler of before_run. To go on from another state now, begin a new run"
+                "run.epochs() and run.train(), or in a handler of before_run; or begin a new run"
             )
         if self._may_load:
             self._apply_given(from_)
@@ -82,8 +82,8 @@ class Restore:
             converted = convert_foreign(from_)
             if converted is None:
                 raise CheckpointError(
-                    f"this checkpoint has no state of a run under {HOSTED!r}, where run.gather_state(checkpoint) puts it; "
-                    f"it has {', '.join(map(repr, list(from_)[:8])) or 'nothing'}"
+                    f"this checkpoint has no key {HOSTED!r} with the state of a run, only "
+                    f"{', '.join(map(repr, list(from_)[:8])) or 'nothing'}; run.gather_state(checkpoint) adds it"
                 )
             state = converted[0]
         # Weights are copied when they are loaded. Optimizers and hooks keep what they get, and training changes it in place.
@@ -91,21 +91,21 @@ class Restore:
         self._apply(state_of_rank(own, this_rank(), world_size()), "")
 
     def _apply(self, state: Mapping[str, Any], path: str) -> None:
-        """Put ``state`` into the run; the random states come last, so that nothing in between draws from them."""
+        """Load ``state`` into the run; set the random states last, so that no other step draws from them."""
         _check(state)
         run, state = self._run, dict(state)
         run.publish(ev.AfterLoadCheckpoint, path=path, checkpoint=state)
         saved = state["state_dict"] if set(run.models) != {"model"} else {"model": state["state_dict"]}
         if absent := sorted(run.models.keys() - saved.keys()):
             raise CheckpointError(
-                f"the checkpoint has no model {', '.join(map(repr, absent))} but {', '.join(map(repr, saved))}"
+                f"the checkpoint has no model {', '.join(map(repr, absent))}, only {', '.join(map(repr, saved))}"
             )
-        # Everything is compared before anything is loaded: a refused checkpoint changes nothing.
+        # Compare everything before loading anything: a refused checkpoint must change nothing.
         fitting = {name: _fitting(model, saved[name], name, strict=self._strict) for name, model in run.models.items()}
-        # An optimizer's state of parameters of another shape would fail at its first step.
+        # Optimizer state of another shape would fail at the first step.
         optimizers = state.get("optimizer") if all(complete for _, complete in fitting.values()) else None
         if optimizers is None and run.optimizers:
-            log.warning("the checkpoint has nothing that fits; it starts afresh", what="optimizer")
+            log.warning("the checkpoint has no matching state; it starts fresh", what="optimizer")
         known = _with_state("optimizer", run.optimizers, optimizers) if optimizers is not None else []
         loaded = [_load_optimizer(*one, strict=self._strict) for one in known]
         for name, model in run.models.items():
@@ -121,15 +121,15 @@ class Restore:
         if optimizers is None or sum(loaded) < len(run.optimizers):
             forget_options(options, "optimizer")
         tell_changed(options, run.options)
-        run.options.update(options)  # later checkpoints hold the options in force since the run began
-        if state["rng"] is not None:  # None: imported from elsewhere
+        run.options.update(options)  # later checkpoints keep the options that the run began with
+        if state["rng"] is not None:  # None in an imported checkpoint
             set_rng_state(state["rng"])
         run.state.resumed = True
         run.state.progress = counters.snapshot()
-        log.info("resumed", path=path or "the state that was given", epoch=counters.epoch, iter=counters.iter)
+        log.info("resumed", path=path or "the given state", epoch=counters.epoch, iter=counters.iter)
 
     def _find(self) -> tuple[AnyPath, Any] | None:
-        """Load the checkpoint to go on from: the one that rank 0 finds, for all ranks."""
+        """Load the checkpoint to resume from; rank 0 finds it for all ranks."""
         ranks = self._saves.ranks
         found = self._find_here() if ranks is None or not ranks.rank else None
         if ranks is None:
@@ -146,22 +146,20 @@ class Restore:
         if path.is_dir():
             found = find_checkpoint(path, known=self._saves.directories)
             if found is None:
-                raise CheckpointError(
-                    f'there is no checkpoint of a run in {path} to resume from; resume="auto" begins where it finds none'
-                )
+                raise CheckpointError(f'{path} has no checkpoint of a run; resume="auto" begins a new run if it finds none')
             return found
         try:
             state = load(path)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(
-                f"resume={str(path)!r}: there is no such file; give the path or URL of a checkpoint, or of a directory "
-                'with some, or resume="auto", which takes the newest one in the work dir and begins where it finds none'
+                f"resume={str(path)!r} does not exist; give the path or URL of a checkpoint or of a directory with some, or "
+                'resume="auto", which takes the newest one in the work dir and begins a new run if it finds none'
             ) from error
         verify_shards(state, path)
         return path, state
 
     def _with_shards(self, state: Mapping[str, Any], path: Any) -> dict[str, Any]:
-        from eventloop.checkpoint.sharded import put_shards, spread  # a second to import, and only sharded models need it
+        from eventloop.checkpoint.sharded import put_shards, spread  # takes a second; only for sharded models
 
         like = placement(self._run.models, self._run.optimizers)
         if not has_shards(state):
@@ -176,10 +174,10 @@ def _copied(tree: Any) -> Any:
 def placement(
     models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
 ) -> Callable[[tuple[str | int, ...], torch.Size, torch.dtype], torch.Tensor]:
-    """Return a function that makes an empty tensor for each path in a checkpoint of sharded state, sharded as in this run.
+    """Return a function that makes an empty tensor for each path in a sharded checkpoint, sharded as in this run.
 
-    Weights are as the model has them, under whatever key (averages of weights); the optimizer's state of a parameter is as that
-    is; anything else as the weights of its shape. A tensor that is not sharded here is whole.
+    Weights (and averages of weights under other keys) are sharded like those of the model, optimizer state like its parameter,
+    and other tensors like weights of the same shape. Anything else is not sharded.
     """
     known: dict[tuple[str | int, ...], torch.Tensor] = {}
     for name, model in models.items():
@@ -200,18 +198,18 @@ def placement(
 
 
 def state_of_rank(state: Mapping[str, Any], rank: int, world_size: int) -> Mapping[str, Any]:
-    """Return the state with the random states and the position in the data that rank ``rank`` had.
+    """Return the state with the random states and the position in the data of rank ``rank``.
 
-    A rank that the saving run did not have draws other random numbers than rank 0. The position in the data is counted in
-    batches: it is the same on another number of ranks if the batches of all ranks together are as large as they were.
+    A rank that the saved run did not have gets random states derived from rank 0's. The position counts batches: on another
+    number of ranks it is right only if the global batch size is unchanged.
     """
     _check(state)
     ranks = state.get("ranks") or [{"rng": state["rng"], "data": state.get("data")}]
     used = (state.get("data") or {}).get("used", 0)
     if len(ranks) != world_size and used:
         log.warning(
-            "resuming in the middle of an epoch on another number of processes: the position in the data is right if the "
-            "batches of all of them together are as large as they were",
+            "resuming inside an epoch on another number of processes: the position in the data is right only if the global "
+            "batch size is unchanged",
             saved=len(ranks),
             now=world_size,
         )
@@ -221,7 +219,7 @@ def state_of_rank(state: Mapping[str, Any], rank: int, world_size: int) -> Mappi
 
 
 class _Form(msgspec.Struct):
-    """The types that a resume relies on; a file of another program may hold anything there."""
+    """The types that a resume requires: a file of another program may hold any others."""
 
     format: int
     state_dict: dict[str, Any]
@@ -237,29 +235,29 @@ class _BusForm(msgspec.Struct):
 
 
 def _check(state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if this is not the state of a run, or one of a newer format."""
+    """Raise CheckpointError if this is not the state of a run, or its format is too new."""
     if missing := lacking(state):
-        raise CheckpointError(
-            f"this file is not a checkpoint of a run (it has no {', '.join(missing)}); only weights can be loaded"
-        )
+        raise CheckpointError(f"this file is not a checkpoint of a run (it has no {', '.join(missing)}); load only its weights")
     try:
         msgspec.convert(state, _Form)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"the checkpoint does not hold the state of a run: {error}") from error
     if state["format"] > FORMAT:
-        raise CheckpointError(f"the checkpoint has format {state['format']}, this trainbus reads up to {FORMAT}; upgrade it")
+        raise CheckpointError(
+            f"the checkpoint has format {state['format']}, but this trainbus reads up to {FORMAT}; upgrade trainbus"
+        )
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], *, strict: bool = True) -> bool:
-    """Load ``weights`` (keys without wrapper names) into ``model``; return True if they fit in full.
+    """Load ``weights`` (keys without wrapper names) into ``model``; return True if all of them fit.
 
     Args:
         model: the model, wrapped or not.
-        weights: its state dict.
-        strict: False loads what fits and logs the rest.
+        weights: the state dict to load.
+        strict: False loads the matching weights and logs the rest.
 
     Raises:
-        CheckpointError: with ``strict``, and keys are missing, unexpected or of another shape.
+        CheckpointError: with ``strict``, keys are missing or unexpected, or shapes differ.
     """
     fitting, complete = _fitting(model, weights, "model", strict=strict)
     model.load_state_dict(fitting, strict=False)
@@ -267,7 +265,7 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], *, strict: 
 
 
 def _fitting(model: torch.nn.Module, weights: Mapping[str, Any], name: str, *, strict: bool) -> tuple[dict[str, Any], bool]:
-    """Return those of ``weights`` that fit, by the model's own names, and whether they are all; raises as load_weights."""
+    """Return the matching weights by the model's own names, and whether all match; raise like load_weights."""
     values = model.state_dict()
     own = {short: (name, values[name]) for name, short in checkpoint_keys(model).items()}
     shapes = {
@@ -283,9 +281,9 @@ def _fitting(model: torch.nn.Module, weights: Mapping[str, Any], name: str, *, s
     several = {kind: f" and {len(keys) - 8} more" if len(keys) > 8 else "" for kind, keys in problems.items()}
     found = "; ".join(f"{kind}: {', '.join(keys[:8])}{several[kind]}" for kind, keys in problems.items() if keys)
     if found and strict:
-        raise CheckpointError(f"the checkpoint is of another {name}: {found}")
+        raise CheckpointError(f"the checkpoint belongs to another {name}: {found}")
     if found:
-        log.warning("the checkpoint does not fit in full", model=name, **problems)
+        log.warning("the checkpoint fits the model only in part", model=name, **problems)
     fitting = {key: weights[short] for short, (key, _) in own.items() if short in weights and short not in shapes}
     return fitting, not found
 
@@ -294,7 +292,7 @@ def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, state: Any, *, 
     before = optimizer.state_dict()
     try:
         optimizer.load_state_dict(state)
-        # torch takes over the options of another kind of optimizer as they are, and fails at its first step.
+        # torch accepts the options of another optimizer class, and fails at the first step.
         needed = stepping(optimizer).defaults.keys()
         lacks = sorted({option for group in optimizer.param_groups for option in needed - group.keys()})
         problem = f"it has no {', '.join(lacks)}" if lacks else ""
@@ -305,16 +303,18 @@ def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, state: Any, *, 
     optimizer.load_state_dict(before)
     if strict:
         raise CheckpointError(
-            f"the checkpoint is of another optimizer than the {type(optimizer).__name__} {name!r}: {problem}; "
-            "with strict=False it starts afresh"
+            f"the checkpoint belongs to another optimizer than the {type(optimizer).__name__} {name!r}: {problem}; "
+            "strict=False starts the optimizer fresh"
         )
-    log.warning("the checkpoint is of another optimizer; this one starts afresh", name=name, problem=problem)
+    log.warning("the checkpoint belongs to another optimizer; this one starts fresh", name=name, problem=problem)
     return False
 
 
 def _with_state(kind: str, things: Mapping[str, Any], saved: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return those of ``things`` that have a saved state, each with its name and state; warn of the others."""
+    """Return (name, object, state) for each object with a saved state; warn about the others."""
     for name in things:
         if name not in saved:
-            log.warning("the checkpoint has no state for this; it starts afresh", what=kind, name=name, saved=sorted(saved))
+            log.warning(
+                "the checkpoint has no state for this object; it starts fresh", what=kind, name=name, saved=sorted(saved)
+            )
     return [(name, thing, saved[name]) for name, thing in things.items() if name in saved]

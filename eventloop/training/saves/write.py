@@ -1,4 +1,4 @@
-"""Writing saves on a lane of the bus: one at a time becomes durable under all its names, and an event reports it."""
+"""Write saves on a lane of the bus, one at a time and under all their names, and report each by an event."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ if TYPE_CHECKING:  # a second to import, and only sharded models need it
     from eventloop.checkpoint.sharded import Parts
 
 LAST = "last_checkpoint"
-"""File in checkpoint directories and in the work dir with the relative path (or the URL) of the newest committed checkpoint."""
+"""File with the relative path (or URL) of the newest committed checkpoint, in its directory and in the work dir."""
 
 log = get_logger()
 
 
 class SaveJob(msgspec.Struct, eq=False):
-    """One save: a staged state (or the job before it, whose file holds that state already) and the names to give it."""
+    """One save: a staged state, or an earlier job whose file already holds it, and the names of its file."""
 
     request: SaveRequest
     paths: list[AnyPath]
     progress: Progress
     version: object = None
-    """Of the state."""
+    """Version of the state."""
     staged: StagedTree | None = None
     source: SaveJob | None = None
     given_up: str = ""
-    """Why it will not be written."""
+    """The reason why it is not written; empty otherwise."""
     parts: Parts | None = None
     """This process's part of a sharded state."""
 
     def release(self) -> None:
-        """Give back the memory of the staged state, if there is one."""
+        """Release the memory of the staged state, if any."""
         if self.staged is not None:
             self.staged.release()
 
 
 class CheckpointWriter:
-    """Writes jobs on a lane of the bus, in their order.
+    """Write jobs in order on a lane of the bus.
 
-    The training thread enters a job and publishes it as ``checkpoint_staged``; the lane begins and ends it. Until a job has
-    begun, another may replace it. The work dir learns of the newest checkpoint, wherever that is.
+    The training thread enters a job and publishes it as ``checkpoint_staged``; the lane begins and ends it. A later job may
+    replace one that has not begun. The work dir gets a pointer to the newest checkpoint in any directory.
     """
 
     def __init__(self, bus: Bus, work_dir: Path | None) -> None:
@@ -60,35 +60,35 @@ class CheckpointWriter:
         self._work_dir = work_dir
         self.turns: Turns[SaveJob] = Turns()
         self.made: set[AnyPath] = set()
-        """Directories that were made (or found), and that a power cut cannot take away any more."""
-        self._late: set[Subscription] = set()  # handlers of checkpoint_staged that took too long
+        """Directories that exist durably: a power cut cannot remove them."""
+        self._late: set[Subscription] = set()  # slow handlers of checkpoint_staged
         self._skipped = 0
         self.failed: set[AnyPath] = set()
-        """Names that could not be written."""
+        """Paths that could not be written."""
         self.lane = bus.on(CheckpointStaged, self.run, priority=Priority.LOWEST, offload="thread", queue=16, capture=_job)
 
     # --------------------------------------------------------------------------------------- on the training thread
 
     def enter(self, job: SaveJob) -> None:
-        """Note a job that is about to be published; one with a staged state can be replaced until it begins."""
+        """Enter a job before it is published; one with a staged state can be replaced until it begins."""
         (self.turns.enter_for_good if job.staged is None else self.turns.enter)(job)
 
     def call_off(self, job: SaveJob) -> None:
-        """Forget a job whose event did not reach the lane, unless the lane has begun it all the same."""
+        """Drop a job whose event did not reach the lane, unless the lane has begun it."""
         if job.staged is None or self.turns.begin(job):
             job.release()
             self.turns.end(job)
 
     def replace(self, path: AnyPath) -> None:
-        """Give up the job that waits, if one does, in favour of ``path``."""
+        """Skip the waiting job, if any, in favour of ``path``."""
         replaced = self.turns.take_back()
         if replaced is not None:
             replaced.given_up = f"replaced by {path}"
-            replaced.release()  # first, so that its memory can be used again
+            replaced.release()  # before the skip, so that its memory is free for the next save
             self.skip(replaced)
 
     def skip(self, job: SaveJob) -> None:
-        """Log and publish that a job is not written, and why."""
+        """Log and publish the reason why a job is not written."""
         self._skipped += 1
         names = [str(path) for path in job.paths]
         log.warning("checkpoint not made", names=names, reason=job.given_up, skipped=self._skipped)
@@ -109,7 +109,7 @@ class CheckpointWriter:
             self._wait_for_handlers()
             self._commit(job, done)
         except Exception as error:
-            # Published, too; on_error="raise" also raises it on the training thread.
+            # on_error="raise" also raises it on the training thread.
             job.release()
             self._tell_failed(job, [path for path in job.paths if path not in done], error)
             if job.request.on_error == "raise":
@@ -124,15 +124,15 @@ class CheckpointWriter:
                 continue
             if self.lane.mount_point not in one.mount_points:
                 continue
-            patience = 0.0 if one in self._late else self._bus.abort_timeout / 2  # a run that ends by an error has the whole
+            patience = 0.0 if one in self._late else self._bus.abort_timeout / 2  # an aborted run has all of it
             if one.lane.join(Deadline(patience)):
                 self._late.discard(one)
             elif one not in self._late:
                 self._late.add(one)
-                log.warning("a checkpoint no longer waits for a slow handler of checkpoint_staged", handler=one.label)
+                log.warning("checkpoints no longer wait for a slow handler of checkpoint_staged", handler=one.label)
 
     def _commit(self, job: SaveJob, done: list[AnyPath]) -> None:
-        """Write or link every name and note the durable ones in ``done``; publish those even if a later one fails."""
+        """Write or link every path and collect the durable ones in ``done``; publish those even if a later one fails."""
         start = time.perf_counter()
         source, size = None if job.source is None else job.source.paths[0], 0
         try:
@@ -151,7 +151,7 @@ class CheckpointWriter:
                 self._bus.publish(event)
 
     def _tell_failed(self, job: SaveJob, failed: list[AnyPath], error: Exception) -> None:
-        if not failed:  # all are durable: it was a handler of checkpoint_committed
+        if not failed:  # all files are durable: a handler of checkpoint_committed raised
             log.error("a handler of checkpoint_committed failed", path=str(job.paths[0]), exc_info=error)
             return
         self.failed.update(failed)
@@ -160,7 +160,7 @@ class CheckpointWriter:
         self._bus.publish(CheckpointFailed(progress=job.progress, path=names[0], names=names, error=str(error)))
 
     def _write(self, job: SaveJob, staged: StagedTree, path: AnyPath) -> int:
-        """Write a staged state, with this process's part of a sharded one; return the bytes of the file."""
+        """Write a staged state, with this rank's part of a sharded one; return the file's size in bytes."""
 
         def write_file() -> int:
             self._make(path.parent)
@@ -170,13 +170,13 @@ class CheckpointWriter:
 
         if job.parts is None:
             return write_file()
-        with collectives_allowed():  # on a process group of their own
+        with collectives_allowed():  # they use their own process group
             size = job.parts.commit(write_file)
-        staged.release()  # for the ranks that do not write the file
+        staged.release()  # on ranks that do not write the file
         return size
 
     def _copy(self, job: SaveJob, source: AnyPath, path: AnyPath) -> None:
-        """Give the file ``source`` the name ``path``, too, on the process that writes."""
+        """Link or copy the file ``source`` to ``path``, on the rank that writes."""
         parts = (job.source or job).parts
         if parts is None or parts.first:
             self._make(path.parent)
@@ -185,13 +185,13 @@ class CheckpointWriter:
                 self._point_to(path)
 
     def _point_to(self, path: AnyPath, home: Path | None = None) -> None:
-        """Make ``path`` the newest checkpoint of its directory, and of the work dir ``home``."""
+        """Point ``last_checkpoint`` to ``path``, in its directory and in the work dir ``home``."""
         for directory in dict.fromkeys((path.parent, home or path.parent)):
             self._make(directory)
             commit_bytes(directory / LAST, _pointer(directory, path))
 
     def _make(self, directory: AnyPath) -> None:
-        # A local directory may have been removed meanwhile. An object store has no directories to remove.
+        # A local directory may have been removed; an object store has none to remove.
         if directory in self.made and (isinstance(directory, RemotePath) or directory.is_dir()):
             return
         make_directory(directory)
@@ -199,11 +199,11 @@ class CheckpointWriter:
 
 
 def _job(event: CheckpointStaged) -> Any:
-    return Owned(event.job)  # staged already: pass it on as it is
+    return Owned(event.job)  # staged already: no copy
 
 
 def _pointer(directory: AnyPath, path: AnyPath) -> bytes:
-    """Return the content of ``last_checkpoint`` in ``directory`` that names ``path``."""
+    """Return the content of a ``last_checkpoint`` in ``directory`` that points to ``path``."""
     if directory == path.parent:
         return os.fsencode(path.name)
     return str(path).encode() if isinstance(path, RemotePath) else os.fsencode(os.path.relpath(path, str(directory)))

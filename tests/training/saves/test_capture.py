@@ -64,7 +64,7 @@ def test_checkpoint_now_without_a_work_dir_says_so_to_its_caller(parts, bus):
 
 
 def test_request_save_outside_of_a_run_is_an_error(parts, bus, tmp_path):
-    with pytest.raises(ConfigurationError, match="inside a run"):
+    with pytest.raises(ConfigurationError, match="need an open run"):
         Run(bus, model=parts.model(), work_dir=tmp_path).request_save("x.safetensors")
 
 

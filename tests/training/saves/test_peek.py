@@ -66,7 +66,7 @@ def test_what_tells_nothing_is_an_error_that_names_it(tmp_path):
     save({"state_dict": {"w": torch.ones(2)}}, tmp_path / "weights.safetensors")
     with pytest.raises(CheckpointError, match=r"weights\.safetensors is not a checkpoint of a run"):
         peek(tmp_path / "weights.safetensors")
-    with pytest.raises(CheckpointError, match="no checkpoint of a run in"):
+    with pytest.raises(CheckpointError, match="has no checkpoint of a run"):
         peek(tmp_path)
     with pytest.raises(FileNotFoundError):
         peek(tmp_path / "none.safetensors")

@@ -279,7 +279,7 @@ def test_with_strict_false_another_optimizer_begins_afresh_and_trains(parts, tmp
     loop = parts.loop(model=model, optimizer=OTHER_OPTIMIZERS[kind][0](model), val_data=None)
     loop.run(resume=tmp_path / "epoch_1.safetensors", strict=False)
     assert loop.counters.iter == 6
-    assert "starts afresh" in "".join(capfd.readouterr())
+    assert "starts fresh" in "".join(capfd.readouterr())
 
 
 def saved_in_a_window(parts, tmp_path):
