@@ -188,7 +188,7 @@ def test_changes_may_stand_before_and_behind_options(here, project, capsys):
         ("imports=[]", "model: 'user_parts_for_tests:net' is in a module that is not listed under imports; add it there"),
         ("loop", "'loop': changes are written as key=value, such as loop.max_epochs=3"),
         ("optimizer.lr=-1", "optimizer: SGD does not take these options: Invalid learning rate: -1.0"),
-        ("loop.seed=99999999999999999999", "seed=99999999999999999999: give an integer of 64 bits"),
+        ("loop.seed=99999999999999999999", "seed=99999999999999999999: give a 64-bit integer"),
         ("imports=['']", "imports[0]: '' is not the name of a module, such as my_module or my_package.my_module"),
         ("imports=['.x']", "imports[0]: '.x' is not the name of a module, such as my_module or my_package.my_module"),
         ("loop.work_dir=.", ". is not empty, and a run needs a folder of its own, such as run"),

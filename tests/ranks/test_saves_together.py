@@ -45,7 +45,8 @@ def test_a_save_that_one_rank_alone_asks_for_in_an_epoch_is_an_error_and_not_a_h
     assert [one.exitcode for one in ended] == [1, 1]
     told = "\n".join(text for one in ended for text in (one.error, *one.notes))
     assert (
-        f"TrainingError: not all ranks ask for the same checkpoint at the same time, rank {rank} for mine.safetensors" in told
+        f"TrainingError: the ranks request different checkpoints at the same time: rank {rank} requests mine.safetensors"
+        in told
     )
     assert "not under a condition on run.rank" in told
 

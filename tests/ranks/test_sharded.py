@@ -139,8 +139,8 @@ def test_where_errors_of_saves_are_only_told_all_processes_go_on_to_the_next_one
     assert load_whole(tmp_path / "epoch_4.safetensors")["progress"]["epoch"] == 4
 
 
-def refused(options: dict[str, Any]) -> str:
-    loop = jobs.make_loop("nowhere", CheckpointHook(interval=1, **options), shard=True)
+def refused(work_dir: str, options: dict[str, Any]) -> str:
+    loop = jobs.make_loop(work_dir, CheckpointHook(interval=1, **options), shard=True)
     done = []
     loop.bus.on("after_train_iter", done.append, priority=100)
     with pytest.raises(ConfigurationError) as caught:
@@ -157,7 +157,7 @@ def refused(options: dict[str, Any]) -> str:
         ({"out_dir": "memory://bucket"}, "a directory that all processes share"),
     ],
 )
-def test_options_that_need_one_writer_are_refused_with_the_way_out(ranks, options, way_out):
-    for message in ranks(refused, options):
+def test_options_that_need_one_writer_are_refused_with_the_way_out(ranks, tmp_path, options, way_out):
+    for message in ranks(refused, str(tmp_path), options):
         assert "sharded" in message
         assert way_out in message

@@ -69,19 +69,19 @@ def test_a_generator_is_good_for_one_epoch(parts, bus, trace):
 
 @pytest.mark.parametrize("options", [{"max_epochs": 2}, {"max_iters": 5}])
 def test_a_generator_that_is_used_up_is_an_error_that_says_so(parts, bus, trace, options):
-    with pytest.raises(TrainingError, match="train_data is an iterator and used up"):
+    with pytest.raises(TrainingError, match="train_data is an exhausted iterator"):
         parts.loop(bus, train_data=(b for b in parts.batches(3)), val_data=None, **options).run()
     assert len(trace.of("after_train_iter")) == 3
 
 
 def test_a_generator_of_validation_data_that_is_used_up_is_an_error_that_says_so(parts):
-    with pytest.raises(TrainingError, match="val_data is an iterator and used up"):
+    with pytest.raises(TrainingError, match="val_data is an exhausted iterator"):
         parts.loop(val_data=(b for b in parts.batches(2))).run()
 
 
 @pytest.mark.parametrize("empty", [[], Unsized([]), DataLoader([1, 2], batch_size=4, drop_last=True)])
 def test_an_empty_loader_is_an_error_that_names_it(parts, bus, trace, empty):
-    with pytest.raises(TrainingError, match="train_data yielded no batch; is the dataset smaller than a batch"):
+    with pytest.raises(TrainingError, match="train_data yielded no batch; is the dataset smaller than one batch"):
         parts.loop(bus, train_data=empty).run()
     with pytest.raises(TrainingError, match="val_data yielded no batch"):
         parts.loop(val_data=empty).val()

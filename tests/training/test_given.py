@@ -140,4 +140,4 @@ def test_batches_of_another_size_in_the_middle_of_an_epoch_are_told(parts, tmp_p
     loop.run()
     with capture_logs() as logs:
         parts.loop(train_data=loader(size), val_data=None, work_dir=tmp_path).run(resume="auto")
-    assert [(line["before"], line["now"]) for line in logs if "middle of an epoch" in line["event"]] == told
+    assert [(line["before"], line["now"]) for line in logs if "inside an epoch" in line["event"]] == told

@@ -295,7 +295,7 @@ def test_a_state_comes_before_the_training_or_never(parts, tmp_path):
 
 def test_a_checkpoint_without_a_state_of_a_run_is_an_error_that_names_what_it_has(parts):
     with (
-        pytest.raises(CheckpointError, match=r"no state of a run under 'trainbus'.*gather_state.*'epoch', 'model'"),
+        pytest.raises(CheckpointError, match=r"no key 'trainbus' .*'epoch', 'model'; .*gather_state"),
         Run(model=parts.model()) as run,
     ):
         run.apply_state({"epoch": 1, "model": {}})

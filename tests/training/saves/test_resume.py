@@ -531,7 +531,7 @@ def test_auto_passes_over_a_file_that_was_never_a_checkpoint_of_a_run(parts, tmp
 
 
 def test_auto_needs_a_work_dir(parts):
-    with pytest.raises(ConfigurationError, match="give one"):
+    with pytest.raises(ConfigurationError, match="give work_dir="):
         parts.loop().run(resume="auto")
 
 

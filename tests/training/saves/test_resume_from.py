@@ -206,7 +206,7 @@ def test_from_the_url_of_a_directory(parts, tmp_path):
         assert began(parts, "memory://resume-from/run")[0] == 9
         files.pipe_file("/resume-from/run/epoch_3.safetensors", b"cut off")
         assert began(parts, "memory://resume-from/run")[0] == 6
-        with pytest.raises(CheckpointError, match="no checkpoint of a run in memory://resume-from/empty"):
+        with pytest.raises(CheckpointError, match="memory://resume-from/empty has no checkpoint of a run"):
             began(parts, "memory://resume-from/empty")
     finally:
         files.rm("/resume-from", recursive=True)
