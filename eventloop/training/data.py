@@ -135,8 +135,7 @@ class Feed:
     def state_dict(self, instead: Mapping[torch.Generator, torch.Tensor] = {}) -> dict[str, Any]:
         """Return the position: consumed batches (not prefetched ones), and the random states that order this pass.
 
-        Args:
-            instead: generator states that replace the current ones.
+        ``instead`` replaces the current states of generators.
         """
         state: dict[str, Any] = {
             "used": self.used,
@@ -151,12 +150,7 @@ class Feed:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], but: Collection[torch.Generator] = ()) -> None:
-        """Make the next :meth:`begin` continue from ``state``.
-
-        Args:
-            state: the result of :meth:`state_dict`.
-            but: generators that are restored already.
-        """
+        """Make the next :meth:`begin` continue from ``state``; generators in ``but`` are restored already."""
         self.used = self._skip = int(state["used"])
         self.passes = int(state["passes"])
         self.resuming = True
@@ -225,11 +219,7 @@ class Feed:
 
 
 class Feeds:
-    """Keep the feed of the training data from epoch to epoch, and that of the last validation or test.
-
-    Args:
-        device: device to move batches to.
-    """
+    """Keep the feed of the training data from epoch to epoch, and that of the last validation or test."""
 
     def __init__(self, device: torch.device) -> None:
         self.train: Feed | None = None
@@ -272,10 +262,9 @@ class Feeds:
         return Metrics(metrics, self._device, self._told)
 
     def state_dict(self, *, validating: bool) -> Mapping[str, Any] | None:
-        """Return the position in the data; None before the first epoch and the first validation.
+        """Return the position in the data; with ``validating``, that at the start of the current validation.
 
-        Args:
-            validating: True for the position at the start of the current validation.
+        None before the first epoch and the first validation.
         """
         began = self.evaluated.start if validating and self.evaluated is not None else None
         instead: dict[Any, Any] = {}

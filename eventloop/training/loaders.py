@@ -28,12 +28,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def generator_states(loader: Iterable[Any], instead: Mapping[torch.Generator, torch.Tensor] = {}) -> list[torch.Tensor | None]:
-    """Return the states of the generators that a DataLoader and its samplers own; the global RNG does not hold them.
-
-    Args:
-        loader: any iterable.
-        instead: states that replace the current ones.
-    """
+    """Return the states of the generators that a DataLoader and its samplers own; ``instead`` replaces current ones."""
     owned = own_generators(loader)
     return [None if one is None else instead[one] if one in instead else one.get_state() for one in owned]
 
@@ -97,12 +92,8 @@ def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
 def skip_batches(loader: Iterable[Any], used: int, again: Callable[[], None] | None = None) -> Iterator[Any]:
     """Return an iterator over ``loader`` without its first ``used`` batches, making the same random draws.
 
-    A map-style DataLoader loads no skipped samples. Batches of other loaders are read and dropped, with a warning.
-
-    Args:
-        loader: the data.
-        used: number of batches to skip.
-        again: restores the random states of the pass's start, if that pass drew no seed for its workers.
+    A map-style DataLoader loads no skipped samples. Batches of other loaders are read and dropped, with a warning. ``again``
+    restores the random states of the pass's start, if that pass drew no seed for its workers.
     """
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and _iterates_as_torch(loader):
         return _skip_by_index(loader, used, again)

@@ -48,12 +48,7 @@ class Metrics:
 
     With several ranks, means cover the samples of all ranks, each once. A torchmetrics metric syncs itself. A metric with
     ``merge_state(others)`` (torcheval's protocol) is merged from pickled copies. Any other metric covers rank 0 only, with a
-    warning.
-
-    Args:
-        metrics: name → metric.
-        device: the device of the run.
-        told: names of the metrics already warned about; shared by all metrics of a run.
+    warning; all metrics of a run share the names already warned about (``told``).
 
     Raises:
         ConfigurationError: a metric lacks ``update``, ``compute`` or ``reset``.

@@ -33,14 +33,7 @@ _open: list[RunView] = []
 class Session:
     """Open an idle bus, begin and end the run, and release everything even after an error.
 
-    Args:
-        run: the run to begin and end.
-        bus: the bus of the run.
-        state: the state of the run.
-        feeds: the loaders of the run.
-        saves: the checkpoints of the run.
-        restore: loads the state to resume from.
-        moves: True to move the models to the device of the run.
+    ``moves`` moves the models to the device of the run.
     """
 
     def __init__(

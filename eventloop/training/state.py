@@ -170,10 +170,7 @@ class Scopes:
 class RunState:
     """Hold the state of a run and the requests of other threads, which take effect at the next safe mount point.
 
-    Args:
-        counters: the counts of the run.
-        optimizers: the optimizers of the run, by name.
-        window_open: returns True inside an accumulation window.
+    ``window_open`` returns True inside an accumulation window.
     """
 
     def __init__(

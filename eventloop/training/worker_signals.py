@@ -1,7 +1,7 @@
 """Make DataLoader workers ignore signals that are meant for the run.
 
-A scheduler signals the whole process group, workers included. A worker that dies of it makes torch raise
-``DataLoader worker is killed by signal`` in the middle of the iteration that the run wants to finish.
+A scheduler signals the whole process group, workers included. If a worker dies of it, torch raises ``DataLoader worker is
+killed by signal`` inside the iteration that the run wants to finish.
 """
 
 from __future__ import annotations

@@ -68,12 +68,7 @@ def shared(loader: Iterable[Any], name: str, seed: int) -> Iterable[Any]:
     """Return a loader of this rank's share of the data.
 
     A sequential or shuffled ``DataLoader`` gets a ``DistributedSampler``; its batch size stays per rank. Any other loader is
-    returned unchanged.
-
-    Args:
-        loader: the loader of all data.
-        name: the loader's name in messages.
-        seed: the seed of the order, equal on all ranks.
+    returned unchanged. ``seed`` sets the order and must be equal on all ranks.
     """
     if world_size() == 1 or callable(getattr(getattr(loader, "sampler", None), "set_epoch", None)):
         return loader

@@ -65,11 +65,7 @@ def check_initialized() -> None:
 
 
 class Ranks:
-    """Exchange values between all processes of a run. Every method is a collective: all ranks must call it at one point.
-
-    Args:
-        group: a separate CPU process group.
-    """
+    """Exchange values between all processes of a run. Every method is a collective: all ranks must call it at one point."""
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self.rank = distributed.get_rank(group)
@@ -78,11 +74,7 @@ class Ranks:
 
     @property
     def group(self) -> distributed.ProcessGroup:
-        """The process group.
-
-        Raises:
-            RuntimeError: it was destroyed.
-        """
+        """The process group; RuntimeError if it was destroyed."""
         group = self._group()
         if group is None:
             raise RuntimeError("torch.distributed.destroy_process_group() was called during a run; call it after the run")
@@ -127,10 +119,7 @@ class Agreement:
     Each exchange also compares the files that hooks request. All ranks must request the same files, or the run would hang: one
     rank would wait in its save, and the others in their next collective.
 
-    Args:
-        ranks: all processes.
-        wishes: returns the requests of this rank.
-        reason: returns the reason of this rank's stop request.
+    ``wishes`` returns the requests of this rank, and ``reason`` the reason of its stop request.
     """
 
     def __init__(self, ranks: Ranks, wishes: Callable[[], Wishes], reason: Callable[[], str]) -> None:
@@ -225,14 +214,10 @@ class Agreement:
 def join_ranks(
     bus: Bus, models: Mapping[str, torch.nn.Module], wishes: Callable[[], Wishes], reason: Callable[[], str], *, trains: bool
 ) -> Agreement | None:
-    """Join a new run with those of the other processes; return None if there is only one process. A collective.
+    """Join a new run with those of the other ranks, and set the rank of the bus. A collective.
 
-    Args:
-        bus: the bus whose rank is set.
-        models: the models of the run.
-        wishes: returns the requests of this rank.
-        reason: returns the reason of this rank's stop request.
-        trains: False if the run has no optimizer.
+    Return None if there is only one process. ``wishes`` and ``reason`` are those of :class:`Agreement`. ``trains`` is False
+    for a run without an optimizer.
 
     Raises:
         ConfigurationError: ``torchrun`` started this process, but ``torch.distributed`` is not initialised.

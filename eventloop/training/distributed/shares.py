@@ -19,11 +19,8 @@ class Share:
     """Count the samples of each batch of a loader, without those that a ``DistributedSampler`` repeats.
 
     The sampler pads all ranks to the same number of samples, so the last sample of some ranks is a repeat. A pass leaves the
-    repeat out. If the rank would lose a batch by that, the batch stays and counts 0, because the forward pass of a wrapped
-    model may wait for the other ranks.
-
-    Args:
-        loader: each batch counts 1, unless this is a ``DataLoader`` with batches of one size.
+    repeat out. If the rank would lose a batch by that, the batch stays and counts 0: forward passes of a wrapped model may
+    wait for the other ranks. Each batch counts 1 if the loader is not a ``DataLoader`` with a fixed batch size.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -72,13 +69,7 @@ def forward_alone(models: Iterable[torch.nn.Module], lengths: list[int | None]) 
     """Stop forward passes from waiting for other ranks, because the ranks have different numbers of batches.
 
     ``DistributedDataParallel`` broadcasts rank 0's buffers at each forward pass; this does it once instead. A collective.
-
-    Args:
-        models: the models of the run.
-        lengths: number of batches per rank; None where unknown.
-
-    Returns:
-        A function that undoes it.
+    Return a function that undoes it. ``lengths`` holds the number of batches per rank, None where unknown.
 
     Raises:
         TrainingError: a model is sharded, so each forward pass needs all ranks.

@@ -152,8 +152,8 @@ class Restore:
             state = load(path)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(
-                f"resume={str(path)!r} does not exist; give the path or URL of a checkpoint or of a directory with some, or "
-                'resume="auto", which takes the newest one in the work dir and begins a new run if it finds none'
+                f"resume={str(path)!r} does not exist; give the path or URL of a checkpoint, or of a directory with some. "
+                'resume="auto" takes the newest one in the work dir, and begins a new run if it finds none'
             ) from error
         verify_shards(state, path)
         return path, state
@@ -176,8 +176,8 @@ def placement(
 ) -> Callable[[tuple[str | int, ...], torch.Size, torch.dtype], torch.Tensor]:
     """Return a function that makes an empty tensor for each path in a sharded checkpoint, sharded as in this run.
 
-    Weights (and averages of weights under other keys) are sharded like those of the model, optimizer state like its parameter,
-    and other tensors like weights of the same shape. Anything else is not sharded.
+    Weights, and averages of weights under other keys, are sharded like those of the model. Optimizer state is sharded like its
+    parameter, and another tensor like weights of its shape. Anything else is not sharded.
     """
     known: dict[tuple[str | int, ...], torch.Tensor] = {}
     for name, model in models.items():

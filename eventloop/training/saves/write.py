@@ -129,7 +129,7 @@ class CheckpointWriter:
                 self._late.discard(one)
             elif one not in self._late:
                 self._late.add(one)
-                log.warning("checkpoints no longer wait for a slow handler of checkpoint_staged", handler=one.label)
+                log.warning("a checkpoint no longer waits for a slow handler of checkpoint_staged", handler=one.label)
 
     def _commit(self, job: SaveJob, done: list[AnyPath]) -> None:
         """Write or link every path and collect the durable ones in ``done``; publish those even if a later one fails."""
