@@ -1,6 +1,6 @@
-"""The name that programs import: the public names of ``eventloop``, the mount points and the hooks, loaded when used.
+"""The public names of ``eventloop``, the mount points and the hooks, loaded on first use.
 
-``python -m trainbus`` is the command ``trainbus``; in several processes, ``torchrun -m trainbus run`` is.
+``python -m trainbus`` runs the command ``trainbus``; ``torchrun -m trainbus run`` does so in several processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HOME = Path(__file__).resolve().parent
 def main() -> int:
     """Run the command line; return its exit status.
 
-    The command and the processes that it starts find trainbus's own packages before a user's ``hooks.py`` or ``eventloop.py``.
+    The command and its child processes import trainbus's packages before a user's ``hooks.py`` or ``eventloop.py``.
     """
     if not all(_is_own(find_spec(name)) for name in _PACKAGES):
         sys.path.insert(0, str(_HOME))
@@ -50,11 +50,7 @@ def _is_own(spec: ModuleSpec | None) -> bool:
 
 
 def _own(name: str) -> ModuleType:
-    """Return one of the packages.
-
-    Raises:
-        ImportError: another module has its name.
-    """
+    """Import one of trainbus's packages; raise ImportError if another module has its name."""
     module = importlib.import_module(name)
     if not _is_own(module.__spec__):
         raise ImportError(
@@ -64,7 +60,7 @@ def _own(name: str) -> ModuleType:
     return module
 
 
-if not TYPE_CHECKING:  # or a type checker would accept any name
+if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         globals()[name] = found = _find(name)

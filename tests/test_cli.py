@@ -220,4 +220,4 @@ def test_ctrl_c_says_how_to_go_on(here, capsys, monkeypatch, struck_at, hint):
 def test_a_folder_that_cannot_be_made_is_told_before_anything_is_trained(here, capsys):
     (here / "file").touch()
     assert main(["demo", "--out", "file/run"]) == 2
-    assert "file/run: cannot be made: Not a directory" in capsys.readouterr().err
+    assert "file/run: cannot make this folder: Not a directory" in capsys.readouterr().err

@@ -1,7 +1,7 @@
-"""The command ``trainbus``, a module for each command or group of commands.
+"""The command ``trainbus``, with one module per command or group of commands.
 
 A command is a function: its parameters are the arguments and options, its docstring is the help, and it returns the exit
-status. Nothing else in ``eventloop`` knows ``hooks``, and these modules import it only once a command needs it.
+status. Only these modules import ``hooks``, and only when a command needs it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ app.register_install_completion_command(add_to_startup=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status: 0, 1 for a damaged file, 2 for a mistake in the call, 130 after Ctrl-C."""
+    """Run the command line; return its exit status: 0, 1 for a damaged file, 2 for a usage error, 130 after Ctrl-C."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # an arrow or a rule that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="replace")  # for arrows and rules, which the terminal's encoding may lack
     words = run.with_auto(list(sys.argv[1:] if arguments is None else arguments))
     names, groups, rest = app.parse_commands(words)
     if not rest and groups[-1].default_command is None:
@@ -50,13 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     command = " ".join(("trainbus", *names))
     try:
-        return app(words) or 0  # None: help or version were printed
+        return app(words) or 0  # None after --help and --version
     except CycloptsError as error:
         _tell(command, f"{shortened(str(error), 200)}\n{command} --help shows the options", error)
         return 2
     except (TrainbusError, OSError) as error:
         if isinstance(error, OSError) and names[:1] != ("checkpoint",):
-            raise  # of the user's own code
+            raise  # an error of the user's code
         _tell(command, str(error), error)
         is_damage = isinstance(error, CheckpointDamagedError | OSError) or isinstance(error.__cause__, OSError)
         return 1 if is_damage else 2
@@ -68,5 +68,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _tell(command: str, message: str, error: BaseException) -> None:
     rank = f" (rank {os.environ['RANK']})" if is_torchelastic_launched() else ""
     lines = "\n".join([message, *getattr(error, "__notes__", ())])
-    # One write: the lines of several ranks come from as many processes.
+    # One write, so that the lines of several ranks do not mix.
     say(Console(stderr=True, highlight=False), (f"{command}{rank}:", "bold red"), f" {lines}")

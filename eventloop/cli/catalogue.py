@@ -1,4 +1,4 @@
-"""``trainbus hooks`` and ``trainbus events``: what a configuration can name, and when it is called."""
+"""``trainbus hooks`` and ``trainbus events``: list registered classes and mount points."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def list_hooks(*, imports: Modules = None) -> int:
     """List every registered hook: options, types, defaults, mount points.
 
     Args:
-        imports: a module of yours with further ones.
+        imports: your module with further hooks.
     """
-    import hooks  # noqa: F401 - registers what it has
+    import hooks  # noqa: F401 - registers the built-in hooks
 
     Imports(imports or (), find_files_in(Path.cwd()))
     console = Console()
@@ -79,10 +79,10 @@ def _options(kind: str, signature: Signature, width: int) -> Table:
 
 
 def list_events(*, imports: Modules = None) -> int:
-    """List the mount points in the order of a run, and what their events hold.
+    """List the mount points in the order of a run, with the fields of their events.
 
     Args:
-        imports: a module of yours with further ones.
+        imports: your module with further events.
     """
     Imports(imports or (), find_files_in(Path.cwd()))
     names = mount_points()
@@ -106,7 +106,7 @@ def _event_table(title: str, names: list[str]) -> Table:
 
 
 def _payload(event: type[Event]) -> Iterator[str]:
-    """Yield an event's own fields, then those that every event of a run has."""
+    """Yield an event's own fields, then ``progress`` and ``run``."""
     hints = typing.get_type_hints(event, include_extras=True)
     for name in sorted(event.__struct_fields__, key=["progress", "run"].count):
         marks = getattr(hints[name], "__metadata__", ())

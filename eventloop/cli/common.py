@@ -1,4 +1,4 @@
-"""What several commands share: types of arguments, lines of output, and checks of the files that they are given."""
+"""Helpers of several commands: types of arguments, lines of output, and checks of files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eventloop.checkpoint import AnyPath, RemotePath, as_path, file_kind
 from eventloop.config import shortened
 from eventloop.errors import CheckpointError
 
-WIDE = 200  # columns of a table that goes to a file or a pipe: nothing is folded there
+WIDE = 200  # columns of a table in a file or a pipe, where lines are not folded
 
 
 def _as_integer(_: Any, tokens: Sequence[Token]) -> int:
@@ -40,16 +40,13 @@ def to_terminal() -> Console:
 
 
 def say(console: Console, *parts: str | tuple[str, str]) -> None:
-    """Write one line of parts (texts, or texts with a style), however long it is.
-
-    Text from a file is escaped: it must not move the cursor.
-    """
+    """Write parts (texts, or texts with a style) as one unwrapped line; escape control characters in them."""
     safe = [_escaped(part) if isinstance(part, str) else (_escaped(part[0]), part[1]) for part in parts]
     console.print(Text.assemble(*safe), soft_wrap=True)
 
 
 def printable(name: object) -> str:
-    """Return a name from a file: as it is if every character is printable, else escaped."""
+    """Return a name from a file; escape it if it has unprintable characters."""
     return name if isinstance(name, str) and name.isprintable() and name else repr(name)
 
 
@@ -58,7 +55,7 @@ def _escaped(text: str) -> str:
 
 
 class Status(NamedTuple):
-    """Of a file: the identity that all its names share, its size, and when it was changed (Unix time in s)."""
+    """A file's identity (shared by all its names), size, and time of change (Unix time in s)."""
 
     identity: object
     bytes: int
@@ -66,7 +63,7 @@ class Status(NamedTuple):
 
 
 def status_of(path: AnyPath, modified: float | None = None) -> Status:
-    """Look at a file; ``modified`` is for one in a store, which is asked for its size only."""
+    """Return a file's status; ``modified`` is the time of change of a remote file."""
     if isinstance(path, RemotePath):
         return Status(path, int(path.info()["size"]), modified)
     status = path.stat()
@@ -74,7 +71,7 @@ def status_of(path: AnyPath, modified: float | None = None) -> Status:
 
 
 def check_file(path: AnyPath) -> None:
-    """Raise CheckpointError if there is no such file, or it is a directory."""
+    """Raise CheckpointError if the file does not exist or is a directory."""
     if path.is_dir():
         raise CheckpointError(f"{path} is a directory; name a file in it (trainbus checkpoint ls {path} lists them)")
     if not path.exists():
@@ -82,7 +79,7 @@ def check_file(path: AnyPath) -> None:
 
 
 def check_kind(path: AnyPath) -> None:
-    """Raise CheckpointError if a file is of another kind than a checkpoint; one that may be a damaged checkpoint passes."""
+    """Raise CheckpointError if a file is not a checkpoint; a file that may be a damaged checkpoint passes."""
     kind = file_kind(path)
     if kind == "plain safetensors":
         raise CheckpointError(f"{path} is not a checkpoint but plain safetensors: weights without a tree and a digest")

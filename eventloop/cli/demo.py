@@ -11,13 +11,13 @@ DEFAULT = Path("runs/digits")
 
 
 def demo(*, out: Path | None = None, epochs: Positive = 30, seed: Seed = 0, resume: bool = False) -> int:
-    """Train a small network on real handwritten digits, with every hook at work.
+    """Train a small network on handwritten digits, with many hooks.
 
     Args:
-        out: folder of the files; by default a new one, runs/digits, runs/digits-2 …
-        epochs: epochs in all.
-        seed: of weights, shuffling and split.
-        resume: go on from the last checkpoint in --out, or in the newest run.
+        out: folder of the files; by default a new one: runs/digits, runs/digits-2 …
+        epochs: total number of epochs.
+        seed: seed of weights, shuffling and split.
+        resume: resume from the last checkpoint in --out, or in the newest run.
     """
     from hooks.demo import run_demo
 

@@ -1,4 +1,4 @@
-"""``trainbus run``: train what a configuration describes, in a folder of its own or in one to resume."""
+"""``trainbus run``: train what a configuration describes, in a new folder or in one to resume."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def run(
     Args:
         config: a .toml, .yaml or .json file.
         changes: of single keys, as key=value; see above.
-        dry_run: make everything, show the hook table, and do not train.
-        resume: go on. Without a value (or auto): in the newest run of this configuration, or that in loop.work_dir; with the
-            folder of a run: in that one; with a checkpoint file or URL: from that one, in a new folder.
+        dry_run: make everything and show the hook table, but do not train.
+        resume: resume a run. Without a value (or with auto): the newest run of this configuration, or the one in
+            loop.work_dir. With a folder: the run in it. With a checkpoint file or URL: from it, in a new folder.
     """
     from hooks.defaults import DEFAULT_HOOKS
 
@@ -67,7 +67,7 @@ def run(
 
 
 def with_auto(words: list[str]) -> list[str]:
-    """Return a command line with ``auto`` behind a ``--resume`` of ``run`` that has no value of its own."""
+    """Return a command line with ``auto`` after a ``--resume`` of ``run`` without a value."""
     if words[:1] != ["run"] or "--resume" not in words:
         return words
     end = words.index("--resume") + 1
@@ -79,7 +79,7 @@ def with_auto(words: list[str]) -> list[str]:
 
 
 def _agreed_work_dir(loop: dict[str, Any], config: Path, resume: str | None) -> tuple[Path, str | None]:
-    """Return the folder of the run and what to resume, as rank 0 finds them: the others would look after it has begun."""
+    """Return the folder of the run and what to resume, as rank 0 finds them before any rank writes files."""
     mine: Any
     try:
         mine = None if this_rank() else _work_dir(loop, config, resume)
@@ -100,8 +100,8 @@ def _work_dir(loop: dict[str, Any], config: Path, resume: str | None) -> tuple[P
         path = as_path(resume)
         if Path(resume).is_dir():
             return to_resume(Path(resume), default), "auto"
-        if not path.exists() and not path.is_dir():  # a folder of a store is there with its first file
-            way_out = f"without a value, --resume goes on in the newest run in {default.parent}/"
+        if not path.exists() and not path.is_dir():  # remote folders only exist as a part of files' names
+            way_out = f"without a value, --resume resumes the newest run in {default.parent}/"
             raise ConfigurationError(f"--resume {path}: no such file or folder; {way_out}")
         if not path.is_dir():
             check_kind(path)
@@ -150,28 +150,28 @@ def free(wanted: Path) -> Path:
 
 
 def to_resume(folder: Path | None, default: Path) -> Path:
-    """Return ``folder``, or the run of the highest number among ``default`` and its numbered siblings.
+    """Return ``folder``, or the run with the highest number among ``default`` and its numbered siblings.
 
-    Times of files are those of their copies, and an older run may have come further.
+    The number decides, because the times of copied files are wrong.
     """
-    own = re.compile(rf"{re.escape(default.name)}(?:-(\d+))?")  # not those of a configuration whose name begins alike
+    own = re.compile(rf"{re.escape(default.name)}(?:-(\d+))?")  # not the runs of a configuration with a longer name
     siblings = ((own.fullmatch(run.name), run) for run in default.parent.glob("*"))
     numbered = sorted((int(match[1] or 1), run) for match, run in siblings if match is not None)
     runs = [folder] if folder is not None else [run for _, run in numbered]
     found = [run for run in runs if (run / "last_checkpoint").is_file()]
     if not found:
         missing = f"there is nothing to resume in {folder or default.parent}: no last_checkpoint"
-        raise ConfigurationError(f"{missing}; leave --resume out")
+        raise ConfigurationError(f"{missing}; run without --resume")
     return found[-1]
 
 
 @contextmanager
 def resumable(work_dir: Path, arguments: str) -> Iterator[None]:
-    """Make the folder of a run; add ``arguments``, which resume it, as a note to Ctrl-C."""
+    """Make the folder of a run; add the ``arguments`` that resume it as a note to Ctrl-C."""
     try:
         work_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigurationError(f"{work_dir}: cannot be made: {error.strerror}") from None
+        raise ConfigurationError(f"{work_dir}: cannot make this folder: {error.strerror}") from None
     try:
         yield
     except KeyboardInterrupt as interrupt:

@@ -1,7 +1,7 @@
-"""From text to hooks, models and loops: the objects that a configuration names, typed by their own signatures.
+"""Make hooks, models and loops from a configuration, with options typed by signatures.
 
-``read`` reads files and applies changes of the command line, ``names`` has registered classes and resolves
-``module:attribute``, ``make`` makes objects by signature, ``setup`` makes hooks and a whole loop.
+``read`` reads files and applies changes of the command line. ``names`` registers classes and resolves ``module:attribute``.
+``make`` makes objects by their signatures. ``setup`` makes hooks and a whole loop.
 """
 
 from eventloop.config.make import Maker, OptionsOf, Signature, describe

@@ -1,4 +1,4 @@
-"""Makes the objects that a configuration describes, with options typed by the signatures of their classes and functions."""
+"""Make the objects that a configuration describes, with options typed by the signatures of classes and functions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NOT_IT: Any = object()
 
 
 class OptionsOf(msgspec.Struct, frozen=True):
-    """Marks the ``**options`` of a constructor as those of the class that another option names.
+    """Mark the ``**options`` of a constructor as options of the class that another option names.
 
     ``**options: Annotated[Any, OptionsOf("ema_type")]``
     """
@@ -45,18 +45,18 @@ class Signature:
 
     Attributes:
         target: the class or function.
-        also: keys beside the options, for messages.
+        also: further keys, for messages.
         label: name of the target in messages.
-        options: parameters that a configuration can give by name, in their order, with resolved annotations.
-        rest: annotation of ``**options``; None if the target has none.
-        rest_of: the option whose class takes ``**options``; None if they are not marked with :class:`OptionsOf`.
+        options: parameters that a configuration can give by name, in order, with resolved annotations.
+        rest: annotation of ``**options``, or None.
+        rest_of: name of the option whose class takes ``**options`` (see :class:`OptionsOf`), or None.
     """
 
     def __init__(self, target: Callable[..., Any], *, also: Sequence[str] = ()) -> None:
         self.target = target
         self.also = also
         self.label: str = getattr(target, "__name__", type(target).__name__)
-        # Torch's schedulers import typing's own names for type checkers only.
+        # Torch's schedulers import names of typing for type checkers only.
         names = {**vars(abc), **vars(typing), **getattr(inspect.unwrap(_function(target)), "__globals__", {})}
         self.options: dict[str, inspect.Parameter] = {}
         self.rest: Any = None
@@ -87,17 +87,17 @@ def _resolved(annotation: Any, names: dict[str, Any]) -> Any:
     holder = type("Holder", (), {"__annotations__": {"it": annotation}})
     try:
         return Any if annotation is _EMPTY else typing.get_type_hints(holder, names, include_extras=True)["it"]
-    except Exception:  # noqa: BLE001 - a name that only type checkers have, for instance
+    except Exception:  # noqa: BLE001 - such as a name that only type checkers import
         return Any
 
 
 class Member(NamedTuple):
-    """One member of the union that an annotation is. msgspec decodes ``text`` (a scalar, Literal or Enum) and records."""
+    """One member of an annotation's union. msgspec decodes the forms ``text`` (a scalar, Literal or Enum) and ``record``."""
 
     form: Literal["any", "text", "record", "list", "table", "path", "function", "class", "object"]
     annotation: Any
-    base: type | None = None  # the container of a list; the class of an object, or of which a class is derived
-    inner: Any = Any  # annotation of the entries; a list of them for a tuple of fixed length
+    base: type | None = None  # container of a list, class of an object, or base of a class
+    inner: Any = Any  # annotation of the entries, or a list of annotations for a tuple of fixed length
 
 
 def members(annotation: Any) -> list[Member]:
@@ -138,7 +138,7 @@ def _member(annotation: Any) -> Member:
 
 
 def describe(annotation: Any) -> str:
-    """Return an annotation as people write it."""
+    """Return an annotation as text for messages."""
     return " | ".join(map(_described, members(annotation)))
 
 
@@ -160,15 +160,15 @@ def _described(member: Member) -> str:
 
 
 class Maker:
-    """Makes objects from tables such as ``{type = "torch.optim:AdamW", lr = 0.001}``, or from a name alone.
+    """Make objects from tables such as ``{type = "torch.optim:AdamW", lr = 0.001}``, or from a name alone.
 
-    ``type`` is ``module:attribute``, or a registered name where a hook, writer or average is expected. All other keys are
+    ``type`` is ``module:attribute``, or a registered name if a hook, writer or average is expected. All other keys are
     options. An option that is an object is described in the same way.
 
     Args:
-        imports: the modules that ``module:attribute`` may name.
-        model: for a required parameter ``model`` that the table does not give; a module, or several by name.
-        optimizer: the same for ``optimizer``. Of several by name, a text selects one.
+        imports: modules that ``module:attribute`` may name.
+        model: value of a required parameter ``model`` that the table lacks: a module, or several by name.
+        optimizer: the same for ``optimizer``. If there are several by name, the table selects one by its name.
     """
 
     def __init__(self, imports: Imports | None = None, *, model: Any = None, optimizer: Any = None) -> None:
@@ -178,12 +178,12 @@ class Maker:
         self._given = {name: value for name, value in given.items() if value is not None}
 
     def make(self, value: Any, where: str, *, expected: type | None = None, given: Mapping[str, Any] | None = None) -> Any:
-        """Return the object that ``value`` describes: the result of calling ``type`` with the options beside it.
+        """Return the object that ``value`` describes: call its ``type`` with the other keys as options.
 
-        An object that ``type`` names (neither class nor function) is not called, and an object given as ``value`` is returned.
+        If ``type`` names an object (neither class nor function), return that object. If ``value`` is an object, return it.
 
         Raises:
-            ConfigurationError: unknown names and options, wrong types, or another class than ``expected``.
+            ConfigurationError: a name or option is unknown, a type is wrong, or the object is not an ``expected``.
         """
         name, options = _split(value, where)
         made = value if name is None else self.named(value, where, expected)
@@ -199,7 +199,7 @@ class Maker:
         return made
 
     def function(self, value: Any, where: str) -> Callable[..., Any]:
-        """Return the function that ``value`` names; one with options has them filled in, a class with options is called."""
+        """Return the function that ``value`` names. Options are bound to a function; a class is called with them."""
         name, options = _split(value, where)
         found = value if name is None else self.named(value, where)
         if isinstance(value, Mapping) and isinstance(found, type):
@@ -218,7 +218,7 @@ class Maker:
         return found
 
     def named(self, value: str | Mapping[str, Any], where: str, expected: type | None = None) -> Any:
-        """Return the class, function or object that a name, or the ``type`` of a table, stands for."""
+        """Return the class, function or object of a name, or of a table's ``type``."""
         name, _ = _split(value, where)
         if not isinstance(name, str):
             return name
@@ -235,9 +235,9 @@ class Maker:
     def call(
         self, signature: Signature, table: Mapping[str, Any], where: str, *, given: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call the target of a signature with the options in a table; its own errors get ``where`` added.
+        """Call the target of a signature with the options in a table; add ``where`` to its errors.
 
-        Required parameters that are not in the table come from ``given``, then from the maker's own.
+        Required parameters that the table lacks come from ``given``, then from the maker.
         """
         values = self.decode(signature, table, where)
         given = {**self._given, **(given or {})}
@@ -261,7 +261,7 @@ class Maker:
             raise
 
     def decode(self, signature: Signature, table: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Return the options in a table, typed by a signature; raise ConfigurationError for unknown and wrong ones."""
+        """Return the options in a table, typed by a signature; raise ConfigurationError for unknown or wrong options."""
         own = {key: value for key, value in table.items() if key in signature.options}
         further = {key: value for key, value in table.items() if key not in own}
         values = {key: self._option(value, signature.options[key], inside(where, key)) for key, value in own.items()}
@@ -294,7 +294,7 @@ class Maker:
         texts = [one.annotation for one in kinds if one.form in ("text", "record")]
         others = [one for one in kinds if one.form != "text"]
         if isinstance(value, Mapping) and not is_reference(value.get("type")):
-            others.sort(key=lambda one: one.form != "table")  # a table without module:attribute is an option that is a table
+            others.sort(key=lambda one: one.form != "table")  # a mapping without module:attribute is a plain table
         for one in others:
             is_name = isinstance(value, str) and not _is_meant_as_text(value, one, texts)
             if (found := self._described(value, one, where, is_name=is_name)) is not _NOT_IT:
@@ -303,13 +303,13 @@ class Maker:
             if texts:
                 return msgspec.convert(str(value) if typed else value, functools.reduce(operator.or_, texts), strict=not typed)
         except msgspec.ValidationError:
-            pass  # told below, with the value
+            pass  # the error below shows the value
         literals = [str(one) for kind in kinds if kind.form == "text" for one in typing.get_args(kind.annotation)]
         hint = did_you_mean(value, literals) if isinstance(value, str) else ""
         raise wrong(where, f"expected {describe(annotation)}, got {kind_of(value)}{hint}")
 
     def _described(self, value: Any, kind: Member, where: str, *, is_name: bool) -> Any:
-        """Return the value for one member of a union that is more than text; ``_NOT_IT`` for another kind of value."""
+        """Return the value as one member of a union other than text, or ``_NOT_IT`` if it does not fit."""
         if kind.form == "list" and isinstance(value, list | tuple | set):
             inner = kind.inner if isinstance(kind.inner, list) else [kind.inner] * len(value)
             if len(inner) != len(value):
@@ -332,7 +332,7 @@ class Maker:
         return value if is_made else _NOT_IT
 
     def _anything(self, value: Any, where: str) -> Any:
-        """Make every table in an untyped value whose ``type`` is ``module:attribute``; the rest stays as it is."""
+        """Make an object of every table in an untyped value whose ``type`` is ``module:attribute``."""
         if isinstance(value, dict) and is_reference(value.get("type")):
             return self.make(value, where)
         if isinstance(value, dict):
@@ -343,7 +343,7 @@ class Maker:
 
 
 def _split(value: Any, where: str) -> tuple[Any, dict[str, Any]]:
-    """Return name and options of a description; None as the name of any other value."""
+    """Return the name and options of a description; for any other value the name is None."""
     if isinstance(value, str):
         return str(value), {}
     if not isinstance(value, Mapping):
@@ -361,13 +361,13 @@ def missing_type(table: Mapping[str, Any]) -> str:
 
 
 def _is_meant_as_text(value: str, kind: Member, texts: list[Any]) -> bool:
-    """True if a text names no object or class: where the option takes text, and the value looks like no name."""
+    """Return True if the option takes text and the value does not look like the name of an object or class."""
     if str in texts or kind.form == "path" or set(texts) <= {type(None)}:
         return str in texts
     return not is_reference(value) and kind_of_base(kind.base) is None
 
 
 def _raised_within_torch(error: Exception) -> bool:
-    """True if every call from here to where ``error`` was raised is in torch."""
+    """Return True if every call between here and the origin of ``error`` is in torch."""
     called = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
     return bool(called) and all(f"{name}.".startswith("torch.") for name in called)

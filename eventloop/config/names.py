@@ -1,4 +1,4 @@
-"""Names in a configuration: registered classes, ``module:attribute``, and what hooks of other systems are called.
+"""Names in a configuration: registered classes, ``module:attribute``, and names of other systems.
 
     @register
     class Histograms(Hook): ...                  # {type = "Histograms"} in a configuration
@@ -6,8 +6,7 @@
     @register(name="histograms", aliases=("HistogramHook",))
     class Histograms(Hook): ...
 
-A registered class derives from a base that was declared with :func:`registrable`: ``Hook`` is one, the package ``hooks``
-declares ``Writer`` and ``WeightAverage``.
+A registered class derives from a base that was declared with :func:`registrable`: ``Hook``, ``Writer`` or ``WeightAverage``.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _loaded = False
 
 
 def registrable(kind: str) -> Callable[[C], C]:
-    """Declare, as a decorator, a base whose subclasses can be registered; ``kind`` names one of them, such as ``"hook"``."""
+    """Declare a base class whose subclasses can be registered (a decorator); ``kind`` is a word such as ``"hook"``."""
 
     def declare(base: C) -> C:
         _bases[kind] = base
@@ -61,16 +60,17 @@ def register(cls: C, /) -> C: ...
 @overload
 def register(*, name: str | None = None, aliases: Iterable[str] = ()) -> Callable[[C], C]: ...
 def register(cls: C | None = None, /, *, name: str | None = None, aliases: Iterable[str] = ()) -> C | Callable[[C], C]:
-    """Let configurations name a class: a hook, a writer or an average. As ``@register``, or with options.
+    """Register a hook, a writer or an average for configurations: ``@register``, or ``@register(name=...)``.
+
+    A class of the same module and name replaces the earlier one (a notebook cell that runs again).
 
     Args:
         cls: the class.
-        name: its name in configurations; the name of the class by default.
+        name: its name in configurations; by default the name of the class.
         aliases: further names.
 
     Raises:
-        RegistrationError: the class derives from no registrable base, or another class has the name. Registering a class of
-            the same module and name again (a notebook cell) replaces it.
+        RegistrationError: the class does not derive from a registrable base, or another class has the name.
     """
     if cls is None:
         return lambda found: _register(found, name, tuple(aliases))
@@ -85,8 +85,7 @@ def _register(cls: C, name: str | None, aliases: tuple[str, ...]) -> C:
     entry, named, full = Registered(kind, name or cls.__name__, cls, aliases), _found[kind], _full_name(cls)
     for one in (entry.name, *aliases):
         if not isinstance(one, str) or not one or ":" in one:
-            colon = "give a name without a colon, which marks module:attribute"
-            raise RegistrationError(f"{cls.__qualname__} cannot be registered as {one!r}: {colon}")
+            raise RegistrationError(f"{cls.__qualname__} cannot be registered as {one!r}: give a name without a colon")
         if one in named and (taken := _full_name(named[one].cls)) != full:
             way_out = f'give {full} another name: @register(name="...")'
             raise RegistrationError(f"the {kind} {one!r} is already registered by {taken}; {way_out}")
@@ -101,7 +100,7 @@ def _full_name(cls: type) -> str:
 
 
 def _add_aliases(name: str, aliases: Iterable[str]) -> None:
-    """Let the classes that are registered under a name be found under further ones, unless these are taken."""
+    """Add names to the classes that are registered under ``name``, except names that are taken."""
     for named in _found.values():
         if name in named:
             entry = named[name]
@@ -125,7 +124,7 @@ def _load_builtin() -> None:
 
 
 def kind_of_base(base: type | None) -> str | None:
-    """Return the kind that a base was declared for, ``"writer"`` for ``Writer``; None for any other class."""
+    """Return the kind of a declared base, such as ``"writer"`` for ``Writer``; None for any other class."""
     _load_builtin()
     return next((kind for kind, declared in _bases.items() if declared is base), None)
 
@@ -134,18 +133,18 @@ def registered(kind: str) -> list[Registered]:
     """Return the registered classes of a kind (``"hook"``, ``"writer"``, ``"average"``), in order of registration."""
     _load_builtin()
     if kind not in _found:
-        raise UnknownNameError(f"there is no kind {kind!r}{did_you_mean(kind, _found)}; there are {', '.join(_found)}")
+        raise UnknownNameError(f"{kind!r} is not a kind{did_you_mean(kind, _found)}; the kinds are {', '.join(_found)}")
     return list({id(entry): entry for entry in _found[kind].values()}.values())
 
 
 def name_of(cls: type) -> str | None:
-    """Return the name under which a class is registered; None if it is not."""
+    """Return the registered name of a class, or None."""
     _load_builtin()
     return next((entry.name for named in _found.values() for entry in named.values() if entry.cls is cls), None)
 
 
 def find(kind: str, name: str) -> type[Any]:
-    """Return the class registered under a name or alias; raise UnknownNameError, with the nearest names, if there is none."""
+    """Return the class registered under a name or alias; raise UnknownNameError with the nearest names."""
     names = [entry.name for entry in registered(kind)]
     if name in _found[kind]:
         return _found[kind][name].cls
@@ -167,7 +166,7 @@ def is_reference(value: object) -> bool:
 
 
 def find_files_in(*folders: Path) -> list[Path]:
-    """Let modules be imported from ``folders``, after all installed ones; return the folders without doubles."""
+    """Add ``folders`` to the end of the import path; return them without duplicates."""
     unique = list(dict.fromkeys(folder.resolve() for folder in folders))
     sys.path.extend(str(folder) for folder in unique if str(folder) not in sys.path)
     importlib.invalidate_caches()
@@ -175,15 +174,15 @@ def find_files_in(*folders: Path) -> list[Path]:
 
 
 class Imports:
-    """The modules that a configuration may name, with their submodules. No other module is ever imported for it.
+    """The modules that a configuration may name, with their submodules. A configuration imports no other module.
 
     Args:
-        modules: their names, as the configuration lists them.
-        folders: of the user's files; a file that an installed module of its name hides is an error.
+        modules: names of the modules, as the configuration lists them.
+        folders: folders of the user's files; a file that an installed module of the same name hides is an error.
 
     Raises:
-        ConfigurationError: a module is not there, or is hidden by another one.
-        Exception: an error of a module that was imported, with a note.
+        ConfigurationError: a module does not exist, or another module hides it.
+        Exception: importing a module failed; the error has a note.
     """
 
     def __init__(self, modules: Sequence[str] = (), folders: Sequence[Path] = ()) -> None:
@@ -212,7 +211,7 @@ class Imports:
         return _attribute(self._load(name, where), attributes, where)
 
     def _hint(self, text: str) -> str:
-        """Return the end of the message for a text that is not a reference: what was meant, or an example."""
+        """Return a suggestion for a text that is not a reference, or an example."""
         homes = [name for name in self._modules if text.isidentifier() and hasattr(sys.modules.get(name), text)]
         module, _, name = text.rpartition(".")
         if text not in self._modules and ((homes and not text.startswith("_")) or is_reference(f"{module}:{name}")):
@@ -264,12 +263,12 @@ def _attribute(module: ModuleType, attributes: str, where: str) -> Any:
 
 
 class OptionChange(msgspec.Struct, frozen=True):
-    """The translation of an option of another system, where a new name alone does not say it."""
+    """The translation of another system's option, if a new name is not enough."""
 
-    ours: str = ""  # our name; "" where there is none
+    ours: str = ""  # our name, or "" if we have none
     also: dict[str, Any] = {}  # further options of ours that it sets
-    says_nothing: tuple[Any, ...] | None = (None,)  # values that ask only for the behaviour here, and are left out; None: all
-    instead: str = ""  # what to write for the other values
+    says_nothing: tuple[Any, ...] | None = (None,)  # values that are dropped, as they ask for our behaviour; None: all
+    instead: str = ""  # what to write instead, for the other values
 
 
 class Migration(msgspec.Struct, frozen=True):
@@ -277,9 +276,9 @@ class Migration(msgspec.Struct, frozen=True):
 
     system: str
     name: str
-    ours: tuple[str, ...] = ()  # our names for the same, the first one in its place; empty where we have none
+    ours: tuple[str, ...] = ()  # our classes for it, of which the first replaces it; empty if we have none
     options: dict[str, str | OptionChange] = {}  # its options, with our names or their changes
-    preset: dict[str, Any] = {}  # options of ours that its name implies there; given ones come first
+    preset: dict[str, Any] = {}  # options of ours that its name implies; options that are given override them
     note: str = ""  # further differences, or why we have none
     aliases: tuple[str, ...] = ()
 
@@ -293,7 +292,7 @@ class PriorityScale(msgspec.Struct, frozen=True):
     """The priorities of another system."""
 
     system: str
-    key: str  # under which the table of a hook has one there, instead of ``priority``
+    key: str  # key of a hook's table that the system uses instead of ``priority``
     names: dict[str, int]  # in capitals
 
 
@@ -302,7 +301,7 @@ _scales: dict[str, PriorityScale] = {}
 
 
 def register_migrations(table: Iterable[Migration]) -> None:
-    """Let lists of hooks use the names and options of other systems. Register the classes that these stand for before."""
+    """Let lists of hooks use the names and options of other systems. Register our classes first."""
     for entry in table:
         names = (entry.name, *entry.aliases)
         for ours in entry.ours[:1]:
@@ -314,7 +313,7 @@ def register_migrations(table: Iterable[Migration]) -> None:
 
 
 def register_priorities(scale: PriorityScale) -> None:
-    """Let the tables of hooks give their priority on the scale of another system, under its key."""
+    """Let tables of hooks give a priority on the scale of another system, under its key."""
     _scales[scale.key] = scale
 
 
@@ -325,14 +324,14 @@ def priority_scales() -> dict[str, PriorityScale]:
 
 
 def why_not_here(name: object) -> str:
-    """Return the note on a hook of another system that is not here, as the end of a message; "" for other names."""
+    """Return the note on another system's hook that we do not have, as the end of a message; "" for other names."""
     absent = [entry for entry in _migrations.get(str(name), ()) if not entry.ours]
     return f" ({absent[0].system}'s: {absent[0].note})" if absent else ""
 
 
 def translated(name: str | None, options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return options as ours, if ``name`` is also a name in another system. Options of ours stay as they are."""
-    # Of those of one name the one with most of the options, or that takes none.
+    """Return options under our names, if ``name`` is a name in another system. Options of ours stay unchanged."""
+    # Of several entries with this name, take the one that has most of the options, or that takes none.
     entries = [(len(one.options.keys() & options.keys()), not one.options, one) for one in _migrations.get(name or "", ())]
     if not entries:
         return dict(options)
@@ -344,7 +343,7 @@ def translated(name: str | None, options: Mapping[str, Any], where: str) -> dict
         change = OptionChange(change) if isinstance(change, str) else change
         theirs = f"{option} of {entry.system}'s {entry.name}"
         if change.ours in ours or (change.ours != option and change.ours in options):
-            raise wrong(inside(where, option), f"{theirs} is {change.ours} here, which is given, too")
+            raise wrong(inside(where, option), f"{theirs} is {change.ours} here, which is given, too; give one of them")
         if change.ours:
             ours[change.ours] = value
             also |= change.also

@@ -1,6 +1,6 @@
-"""A configuration as text: files in TOML, YAML and JSON, changes such as ``loop.max_epochs=3``, and words for messages.
+"""Read configurations: files in TOML, YAML and JSON, and changes such as ``loop.max_epochs=3``; parts of messages.
 
-Text gives tables, lists, strings and numbers, and never runs anything. Size, depth and repetition are bounded.
+Reading gives tables, lists, strings and numbers, and never runs code. Size, depth and repetition are bounded.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 from eventloop.errors import ConfigurationError
 
 _LARGEST_FILE = 10_000_000  # bytes
-_LARGEST_INTEGER = 10_000  # bits: fewer than Python refuses to write as a decimal number
-_MOST_VALUES = 1_000_000  # in a YAML file whose aliases are written out
-_DEEPEST = 100  # levels of tables and lists within each other
+_LARGEST_INTEGER = 10_000  # bits; Python can still write it as a decimal number
+_MOST_VALUES = 1_000_000  # in a YAML file after expanding its aliases
+_DEEPEST = 100  # levels of nested tables and lists
 _TOO_DEEP = f"is nested too deeply; a configuration has at most {_DEEPEST} levels"
-_TOO_LONG = "an integer has thousands of digits; text goes in quotes"
+_TOO_LONG = "an integer has thousands of digits; put text in quotes"
 
 # YAML 1.2's floats. PyYAML reads YAML 1.1, where 1e-3, the usual form of a learning rate, is text.
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+")
@@ -32,7 +32,7 @@ _STEP = re.compile(r'(?:^|\.)(?:"([^"]+)"|([\w-]+))|\[(-?\d{1,9})\]')
 
 
 class FromText(str):
-    """A value typed on the command line; the option that it is for decides on its type."""
+    """A value from the command line, whose option determines its type."""
 
     __slots__ = ()
 
@@ -44,7 +44,8 @@ def read(path: Path) -> dict[str, Any]:
     """Return the configuration in a ``.toml``, ``.yaml``, ``.yml`` or ``.json`` file.
 
     Raises:
-        ConfigurationError: no such file, a mistake in its syntax (with line and column), no table, or a value out of bounds.
+        ConfigurationError: the file cannot be read, has a syntax error (with line and column), does not hold a table, or a
+            value is out of bounds.
     """
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
@@ -73,7 +74,7 @@ def _text(path: Path) -> str:
 
 
 def _those_there(path: Path) -> str:
-    """Return the configurations in a folder, or in that of a file, as the end of a message."""
+    """Return the names of the configurations in a folder (or a file's folder), as the end of a message."""
     folder = path if path.is_dir() else path.parent
     found = sorted(one.name for one in folder.glob("*") if one.suffix.lower() in SUFFIXES and one.is_file())
     if not found:
@@ -92,7 +93,7 @@ def _why(error: Exception) -> str:
 
 
 def _check_bounds(value: Any) -> None:
-    """Raise ValueError for what no option can take: deep nesting, huge integers, odd keys."""
+    """Raise ValueError for deep nesting, huge integers and keys that are not text."""
     level = [value]
     for _ in range(_DEEPEST):
         if any(isinstance(one, int) and one.bit_length() > _LARGEST_INTEGER for one in level):
@@ -174,10 +175,10 @@ SUFFIXES = tuple(_READERS)
 
 
 def override(config: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
-    """Return ``config`` with changes such as ``custom_hooks[0].interval=5``. A value gets its type from the option it is for.
+    """Return ``config`` with changes such as ``custom_hooks[0].interval=5``. Each option determines the type of its value.
 
-    A missing table on the way is made. A name alone (``model = "mine:network"``) becomes a table with that ``type`` when an
-    option is given to it.
+    A change makes missing tables. A change of an option turns a name (``model = "mine:network"``) into a table with that
+    ``type``.
     """
     changed = deepcopy(config)
     for change in changes:
@@ -194,7 +195,7 @@ def override(config: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
 
 
 def parse(text: str) -> Any:
-    """Return ``text`` as a value of TOML or JSON; the text itself if it is neither."""
+    """Parse ``text`` as a value of TOML or JSON; return the text itself if both fail."""
     for parser in (lambda text: tomllib.loads(f"value = {text}")["value"], json.loads):
         with suppress(ValueError):
             return parser(text)
@@ -202,7 +203,7 @@ def parse(text: str) -> Any:
 
 
 def settle(value: Any) -> Any:
-    """Return a value with every text of the command line in it parsed, without regard to its option."""
+    """Return a value in which all text from the command line is parsed."""
     if isinstance(value, FromText):
         return parse(value)
     if isinstance(value, dict):
@@ -264,7 +265,7 @@ def wrong(where: str, message: str) -> ConfigurationError:
 
 
 def shortened(text: str, most: int = 80) -> str:
-    """Return a text for a message, cut if it is long."""
+    """Return a text for a message, cut to ``most`` characters."""
     return text if len(text) <= most else f"{text[:most]}…"
 
 
@@ -280,7 +281,7 @@ def kind_of(value: Any) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``" (did you mean 'this' or 'that'?)"``, or nothing where no name is near."""
+    """Return ``" (did you mean 'this' or 'that'?)"``, or "" if no known name is similar."""
     lower = {one.lower(): one for one in known}
     near = get_close_matches(name.lower(), lower, n=2, cutoff=0.6)
     near = near or [one for one in lower if len(name) > 2 and name.lower() in one][:2]
@@ -288,7 +289,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def check_keys(table: Mapping[str, object], known: Iterable[str], where: str, whose: str) -> None:
-    """Raise ConfigurationError for a key of ``table`` that is not among those of ``whose``."""
+    """Raise ConfigurationError for a key of ``table`` that is not in ``known``; ``whose`` names their owner."""
     names = list(dict.fromkeys(known))
     for key in table:
         if key not in names:

@@ -1,4 +1,4 @@
-"""Hooks from a configuration, and a whole training loop: model, data, optimizer, step, metrics and hooks."""
+"""Make hooks, and a whole training loop (model, data, optimizer, step, metrics), from a configuration."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from eventloop.training.metrics import Metrics
 from eventloop.training.rng import checked_seed, seed_everything
 
 Chosen = tuple[Hook, PriorityLike | None]
-"""A hook, and the priority that the configuration gives it; None keeps the hook's own."""
+"""A hook and its priority from the configuration; None keeps the hook's own priority."""
 
 registrable("hook")(Hook)
 
 
 def add_hooks(bus: Bus, hooks: Iterable[Any], *, imports: Sequence[str] = (), model: Any = None, optimizer: Any = None) -> None:
-    """Add the hooks that a configuration describes to a bus; all of them, or none if one is wrong.
+    """Add the hooks of a configuration to a bus: all of them, or none if one is invalid.
 
         add_hooks(bus, [{"type": "EMAHook", "momentum": 0.001}, {"type": "LoggerHook", "priority": "LOW"}])
 
     Args:
-        bus: gets them.
-        hooks: names, or tables with ``type`` (a registered name, a class, or ``module:attribute``), options typed by the
-            constructor's signature, and perhaps a ``priority`` and a ``name``. An option that is an object is such a table.
+        bus: the bus.
+        hooks: names, or tables with ``type`` (a registered name, a class, or ``module:attribute``), options of the
+            constructor, and optionally ``priority`` and ``name``. A table also describes an option that is an object.
         imports: modules that ``module:attribute`` may name.
-        model: for objects whose required parameter ``model`` the table does not give.
-        optimizer: the same for ``optimizer``, which schedulers have; of several, by name, the table names one.
+        model: value of a required parameter ``model`` that a table lacks.
+        optimizer: the same for ``optimizer``, such as that of a scheduler; a mapping if there are several.
 
     Raises:
-        ConfigurationError: with the position (``hooks[2].interval``), what was expected and the nearest name.
+        ConfigurationError: an entry is invalid; the message has its position (``hooks[2].interval``) and the nearest name.
         SubscribeError: as for :meth:`Bus.add`.
     """
     bus.add_chosen(hooks_in(hooks, Maker(Imports(imports), model=model, optimizer=optimizer), "hooks"))
@@ -59,7 +59,7 @@ def hooks_in(entries: Any, maker: Maker, where: str) -> list[Chosen]:
 
 
 def hook_from(entry: Any, maker: Maker, where: str) -> Chosen:
-    """Return the hook that a table, a name or a class describes; a hook is returned as it is."""
+    """Return the hook that a table, a name or a class describes, or the hook that is given."""
     if isinstance(entry, Hook):
         return entry, None
     table = {"type": entry} if isinstance(entry, str | type) else entry
@@ -88,8 +88,8 @@ def hook_from(entry: Any, maker: Maker, where: str) -> Chosen:
 def merged(defaults: Mapping[str, Mapping[str, Any]], changes: Any, where: str) -> dict[str, Any]:
     """Return ``defaults`` with the changes of a configuration, by name.
 
-    A table without ``type`` changes options, one with ``type`` replaces the hook, ``false`` (or null) switches it off, and
-    another name with ``type`` is a further hook.
+    A table without ``type`` changes options, a table with ``type`` replaces the hook, and ``false`` (or null) removes it. A new
+    name with a ``type`` adds a hook.
     """
     if not isinstance(changes, Mapping):
         raise wrong(where, f"expected a table of hooks by name, got {kind_of(changes)}")
@@ -109,7 +109,7 @@ def merged(defaults: Mapping[str, Mapping[str, Any]], changes: Any, where: str) 
         elif isinstance(value, Mapping):
             hooks[name] |= value
         else:
-            raise wrong(here, f"expected a table of options, or false for no such hook, got {kind_of(value)}")
+            raise wrong(here, f"expected a table of options, or false to remove the hook, got {kind_of(value)}")
     return hooks
 
 
@@ -141,32 +141,32 @@ _NEEDED = {
     "data": 'with a train, such as data.train = "my_module:train_loader"',
     "step": 'the function of (model, batch) that returns the loss, such as step = "my_module:step"',
 }
-# TrainLoop gets them from the other keys.
+# TrainLoop gets these from other keys.
 _NOT_OF_LOOP = ("model", "optimizer", *(f"{stage}_data" for stage in STAGES), *_STEPS, "metrics", "bus", "config")
 
 
 class Setup:
-    """A configuration, checked; :meth:`make` makes the loop.
+    """A checked configuration; :meth:`make` makes the loop.
 
     - ``imports``: modules that ``module:attribute`` may name; they are imported first
     - ``model``, ``optimizer``: one, or a table of several by name
-    - ``wrap``: under ``torchrun``, a function or class that gets the model, such as one that shards it;
+    - ``wrap``: under ``torchrun``, a function or class that takes the model, for example to shard it;
       ``DistributedDataParallel`` by default, ``false`` for none
     - ``data``: ``train``, ``val``, ``test``; ``metrics``: by name
     - ``step``, ``val_step``, ``test_step``: functions of ``(model, batch)``
     - ``loop``: all other arguments of :class:`TrainLoop`
     - ``default_hooks``: changes to the default hooks by name, see :func:`merged`; ``custom_hooks``: a list of further hooks
 
-    Each is ``module:attribute``, which is called without arguments, or a table with it as ``type`` and its arguments
-    beside it; functions with arguments have them filled in. The optimizer's ``params`` are the model's parameters. In a
-    process group, each process gets its share of the data; see :func:`eventloop.training.distributed.launch.shared`.
+    Each value is ``module:attribute``, which is called without arguments, or a table with ``type`` and its arguments. The
+    arguments of steps are bound. The optimizer's ``params`` are the model's parameters. In a process group, each process gets
+    its share of the data; see :func:`eventloop.training.distributed.launch.shared`.
 
     Attributes:
-        loop: the loop's own options, by name; may be changed before :meth:`make`.
-        tests: True if there is data to test on.
+        loop: the loop's options by name; you may change them before :meth:`make`.
+        tests: True if there is test data.
 
     Raises:
-        ConfigurationError: an unknown or missing key, a module that is not there, a wrong option of the loop.
+        ConfigurationError: a key is unknown or missing, a module does not exist, or an option of the loop is invalid.
     """
 
     def __init__(
@@ -187,9 +187,9 @@ class Setup:
         self.tests = isinstance(data := self._config["data"], Mapping) and data.get("test") is not None
 
     def make(self) -> TrainLoop:
-        """Make every object in order, and the loop last. ``loop.seed`` seeds the random numbers before."""
+        """Make every object in order, and the loop last. ``loop.seed`` seeds the random generators first."""
         if (seed := self.loop.get("seed")) is not None:
-            seed_everything(checked_seed(seed))  # the weights are drawn now, and not when the run begins
+            seed_everything(checked_seed(seed))  # before the weights are drawn
         if "device" in self.loop:
             self.loop["device"] = own_device(self.loop["device"])
         model = self._one_or_several("model", self._model)
@@ -206,7 +206,7 @@ class Setup:
             raise wrong("loop", str(error)) from error
 
     def _check_keys(self, loop: Signature) -> None:
-        """Raise ConfigurationError for an unknown key, which may be an option of a known one, and for a missing one."""
+        """Raise ConfigurationError for an unknown key (possibly an option of a known key) or a missing key."""
         inner = [*(f"loop.{name}" for name in loop.options), *(f"default_hooks.{name}" for name in self._defaults)]
         for key in map(str, self._config):
             if key not in _KEYS and not did_you_mean(key, _KEYS) and (hint := did_you_mean(key, inner)):
@@ -217,18 +217,18 @@ class Setup:
                 raise wrong(name, f"is missing: {what}")
 
     def _one_or_several(self, key: str, make: Callable[[Any, str, str], Any]) -> Any:
-        """Make an object, or those of a table by name."""
+        """Make one object, or the objects of a table by name."""
         value = self._config[key]
         if isinstance(value, Mapping) and "type" not in value and all(isinstance(one, Mapping | str) for one in value.values()):
             return {name: make(one, inside(key, name), name) for name, one in value.items()}
         return make(value, key, "")
 
     def _model(self, value: Any, where: str, _: str) -> Any:
-        """Make a model; of several processes, wrap it."""
+        """Make a model, and wrap it if there are several processes."""
         model = self._maker.make(value, where, expected=torch.nn.Module)
         wrap = self._config.get("wrap")
         if isinstance(wrap, str | Mapping):
-            self._maker.named(wrap, "wrap")  # a mistake shows in one process, too
+            self._maker.named(wrap, "wrap")  # raises in a single process, too
         elif wrap is not None and wrap is not False:
             raise wrong("wrap", f"expected a function or class, as module:attribute, or false, got {kind_of(wrap)}")
         if wrap is False or world_size() == 1 or is_parallel(model):
@@ -239,11 +239,11 @@ class Setup:
             return DistributedDataParallel(model)
         wrapped = self._maker.make(wrap, "wrap", given={"module": model, "model": model})
         if not isinstance(wrapped, torch.nn.Module | None):
-            raise wrong("wrap", f"expected a Module, or a function that changes the one it gets, got {wrapped!r}")
+            raise wrong("wrap", f"expected a function that returns a Module or changes it in place, got {wrapped!r}")
         return model if wrapped is None else wrapped
 
     def _optimizer(self, model: Any, value: Any, where: str, name: str) -> Any:
-        """Make an optimizer: of several models, for the one of its name, or for all of them."""
+        """Make an optimizer for the model of the same name, or for all models."""
         models = model if isinstance(model, Mapping) else {"": model}
         if name in models:
             model, models = models[name], {name: models[name]}
@@ -271,7 +271,7 @@ class Setup:
     def _step(self, name: str) -> Callable[..., Any]:
         step = self._maker.function(self._config[name], name)
         if isinstance(step, type):
-            way_out = "name a function, or write a table with it as type for an object of it"
+            way_out = "name a function, or write a table with the class as type to make an object"
             raise wrong(name, f"{step.__name__} is a class: {way_out}")
         return step
 
@@ -297,11 +297,11 @@ class Setup:
             twice = [f"default_hooks.{name}" for name, (hook, _) in defaults.items() if type(hook) in kinds]
             if not twice:
                 raise
-            raise wrong("custom_hooks", f"{error}; or change {', '.join(twice)}, which is there already, instead") from error
+            raise wrong("custom_hooks", f"{error}; or change the default hook {', '.join(twice)} instead") from error
 
 
 def _settled(value: Any) -> Any:
-    """Parse text of the command line that stands for a whole object; its options are parsed by their types."""
+    """Parse text of the command line that describes a whole object; options are parsed later by their types."""
     if isinstance(value, Mapping) and "type" not in value:
         return {name: _parsed(one) for name, one in value.items()}
     return _parsed(value)

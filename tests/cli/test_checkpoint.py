@@ -373,7 +373,7 @@ def test_nothing_is_overwritten_without_force(trainbus, command):
     out.write_text("before")
     result = trainbus(command, source, out)
     assert result.status == 2
-    assert f"{out} is there already; --force replaces it" in result.err
+    assert f"{out} exists already; --force replaces it" in result.err
     assert out.read_text() == "before"
     assert trainbus(command, source, out, "--force").status == 0
     assert out.stat().st_size > 1000
@@ -543,7 +543,7 @@ def test_show_and_export_take_urls(trainbus, bucket):
     assert back["head.weight"].equal(torch.full((2, 3), 4.0))
     result = trainbus("export", url, "memory://bucket/out/w.pth")
     assert result.status == 2
-    assert "memory://bucket/out/w.pth is there already; --force replaces it" in result.err
+    assert "memory://bucket/out/w.pth exists already; --force replaces it" in result.err
     assert trainbus("export", url, "memory://bucket/run/epoch_3.safetensors", "--weights", "--force").status == 2
     assert trainbus("export", url, "memory://bucket/out/w.safetensors", "--weights").status == 0
     assert [name for name in bucket.store if ".trainbus-" in name] == []

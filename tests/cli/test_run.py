@@ -150,7 +150,7 @@ def test_a_second_run_does_not_overwrite_the_first_and_resume_goes_on(here, proj
 
 
 def test_resume_without_a_run_says_what_is_missing(here, project, capsys):
-    assert "there is nothing to resume in runs: no last_checkpoint; leave --resume out" in said(
+    assert "there is nothing to resume in runs: no last_checkpoint; run without --resume" in said(
         capsys, "run", project, "--resume"
     )
 
@@ -363,9 +363,9 @@ def test_resume_from_a_checkpoint_in_a_store(here, trained, capsys):
     [
         (
             "runs/mime",
-            "--resume runs/mime: no such file or folder; without a value, --resume goes on in the newest run in runs/",
+            "--resume runs/mime: no such file or folder; without a value, --resume resumes the newest run in runs/",
         ),
-        ("configs", "there is nothing to resume in configs: no last_checkpoint; leave --resume out"),
+        ("configs", "there is nothing to resume in configs: no last_checkpoint; run without --resume"),
         ("memory://nowhere/epoch_1.safetensors", "--resume memory://nowhere/epoch_1.safetensors: no such file or folder"),
         ("://", "--resume :: no such file or folder"),
         ("configs/user_parts_for_tests.py", "configs/user_parts_for_tests.py is not a checkpoint"),

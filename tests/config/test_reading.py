@@ -77,10 +77,10 @@ def test_a_number_with_an_exponent_is_a_number_in_yaml(file, number):
         ("c.py", "", "is a .toml, .yaml or .json file; a Python file is a program: run it with python"),
         ("c.ini", "", "a configuration is a .toml, .yaml or .json file"),
         *((f"c.{suffix}", text, "is nested too deeply; a configuration has at most 100 levels") for suffix, text in DEEP),
-        ("c.toml", f"a = {'9' * 5000}", "an integer has thousands of digits; text goes in quotes"),
-        ("c.toml", f"a = 0x{'f' * 5000}", "an integer has thousands of digits; text goes in quotes"),
-        ("c.json", f'{{"a": {"9" * 5000}}}', "an integer has thousands of digits; text goes in quotes"),
-        ("c.yaml", f"a: {'9' * 5000}", "an integer has thousands of digits; text goes in quotes"),
+        ("c.toml", f"a = {'9' * 5000}", "an integer has thousands of digits; put text in quotes"),
+        ("c.toml", f"a = 0x{'f' * 5000}", "an integer has thousands of digits; put text in quotes"),
+        ("c.json", f'{{"a": {"9" * 5000}}}', "an integer has thousands of digits; put text in quotes"),
+        ("c.yaml", f"a: {'9' * 5000}", "an integer has thousands of digits; put text in quotes"),
         ("c.yaml", BOMB.format("[", "]"), "aliases repeat more than 1,000,000 values (at line 7, column 5)"),
         ("c.yaml", BOMB.format("{<<: [", "]}"), "aliases repeat more than 1,000,000 values (at line 7, column 14)"),
         ("c.yaml", "a: &a [*a]", "an alias stands within itself (at line 1, column 4)"),
@@ -173,7 +173,7 @@ def test_quoted_names_and_counts_from_the_end():
         (f"a={'{a=' * 101}1{'}' * 101}", "a: is nested too deeply; a configuration has at most 100 levels"),
         (f"{'.'.join('a' * 101)}=1", f"'{'a.' * 40}…' is not a configuration key"),
         (f"custom_hooks[{'9' * 5000}]=1", f"'custom_hooks[{'9' * 67}…' is not a configuration key"),
-        (f"a=0x{'f' * 5000}", "a: an integer has thousands of digits; text goes in quotes"),
+        (f"a=0x{'f' * 5000}", "a: an integer has thousands of digits; put text in quotes"),
     ],
 )
 def test_a_change_that_leads_nowhere_says_where(change, message):

@@ -240,11 +240,14 @@ def test_mmengines_default_hooks_are_accepted_as_they_are():
         (
             {"default_hooks": {"ema": "EMAHook"}, "custom_hooks": ["EMAHook"]},
             "custom_hooks: two hooks with state are named 'EMAHook', and a checkpoint keeps state by name; give one of them "
-            "another `name`; or change default_hooks.ema, which is there already, instead",
+            "another `name`; or change the default hook default_hooks.ema instead",
         ),
         ({"custom_hooks": ["EMAHook", "EMAHook"]}, "two hooks with state are named 'EMAHook'"),
         ({"default_hooks": ["EMAHook"]}, "default_hooks: expected a table of hooks by name, got a list"),
-        ({"default_hooks": {"ema": 3}}, "default_hooks.ema: expected a table of options, or false for no such hook, got int 3"),
+        (
+            {"default_hooks": {"ema": 3}},
+            "default_hooks.ema: expected a table of options, or false to remove the hook, got int 3",
+        ),
         ({"imports": "torch"}, "imports: expected a list of modules, such as [\"my_module\"], got 'torch'"),
     ],
 )

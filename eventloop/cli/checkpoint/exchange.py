@@ -30,18 +30,18 @@ def export(
 
     Args:
         file: a checkpoint, or its URL; it is verified.
-        out: a .pth file, or with --weights a .safetensors; or a URL.
-        weights: only the state_dict, for inference: the averages, if there are.
-        raw: with --weights: as they were trained, without averaging.
-        strip: with --weights: leave module. and _orig_mod. out of the names.
-        model: with --weights: name of the model, where there are several.
+        out: a .pth file, with --weights also a .safetensors file; or a URL.
+        weights: only the state_dict, for inference; averaged weights if there are any.
+        raw: with --weights: the raw weights, without averaging.
+        strip: with --weights: remove module. and _orig_mod. from names.
+        model: with --weights: name of the model, if there are several.
         force: replace OUT.
     """
     for option, given in (("raw", raw), ("strip", strip), ("model", model)):
         if given and not weights:
             raise CheckpointError(f"--{option} goes with --weights")
     if out.suffix == ".safetensors" and not weights:
-        raise CheckpointError(f"{out}: a checkpoint is safetensors already; with --weights, only its weights")
+        raise CheckpointError(f"{out}: a checkpoint is safetensors already; give --weights to export only its weights")
     check_file(file)
     check_kind(file)
     _check_free(file, out, force=force)
@@ -56,7 +56,7 @@ def export(
 
 
 def import_(file: Path, out: FileOrURL, /, *, force: bool = False) -> int:
-    """Make a checkpoint of a file of torch.save, MMEngine's included; no code of the file is run.
+    """Make a checkpoint from a file of torch.save (also of MMEngine); no code of the file is run.
 
     Args:
         file: a .pth file (or .pt, .ckpt …).
@@ -79,11 +79,7 @@ def import_(file: Path, out: FileOrURL, /, *, force: bool = False) -> int:
 
 
 def _raw_key(file: AnyPath) -> str:
-    """Return the key of the trained weights in a checkpoint that has averages, too.
-
-    Raises:
-        CheckpointError: it has none.
-    """
+    """Return the key of the raw weights in a checkpoint; raise CheckpointError if it has no averages."""
     from hooks.ema import RAW_WEIGHTS
 
     tree = outline(file)
@@ -93,7 +89,7 @@ def _raw_key(file: AnyPath) -> str:
 
 
 def _converted(tree: Any) -> tuple[Any, dict[str, str]]:
-    """Return the state to save of ``tree``, and notes on it."""
+    """Return the checkpoint of a tree, and notes for the user."""
     if (converted := checkpoint.convert_foreign(tree)) is not None:
         return converted
     if checkpoint.is_weights(tree):
@@ -109,8 +105,8 @@ def _converted(tree: Any) -> tuple[Any, dict[str, str]]:
 
 
 def _check_free(file: AnyPath, out: AnyPath, *, force: bool) -> None:
-    """Raise CheckpointError if ``out`` is there without ``force``, is ``file`` itself, or its directory is missing."""
-    if not isinstance(out, RemotePath) and not out.parent.is_dir():  # in a store a directory is there with its first file
+    """Raise CheckpointError if ``out`` exists (without ``force``), is ``file`` itself, or its directory does not exist."""
+    if not isinstance(out, RemotePath) and not out.parent.is_dir():  # a remote directory begins with its first file
         raise CheckpointError(f"{out.parent}: no such directory")
     if out.is_dir():
         raise CheckpointError(f"{out} is a directory")
@@ -118,4 +114,4 @@ def _check_free(file: AnyPath, out: AnyPath, *, force: bool) -> None:
     if there and file.exists() and status_of(out).identity == status_of(file).identity:
         raise CheckpointError(f"{out} is the file that is read; give another name")
     if there and not force:
-        raise CheckpointError(f"{out} is there already; --force replaces it")
+        raise CheckpointError(f"{out} exists already; --force replaces it")

@@ -24,7 +24,7 @@ _STYLES = {"complete": "green", "verified": "bold green", "damaged": "bold red",
 
 
 class Found(msgspec.Struct):
-    """A file (several names may be one file), and what was found out about it."""
+    """A file with all its names, its state and its progress."""
 
     names: list[AnyPath]
     status: Status
@@ -34,21 +34,21 @@ class Found(msgspec.Struct):
 
     @property
     def is_bad(self) -> bool:
-        """True if it is damaged or cannot be read."""
+        """True if the file is damaged or cannot be read."""
         return self.state in ("damaged", "unreadable")
 
     def age(self) -> tuple[bool, tuple[int, ...], float]:
-        """Return a key that sorts by how far the run had come, and not by when a file was copied; unknown progress last."""
+        """Return a sort key: the progress of the run, then the time of change; unknown progress is last."""
         progress = how_far({"progress": self.progress}) if self.progress else ()
         return not progress, progress, self.status.modified or 0.0
 
 
 def ls(directory: FileOrURL, /, *, verify: bool = False) -> int:
-    """List the checkpoints of a directory: how far each has come, which is the newest, which are one file.
+    """List the checkpoints of a directory: progress, the newest one, and names of the same file.
 
     Args:
-        directory: or its URL, such as s3://bucket/run.
-        verify: read every byte and check the digests, not the headers alone.
+        directory: a directory, or its URL, such as s3://bucket/run.
+        verify: read every byte and check the digests, not only the headers.
     """
     files = sorted((_examined(found, every_byte=verify) for found in _find(directory)), key=Found.age)
     console = to_terminal()
@@ -66,7 +66,7 @@ def ls(directory: FileOrURL, /, *, verify: bool = False) -> int:
         say(console, (found.problem, _STYLES[found.state]))
     for name in sorted(path.name for path, _ in list_files(directory)):
         if name.startswith(TEMPORARY_PREFIX) and name.endswith(".tmp"):
-            say(console, ("unfinished: ", "yellow"), f"{name}, of a save that was cut off or is under way")
+            say(console, ("unfinished: ", "yellow"), f"{name}, from a save that was killed or is still running")
     return int(bool(bad))
 
 
@@ -75,7 +75,7 @@ def verify_all(path: FileOrURL, /, *more: FileOrURL) -> int:
 
     Args:
         path: a checkpoint, a directory, or a URL of one.
-        more: further ones.
+        more: further checkpoints, directories or URLs.
     """
     console = to_terminal()
     files: list[Found] = []
@@ -97,7 +97,7 @@ def verify_all(path: FileOrURL, /, *more: FileOrURL) -> int:
 
 
 def _named(paths: list[AnyPath]) -> Iterator[Found]:
-    """Yield the files that a user has named, and those of directories; a directory without any is an error."""
+    """Yield the named files, and the files of named directories; a directory without checkpoints is an error."""
     for path in paths:
         if not path.is_dir():
             check_file(path)
@@ -110,7 +110,7 @@ def _named(paths: list[AnyPath]) -> Iterator[Found]:
 
 
 def _find(directory: AnyPath) -> list[Found]:
-    """Return the checkpoint files of a directory by name, one for all names that a file has."""
+    """Return the checkpoint files of a directory, sorted by name, with all names of each file."""
     if not directory.exists():
         raise CheckpointError(f"{directory}: no such directory")
     if not directory.is_dir():
@@ -118,14 +118,14 @@ def _find(directory: AnyPath) -> list[Found]:
     found: dict[object, Found] = {}
     for path, modified in sorted(list_files(directory), key=lambda file: _natural(file[0].name)):
         if not path.name.startswith(".") and path.suffix == ".safetensors":
-            with suppress(OSError):  # removed this very moment, or a link that leads nowhere
+            with suppress(OSError):  # just removed, or a broken link
                 status = status_of(path, modified)
                 found.setdefault(status.identity, Found([], status)).names.append(path)
     return list(found.values())
 
 
 def _natural(name: str) -> tuple[bool, int, str]:
-    """Sort the regular name of a file before ``best_…``, and epoch_9 before epoch_10."""
+    """Return a sort key: regular names before ``best_…``, epoch_9 before epoch_10."""
     return name.startswith("best_"), len(name), name
 
 
@@ -143,7 +143,7 @@ def _examined(found: Found, *, every_byte: bool) -> Found:
         found.state, found.problem = "damaged", str(error)
         if file_kind(path) == "plain safetensors":
             found.state, found.problem = "weights", ""
-    except (CheckpointError, OSError) as error:  # of a newer version; a store that does not answer
+    except (CheckpointError, OSError) as error:  # such as a newer version, or a store that does not answer
         found.state, found.problem = "unreadable", str(error)
     return found
 
@@ -172,7 +172,7 @@ def _count(value: object) -> str:
 
 
 def _when(seconds: float | None) -> str:
-    """Return a time like ``ls -l``: the time of day within half a year, the year before."""
+    """Return a time like ``ls -l``: with the time of day in the last half year, else with the year."""
     if seconds is None:
         return "-"
     recent = abs(time.time() - seconds) < 182 * 86400

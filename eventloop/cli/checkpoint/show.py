@@ -17,22 +17,22 @@ from eventloop.cli.common import FileOrURL, Positive, check_file, check_kind, pr
 from eventloop.errors import CheckpointError
 
 _DEPTH: Final = 2
-_MANY: Final = 20  # entries of one level, of a whole checkpoint without --depth
-_LONG: Final = 4096  # bits of an integer that a reader of JSON may refuse as a number
-_SHORT: Final = 60  # characters of a container that is shown in its line
+_MANY: Final = 20  # entries per level without --depth and --key
+_LONG: Final = 4096  # bits from which a JSON reader may refuse an integer
+_SHORT: Final = 60  # characters of a container that fits in its line
 
 Parts = list[str | tuple[str, str]]
 """One line of output, for :func:`say`."""
 
 
 def show(file: FileOrURL, /, *, key: str | None = None, depth: Positive | None = None, json: bool = False) -> int:
-    """Show what a checkpoint holds: names, shapes, dtypes, numbers. No tensor is read, so nothing is verified.
+    """Show the contents of a checkpoint: names, shapes, dtypes, numbers. Tensors are not read, so nothing is verified.
 
     Args:
         file: a checkpoint, or its URL.
         key: only this part, such as state_dict.head or optimizer.optimizer.state.0.
-        depth: levels to show; by default 2, all of them with --json.
-        json: for programs; NaN and infinities are texts.
+        depth: levels to show; by default 2, with --json all.
+        json: print JSON; NaN and infinities are strings.
     """
     check_file(file)
     check_kind(file)
@@ -55,12 +55,12 @@ def show(file: FileOrURL, /, *, key: str | None = None, depth: Positive | None =
 def find(tree: Any, key: str) -> tuple[str, Any]:
     """Return the part of a tree at a dotted path, with the path of its container.
 
-    Keys may have dots themselves. The beginning of several keys (``state_dict.head``) finds all of them.
+    Keys may contain dots. A common prefix of several keys (``state_dict.head``) finds all of them.
     """
     part, rest, done = tree, key, ""
     while rest:
         children = dict(_children(part))
-        # The longest key first: {"a": {"b": 1}, "a.b": 2} has two answers.
+        # The longest key first: a.b has two meanings in {"a": {"b": 1}, "a.b": 2}.
         name = next((each for each in sorted(children, key=len, reverse=True) if f"{rest}.".startswith(f"{each}.")), None)
         if name is None:
             group = {each: value for each, value in children.items() if f"{each}.".startswith(f"{rest}.")}
@@ -76,7 +76,7 @@ def find(tree: Any, key: str) -> tuple[str, Any]:
 
 
 class Outline:
-    """A tree as lines of text or as JSON; a tied tensor is shown with the path where it was met first.
+    """A tree as lines of text or as JSON; a tied tensor refers to its first path.
 
     Args:
         tree: the whole tree.
@@ -107,7 +107,7 @@ class Outline:
             yield [indent, (f"… {left:,} more: {f'--key {path}' if path else f'--depth {_DEPTH}'}", "dim")]
 
     def as_json(self, path: str, value: Any, depth: float) -> Any:
-        """Return the part at ``path`` as values of JSON, down to ``depth`` levels; a container below is described in words."""
+        """Return the part at ``path`` as JSON values, down to ``depth`` levels; deeper containers become a short text."""
         if isinstance(value, torch.Tensor):
             facts = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
             first = self._first[id(value)]
@@ -148,7 +148,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _tensors(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor with its path, the same one at all of its paths."""
+    """Yield every tensor with its path; a tied tensor comes at each of its paths."""
     if isinstance(value, torch.Tensor):
         yield path, value
     for name, child in _children(value):
@@ -165,7 +165,7 @@ def _summary(value: Any) -> str:
 def _text(value: Any) -> str:
     try:
         return repr(value)
-    except ValueError:  # Python refuses to make decimal digits of an integer that has thousands of them
+    except ValueError:  # Python refuses to print an integer of thousands of digits
         return hex(value) if isinstance(value, int) else f"{type(value).__name__} of {len(value):,}"
 
 
