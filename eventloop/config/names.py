@@ -343,7 +343,7 @@ def translated(name: str | None, options: Mapping[str, Any], where: str) -> dict
         change = OptionChange(change) if isinstance(change, str) else change
         theirs = f"{option} of {entry.system}'s {entry.name}"
         if change.ours in ours or (change.ours != option and change.ours in options):
-            raise wrong(inside(where, option), f"{theirs} is {change.ours} here, which is given, too; give one of them")
+            raise wrong(inside(where, option), f"{theirs} is {change.ours} here, which is given, too")
         if change.ours:
             ours[change.ours] = value
             also |= change.also

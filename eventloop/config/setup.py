@@ -109,7 +109,7 @@ def merged(defaults: Mapping[str, Mapping[str, Any]], changes: Any, where: str) 
         elif isinstance(value, Mapping):
             hooks[name] |= value
         else:
-            raise wrong(here, f"expected a table of options, or false to remove the hook, got {kind_of(value)}")
+            raise wrong(here, f"expected a table of options, or false to remove it, got {kind_of(value)}")
     return hooks
 
 

@@ -249,11 +249,11 @@ def test_an_option_without_an_equivalent_may_say_what_is_done_anyway(entry):
         ),
         (
             dict(type="CheckPointHook", iter_period=5, epoch_period=1),
-            "hooks[0].epoch_period: epoch_period of iMIX's CheckPointHook is interval here, which is given, too; give one of them",
+            "hooks[0].epoch_period: epoch_period of iMIX's CheckPointHook is interval here, which is given, too",
         ),
         (
             dict(type="EvaluateHook", eval_period=5, period=5, function=evaluate),
-            "hooks[0].eval_period: eval_period of iMIX's EvaluateHook is period here, which is given, too; give one of them",
+            "hooks[0].eval_period: eval_period of iMIX's EvaluateHook is period here, which is given, too",
         ),
         (dict(type="EvaluateHook", eval_period="x", function=evaluate), "hooks[0].period: expected int, got str 'x'"),
         (dict(type="CheckPointHook", max_num_checkpoints="x"), "hooks[0].max_keep_ckpts: expected int, got str 'x'"),

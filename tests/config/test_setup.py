@@ -246,7 +246,7 @@ def test_mmengines_default_hooks_are_accepted_as_they_are():
         ({"default_hooks": ["EMAHook"]}, "default_hooks: expected a table of hooks by name, got a list"),
         (
             {"default_hooks": {"ema": 3}},
-            "default_hooks.ema: expected a table of options, or false to remove the hook, got int 3",
+            "default_hooks.ema: expected a table of options, or false to remove it, got int 3",
         ),
         ({"imports": "torch"}, "imports: expected a list of modules, such as [\"my_module\"], got 'torch'"),
     ],
