@@ -1,4 +1,4 @@
-"""The bus: subscribe, publish, describe. How it opens and closes is in ``lifecycle``."""
+"""The bus: subscribe, publish, describe. Module ``lifecycle`` opens and closes it."""
 
 from __future__ import annotations
 
@@ -30,16 +30,19 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 class Bus(TypedOn, Lifecycle):
     """An in-process event bus. Plain handlers run inline, in order of priority; async and blocking ones are offloaded.
 
-    Inline handlers work at any time. Offloaded ones need the bus to be open: ``with bus:``, which a ``Run`` or
-    ``TrainLoop`` does by itself, runs async handlers in an event loop on a thread of the bus; ``async with bus:`` runs them
-    as tasks of the event loop around it, asyncio's or trio's. A clean exit waits until everything is delivered. After its
-    timeout async handlers are cancelled; one that does not end is left behind, with a warning that names it.
+    Inline handlers run at any time. Offloaded handlers need an open bus:
+
+    - ``with bus:`` runs async handlers in an event loop on a thread of the bus. ``Run`` and ``TrainLoop`` open it in this way.
+    - ``async with bus:`` runs them as tasks of the surrounding event loop, asyncio's or trio's.
+
+    A clean exit waits until everything is delivered. After the timeout the bus cancels async handlers, and abandons a handler
+    that does not end, with a warning that names it.
 
     Args:
-        backend: of the event loop thread for async handlers, ``"asyncio"`` (on uvloop where that is installed) or ``"trio"``.
-        timing: measure every call (``stats.seconds``); costs two clock reads per handler, nothing when off.
+        backend: event loop of the bus's thread, ``"asyncio"`` (on uvloop if it is installed) or ``"trio"``.
+        timing: measure every call (``stats.seconds``), for two clock reads per handler.
         drain_timeout: seconds that a clean exit waits for offloaded handlers before it raises OffloadError.
-        abort_timeout: the same for an exit by exception, which then reports what is left instead of raising.
+        abort_timeout: seconds that an exit by exception waits; it then logs undelivered events instead of raising.
     """
 
     @check_options
@@ -52,7 +55,7 @@ class Bus(TypedOn, Lifecycle):
         abort_timeout: Seconds = 5.0,
     ) -> None:
         super().__init__(backend=backend, drain_timeout=drain_timeout, abort_timeout=abort_timeout)
-        self._routes: dict[type, Route | None] = {}  # of an event that is not in there, the next publish compiles the route
+        self._routes: dict[type, Route | None] = {}  # publishing an event without an entry compiles its route
         self._subscriptions: tuple[Subscription, ...] = ()
         self._hooks: tuple[Hook, ...] = ()
         self._counts: dict[str, Count] = {}
@@ -81,7 +84,7 @@ class Bus(TypedOn, Lifecycle):
         try:
             made = Stream[Any](subscription, cast("Lane", subscription.lane), self._interrupt)
         except RuntimeError as error:
-            raise BusStateError(f"bus.stream() is for async code, and there is no event loop here: {error}") from None
+            raise BusStateError(f"bus.stream() needs a running event loop; call it in async code: {error}") from None
         with self._lock:
             self._insert([subscription])
             if self._over:
@@ -92,7 +95,7 @@ class Bus(TypedOn, Lifecycle):
         """Cancel every subscription of a function or of a hook, or one :class:`Subscription`.
 
         Raises:
-            SubscribeError: there is none on this bus.
+            SubscribeError: this bus has no such subscription.
         """
         with self._lock:
             gone = [one for one in self._subscriptions if what is one or what == one.handler or what is one.hook]
@@ -102,20 +105,20 @@ class Bus(TypedOn, Lifecycle):
             self.remove(*gone)
 
     def add(self, *hooks: Hook, priority: PriorityLike | None = None) -> None:
-        """Subscribe the mount-point methods of hooks; all of them, or none if one is wrong.
+        """Subscribe the mount-point methods of hooks: all hooks, or none if one is invalid.
 
         Args:
             *hooks: objects of :class:`Hook` classes.
-            priority: of all their methods, instead of the priorities of class and ``@mount``.
+            priority: priority of all their methods, instead of those of the class and ``@mount``.
 
         Raises:
-            SubscribeError: an unknown mount point, wrong options, a hook that is on the bus already, or two hooks with state
-                under one name.
+            SubscribeError: a mount point is unknown, an option is invalid, a hook is on the bus already, or two hooks with
+                state have the same name.
         """
         self.add_chosen([(hook, priority) for hook in hooks])
 
     def add_chosen(self, chosen: Iterable[tuple[Hook, PriorityLike | None]]) -> None:
-        """Add hooks with a priority each, None leaving it to the hook; all of them, or none if one is wrong."""
+        """Add hooks with a priority each (None for the hook's own): all hooks, or none if one is invalid."""
         hooks, subscriptions = [], []
         for hook, priority in chosen:
             hooks.append(hook)
@@ -130,23 +133,23 @@ class Bus(TypedOn, Lifecycle):
     def watch(self, model: torch.nn.Module, *patterns: str) -> Watch:
         """Publish the module events of submodules: ``before_`` and ``after_module_forward``, ``_module_backward``.
 
-        A module has no hook as long as its events have no subscriber. Events are published while the bus is open; if all
-        subscribers are inline, also while it is not. Filters count the events of all modules together.
+        A module has no torch hook while its events have no subscriber. Events are published while the bus is open, and also
+        while it is not if all subscribers are inline. Filters count the events of all modules together.
 
         Backward events have the limits of torch's full backward hooks. The module's inputs and outputs become views, so an
-        in-place operation on them (``ReLU(inplace=True)`` right behind or before the module) raises. What does not require
-        gradients has None for one. On a GPU they are published on autograd's thread.
+        in-place operation on them (``ReLU(inplace=True)`` right before or after the module) raises an error. A tensor that does
+        not require gradients has None as its gradient. On a GPU autograd's thread publishes them.
 
         A model under ``torch.compile`` has a graph break at each watched module, so ``fullgraph=True`` is an error. The first
-        subscription after the model was compiled has it compiled again, once.
+        subscription after compiling recompiles the model once.
 
         Args:
-            model: also wrapped (``torch.compile``, data parallel); names are those without the wrapper. Held weakly.
-            *patterns: of qualified names, as :func:`fnmatch.fnmatchcase` takes them: ``"encoder"`` is one module,
-                ``"encoder.*"`` all below it: ``*`` also matches dots. Without any, all modules and the model itself, ``""``.
+            model: a model, also inside a wrapper (``torch.compile``, data parallel), which names do not contain. Held weakly.
+            *patterns: patterns of qualified names for :func:`fnmatch.fnmatchcase`: ``"encoder"`` is one module, ``"encoder.*"``
+                all modules below it (``*`` also matches dots). Without patterns: all modules, and the model itself as ``""``.
 
         Raises:
-            SubscribeError: a pattern that matches nothing (or only containers that are never called); names the nearest.
+            SubscribeError: a pattern matches nothing, or only containers that are never called.
         """
         watch = Watch(model, patterns, self._unwatch)
         with self._lock:
@@ -172,18 +175,18 @@ class Bus(TypedOn, Lifecycle):
         Safe from any thread; never awaits.
 
         Raises:
-            Exception: an inline handler raised it (unchanged, with a note that names handler, mount point and iteration), or
-                an offloaded handler with ``on_error="raise"`` did since the last publish.
+            Exception: the error of an inline handler, with a note that names handler, mount point and iteration; or of an
+                offloaded handler with ``on_error="raise"`` since the last publish.
             LaneClosedError: an offloaded handler is subscribed and the bus is not open.
         """
         try:
             route = self._routes[type(event)]
         except KeyError:
-            route = self._publish_anew  # called below: what it raises is not in the context of this KeyError
+            route = self._publish_anew  # called below, so that its errors do not have this KeyError as context
         if route is not None:
             route(event)
 
-    # CPython begins the error of a call with wrong arguments with this. Taking any, to explain it, costs each publish 10 %.
+    # CPython begins its error for wrong arguments with this name. Taking *args to explain the mistake costs a publish 10 %.
     publish.__qualname__ = (
         "bus.publish takes an event that was made, bus.publish(Ev(x=1)); run.publish(Ev, x=1) makes one: publish"
     )
@@ -204,12 +207,12 @@ class Bus(TypedOn, Lifecycle):
     # ------------------------------------------------------------------------------------------------ looking in
 
     def describe(self, *, stats: bool = False) -> Description:
-        """Return the hook table, in the order of a run: print it (rich or plain), or read its ``rows``."""
+        """Return the hook table in the order of a run, to print (rich or plain) or to read (``rows``)."""
         check_value("stats", stats, bool)
         return describe(self._subscriptions, stats=stats or self._timing, ranks=self._world_size > 1)
 
     def explain(self, event: type[Event] | str) -> Source:
-        """Return the source of the function compiled for ``event``, to print or to look at in a prompt."""
+        """Return the source of the function that is compiled for ``event``."""
         event_type = resolve(event)
         return route_source(event_type, self._heard_by(event_type), timing=self._timing)
 
@@ -219,7 +222,7 @@ class Bus(TypedOn, Lifecycle):
 
     @property
     def timing(self) -> bool:
-        """Whether calls are measured; may be switched at any time, from the next publish on."""
+        """True if calls are measured. A change takes effect with the next publish."""
         return self._timing
 
     @timing.setter
@@ -237,7 +240,7 @@ class Bus(TypedOn, Lifecycle):
         return {"hooks": hooks, "publishes": {name: count.value for name, count in self._counts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give every hook its state back; a hook without saved state, or a state without hook, is a warning."""
+        """Restore the state of every hook; warn about a hook without saved state, and about state without a hook."""
         load_state(self._hooks, state["hooks"])
         for name, value in state["publishes"].items():
             self._counts.setdefault(name, Count()).value = value
@@ -245,25 +248,25 @@ class Bus(TypedOn, Lifecycle):
     # --------------------------------------------------------------------------- for subscriptions and their lanes
 
     def set_rank(self, rank: int, world_size: int) -> None:
-        """Set the rank of this process; a run does. Handlers for other ranks are not called."""
+        """Set the rank of this process, as a run does. The bus does not call handlers for other ranks."""
         with self._lock:
             if (rank, world_size) != (self._rank, self._world_size):
                 self._rank, self._world_size = rank, world_size
                 self._routes.clear()
 
     def fail(self, subscription: Subscription, error: BaseException) -> None:
-        """Have ``error`` raised by the next publish or drain on the training thread, or by close.
+        """Raise ``error`` at the next publish or drain on the training thread, or at close.
 
-        That is the thread with an open run; without one, any that is not the bus's own. Of several errors of one subscription
-        the first is kept.
+        The training thread is the thread with an open run; without a run, any thread but the bus's own. The first error of a
+        subscription is kept.
         """
         with self._lock:
             self._failures.setdefault(subscription, error)
-            # Without its route, the next publish of any event calls raise_failures. Checking at each publish would cost time.
+            # Without routes, the next publish of any event calls raise_failures, so that a publish need not check.
             self._routes.clear()
 
     def remove(self, *subscriptions: Subscription) -> None:
-        """End subscriptions; those that have ended already are skipped."""
+        """End subscriptions that are still active."""
         with self._lock:
             gone = [one for one in subscriptions if one.active]
             self._replace([one for one in self._subscriptions if one not in gone], changed=gone)
@@ -287,22 +290,22 @@ class Bus(TypedOn, Lifecycle):
             self._replace(merged, changed=new)
 
     def _replace(self, subscriptions: list[Subscription], changed: list[Subscription]) -> None:
-        """Replace the subscriptions and drop the routes of changed ones; a publish under way goes on with the route it has."""
+        """Replace the subscriptions, and drop the routes of changed ones. A publish in progress keeps its route."""
         names = {name for subscription in changed for name in subscription.mount_points}
         self._subscriptions = tuple(subscriptions)
-        for kind in list(self._routes):  # a signal handler may publish meanwhile
+        for kind in list(self._routes):  # a copy, because a signal handler may publish
             if not names.isdisjoint(lineage(kind)):
                 self._routes.pop(kind, None)
         self._attach()
 
     def _attach(self) -> None:
-        """Have hooks on watched modules for the events that have subscribers and can be delivered."""
+        """Attach hooks to watched modules for the events that have subscribers and can be delivered."""
         if self._watches:
             self._watches.attach([kind for kind in KINDS if self._delivers(kind)], self.publish)
 
     def _delivers(self, event_type: type[Event]) -> bool:
         heard = self._heard_by(event_type)
-        # Without a run the bus is idle, and calling the model must not fail for want of an offloaded handler's consumer.
+        # On an idle bus an offloaded handler has no consumer, and calling the model must not fail for that.
         return bool(heard) and (self._state != "idle" or all(one.mode in ("inline", "stream") for one in heard))
 
     def _unwatch(self, watch: Watch) -> None:
@@ -330,7 +333,7 @@ class Bus(TypedOn, Lifecycle):
             route(event)
 
     def _find_route(self, event_type: type[Event]) -> Route | None:
-        """Return the route of an event, None where it has no subscriber."""
+        """Return the route of an event, or None if it has no subscriber."""
         with self._lock:
             if self._inert:
                 return None
@@ -349,10 +352,10 @@ class Bus(TypedOn, Lifecycle):
         self.remove(*(one for one in self._subscriptions if one.mode == "stream"))
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        raise TypeError("a bus cannot be copied or pickled: it has threads and subscribers; make one where it is needed")
+        raise TypeError("a bus cannot be copied or pickled, because it has threads and subscribers; make a new bus instead")
 
     def become_inert(self) -> None:
-        """Disable this copy of a bus in a forked child: it calls no handler any more."""
+        """Disable this copy of a bus in a forked child, so that it calls no handler."""
         super().become_inert()
         self._routes.clear()
         for subscription in self._subscriptions:

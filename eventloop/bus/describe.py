@@ -38,11 +38,11 @@ class Description(msgspec.Struct, frozen=True):
     ranks: bool = False
 
     def __rich__(self) -> RenderableType:
-        # Narrow enough for a terminal of 80 columns: the mount point stands over its hooks, the lane beside the mode.
+        # To fit 80 columns, the mount point is above its hooks, and the lane is beside the mode.
         table = Table(title="Hooks in the order of a run", title_justify="left", box=None, padding=(0, 1, 0, 0))
         table.add_column("mount point, hook", no_wrap=True)
         table.add_column("priority", no_wrap=True)
-        table.add_column("runs")  # this and the filter give way where it is narrow, the longer one first, in two lines
+        table.add_column("runs")  # this column and the filter wrap in a narrow terminal
         table.add_column("filter")
         if self.ranks:
             table.add_column("ranks", no_wrap=True)
@@ -70,7 +70,7 @@ class Description(msgspec.Struct, frozen=True):
 
 
 def describe(subscriptions: Sequence[Subscription], *, stats: bool, ranks: bool = False) -> Description:
-    """Build the table from subscriptions in dispatch order; those to every event, or to a user's own group, come last, once."""
+    """Build the table from subscriptions in dispatch order. Subscriptions to ``Event`` or to a user's group come last, once."""
     pairs = [
         (name, one)
         for name in mount_points()
@@ -96,7 +96,7 @@ def describe(subscriptions: Sequence[Subscription], *, stats: bool, ranks: bool 
 
 
 def _listed_apart(mount_point: str) -> bool:
-    """Return True for ``Event`` and for groups that users declare: one row for each of their events would say the same."""
+    """Return True for ``Event`` and for groups that users declare, which have one row instead of one per event."""
     event = resolve(mount_point)
     return event is Event or (event.group and mount_point not in BUILTIN)
 
@@ -110,7 +110,7 @@ _MODES = {"inline": "inline"} | {
 
 
 def _lane(subscription: Subscription) -> str:
-    """Return capacity and policy; the byte budget and the timeout, where there are any."""
+    """Return the lane's capacity and policy, and its byte budget and timeout if it has them."""
     lane = subscription.lane
     if lane is None:
         return ""
@@ -123,13 +123,13 @@ def _lane(subscription: Subscription) -> str:
 
 
 def _short(row: Row) -> str:
-    """Return the hook's name alone where its method is named like the mount point, as it nearly always is."""
+    """Return the hook's name without its method, if the method has the name of the mount point."""
     hook, _, method = row.label.rpartition(".")
     return hook if hook and method in lineage(resolve(row.mount_point)) else row.label
 
 
 def _figures(stats: Stats) -> tuple[str, str]:
-    """Return the events (dropped and failed ones named) and milliseconds on the publishing thread."""
+    """Return the number of events (with dropped and failed ones), and milliseconds on the publishing thread."""
     events = str(stats.delivered or stats.calls or "")
     if stats.dropped or stats.failed:
         events += f" ({stats.dropped} dropped, {stats.failed} failed)"

@@ -1,4 +1,4 @@
-"""Filters decide which events a subscription hears. They combine: all must agree.
+"""Filters select the events of a subscription. An event must pass all filters.
 
 ``every``, ``once``, ``after`` and ``before`` compare the event's *count* ``v``, which starts at 1 and comes from the progress
 of the run, so that it survives a resume:
@@ -51,7 +51,7 @@ class Filter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     before: int | None = None
     when: Callable[[Any], object] | None = None
     every_seconds: float | None = None
-    due: Callable[[], bool] | None = None  # kept here, because routes are compiled anew whenever a subscription changes
+    due: Callable[[], bool] | None = None  # kept here, because a route is recompiled when a subscription changes
 
     @property
     def counted(self) -> bool:
@@ -61,7 +61,7 @@ class Filter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     def terms(self, suffix: str) -> tuple[list[str], dict[str, Any]]:
         """Return the Python terms (of ``v`` and ``event``) that must all hold, cheapest first, and the objects they name.
 
-        ``suffix`` makes the names of those objects unique within one compiled route.
+        ``suffix`` makes the names of these objects unique in a compiled route.
         """
         terms: list[str] = []
         bound: dict[str, Any] = {}
@@ -78,7 +78,7 @@ class Filter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             bound[f"_when_{suffix}"] = self.when
             terms.append(f"_when_{suffix}(event)")
         if self.due is not None:
-            # Last, because asking starts the next interval: it must only be asked when all else agrees.
+            # Last, because the call starts the next interval: call it only if all other terms hold.
             bound[f"_due_{suffix}"] = self.due
             terms.append(f"_due_{suffix}()")
         return terms, bound
@@ -103,16 +103,16 @@ def make_filter(
     when: Callable[[Any], object] | None = None,
     every_seconds: float | None = None,
 ) -> Filter | None:
-    """Return these options as a filter, or None where nothing is filtered. Each was checked against its type before.
+    """Return a filter with these options, whose types are checked, or None without options.
 
     Raises:
-        SubscribeError: an event without the progress that it counts by, a predicate that cannot be called with the event, or a
-            combination that can never fire.
+        SubscribeError: an event lacks the progress that it counts by, ``when`` cannot be called with the event, or the
+            combination can never fire.
     """
     if when is not None:
         check_picks("when", when, "a truth value")
     made = Filter(
-        every=None if every == 1 else every,  # these two always agree, and need no code
+        every=None if every == 1 else every,  # every=1 and after=0 pass all events
         after=after or None,
         once=None if once is None else _counts(once),
         before=before,

@@ -1,4 +1,4 @@
-"""A handler: where it runs, what it is called, and the options that ``bus.on`` takes for it."""
+"""Handlers: where they run, their labels, and their options in ``bus.on``."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class HandlerOptions(StreamOptions, total=False):
     ``every``, ``once``, ``after``, ``before``, ``when``, ``every_seconds``: filters, see :mod:`eventloop.bus.filters`.
     ``offload``: ``"thread"`` for a blocking handler, ``"process"`` for one that computes in Python (a function at the top level
     of a module, called in a worker process); ``"inline"`` states the default of a plain function.
-    ``queue``, ``full``, ``linger``: the lane of an offloaded handler: its capacity (1024), what a full one does
-    (``"block"``, ``"drop_old"``, ``"drop_new"``, ``"latest"``, ``"raise"``), seconds between looks (0.01).
-    ``max_bytes``: with ``capture``, the most bytes of tensors that wait or are being handled; ``full`` applies to them as well.
-    ``timeout``: seconds after which a call of an offloaded handler has failed. An async call is cancelled. A thread is left
-    behind (after three, the handler is retired). A worker process is killed and replaced.
-    ``on_error``: ``"raise"`` or ``"log"``. ``disable_after``: retire the handler after so many errors (implies "log").
-    ``ranks``: where several processes train together, ``"rank0"`` for a handler that only the first of them calls.
+    ``queue``, ``full``, ``linger``: the lane of an offloaded handler: its capacity (1024 events), the policy of a full lane
+    (``"block"``, ``"drop_old"``, ``"drop_new"``, ``"latest"``, ``"raise"``), and the seconds between polls (0.01).
+    ``max_bytes``: with ``capture``, the largest size of pending tensors in bytes; ``full`` applies to it as well.
+    ``timeout``: seconds after which a call of an offloaded handler has failed. An async call is cancelled, a thread is
+    abandoned (after three, the handler is retired), and a worker process is killed and replaced.
+    ``on_error``: ``"raise"`` or ``"log"``. ``disable_after``: number of errors that retire the handler (implies "log").
+    ``ranks``: ``"rank0"`` for a handler that only rank 0 calls, if several processes train together.
     """
 
     offload: Literal["inline", "thread", "process"]
@@ -74,13 +74,13 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that are not None, each checked by itself.
 
     Raises:
-        SubscribeError: an unknown option, or a value that its type does not allow.
+        SubscribeError: an option is unknown, or its value is invalid.
     """
     for name in options:
         if name not in _OPTIONS:
             near = get_close_matches(name, _OPTIONS, n=1)
             hint = f"did you mean {near[0]}=?" if near else f"the options are {', '.join(_OPTIONS)}"
-            raise SubscribeError(f"there is no option {name}=; {hint}")
+            raise SubscribeError(f"{name}= is not an option; {hint}")
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
         if name != "priority":  # checked by Priority.parse
@@ -95,18 +95,18 @@ def check_stream_options(options: Mapping[str, Any]) -> None:
     known = ["capture", *StreamOptions.__annotations__]
     for name in options:
         if name not in known:
-            raise SubscribeError(f"bus.stream takes no {name}=; its options are {', '.join(known)}")
+            raise SubscribeError(f"bus.stream has no option {name}=; its options are {', '.join(known)}")
 
 
 def stream(event: Any) -> None:
-    """Stand in for the handler of a stream, whose reader takes the events."""
+    """Stand in for the handler of a stream; the stream's reader takes the events."""
 
 
 def mode_of(handler: Callable[..., Any], offload: str | None) -> Mode:
     """Return where a handler runs.
 
     Raises:
-        SubscribeError: the handler does not go with ``offload``, or cannot run anywhere.
+        SubscribeError: the handler cannot run with this ``offload``, or is a generator.
     """
     if handler is stream:
         return "stream"
@@ -141,11 +141,11 @@ def make_lane(label: str, options: Mapping[str, Any]) -> Lane:
 
 
 def refuse_lane_options(options: Mapping[str, Any]) -> None:
-    """Raise SubscribeError if an option is for offloaded handlers, for one that runs inline."""
+    """Raise SubscribeError if an inline handler has an option for offloaded handlers."""
     for name in _LANE_OPTIONS:
         if name in options:
             raise SubscribeError(
-                f"{name}= is for offloaded handlers, and this one is a plain function that runs inline; "
+                f"{name}= is for offloaded handlers, but this one is a plain function that runs inline; "
                 'add offload="thread", or make it async'
             )
 

@@ -31,7 +31,7 @@ class Hook:
     name matches a mount point that the user declared is subscribed too.
 
     Attributes:
-        priority: of all methods that do not name their own.
+        priority: priority of all methods without their own.
         name: key of ``state_dict`` in checkpoints and label in tables; the class name by default. Two hooks of a kind
             that both have state need two names.
         observes: True for a hook that does not change the state of the run, or puts back what it changed. A checkpoint
@@ -46,16 +46,16 @@ class Hook:
     ranks: Ranks = "all"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this hook has learned and must survive a resume; {} by default."""
+        """Return the state that must survive a resume; {} by default."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
+        """Restore the state that :meth:`state_dict` returned."""
 
     def unused(self) -> Collection[str]:
-        """Return the names of mount-point methods that this hook, with its options, has no use for; none by default.
+        """Return the names of mount-point methods that this hook does not need with its options; none by default.
 
-        They are not subscribed, so that publishing (or not even making) their events costs nothing.
+        ``bus.add`` does not subscribe them, so their events cost nothing.
         """
         return ()
 
@@ -213,7 +213,7 @@ def check_names(hooks: Sequence[Hook]) -> None:
 
 
 def load_state(hooks: Iterable[Hook], state: Mapping[str, Any]) -> None:
-    """Give every hook its state back. A hook or a state without counterpart stays as it is, with a warning."""
+    """Restore the state of every hook; warn about a hook without state and about state without a hook."""
     saved = dict(state)
     for hook in hooks:
         if hook.stateful and hook.label not in saved:

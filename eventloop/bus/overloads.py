@@ -13,7 +13,7 @@ def decorates(event: Any) -> None:
 
 
 class TypedOn:
-    """Gives type checkers the signatures of ``on`` and ``stream``, so that a handler of another event is an error."""
+    """Declare ``on`` and ``stream`` for type checkers, so that a handler of another event is a type error."""
 
     _on: Callable[..., Any]
     _stream: Callable[..., Any]

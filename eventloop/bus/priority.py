@@ -16,7 +16,7 @@ from eventloop.errors import SubscribeError
 class Priority(IntEnum):
     """Named slots on the scale 0–100; the names and numbers are MMEngine's.
 
-    Anywhere a priority is taken, a member, its name in any case (``"above_normal"``) or an integer from 0 to 100 will do.
+    A ``priority=`` takes a member, its name in any case (``"above_normal"``), or an integer from 0 to 100.
     """
 
     HIGHEST = 0
@@ -35,10 +35,10 @@ class Priority(IntEnum):
 
         Args:
             value: the priority.
-            names: a scale to use instead of this one: its names, in capitals, and their numbers.
+            names: another scale to use: its names (in capitals) and their numbers.
 
         Raises:
-            SubscribeError: an unknown name, a number outside 0–100, or another type.
+            SubscribeError: the name is unknown, the number is outside 0–100, or the type is wrong.
         """
         table = cls.__members__ if names is None else names
         if isinstance(value, str):
@@ -58,7 +58,7 @@ class Priority(IntEnum):
 
     @classmethod
     def label(cls, value: int) -> str:
-        """Return the name of ``value``, or that of the named slot before it with a distance: ``"NORMAL+5"``."""
+        """Return the name of ``value``, or the nearest lower name with the difference: ``"NORMAL+5"``."""
         below = max(member for member in cls if member <= value)
         return below.name if below == value else f"{below.name}+{value - below}"
 

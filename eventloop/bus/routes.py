@@ -1,9 +1,8 @@
 """The subscriptions of one event type, compiled to one function.
 
-A route is straight-line code: a call per subscription, an ``if`` only where a filter needs one, a clock only while timing is
-on. Handlers are globals of the function, which has a namespace of its own. As constants of its code they would be a little
-faster still, but the garbage collector does not look into code objects: a handler that refers to its bus (most do, by way of
-their run) would keep bus, model and all alive for ever.
+A route is straight-line code: a call per subscription, an ``if`` only for a filter, a clock only while timing is on. Handlers
+are globals of the function, which has its own namespace. As constants of its code they would be slightly faster, but the
+garbage collector does not traverse code objects: a handler that refers to its bus would keep bus and model alive for ever.
 
 The try block costs nothing until something raises (CPython ≥ 3.11 keeps exception tables). Which subscription raised is
 read from the line number of the route's own frame, so the failing handler needs no bookkeeping on the way.
@@ -62,9 +61,9 @@ def compile_route(event_type: type[Event], heard: Sequence[Subscription], count:
     """Return the function that calls ``heard``, subscriptions in the order of their priorities.
 
     Args:
-        event_type: the event; its ``counts`` says what filters compare.
-        heard: at least one.
-        count: of the publishes; asked only where a filter compares it.
+        event_type: the event class; filters compare its ``counts``.
+        heard: at least one subscription.
+        count: the count of publishes, which increases only if a filter compares it.
         timing: measure each call.
     """
     lines, bound, owners = _write(event_type, heard, timing=timing)
@@ -80,9 +79,9 @@ def compile_route(event_type: type[Event], heard: Sequence[Subscription], count:
     }
     module = compile(source, filename, "exec")
     code = next(constant for constant in module.co_consts if isinstance(constant, types.CodeType))
-    # Not executed: a function in its own globals would be a cycle, and replaced routes would wait for the garbage collector.
+    # Not executed, because a function in its own globals would be a reference cycle.
     route = types.FunctionType(code, namespace | bound)
-    # Tracebacks show the generated line with its comment, which names the user's function and where it is.
+    # Tracebacks show the generated line with its comment, which names the user's function and its location.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     weakref.finalize(route, linecache.cache.pop, filename, None).atexit = False
     return route
@@ -98,7 +97,7 @@ def route_source(event_type: type[Event], heard: Sequence[Subscription], *, timi
 def _write(
     event_type: type[Event], heard: Sequence[Subscription], *, timing: bool
 ) -> tuple[list[str], dict[str, Any], dict[int, int]]:
-    """Return the lines of a route, the objects that they name, and the index of the subscription of each line that has one."""
+    """Return a route's lines, the objects that they name, and the subscription's index by line number."""
     lines = [f"def {name_of(event_type)}(event):", "    try:"]
     bound: dict[str, Any] = {}
     owners: dict[int, int] = {}
@@ -133,7 +132,7 @@ def _write_call(index: int, one: Subscription, event_type: type[Event], *, timin
 
 def _blame(heard: Sequence[Subscription], owners: Mapping[int, int]) -> Callable[[Exception, Event], None]:
     def find(error: Exception, event: Event) -> None:
-        # The innermost traceback entry of the handler is further down; the first one is the route's own frame.
+        # The first traceback entry is the route's own frame.
         index = owners.get(error.__traceback__.tb_lineno) if error.__traceback__ is not None else None
         if index is not None:
             heard[index].blame(error, event)
@@ -143,7 +142,7 @@ def _blame(heard: Sequence[Subscription], owners: Mapping[int, int]) -> Callable
 
 def _comment(one: Subscription) -> str:
     text = f"{one.priority} {Priority.label(one.priority)}: {one.label}, {one.location}"
-    # One line, whatever a hook is named and wherever its file is.
+    # One line, because names of hooks and paths may contain newlines.
     return " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
 
 

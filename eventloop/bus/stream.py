@@ -23,9 +23,8 @@ T_co = TypeVar("T_co", covariant=True)
 class Stream(Generic[T_co]):
     """The events of a subscription, in the order in which they were published. Made by ``bus.stream(...)``.
 
-    It ends when the bus closes, after what was published before. Leave it with ``await stream.aclose()`` or
-    ``async with stream:``, which cancels the subscription at once; after a mere ``break`` it happens when the stream is
-    forgotten.
+    It ends when the bus closes, after the events that were published before. ``await stream.aclose()`` or
+    ``async with stream:`` cancels the subscription at once; after a ``break``, garbage collection of the stream does.
     """
 
     def __init__(self, subscription: Subscription, lane: Lane, interrupt: Callable[[], object]) -> None:
@@ -42,7 +41,7 @@ class Stream(Generic[T_co]):
 
     async def __anext__(self) -> T_co:
         if self._reading:
-            raise BusStateError("two tasks read one stream at the same time, and each would miss events; give each its own")
+            raise BusStateError("two tasks read the same stream, and each would miss events; give each task its own stream")
         self._reading = True
         try:
             event: T_co = await self._inbox.next()
@@ -68,7 +67,7 @@ class Stream(Generic[T_co]):
 
 
 class _Inbox:
-    """The reader's side of the lane. The bus holds on to this, and not to the stream, which may be forgotten."""
+    """The reader's side of the lane. The bus refers to it and not to the stream, so that the stream can be collected."""
 
     def __init__(self, subscription: Subscription, lane: Lane, interrupt: Callable[[], object]) -> None:
         self.subscription = subscription

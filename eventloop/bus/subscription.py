@@ -49,7 +49,7 @@ class Stats(LaneStats, frozen=True):
 class Subscription:
     """The handle that ``bus.on(event, handler)`` returns. ``cancel()`` it, or use it as a context manager.
 
-    An offloaded handler still gets what was published before the cancel. Options: :class:`eventloop.bus.HandlerOptions`.
+    An offloaded handler still gets the events before the cancel. Options: :class:`eventloop.bus.HandlerOptions`.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Subscription:
     # -------------------------------------------------------------------------------------------------- public
 
     def cancel(self) -> None:
-        """Stop hearing events from the next publish on. Idempotent."""
+        """End the subscription before the next publish. Idempotent."""
         self._bus.remove(self)
 
     def __enter__(self) -> Self:
@@ -125,7 +125,7 @@ class Subscription:
     # ------------------------------------------------------------------------------------- for routes and the bus
 
     def call_for(self, event_type: type[Event]) -> Callable[[Any], object]:
-        """Return what the route of ``event_type`` calls: the handler itself, or the hand-off to its lane."""
+        """Return the function that the route of ``event_type`` calls: the handler, or the hand-off to its lane."""
         if self.lane is None:
             return self.handler
         return self.lane.put_as_is if self._detaches and is_plain(event_type) else self.lane.put
@@ -137,7 +137,7 @@ class Subscription:
             self._nanoseconds += nanoseconds
 
     def blame(self, error: Exception, event: Event) -> None:
-        """Add a note to an error of this handler (or of its hand-off) that says whose it is, where and when."""
+        """Add the handler, its location and the moment as a note to an error of this handler or its hand-off."""
         if isinstance(error, StopIteration | StopAsyncIteration):  # by design no error to the iterators that publish
             error = stopped(error, f"{self.label} of {name_of(type(event))}")
             self._annotate(error, event)
@@ -145,9 +145,9 @@ class Subscription:
         self._annotate(error, event)
 
     def isolate(self, error: Exception, event: Event) -> None:
-        """Report an error of this handler (or of its hand-off) and go on."""
+        """Log an error of this handler (or of its hand-off) instead of raising it."""
         if _is_offloaded(error):
-            raise error  # of another handler, which a publish in here had to raise
+            raise error  # the error of another handler, which a publish in this handler raised
         self._annotate(error, event)
         self._report(error)
 
@@ -169,7 +169,7 @@ class Subscription:
         runtime.serve(delivery)
 
     def ended(self) -> None:
-        """Retire the lane: the bus has let go of this subscription."""
+        """Retire the lane after the bus has removed this subscription."""
         self.active = False
         if self.lane is not None:
             self.lane.retire("its subscription was cancelled")
@@ -178,7 +178,7 @@ class Subscription:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Add to a SubscribeError of the block which subscription it is about."""
+        """Name this subscription in a SubscribeError of the block."""
         try:
             yield
         except SubscribeError as error:
@@ -202,7 +202,7 @@ class Subscription:
         if self.on_error == "raise":
             self._bus.fail(self, error)
         self._report(error)
-        # A thread that hangs cannot be ended, and what does not start today will not start tomorrow.
+        # A hanging thread cannot be ended, and a worker that fails to start would fail again.
         if (self.mode == "thread" and isinstance(error, HandlerTimeoutError)) or (
             isinstance(error, WorkerDiedError) and not error.started
         ):

@@ -3,8 +3,8 @@
     with bus.watch(model, "encoder.*"):
         bus.on("after_module_forward", lambda event: print(event.module_name, event.outputs.std()))
 
-A submodule has torch hooks only for those of the four events that have a subscription, so a watched model without subscribers
-is as fast as any other. Hooks come and go where subscriptions change, never while an event is published.
+A submodule has torch hooks only for the events with a subscription, so a watched model without subscribers loses no speed.
+Hooks change only when subscriptions change, never while an event is published.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class _Attached(NamedTuple):
 
 
 class Watches:
-    """All the watches of a bus, and the torch hooks on their modules. Used under the lock of its bus.
+    """All watches of a bus, and the torch hooks on their modules. Use it under the lock of the bus.
 
-    A module that several watches name has hooks of the first, so that its events are published once.
+    A module of several watches has the hooks of the first one, so that its events are published once.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Watches:
             self._watches.remove(watch)
 
     def attach(self, kinds: Collection[type[ModuleEvent]], publish: Publish) -> None:
-        """Have hooks for events of these classes on the watched modules, and no others."""
+        """Attach hooks for events of these classes to the watched modules, and remove all others."""
         watched = {module: name for watch in reversed(self._watches) for name, module in watch.modules}
         for module, attached in list(self._attached.items()):
             stays = watched.get(module) == attached.name
@@ -106,7 +106,7 @@ class Watches:
                     handles[kind] = KINDS[kind].register(module, _tap_class()(publish, kind, name))
                     added = True
         if added:
-            # Code that torch.compile has made of a model without hooks does not look whether it has some now.
+            # Code that torch.compile made from a model without hooks does not check for new hooks.
             torch.compiler.reset()
 
 

@@ -1,4 +1,4 @@
-"""What can happen: the mount points of a run, what an event is, and what it knows of its run."""
+"""Events: the mount points of a run, the base class, and the view of the run in each event."""
 
 from eventloop.events import mount_points as catalogue
 from eventloop.events.event import Event, Live, Progress, Scalars, Stage

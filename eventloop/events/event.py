@@ -8,8 +8,8 @@ An event is a frozen :class:`msgspec.Struct`. Its class name is its mount point:
 
     bus.publish(Densify(points=512))        # reaches bus.on("densify") and bus.on(Densify)
 
-Subscribing to a class hears its subclasses too, so ``bus.on(Event)`` hears everything and ``bus.on("after_iter")`` the
-iterations of all three stages.
+A subscription to a class also gets its subclasses: ``bus.on(Event)`` gets every event, ``bus.on("after_iter")`` the iterations
+of all three stages.
 
 Fields are *plain* (numbers, strings, containers of them; an offloaded handler gets a copy), *live* (``Live[...]``:
 references to training state, which an offloaded handler must not touch) or *scalars* (``Scalars``: live for inline
@@ -72,23 +72,22 @@ def mount_name(class_name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", class_name).lower()
 
 
-# Tells type checkers what subclasses inherit from the line below it; without it each would have to repeat frozen=True.
+# For type checkers, so that subclasses inherit frozen=True and kw_only=True.
 @dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False)
 class Event(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="event", tag=mount_name):
-    """Base of all events. Subclass it to declare a mount point of your own; ``bus.on(Event)`` hears every event.
+    """Base class of all events. Subclass it to declare your own mount point; ``bus.on(Event)`` gets every event.
 
-    Events are compared by identity (comparing tensors has no truth value). Filters count the publishes of a subclass without
-    ``progress``.
+    Events are compared by identity. For a subclass without ``progress``, filters count its publishes. Defining a class again in
+    the same module (a notebook cell) replaces it, and its subscriptions stay.
 
     Raises:
-        EventDefinitionError: when a subclass takes the mount-point name of another module's event. Defining a class
-            again in the same module (a notebook cell) replaces it, and what has subscribed stays subscribed.
+        EventDefinitionError: a subclass has the mount-point name of another module's event.
     """
 
     counts: ClassVar[Counter] = "publish"
     """What ``every``, ``once``, ``after`` and ``before`` count for this event; see :mod:`eventloop.bus.filters`."""
     group: ClassVar[bool] = False
-    """True for a class that only gathers others (``BeforeIter``): subscribed to, never published by the run."""
+    """True for a class that groups others (``BeforeIter``): you subscribe to it, and the run never publishes it."""
 
     def __init_subclass__(cls) -> None:
         """Register the mount point."""
@@ -107,7 +106,7 @@ class Event(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="even
 
     @property
     def mount_point(self) -> str:
-        """Name of the mount point this event is published at."""
+        """Name of this event's mount point."""
         return name_of(type(self))
 
     def to_json(self) -> bytes:
@@ -131,7 +130,7 @@ class Event(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="even
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self.__rich_repr__())})"
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
-        # A property is a live field of a detached event: reading it raises.
+        # A live field of a detached event is a property that raises.
         names = (name for name in self.__struct_fields__ if not isinstance(getattr(type(self), name), property))
         values = ((name, getattr(self, name)) for name in names)
         return [(name, _short(value)) for name, value in values if value is not msgspec.UNSET]
@@ -249,7 +248,7 @@ def mixed_fields(event: type[Event]) -> frozenset[str]:
     try:
         return frozenset(name for name, hint in hints_of(event).items() if _mixed(hint))
     except EventDefinitionError:
-        return frozenset()  # it can be encoded, but never decoded
+        return frozenset()  # the event can be encoded, but not decoded
 
 
 def _mixed(hint: Any) -> bool:

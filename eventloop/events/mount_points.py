@@ -59,7 +59,7 @@ __all__ = [
 
 
 class RunEvent(Event, kw_only=True):
-    """Base of everything a run publishes: the run and its progress."""
+    """Base class of the events of a run: the run and its progress."""
 
     group: ClassVar[bool] = True
     run: Live[RunView] = ABSENT
@@ -67,7 +67,7 @@ class RunEvent(Event, kw_only=True):
 
 
 def _elsewhere(name: str, path: str, hint: str = "") -> None:
-    """Give events a property ``name`` that raises: the run or the progress has it. A type checker does not see the property."""
+    """Give events a property ``name`` that raises an error, because the run or the progress has it."""
 
     def touch(event: RunEvent) -> Any:
         raise AttributeError(f"{event.mount_point} has no field {name!r}: write event.{path}{hint}", name=name, obj=event)
@@ -76,7 +76,7 @@ def _elsewhere(name: str, path: str, hint: str = "") -> None:
 
 
 def _captured(path: str) -> str:
-    return f"; an offloaded handler gets a copy of what it picks when subscribing, capture=lambda event: event.{path}..."
+    return f"; for a copy in an offloaded handler, subscribe it with capture=lambda event: event.{path}..."
 
 
 for _name, _member in [(name, member) for name, member in vars(RunView).items() if not name.startswith("_")]:
@@ -91,14 +91,14 @@ _elsewhere("optimizer", "run.optimizers", _captured("run.optimizers"))
 
 
 class BeforeEpoch(RunEvent, kw_only=True):
-    """An epoch or validation begins, whatever the stage."""
+    """An epoch begins, in any stage."""
 
     group: ClassVar[bool] = True
     counts: ClassVar[Counter] = "epoch"
 
 
 class AfterEpoch(RunEvent, kw_only=True):
-    """An epoch or validation has ended, whatever the stage. ``metrics`` is empty for training epochs."""
+    """An epoch has ended, in any stage. ``metrics`` is empty for training epochs."""
 
     group: ClassVar[bool] = True
     counts: ClassVar[Counter] = "epoch"
@@ -106,7 +106,7 @@ class AfterEpoch(RunEvent, kw_only=True):
 
 
 class BeforeIter(RunEvent, kw_only=True):
-    """A batch is on its device and about to be used, whatever the stage."""
+    """A batch is on its device and about to be used, in any stage."""
 
     group: ClassVar[bool] = True
     counts: ClassVar[Counter] = "iter"
@@ -115,7 +115,7 @@ class BeforeIter(RunEvent, kw_only=True):
 
 
 class AfterIter(RunEvent, kw_only=True):
-    """A batch has been through the model, whatever the stage. ``outputs`` holds ``loss`` and what the step returned."""
+    """A batch has been through the model, in any stage. ``outputs`` holds ``loss`` and the step's other outputs."""
 
     group: ClassVar[bool] = True
     counts: ClassVar[Counter] = "iter"
@@ -139,11 +139,11 @@ class AfterLoadCheckpoint(RunEvent, kw_only=True):
 
 
 class BeforeTrain(RunEvent, kw_only=True):
-    """Training begins (or goes on, after a resume)."""
+    """Training begins or is resumed."""
 
 
 class BeforeTrainEpoch(BeforeEpoch, kw_only=True):
-    """A training epoch begins; its loader has not been asked for anything yet."""
+    """A training epoch begins, before the first use of its loader."""
 
 
 class BeforeTrainIter(BeforeIter, kw_only=True):
@@ -248,7 +248,7 @@ class ImageReported(RunEvent, kw_only=True):
 class BeforeSaveCheckpoint(RunEvent, kw_only=True):
     """The state was gathered and is about to be staged; hooks may change ``checkpoint`` in place.
 
-    Also published where the state is only checked (``run.check_savable``); no file follows then.
+    ``run.check_savable`` also publishes it to check the state, and then writes no file.
     """
 
     path: str = ""
@@ -256,10 +256,10 @@ class BeforeSaveCheckpoint(RunEvent, kw_only=True):
 
 
 class CheckpointStaged(RunEvent, kw_only=True):
-    """The state was copied: training may go on while the copy is written.
+    """The state was copied, and training continues while the copy is written.
 
-    The checkpoint is committed once the offloaded handlers of this event have returned, or have taken too long (half of the
-    bus's ``abort_timeout``). So they can make durable what a resumed run relies on, such as log lines of earlier iterations.
+    The checkpoint is committed when the offloaded handlers of this event have returned, or after half of the bus's
+    ``abort_timeout``. So they can make data of a resumed run durable, such as log lines of earlier iterations.
     """
 
     path: str = ""
@@ -277,7 +277,7 @@ class CheckpointCommitted(Event, kw_only=True):
 
 
 class CheckpointFailed(Event, kw_only=True):
-    """A checkpoint could not be written; earlier ones are untouched. Published on the thread that tried."""
+    """A checkpoint could not be written; earlier ones are untouched. Published on the writing thread."""
 
     progress: Progress
     path: str
@@ -286,7 +286,7 @@ class CheckpointFailed(Event, kw_only=True):
 
 
 class CheckpointSkipped(Event, kw_only=True):
-    """A checkpoint that was due was not made, or given up before it was written, because of another (see ``busy=``)."""
+    """A due checkpoint was dropped before it was written, because of another one (see ``busy=``)."""
 
     progress: Progress
     path: str

@@ -1,7 +1,7 @@
-"""What an event may know of the run that published it.
+"""The protocol of the run that events refer to.
 
-Events stand below the training package, so they name the run through this protocol and never through
-:class:`eventloop.training.Run` itself (an import under ``TYPE_CHECKING`` would break msgspec's decoder).
+Events must not import the training package, so they use this protocol instead of :class:`eventloop.training.Run` (an import
+under ``TYPE_CHECKING`` would break msgspec's decoder).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class RunView(Protocol):
 
     @property
     def seed(self) -> int | None:
-        """What the random generators were seeded with, if they were."""
+        """Seed of the random generators, or None."""
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """What the user gave as the configuration of the run, for the record."""
+        """The user's configuration of the run."""
 
     @property
     def model(self) -> torch.nn.Module:
@@ -56,27 +56,27 @@ class RunView(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where batches are moved to."""
+        """Device of the batches."""
 
     @property
     def rank(self) -> int:
-        """Which of the processes that train together this is; 0 where there is one."""
+        """Rank of this process; 0 in a single process."""
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
+        """Number of processes that train together."""
 
     @property
     def outputs(self) -> Mapping[str, Any]:
-        """What the current iteration has reported so far."""
+        """Outputs that the current iteration has reported so far."""
 
     @property
     def training(self) -> bool:
-        """True from ``before_train`` to the end of training: a validation that is part of it, and not ``loop.val()``."""
+        """True from ``before_train`` to the end of training, including its validations; False in ``loop.val()``."""
 
     @property
     def validates(self) -> bool | None:
-        """Whether validations belong to the training; None in a loop of the user's own that has made none yet."""
+        """True if the training has validations; None in the user's own loop before its first validation."""
 
     @property
     def updated(self) -> bool:
@@ -95,15 +95,15 @@ class RunView(Protocol):
 
     @property
     def epoch_length(self) -> int | None:
-        """Training batches per epoch, or None where the loader does not know."""
+        """Training batches per epoch, or None if the loader has no length."""
 
     @property
     def evaluation_length(self) -> int | None:
-        """Batches in the validation or test under way (or the last one), or None where the loader does not know."""
+        """Batches in the present (or last) validation or test, or None if the loader has no length."""
 
     @property
     def total_iters(self) -> int | None:
-        """Iterations this run is going to make in all, or None where that cannot be known."""
+        """Total number of iterations of this run, or None if it is unknown."""
 
     @property
     def info(self) -> MutableMapping[str, Any]:
@@ -111,19 +111,19 @@ class RunView(Protocol):
 
     @property
     def shared(self) -> Shared:
-        """What hooks keep for each other in typed slots while the run goes on."""
+        """Data that hooks share in typed slots during the run."""
 
     def publish(self, event: type[Any], **payload: Any) -> None:
-        """Publish an event of this class, with this run and its progress filled in where it has fields for them."""
+        """Publish an event of this class; fields ``run`` and ``progress`` are filled in."""
 
     def report(self, **entries: Any) -> None:
         """Add entries to the current iteration's ``outputs``: numbers or tensors of one element, which stay on their device."""
 
     def report_image(self, name: str, image: Any) -> None:
-        """Publish an image of the current moment, for loggers (see ``Run.report_image``)."""
+        """Publish an image for loggers (see ``Run.report_image``)."""
 
     def defer(self, undo: Callable[[], object]) -> None:
-        """Call ``undo`` when the innermost open scope ends, however it ends; last registered, first called."""
+        """Call ``undo`` when the innermost open scope ends, also by an exception; last registered, first called."""
 
     def stop(self, reason: str = "") -> None:
         """End the run at the next safe mount point."""
@@ -132,7 +132,7 @@ class RunView(Protocol):
         """Wait at the next safe mount point until :meth:`resume`."""
 
     def resume(self) -> None:
-        """Go on after :meth:`pause`."""
+        """Continue after :meth:`pause`."""
 
     def set_lr(self, lr: float, optimizer: str | int | None = None) -> None:
         """Set the learning rate at the next safe mount point, of all optimizers or of one (see ``Run.set_lr``)."""
@@ -153,16 +153,16 @@ class RunView(Protocol):
         """Save under ``name`` once the last subscriber of the current mount point has run (see ``Run.request_save``)."""
 
     def keeps_checkpoints_in(self, directory: Any) -> None:
-        """Have ``resume="auto"`` search ``directory`` as well; for hooks that save there, before the run begins."""
+        """Let ``resume="auto"`` also search ``directory``; hooks that save there call it in ``before_run``."""
 
     def note_options(self, owner: str, options: Any) -> None:
-        """Note options that a checkpoint overrides; a resume warns of those that the program gives in another way now."""
+        """Record options that a checkpoint overrides; a resume warns about options that have changed."""
 
     def check_savable(self, **options: Any) -> list[str]:
-        """Raise now what would be wrong with a save; return the keys of its checkpoint (see ``Run.check_savable``)."""
+        """Raise the errors that a save would raise; return the keys of its checkpoint (see ``Run.check_savable``)."""
 
     def wait_for_saves(self) -> None:
         """Wait until nothing is being written."""
 
     def apply_state(self, from_: Mapping[str, Any]) -> None:
-        """Have the run go on from the state in this checkpoint of another program; in handlers of ``before_run``."""
+        """Resume the run from the state in another program's checkpoint; call it in handlers of ``before_run``."""

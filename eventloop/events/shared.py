@@ -1,4 +1,4 @@
-"""Typed slots in which hooks keep data for each other while a run goes on.
+"""Typed slots for data that hooks share during a run.
 
 GRADIENT = Slot("gradient direction", torch.Tensor)      # in a module that both hooks import
 
@@ -30,12 +30,12 @@ class Slot(Generic[T]):
     """The name and type of a value that hooks share. Two slots hold two values, even under one name.
 
     Args:
-        name: for tables and errors.
-        kind: type of the value; another one is an error.
-        weak: do not keep the value alive: it is gone once the hook that made it drops it.
+        name: name for tables and errors.
+        kind: type of the value; a value of another type is an error.
+        weak: hold the value weakly.
 
     Raises:
-        ConfigurationError: an empty name, or a ``kind`` that is not a type.
+        ConfigurationError: ``name`` is empty, or ``kind`` is not a type.
     """
 
     __slots__ = ("__weakref__", "kind", "name", "weak")
@@ -51,10 +51,10 @@ class Slot(Generic[T]):
 
 
 class Shared:
-    """The values of slots, in ``run.shared``: used on the training thread, dropped when the run ends.
+    """The values of slots, in ``run.shared``. Use it on the training thread; the run drops the values when it ends.
 
-    They are not in checkpoints: what must survive a resume belongs into the ``state_dict`` of the hook that makes it. Slots
-    are held weakly, so that those of a module that was reloaded go.
+    Checkpoints do not contain them: put state that must survive a resume into the hook's ``state_dict``. Slots are held weakly,
+    so that slots of a reloaded module disappear.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Shared:
         return self.get(slot) is not None
 
     def __iter__(self) -> Iterator[Slot[Any]]:
-        """Iterate over the slots that are filled."""
+        """Iterate over the slots with a value."""
         return (slot for slot in list(self._values) if slot in self)
 
     def __len__(self) -> int:
@@ -99,5 +99,5 @@ class Shared:
         return default if value is None else value
 
     def clear(self) -> None:
-        """Drop all values; the run calls it when it ends, however it ends."""
+        """Drop all values; the run calls it when it ends, also by an exception."""
         self._values.clear()
