@@ -158,7 +158,7 @@ async def test_misuse_is_a_clear_error():
         bus.stream("after_train_iter", batch=3)
     with pytest.raises(UnknownEventError, match="did you mean"):
         bus.stream("after_trian_iter")
-    with pytest.raises(BusStateError, match="there is no event loop here"):
+    with pytest.raises(BusStateError, match="needs a running event loop"):
         await anyio.to_thread.run_sync(bus.stream, "after_train_iter")
     async with bus.stream("after_train_iter") as stream, anyio.create_task_group() as group:
         group.start_soon(anext, stream)

@@ -390,7 +390,7 @@ def test_not_even_force_replaces_the_file_that_is_read(trainbus):
     ("arguments", "says"),
     [
         (["a.safetensors", "out.bin"], "must end in .pth or .pt"),
-        (["a.safetensors", "out.safetensors"], "with --weights, only its weights"),
+        (["a.safetensors", "out.safetensors"], "give --weights to export only its weights"),
         (["a.safetensors", "out.pth", "--raw"], "--raw goes with --weights"),
         (["a.safetensors", "out.pth", "--strip"], "--strip goes with --weights"),
         (["a.safetensors", "out.pth", "--model", "m"], "--model goes with --weights"),

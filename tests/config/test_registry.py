@@ -84,7 +84,7 @@ def test_where_nothing_is_registered_the_error_says_what_to_import():
 
 
 def test_an_unknown_kind_is_an_error():
-    with pytest.raises(UnknownNameError, match=r"no kind 'hooks' \(did you mean 'hook'\?\)"):
+    with pytest.raises(UnknownNameError, match=r"'hooks' is not a kind \(did you mean 'hook'\?\)"):
         registered("hooks")
 
 

@@ -220,7 +220,7 @@ def test_mmengines_default_hooks_are_accepted_as_they_are():
         ({"optimizer": f"{PARTS}:Mean"}, "optimizer: expected an Optimizer, got <"),
         ({"optimizer": {"type": "torch.optim:SGD", "lr": "high"}}, "optimizer.lr: expected float | Tensor, got str 'high'"),
         ({"optimizer": {"type": "torch.optim:SGD", "l": 1}}, "optimizer.l: SGD has no option 'l'"),
-        ({"step": f"{PARTS}:Net"}, "step: Net is a class: name a function, or write a table with it as type"),
+        ({"step": f"{PARTS}:Net"}, "step: Net is a class: name a function, or write a table with the class as type"),
         ({"step": {"type": f"{PARTS}:step", "scal": 2}}, "step.scal: step has no option 'scal' (did you mean 'scale'?)"),
         ({"step": 3}, "step: expected a function, as module:attribute, got int 3"),
         ({"metrics": {"m": f"{PARTS}:step"}}, "metrics.m.model: is missing: step needs it"),
