@@ -263,8 +263,8 @@ class Driver:
         """
         self._take_turn("end_iteration")
         state = self.state
-        if outputs:
-            state.outputs.update(outputs)
+        if outputs is not None:
+            self._take_outputs("end_iteration", outputs)
         self._run.publish(ev.AfterTrainIter, batch_idx=state.counters.batches, batch=self._batch, outputs=state.outputs)
         self._count_iteration()
         if state.agreement is not None:
@@ -388,8 +388,8 @@ class Driver:
     def _end_evaluation_iteration(self, call: str, stage: Stage, outputs: Mapping[str, Any] | None) -> None:
         self._take_turn(call)
         state = self.state
-        if outputs:
-            state.outputs.update(outputs)
+        if outputs is not None:
+            self._take_outputs(call, outputs)
         self._run.publish(_EVALUATION[stage][3], batch_idx=self._index, batch=self._batch, outputs=state.outputs)
         state.version += self._evaluation_changes
         self._metrics.update(state.outputs, 1 if self._share is None else self._share.counts(self._index))
@@ -440,6 +440,12 @@ class Driver:
         """Drop all references to the loaders."""
         self.feed = self._evaluated = self._share = self._batch = None
         self.state.validation_follows = never
+
+    def _take_outputs(self, call: str, outputs: object) -> None:
+        if not isinstance(outputs, Mapping):
+            kind = type(outputs).__name__
+            raise TrainingError(f"drive.{call}() takes outputs by name, such as {{'loss': loss}}, and was given a {kind}")
+        self.state.outputs.update(outputs)
 
     def _take_turn(self, call: str) -> None:
         """Raise TrainingError if the call is out of turn."""

@@ -89,6 +89,7 @@ class Session:
             lambda: state.stop_reason,
             trains=bool(run.optimizers),
         )
+        state.scopes.defer(state.forget_pause)
         state.scopes.defer(run.shared.clear)
         state.scopes.defer(self._feeds.forget)
         check_updates(self._bus.hooks, loop_driven=loop_driven)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -25,7 +26,7 @@ log = get_logger()
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 _LOOK: float = 0.05
-"""Seconds between two exchanges of requests while ranks are paused."""
+"""Seconds after which a paused run looks again: at the requests of other ranks, or for an interrupt that woke no lock."""
 
 
 class Counters(msgspec.Struct):
@@ -235,6 +236,10 @@ class RunState:
         """Wake a paused run to read new requests; safe from any thread and from signal handlers."""
         self._wake.put(None)
 
+    def forget_pause(self) -> None:
+        """End a pause with its run, so that a run entered again does not begin paused."""
+        self.paused = False
+
     def refuse(self, why: Callable[[], object]) -> None:
         """Call ``why``, which raises an error, at the next safe mount point."""
         self.agreement, self.cancelled, self._why = None, True, why
@@ -278,7 +283,8 @@ class RunState:
         log.info("the run is paused", iter=self.counters.iter)
         if self.agreement is None:
             while self.paused and not (self.stop or self.cancelled):
-                self._wake.get()
+                with suppress(Empty):  # _thread.interrupt_main() does not wake it
+                    self._wake.get(timeout=_LOOK)
         else:  # all ranks together, or some would time out in a collective of the training
             while self.agreement.paused and not (self.agreement.stop or self.agreement.cancelled):
                 time.sleep(_LOOK)

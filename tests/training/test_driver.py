@@ -358,6 +358,26 @@ def test_a_driver_that_cannot_begin_leaves_nothing_open(parts, bus):
         run.drive().begin_train()
 
 
+@pytest.mark.parametrize("outputs", [torch.tensor(0.5), torch.ones(2), 3, [("loss", 1.0)]])
+def test_outputs_without_names_are_an_error_that_changes_nothing(parts, trace, bus, outputs):
+    run = Run(bus, model=parts.model())
+    with run:
+        drive = run.drive()
+        for scope, iteration in (("train", "iteration"), ("validation", "validation_iteration"), ("test", "test_iteration")):
+            getattr(drive, f"begin_{scope}")()
+            if scope == "train":
+                drive.begin_epoch()
+            getattr(drive, f"begin_{iteration}")()
+            before = stand(run, trace)
+            with pytest.raises(TrainingError, match=rf"drive\.end_{iteration}\(\) takes outputs by name.*'loss': loss"):
+                getattr(drive, f"end_{iteration}")(outputs)
+            assert stand(run, trace) == before
+            getattr(drive, f"end_{iteration}")({"loss": 0.5})
+            if scope == "train":
+                drive.end_epoch()
+            getattr(drive, f"end_{scope}")()
+
+
 def test_options_that_cannot_work_change_nothing(parts, trace, bus):
     with Run(bus, model=parts.model()) as run:
         with pytest.raises(ConfigurationError, match="one of them"):

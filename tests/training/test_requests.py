@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import math
 import signal
 import threading
@@ -117,6 +118,35 @@ def test_ctrl_c_releases_a_paused_run(parts):
     assert stalled.still == [True]
     assert stalled.trace.names[-1] == "on_exception"
     assert stalled.bus.state == "idle"
+
+
+def test_an_interrupt_that_another_thread_makes_releases_a_paused_run(parts):
+    """``_thread.interrupt_main()``, as consoles of editors do it, wakes no lock."""
+    stalled = Stalled(parts, lambda run: _thread.interrupt_main())
+    deadline = threading.Timer(5, lambda: stalled.loop.resume())  # a failure is not to hang
+    deadline.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            stalled.loop.run()
+        assert deadline.is_alive()
+    finally:
+        deadline.cancel()
+
+
+def test_a_pause_ends_with_the_run(parts):
+    """One that ended by an exception would stand still for ever when it is entered again."""
+    run = Run(model=parts.model())
+    with pytest.raises(ZeroDivisionError), run:
+        run.pause()
+        raise ZeroDivisionError
+    deadline = threading.Timer(5, run.stop)
+    deadline.start()
+    try:
+        with run:
+            trained = [batch for _ in run.epochs(1) for batch in run.train([1, 2])]
+    finally:
+        deadline.cancel()
+    assert trained == [1, 2]
 
 
 def test_a_signal_handler_pauses_and_resumes(parts):
