@@ -158,7 +158,7 @@ def test_a_save_in_an_open_window_keeps_its_gradients(job: SimpleNamespace, tmp_
 def test_in_a_loop_of_ones_own_it_is_an_error(job: SimpleNamespace) -> None:
     bus = Bus()
     bus.add(OptimizerHook())
-    with pytest.raises(ConfigurationError, match="the body makes the update"), Run(bus, model=job.model()):
+    with pytest.raises(ConfigurationError, match="the body of your own loop"), Run(bus, model=job.model()):
         pass
 
 
