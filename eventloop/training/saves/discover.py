@@ -19,7 +19,7 @@ from eventloop.checkpoint import (
     outline,
     verify_shards,
 )
-from eventloop.errors import CheckpointDamagedError, CheckpointError
+from eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 from eventloop.events import Progress
 from eventloop.log import get_logger
 from eventloop.training.saves.write import LAST
@@ -39,7 +39,7 @@ def peek(path: str | os.PathLike[str] | AnyPath) -> Progress:
         path: a checkpoint, or a directory for its newest readable checkpoint; or the URL of either.
 
     Raises:
-        FileNotFoundError: the file does not exist.
+        CheckpointNotFoundError: the file does not exist.
         CheckpointDamagedError: the header is damaged, or those of all checkpoints in the directory are.
         CheckpointError: the file is not a checkpoint of a run, the directory holds none, or the store does not answer.
     """
@@ -50,7 +50,10 @@ def peek(path: str | os.PathLike[str] | AnyPath) -> Progress:
             raise CheckpointError(f"{file} has no checkpoint of a run")
         file, state = found
     else:
-        state = outline(file)
+        try:
+            state = outline(file)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f"{file} does not exist; give a checkpoint, or a directory with some") from error
     if lacking(state) or not how_far(state):
         raise CheckpointError(f"{file} is not a checkpoint of a run, so it has no progress")
     counters = Counters()

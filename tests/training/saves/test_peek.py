@@ -7,7 +7,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, CheckpointDamagedError, CheckpointError
+from eventloop import Bus, CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 from eventloop.checkpoint import save
 from eventloop.training import peek
 
@@ -68,7 +68,7 @@ def test_what_tells_nothing_is_an_error_that_names_it(tmp_path):
         peek(tmp_path / "weights.safetensors")
     with pytest.raises(CheckpointError, match="has no checkpoint of a run"):
         peek(tmp_path)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(CheckpointNotFoundError, match=r"none\.safetensors does not exist; give a checkpoint"):
         peek(tmp_path / "none.safetensors")
     (tmp_path / "weights.safetensors").write_bytes(b"no header")
     with pytest.raises(CheckpointDamagedError), capture_logs():
