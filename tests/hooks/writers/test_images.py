@@ -103,8 +103,8 @@ def test_without_a_writer_that_takes_images_it_is_said_once(tmp_path):
         (torch.zeros(5, 4, 5), "3 or 4 channels"),
         (torch.zeros(7), "height, width"),
         (np.zeros((0, 4)), "height, width"),
-        (torch.zeros(4, 4, dtype=torch.int64), "torch.int64: give bytes"),
-        (np.zeros((4, 4), dtype=complex), "complex128: give bytes"),
+        (torch.zeros(4, 4, dtype=torch.int64), "torch.int64: give uint8"),
+        (np.zeros((4, 4), dtype=complex), "complex128: give uint8"),
     ],
 )
 def test_what_is_no_image_is_an_error_where_it_is_reported(image, message):
