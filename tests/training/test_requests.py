@@ -111,6 +111,15 @@ def test_a_cancellation_releases_a_paused_run(parts):
     assert stalled.trace.names[-1] == "on_exception"
 
 
+@pytest.fixture
+def interruptible():
+    """Python's own handler of SIGINT, which a process that was started in the background has not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_releases_a_paused_run(parts):
     stalled = Stalled(parts, lambda run: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
@@ -120,6 +129,7 @@ def test_ctrl_c_releases_a_paused_run(parts):
     assert stalled.bus.state == "idle"
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_that_another_thread_makes_releases_a_paused_run(parts):
     """``_thread.interrupt_main()``, as consoles of editors do it, wakes no lock."""
     stalled = Stalled(parts, lambda run: _thread.interrupt_main())
