@@ -122,7 +122,7 @@ def train_until_killed(work_dir: Path, pipe: int, staging: str) -> NoReturn:
     os.dup2(log, 2)
     try:
         make_loop(Teller(pipe), saving(staging), work_dir=work_dir).run(resume="auto")
-    except BaseException:  # noqa: BLE001  # whatever it is, the parent hears of it by the exit status
+    except BaseException:  # noqa: BLE001 - the exit status tells the parent
         traceback.print_exc()
         sys.stderr.flush()
     finally:

@@ -88,7 +88,7 @@ class CheckpointValueError(CheckpointError, TypeError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint under the name that was given."""
+    """The named checkpoint does not exist."""
 
 
 class CheckpointDamagedError(CheckpointError):

@@ -194,7 +194,7 @@ class Bus(TypedOn, Lifecycle):
     def wants(self, event: type[Event] | str) -> bool:
         """Return True if publishing ``event`` does anything; False lets a caller skip building it."""
         try:
-            return self._routes[event] is not None  # type: ignore[index]  # a name is no key
+            return self._routes[event] is not None  # type: ignore[index]  # names are looked up below
         except KeyError:
             # Without a subscriber, publishing may still raise the error of an offloaded handler.
             return self._find_route(resolve(event)) is not None or self._raises_here()

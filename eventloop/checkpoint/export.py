@@ -43,7 +43,7 @@ def export_tree(path: AsPath, out: AsPath) -> None:
         out: the new file, ``.pth`` or ``.pt``, or a URL. A file of that name is replaced.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint.
+        FileNotFoundError: the checkpoint does not exist.
         CheckpointDamagedError: the checkpoint is damaged.
         CheckpointValueError: for a value that such a file cannot hold, with its path.
         CheckpointError: ``out`` has another suffix, or cannot be written.
@@ -65,7 +65,7 @@ def export_weights(path: AsPath, out: AsPath, *, key: str = WEIGHTS, strip: bool
         model: the name of the model, where the checkpoint has several.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint.
+        FileNotFoundError: the checkpoint does not exist.
         CheckpointDamagedError: the checkpoint is damaged.
         CheckpointValueError: for a value that such a file cannot hold, with its path.
         CheckpointError: there are no such weights, ``out`` has another suffix, or cannot be written.

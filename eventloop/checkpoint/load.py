@@ -69,7 +69,7 @@ def load(path: AsPath, map_location: str | torch.device = "cpu") -> Any:
         map_location: the device for all tensors.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         CheckpointDamagedError: the bytes are not those that were written, or not those of a checkpoint.
         CheckpointError: a newer trainbus or torch wrote it.
     """

@@ -88,7 +88,7 @@ def load_pth(path: str | os.PathLike[str]) -> Any:
         The tree, with all tensors on the CPU.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         CheckpointDamagedError: the bytes are not those that were written.
         CheckpointError: not of ``torch.save``, or it names code that would have to be run (all names are listed).
     """

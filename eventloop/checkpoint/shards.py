@@ -70,7 +70,7 @@ def load_whole(path: AsPath) -> Any:
     """Read a checkpoint on one process, with whole tensors also where the run that wrote it had them sharded.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         CheckpointDamagedError: the file or a part beside it is damaged.
     """
     state = load(path)

@@ -217,7 +217,7 @@ async def in_thread(function: Callable[[], T], name: str, *, cancelled: Callable
     work = partial(_work, function, outcome, threadsafe_call(), over)
 
     context = copy_context()
-    set_library(context, None)  # there is no event loop on that thread
+    set_library(context, None)  # that thread runs no event loop
     threading.Thread(target=context.run, args=(work,), name=name, daemon=True).start()
     try:
         await over.wait()

@@ -92,9 +92,12 @@ def test_a_directory_that_the_run_has_made_is_durable_before_anybody_is_told(dis
     place = tmp_path / "place"
     place.mkdir()
     work_dir = place / "runs" / "today"
+    reports = []
     for files, told in crashes(power_cut, record(disk, job, work_dir)):
         make(files, place)
         job.check(work_dir, told)
+        reports += told
+    assert reports
 
 
 def test_a_directory_that_something_else_has_made_is_durable_before_anybody_is_told(disk, job, power_cut, tmp_path):
@@ -104,9 +107,12 @@ def test_a_directory_that_something_else_has_made_is_durable_before_anybody_is_t
     disk.log.clear()
     work_dir.mkdir(parents=True)
     job.loop(work_dir, job.told(disk.told)).run()
+    reports = []
     for files, told in crashes(power_cut, list(disk.log)):
         make(files, place)
         job.check(work_dir, told)
+        reports += told
+    assert reports
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])

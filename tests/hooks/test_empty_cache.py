@@ -54,7 +54,9 @@ def test_after_iterations(emptied: Any) -> None:
 def test_without_an_accelerator_nothing_is_asked_of_it(job: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: pytest.fail("there is none"))
-    job.loop(EmptyCacheHook(True, True, True)).run()
+    loop = job.loop(EmptyCacheHook(True, True, True))
+    loop.run()
+    assert loop.counters.epoch == loop.max_epochs
 
 
 @pytest.mark.parametrize("options", [{"before_epoch": 1}, {"after_epoch": None}, {"after_iter": "yes"}, {"after_epoch": False}])
