@@ -1,4 +1,4 @@
-"""``python -m benchmarks [NAME ...] [--quick] [--out DIR]`` compares; ``soak`` and ``crash`` stand alone."""
+"""``python -m benchmarks [NAME ...] [--quick] [--parts] [--out DIR]`` compares; ``soak`` and ``crash`` stand alone."""
 
 import argparse
 import importlib
@@ -19,18 +19,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="trainbus side by side with its peers.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which to run (default all): {', '.join(BENCHMARKS)}")
     parser.add_argument("--quick", action="store_true", help="a few rounds only, to see that everything runs")
+    parser.add_argument("--parts", action="store_true", help="training: each hook by itself, into training-parts.json")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="default: benchmarks/results")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(BENCHMARKS):
         parser.error(f"no benchmark named {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
 
+    if arguments.parts and arguments.names != ["training"]:
+        parser.error("--parts belongs to one benchmark: python -m benchmarks training --parts")
+
     where = environment()
     report.heading(where)
     for name in arguments.names or BENCHMARKS:
         with report.progress(name) as tick:
-            comparisons = importlib.import_module(f"benchmarks.{name}").run(Settings(arguments.quick, tick))
+            comparisons = importlib.import_module(f"benchmarks.{name}").run(Settings(arguments.quick, arguments.parts, tick))
         report.tables(comparisons)
-        for path in report.save(name, comparisons, where, arguments.quick, arguments.out):
+        for path in report.save(
+            f"{name}-parts" if arguments.parts else name, comparisons, where, arguments.quick, arguments.out
+        ):
             report.console.print(f"wrote {path}", style="dim")
 
 

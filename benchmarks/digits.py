@@ -1,4 +1,7 @@
-"""The job of every training loop: scikit-learn's digits, a small MLP, AdamW; about 660 µs a step on one thread."""
+"""The job of every training loop: scikit-learn's digits, a small MLP, AdamW; about 660 µs a step on one thread.
+
+It has one long epoch, or ``epochs`` equal ones; a loop that knows iteration-based training uses that for the first.
+"""
 
 import functools
 import time
@@ -27,17 +30,19 @@ class Job:
         self,
         iterations: int,
         *,
+        epochs: int = 1,
         hidden: int = HIDDEN,
         batch_size: int = BATCH_SIZE,
         checkpoint_interval: int = CHECKPOINT_INTERVAL,
     ) -> None:
         torch.manual_seed(0)
         self.iterations = iterations
+        self.epochs = epochs
         self.checkpoint_interval = checkpoint_interval
         self.model = nn.Sequential(
             nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 10)
         )
-        self.data = ClockedBatches(digits(batch_size), iterations)
+        self.data = ClockedBatches(digits(batch_size), iterations // epochs)
 
     def optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
@@ -47,7 +52,7 @@ class Job:
         return CosineAnnealingLR(optimizer, T_max=self.iterations)
 
     def loader(self) -> DataLoader:
-        """One long epoch of ready-made batches, so that neither collating nor epochs hide the measured cost."""
+        """Ready-made batches, so that collating does not hide the measured cost. Iterate over it once per epoch."""
         return DataLoader(self.data, batch_size=1, collate_fn=itemgetter(0))
 
     @staticmethod

@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ class Settings:
     """How long to measure."""
 
     quick: bool = False
+    parts: bool = False
+    """Measure each hook of ``training`` by itself instead."""
     tick: Tick = lambda done, rounds: None
 
     def tick_part(self, part: int, parts: int, done: int, rounds: int) -> None:
@@ -65,7 +68,7 @@ class Settings:
 class Budget:
     """A promise of the design: the subject's figure over the floor's figure is at most ``limit``."""
 
-    row: int | None
+    row: int | str | None
     """Of the design's table; None for those that stand elsewhere."""
     limit: float
     seconds: float | None = None
@@ -200,6 +203,7 @@ def one_thread() -> Iterator[None]:
 def environment() -> dict[str, object]:
     """The machine and the versions that a figure is worth nothing without."""
     return {
+        "commit": _commit(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "system": platform.platform(),
@@ -222,6 +226,15 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    """Return the commit of the measured code, with a + if it was changed since."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=7", "--exclude=*", "--dirty=+"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def _version(distribution: str) -> str | None:

@@ -2,12 +2,14 @@
 
 Features: loss and learning rate written at every iteration, an exponential moving average, a cosine schedule stepped at
 every iteration, and a checkpoint (model, average, optimizer, schedule) every 100 iterations. The clock starts at the
-first batch and stops when the run has returned with everything written.
+first batch and stops when the run has returned with everything written. The job is one long epoch, and then short epochs.
+``--parts`` measures each hook by itself instead.
 """
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -16,38 +18,84 @@ from benchmarks.harness import SUBJECT, Budget, Comparison, Sample, Settings, me
 from benchmarks.peers import handwritten, load, trainbus
 
 PEERS = ("ignite", "mmengine", "lightning")
-BARE, FLOOR = "bare loop", "arithmetic inline"
+BARE, FLOOR, HAND_WRITTEN = "bare loop", "arithmetic inline", "hand-written loop"
+BATCHES_PER_EPOCH = 56
+BATCH_SIZE = 32  # of the job by epochs: 56 batches of the 1,797 images
 
 Train = Callable[[Job, Path], None]
 
 
 def run(settings: Settings) -> list[Comparison]:
+    if settings.parts:
+        return [parts(settings)]
     modules, left_out = load(PEERS)
-    iterations = 100 if settings.quick else 1000  # long enough that setting up and the last write do not pass for iterations
-    contenders = {
-        BARE: phase(handwritten.train_bare, iterations),
-        FLOOR: phase(handwritten.train_floor, iterations),
-        SUBJECT: phase(trainbus.train, iterations, trainbus),
-        "hand-written loop": phase(handwritten.train, iterations, handwritten),
-        **{name: phase(module.train, iterations, module) for name, module in modules.items()},
+    full: dict[str, tuple[Train, ModuleType | None]] = {
+        BARE: (handwritten.train_bare, None),
+        FLOOR: (handwritten.train_floor, None),
+        SUBJECT: (trainbus.train, trainbus),
+        HAND_WRITTEN: (handwritten.train, handwritten),
+        **{name: (module.train, module) for name, module in modules.items()},
     }
+    empty: dict[str, tuple[Train, ModuleType | None]] = {
+        BARE: (handwritten.train_bare, None),
+        FLOOR: (handwritten.train_floor, None),
+        SUBJECT: (partial(trainbus.train, hooks=()), None),
+        f"{SUBJECT}, run.train": (trainbus.train_own_loop, None),
+    }
+    # Runs are long enough that setting up and the last write do not pass for iterations.
+    iterations, epochs = (100, 2) if settings.quick else (1000, 20)
+    long_epoch = partial(Job, iterations)
+    short_epochs = partial(Job, epochs * BATCHES_PER_EPOCH, epochs=epochs, batch_size=BATCH_SIZE)
+    rounds = settings.rounds(quick=2, full=11)
+    jobs = [
+        ("Everything on: added per iteration over the bare loop", full, long_epoch, Budget(4, 2.0)),
+        (f"The same in {epochs} epochs of {BATCHES_PER_EPOCH} iterations", full, short_epochs, Budget(4, 2.0)),
+        ("No hook at all: added per iteration over the bare loop", empty, long_epoch, Budget("4b", 0.27, seconds=12e-6)),
+    ]
+    comparisons = []
+    for part, (title, contenders, job, budget) in enumerate(jobs):
+
+        def tick(done: int, of: int, part: int = part) -> None:
+            settings.tick_part(part, len(jobs), done, of)
+
+        phases = {name: phase(train, job, wrote) for name, (train, wrote) in contenders.items()}
+        with one_thread():
+            samples = measure(phases, rounds, tick)
+        comparisons.append(Comparison(title, "µs", FLOOR, samples, BARE, budget, left_out if contenders is full else {}))
+    return comparisons
+
+
+def parts(settings: Settings) -> Comparison:
+    """Measure the empty loops, each hook alone, and everything, in one run; all are added to the bare loop."""
+    alone = {f"TrainLoop + {name} only": partial(trainbus.train, hooks=(name,)) for name in trainbus.HOOKS}
+    contenders: Mapping[str, Train] = {
+        BARE: handwritten.train_bare,
+        FLOOR: handwritten.train_floor,
+        HAND_WRITTEN: handwritten.train,
+        "run.train without hooks": trainbus.train_own_loop,
+        "TrainLoop without hooks": partial(trainbus.train, hooks=()),
+        **alone,
+        "TrainLoop, everything": trainbus.train,
+    }
+    job = partial(Job, 100 if settings.quick else 1000)
     with one_thread():
-        samples = measure(contenders, settings.rounds(quick=2, full=11), settings.tick)
-    title = "Everything on: added per iteration over the bare loop"
-    return [Comparison(title, "µs", FLOOR, samples, BARE, Budget(4, 2.0), left_out)]
+        samples = measure(
+            {name: phase(train, job) for name, train in contenders.items()}, settings.rounds(quick=2, full=11), settings.tick
+        )
+    return Comparison("What each part adds per iteration over the bare loop", "µs", FLOOR, samples, BARE)
 
 
-def phase(train: Train, iterations: int, wrote: ModuleType | None = None) -> Sample:
+def phase(train: Train, make: Callable[[], Job], wrote: ModuleType | None = None) -> Sample:
     """One run on a fresh model in a fresh directory; checks that it wrote what everybody has to write."""
 
     def sample() -> float:
-        job = Job(iterations)
+        job = make()
         with tempfile.TemporaryDirectory(prefix="trainbus-bench-") as directory:
             train(job, Path(directory))
             seconds = time.perf_counter() - job.data.started
             if wrote is not None:
-                check_files(wrote, Path(directory), iterations)
-        return seconds / iterations
+                check_files(wrote, Path(directory), job.iterations)
+        return seconds / job.iterations
 
     return sample
 

@@ -57,7 +57,7 @@ def train(job: Job, work_dir: Path) -> None:
             scalars.write(json.dumps(line) + "\n")
 
         trainer.add_event_handler(Events.ITERATION_COMPLETED(every=job.checkpoint_interval), checkpoint)
-        trainer.run(job.loader(), max_epochs=1)
+        trainer.run(job.loader(), max_epochs=job.epochs)
 
 
 def weights(path: Path) -> Iterable[Tensor]:

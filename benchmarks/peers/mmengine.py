@@ -68,12 +68,19 @@ def train(job: Job, work_dir: Path) -> None:
         model=Classifier(job),
         work_dir=str(work_dir),
         train_dataloader=job.loader(),
-        train_cfg={"type": "IterBasedTrainLoop", "max_iters": job.iterations},
+        train_cfg={"by_epoch": True, "max_epochs": job.epochs}
+        if job.epochs > 1
+        else {"by_epoch": False, "max_iters": job.iterations},
         optim_wrapper={"optimizer": {"type": "AdamW", "lr": LEARNING_RATE}},
         param_scheduler={"type": "CosineAnnealingLR", "by_epoch": False, "T_max": job.iterations},
         default_hooks={
             "logger": {"type": "LoggerHook", "interval": 1},
-            "checkpoint": {"type": "CheckpointHook", "interval": job.checkpoint_interval, "by_epoch": False},
+            "checkpoint": {
+                "type": "CheckpointHook",
+                "interval": job.checkpoint_interval,
+                "by_epoch": False,
+                "save_last": False,
+            },
         },
         custom_hooks=[{"type": "EMAHook", "momentum": MOMENTUM}],
         # Scalars go to scalars.json all the same; this saves MMEngine the terminal lines, which the others do not write.

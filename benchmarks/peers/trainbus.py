@@ -6,12 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from benchmarks.digits import MOMENTUM, Job
 from benchmarks.harness import SUBJECT
 from benchmarks.peers import HandOff, HandOffs, Logged, Logs, Receive, Saver, Statement, direct, no_op_handlers
-from eventloop import Bus, Event, Run, TrainLoop
+from eventloop import Bus, Event, Hook, Run, TrainLoop
 from eventloop.checkpoint import AsyncSaver, load
 from eventloop.events import AfterTrainIter
 from hooks import (
@@ -112,27 +113,56 @@ def ema(model: nn.Module, momentum: float) -> dict[str, Callable[[], None]]:
     return {SUBJECT: lambda: average.update_parameters(model)}
 
 
-def train(job: Job, work_dir: Path, **saving: Any) -> None:
-    """With options of its CheckpointHook."""
+HOOKS = ("RuntimeInfoHook", "EMAHook", "LoggerHook", "ParamSchedulerHook", "CheckpointHook")
+
+
+def make(name: str, job: Job, optimizer: torch.optim.Optimizer, saving: Mapping[str, Any]) -> Hook:
+    match name:
+        case "RuntimeInfoHook":
+            return RuntimeInfoHook()  # reports the learning rate
+        case "EMAHook":
+            return EMAHook(momentum=MOMENTUM)
+        case "LoggerHook":
+            return LoggerHook(interval=1, writers=[JSONLinesWriter()])
+        case "ParamSchedulerHook":
+            return ParamSchedulerHook(job.scheduler(optimizer), by="iter")
+        case _:
+            return CheckpointHook(interval=job.checkpoint_interval, by_epoch=False, save_last=False, **saving)
+
+
+def train(job: Job, work_dir: Path, hooks: Iterable[str] = HOOKS, **saving: Any) -> None:
+    """With the hooks of these names, and options of the CheckpointHook."""
     optimizer = job.optimizer()
     bus = Bus()
-    bus.add(
-        RuntimeInfoHook(),  # reports the learning rate
-        EMAHook(momentum=MOMENTUM),
-        LoggerHook(interval=1, writers=[JSONLinesWriter()]),
-        ParamSchedulerHook(job.scheduler(optimizer), by="iter"),
-        CheckpointHook(interval=job.checkpoint_interval, by_epoch=False, **saving),
-    )
+    bus.add(*(make(name, job, optimizer, saving) for name in hooks))
     loop = TrainLoop(
         job.model,
         optimizer,
         step=job.loss,
         train_data=job.loader(),
         bus=bus,
-        max_iters=job.iterations,
         work_dir=work_dir,
+        **length(job),
     )
     loop.run()
+
+
+def train_own_loop(job: Job, work_dir: Path) -> None:
+    """Train by ``run.train()`` around a loop of one's own, without any hook."""
+    optimizer = job.optimizer()
+    loader = job.loader()
+    with Run(Bus(), model=job.model, optimizer=optimizer, work_dir=work_dir) as run:
+        for _ in run.epochs(job.epochs):
+            for batch in run.train(loader):
+                loss = job.loss(job.model, batch)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                run.report(loss=loss)
+
+
+def length(job: Job) -> dict[str, int]:
+    return {"max_epochs": job.epochs} if job.epochs > 1 else {"max_iters": job.iterations}
 
 
 def weights(path: Path) -> Iterable[Tensor]:

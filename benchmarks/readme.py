@@ -1,0 +1,125 @@
+"""``python -m benchmarks.readme [--check]``: write the table of figures in README from the files in ``benchmarks/results/``.
+
+``--check`` writes nothing, and fails if the table differs from the files.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from benchmarks.amounts import UNITS, amount
+from benchmarks.harness import SUBJECT, TIMES
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- figures: written by `python -m benchmarks.readme` -->", "<!-- end of figures -->"
+
+ROWS: Sequence[tuple[str, str, str, Sequence[str]]] = (
+    ("publish to ten no-op hooks", "ns", "dispatch", ["Ten no-op hooks"]),
+    ("make an event without subscribers, publish it", "ns", "dispatch", ["No subscriber"]),
+    ("EMA update, 10 M parameters in 600 tensors", "ms", "ema", ["One update"]),
+    (
+        "everything on (scalars each iteration, EMA, schedule, durable checkpoints), added per iteration",
+        "µs",
+        "training",
+        ["Everything on"],
+    ),
+    ("the same job in epochs of 56 iterations", "µs", "training", ["The same in"]),
+    ("`TrainLoop` without any hook, added per iteration", "µs", "training", ["No hook at all"]),
+    ("six floats logged each iteration, on the training thread", "µs", "logging", ["Six floats"]),
+    ("six 0-dim tensors logged each iteration, on the training thread", "µs", "logging", ["Six 0-dim tensors"]),
+    (
+        "checkpoint, training stands still: 200 tensors of 1 M; 20,000 of 1,000",
+        "ms",
+        "checkpoint",
+        ["Training stands still: 200 ", "Training stands still: 20,000 "],
+    ),
+    (
+        'the same with `staging="overlap"`: added to the next step',
+        "ms",
+        "checkpoint",
+        ["Added to a step of 2", "Added to a step of 9"],
+    ),
+    (
+        "p99 of a step of Python while 20,000 tensors are saved",
+        "ms",
+        "checkpoint",
+        ["A Python step beside saves of 20,000 tensors of 1,000, 80 MB: p99"],
+    ),
+    ("commit 800 MB, digest included", "ms", "checkpoint", ["Commit, digest included"]),
+    ("18 MB checkpoints on a disk of 20 MB/s at half its load, per iteration", "ms", "checkpoint", ["18 MB every 2"]),
+)
+"""What was measured, unit, file, and beginnings of the titles of its comparisons."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.readme")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the table differs from the files")
+    check = parser.parse_args().check
+    text = README.read_text(encoding="utf-8")
+    before, found, rest = text.partition(f"{BEGIN}\n")
+    _, ended, after = rest.partition(END)
+    if not found or not ended:
+        sys.exit(f"README.md has no lines {BEGIN!r} and {END!r}")
+    new = f"{before}{BEGIN}\n{table()}{END}{after}"
+    if check and new != text:
+        sys.exit("README's table of figures differs from benchmarks/results: run `python -m benchmarks.readme`")
+    if not check:
+        README.write_text(new, encoding="utf-8")
+
+
+def table() -> str:
+    documents = {name: orjson.loads((RESULTS / f"{name}.json").read_bytes()) for _, _, name, _ in ROWS}
+    lines = ["| measured | floor | trainbus | goal | others |", "|---|---|---|---|---|"]
+    for measured, unit, name, titles in ROWS:
+        found = [the_one(documents[name]["comparisons"], title, name) for title in titles]
+        cells = zip(*(row(comparison, unit) for comparison in found), strict=True)
+        lines.append(f"| {measured} | {' | '.join('; '.join(dict.fromkeys(filter(None, column))) for column in cells)} |")
+    lines += [
+        "",
+        f"Two shared cores ({documents['dispatch']['cpu']}), {documents['dispatch']['python']}. {recorded(documents)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def the_one(comparisons: Sequence[Mapping[str, Any]], title: str, name: str) -> Mapping[str, Any]:
+    found = [comparison for comparison in comparisons if comparison["title"].startswith(title)]
+    if len(found) != 1:
+        sys.exit(f"benchmarks/results/{name}.json has {len(found)} comparisons whose title begins with {title!r}, not one")
+    return found[0]
+
+
+def row(comparison: Mapping[str, Any], unit: str) -> tuple[str, str, str, str]:
+    """Return the cells floor, trainbus, goal, others."""
+    figures = {each["name"]: each for each in comparison["contenders"]}
+    floor, budget = comparison["floor"], comparison["budget"]
+    ours = figures[SUBJECT]
+    ratio = "" if budget["seconds"] else f", {ours['ratio_to_floor']:.2f} {TIMES}"
+    figure = f"{amount(ours['median_seconds'], unit)} {unit}{ratio}" if ours["median_seconds"] > 0 else "within the noise"
+    goal = f"{budget['seconds'] * UNITS[unit]:g} {unit}" if budget["seconds"] else f"{budget['limit']:.3g} {TIMES}"
+    others = sorted(
+        (each["median_seconds"], name) for name, each in figures.items() if name != floor and not name.startswith(SUBJECT)
+    )
+    return (
+        f"{floor}, {amount(figures[floor]['median_seconds'], unit)} {unit}",
+        f"{figure}{'' if budget['met'] else ', **missed**'}",
+        f"≤ {goal}",
+        " · ".join(f"{name} {amount(seconds, unit)}" for seconds, name in others) + (f" {unit}" if others else ""),
+    )
+
+
+def recorded(documents: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a sentence that names the commit of each file."""
+    commits: dict[str, list[str]] = {}
+    for name, document in sorted(documents.items()):
+        commits.setdefault(document.get("commit", "an older commit"), []).append(name)
+    return "Recorded at " + "; ".join(f"{commit} ({', '.join(names)})" for commit, names in commits.items()) + "."
+
+
+if __name__ == "__main__":
+    main()
