@@ -7,7 +7,7 @@ is closed or retired and empty. A ring starts them again for an event that was p
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextvars import Context
 from itertools import zip_longest
 from typing import Any
@@ -21,7 +21,7 @@ from eventloop.events import Event
 from eventloop.offload.callers import Caller, OwnedThread, timed_out
 from eventloop.offload.importable import Importable
 from eventloop.offload.lane import Lane
-from eventloop.offload.loops import await_through, enter_loop, in_trio
+from eventloop.offload.loops import Loop, await_through, enter_loop, in_trio
 from eventloop.offload.slots import LaneStats
 from eventloop.offload.snapshot import Snapshot
 
@@ -273,22 +273,32 @@ class TaskConsumer(Consumer):
         ended: Callable[[Consumer], None],
         *,
         mark: object,
-        spawn: Callable[[Callable[[], Coroutine[Any, Any, None]]], None],
+        loop: Loop,
     ) -> None:
         super().__init__(delivery, began, ended)
         self._mark = mark  # of the runtime, for code that runs in its handlers
         self._library = ""
-        self._spawn = spawn
+        self._loop = loop
         self._running = False
         self._reader: Reader | None = None
         self.alive = False  # whether its task is there, if only because a handler goes on after its cancellation
+
+    def wake(self) -> None:
+        """Ring on the loop's thread, from any thread."""
+        # Also here, before the loop gets to it: a drain must know of a task that starts again. A task that ends in this moment
+        # finds the event pending that it is woken for, and stays known.
+        if not self._running:
+            self._began(self)
+        self._loop.call_soon(self.ring)
+        if self._loop.stopping:  # it may not get to it any more
+            self.lane.detach()
 
     def ring(self) -> None:
         """Wake the task, or start it; must be called on the loop's thread and never raises (trio's rule for callbacks)."""
         if not self._running:
             self._running = True
             self._began(self)
-            self._spawn(self.run)
+            self._loop.spawn(self.run)
         elif self._reader is not None:
             self._reader.ring()
 

@@ -32,7 +32,6 @@ class Runtime:
         self._interrupt = interrupt
         self._mark = object()
         self._consumers: set[Consumer] = set()
-        self._over = False
         self._past = DrainReport()  # of consumers that have ended
         self._lock = threading.Lock()
 
@@ -117,8 +116,7 @@ class Runtime:
         if not self._loop.stop(max(CANCEL_GRACE, deadline.left)):  # threads that hang may have left no time
             tasks = [one.lane.label for one in consumers if isinstance(one, TaskConsumer) and one.alive]
             behind += [f"{label}, which goes on after it was cancelled" for label in tasks] or [self._loop.name]
-        self._over = True
-        # Also those that a late publisher has woken: its wake-up sees that it is over, or is seen here.
+        # Also those that a late publisher has woken: its wake-up sees that the loop stops, or is seen here.
         for consumer in {*consumers, *self._serving()}:
             consumer.lane.detach()
         if behind:
@@ -128,17 +126,7 @@ class Runtime:
     def _task_of(self, delivery: Delivery) -> Callable[[], None]:
         """Return what wakes the task of an async handler."""
         self._loop.start()
-        lane = delivery.lane
-        task = TaskConsumer(delivery, self._began, self._ended, mark=self._mark, spawn=self._loop.spawn)
-
-        def wake() -> None:
-            # Not only once the loop gets to it, also when a task that has ended starts again: a drain must know of it.
-            self._began(task)
-            self._loop.call_soon(task.ring)
-            if self._over:  # the loop may have ended before it got to it, and will not get to it any more
-                lane.detach()
-
-        return wake
+        return TaskConsumer(delivery, self._began, self._ended, mark=self._mark, loop=self._loop).wake
 
     def _thread_of(self, delivery: Delivery) -> Callable[[], None]:
         """Return what wakes the thread of a blocking handler."""
