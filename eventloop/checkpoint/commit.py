@@ -14,18 +14,19 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, TypeVar
 
 from eventloop.errors import CheckpointError
 
 TEMPORARY_PREFIX: Final = ".trainbus-"
+Result = TypeVar("Result")
 
 CHUNK: Final = 16 << 20
 """Bytes per piece: so many that a background writer seldom asks for the GIL, so few that verifying needs little memory."""
 
 
-def commit_file(path: str | os.PathLike[str], size: int, fill: Callable[[int], None]) -> None:
-    """Create or replace the file at `path`, in a directory that exists.
+def commit_file(path: str | os.PathLike[str], size: int, fill: Callable[[int], Result]) -> Result:
+    """Create or replace the file at `path`, in a directory that exists; return the result of `fill`.
 
     `fill` is called with a file descriptor and writes the content, `size` bytes (for the error message).
     """
@@ -37,12 +38,13 @@ def commit_file(path: str | os.PathLike[str], size: int, fill: Callable[[int], N
             # O_EXCL: never write into a file that is there already. 0o666: the umask decides, as with open().
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
-                fill(descriptor)
+                result = fill(descriptor)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
             os.replace(temporary, name)  # noqa: PTH105
         sync_directory(directory or os.curdir)
+    return result
 
 
 def write_all(descriptor: int, data: memoryview | bytes) -> None:

@@ -16,17 +16,7 @@ import torch
 
 from eventloop.checkpoint import container
 from eventloop.checkpoint.commit import CHUNK
-from eventloop.checkpoint.container import (
-    DIGEST,
-    DIGEST_BYTES,
-    LENGTH_BYTES,
-    TREE,
-    Digest,
-    ForeignInfo,
-    Header,
-    TensorInfo,
-    readable,
-)
+from eventloop.checkpoint.container import DIGEST_BYTES, LENGTH_BYTES, ForeignInfo, Header, TensorInfo, crc32, readable
 from eventloop.checkpoint.rebuild import check_packed, unflatten
 from eventloop.checkpoint.store import AnyPath, AsPath, as_path, open_file
 from eventloop.errors import CheckpointDamagedError, CheckpointError
@@ -74,15 +64,13 @@ def load(path: AsPath, map_location: str | torch.device = "cpu") -> Any:
         CheckpointError: a newer trainbus or torch wrote it.
     """
     device = torch.device(map_location)
-    with _opened(path) as (file, size):
-        header, digest = _read_header(file, size)
+    with _opened(path) as (file, size, header, crc):
         check_memory(size)
         end = size - header.bytes - DIGEST_BYTES
         data = np.empty(end, np.uint8)
-        _read_checked(file, digest, end, data.data)
+        _read_checked(file, crc, end, data.data)
         with _rebuilding():
-            start, end = header.tensors[TREE].data_offsets
-            body = _body(data[start:end].data)
+            body = _body(data[slice(*header.tree)].data)
             parts = [
                 # Not slices of one tensor: those would share a version counter, and an in-place change of one would make
                 # autograd refuse the backward of all others.
@@ -101,9 +89,8 @@ def verify(path: AsPath) -> None:
 
     Raises: see `load`.
     """
-    with _opened(path) as (file, size):
-        header, digest = _read_header(file, size)
-        _read_checked(file, digest, size - header.bytes - DIGEST_BYTES)
+    with _opened(path) as (file, size, header, crc):
+        _read_checked(file, crc, size - header.bytes - DIGEST_BYTES)
 
 
 def inspect(path: AsPath) -> CheckpointInfo:
@@ -112,11 +99,10 @@ def inspect(path: AsPath) -> CheckpointInfo:
     Raises: see `load`.
     """
     path = as_path(path)
-    with _opened(path) as (file, size):
-        header, _ = _read_header(file, size)
+    with _opened(path) as (file, size, header, _):
         file.seek(size - DIGEST_BYTES)
-        digest = readable(file.read(DIGEST_BYTES))
-    return CheckpointInfo(path, size, header.version, digest, dict(_user_tensors(header)))
+        digest = readable(_read_digest(file))
+    return CheckpointInfo(path, size, header.version, digest, header.tensors)
 
 
 def outline(path: AsPath) -> Any:
@@ -127,9 +113,8 @@ def outline(path: AsPath) -> Any:
 
     Raises: see `load`.
     """
-    with _opened(path) as (file, size):
-        header, _ = _read_header(file, size)
-        start, end = header.tensors[TREE].data_offsets
+    with _opened(path) as (file, _, header, _):
+        start, end = header.tree
         file.seek(header.bytes + start)
         packed = memoryview(_read(file, end - start))
         with _rebuilding():
@@ -173,14 +158,17 @@ def check_memory(size: int) -> None:
 
 
 @contextmanager
-def _opened(path: AsPath) -> Iterator[tuple[BinaryIO, int]]:
+def _opened(path: AsPath) -> Iterator[tuple[BinaryIO, int, Header, int]]:
+    """Open a checkpoint and read its header; yield the file, its size, the header and the CRC-32 of that."""
     with open_file(as_path(path)) as (file, size):
         try:
             try:
-                yield file, size
+                prefix = file.read(LENGTH_BYTES)
+                text = _read(file, container.header_bytes(prefix, size))
+                yield file, size, container.parse(text, size - LENGTH_BYTES - len(text)), crc32((prefix, text))
             except container.NewerError as error:  # unless a bit has flipped
                 file.seek(0)
-                _read_checked(file, Digest(), size - DIGEST_BYTES)
+                _read_checked(file, 0, size - DIGEST_BYTES)
                 raise CheckpointError(f"{path} cannot be read here: {error}") from None
         except CheckpointDamagedError as error:
             raise CheckpointDamagedError(f"{path} is damaged: {error}") from error.__cause__
@@ -192,26 +180,20 @@ def _opened(path: AsPath) -> Iterator[tuple[BinaryIO, int]]:
             raise CheckpointDamagedError(f"{path} is damaged: its disk cannot read it ({error})") from error
 
 
-def _read_header(file: BinaryIO, size: int) -> tuple[Header, Digest]:
-    prefix = file.read(LENGTH_BYTES)
-    text = _read(file, container.header_bytes(prefix, size))
-    digest = Digest()
-    digest.update(prefix)
-    digest.update(text)
-    return container.parse(text, size - LENGTH_BYTES - len(text)), digest
-
-
-def _read_checked(file: BinaryIO, digest: Digest, size: int, into: memoryview | None = None) -> None:
-    """Read ``size`` bytes, ``into`` memory or through a small buffer, and the digest; check it."""
+def _read_checked(file: BinaryIO, crc: int, size: int, into: memoryview | None = None) -> None:
+    """Read ``size`` bytes, ``into`` memory or through a small buffer, and the digest; check it from ``crc`` on."""
     buffer = memoryview(bytearray(min(size, CHUNK))) if into is None else into
     for start in range(0, size, CHUNK):
         length = min(CHUNK, size - start)
         part = buffer[:length] if into is None else into[start : start + length]
         _fill(file, part)
-        digest.update(part)  # while the chunk is still in the processor's cache
-    stored = _read(file, DIGEST_BYTES)
-    if digest.stored() != stored:
-        raise CheckpointDamagedError(f"its bytes give {readable(digest.stored())}, written was {readable(stored)}")
+        crc = crc32((part,), crc)  # while the chunk is still in the processor's cache
+    if crc != (written := _read_digest(file)):
+        raise CheckpointDamagedError(f"its bytes give {readable(crc)}, written was {readable(written)}")
+
+
+def _read_digest(file: BinaryIO) -> int:
+    return int.from_bytes(_read(file, DIGEST_BYTES), "little")
 
 
 def _read(file: BinaryIO, size: int) -> bytes:
@@ -243,16 +225,18 @@ def _body(packed: memoryview) -> _Tree:
     return msgspec.msgpack.decode(packed, type=_Tree)
 
 
-def _user_tensors(header: Header) -> list[tuple[str, TensorInfo]]:
-    return [(name, info) for name, info in header.tensors.items() if name not in (TREE, DIGEST)]
-
-
 def _forms(header: Header, body: _Tree) -> Iterator[tuple[torch.dtype, tuple[int, ...], int, int]]:
     """Yield dtype, shape, first byte and number of elements of each tensor."""
-    for rank, (_, info) in enumerate(_user_tensors(header)):
+    for rank, info in enumerate(header.tensors.values()):
         foreign = body.foreign.get(rank)
-        dtype = container.SAFE_DTYPES[info.dtype] if foreign is None else container.foreign_dtype(foreign.dtype)
-        shape = info.shape if foreign is None else foreign.shape
+        if foreign is None:
+            dtype, shape = container.SAFE_DTYPES[info.dtype], info.shape
+        elif foreign.dtype in container.FOREIGN_DTYPES:
+            dtype, shape = container.FOREIGN_DTYPES[foreign.dtype], foreign.shape
+        else:
+            raise container.NewerError(
+                f"it holds a tensor of dtype {foreign.dtype[:60]!r}, which torch {torch.__version__} lacks; upgrade torch"
+            )
         begin, end = info.data_offsets
         # The header is checked already, but not the tree.
         if container.elements(shape, end - begin) * dtype.itemsize != end - begin:

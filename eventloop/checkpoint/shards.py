@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from eventloop.checkpoint.commit import CHUNK
-from eventloop.checkpoint.container import Digest, elements, readable
+from eventloop.checkpoint.container import crc32, elements, readable
 from eventloop.checkpoint.load import load, outline
 from eventloop.checkpoint.rebuild import DTYPES
 from eventloop.checkpoint.store import AsPath, file_size, is_plain_name, read_small
@@ -189,13 +189,11 @@ def sweep_shards(directory: Path, *, still: float = _STILL) -> bool:
 
 def digest_of(file: Path) -> str:
     """Return the digest of a file, and make the file durable."""
-    digest = Digest()
     with file.open("rb", buffering=0) as opened:
-        while part := opened.read(CHUNK):
-            digest.update(part)
+        crc = crc32(iter(lambda: opened.read(CHUNK), b""))
         if opened.seekable():
             os.fsync(opened.fileno())
-    return readable(digest.stored())
+    return readable(crc)
 
 
 @contextmanager

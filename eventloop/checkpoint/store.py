@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import BinaryIO, Final, TypeGuard
 from urllib.parse import unquote, urlsplit
 
-from eventloop.checkpoint.commit import CHUNK, commit_file, failing, sync_directory, temporary_name, write_all
-from eventloop.checkpoint.container import Digest, Pieces, write_sealed
+from eventloop.checkpoint.commit import CHUNK, chunks, commit_file, failing, sync_directory, temporary_name, write_all
+from eventloop.checkpoint.container import Pieces, crc32, stored, write_sealed
 from eventloop.checkpoint.remote import RemotePath
 from eventloop.errors import CheckpointDamagedError
 
@@ -42,14 +42,13 @@ def as_path(location: AsPath) -> AnyPath:
     return RemotePath(text)
 
 
-def write_pieces(path: AnyPath, size: int, pieces: Pieces) -> bytes:
+def write_pieces(path: AnyPath, size: int, pieces: Pieces) -> int:
     """Create or replace a checkpoint of ``size`` bytes, digest included; return the digest."""
-    digest = Digest()
     if isinstance(path, RemotePath):
-        path.upload(size, digest.sealing(pieces))
-    else:
-        commit_file(path, size, lambda descriptor: write_sealed(descriptor, pieces, digest))
-    return digest.stored()
+        crc = crc32(pieces)
+        path.upload(size, (chunk for piece in (*pieces, stored(crc)) for chunk in chunks(piece)))
+        return crc
+    return commit_file(path, size, lambda descriptor: write_sealed(descriptor, pieces))
 
 
 def commit_bytes(path: AsPath, data: bytes) -> None:
