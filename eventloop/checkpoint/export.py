@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import io
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -16,9 +17,10 @@ import torch
 from eventloop.checkpoint.commit import commit_file, write_all
 from eventloop.checkpoint.container import METADATA, SAFE_NAMES, with_length
 from eventloop.checkpoint.load import inspect
+from eventloop.checkpoint.rebuild import convert_parts
 from eventloop.checkpoint.shards import load_whole
 from eventloop.checkpoint.store import AnyPath, AsPath, as_path, link
-from eventloop.checkpoint.tree import join, text_of
+from eventloop.checkpoint.tree import text_of
 from eventloop.checkpoint.wrappers import without_wrappers
 from eventloop.errors import CheckpointError, CheckpointValueError
 
@@ -27,6 +29,7 @@ WEIGHTS: Final = "state_dict"
 
 _PTH: Final = (".pth", ".pt")
 _SAFETENSORS: Final = ".safetensors"
+_Fill = Callable[[int], None]
 _LONGEST_INT: Final = 255 * 8 - 1  # bits; weights_only knows the pickle of no longer one
 _AS_IT_IS: Final = frozenset(
     {type(None), bool, float, complex, str, torch.Tensor, torch.dtype, torch.device, torch.Size},
@@ -49,8 +52,7 @@ def export_tree(path: AsPath, out: AsPath) -> None:
         CheckpointError: ``out`` has another suffix, or cannot be written.
     """
     out = _checked_out(out, _PTH)
-    tree, size = weights_only(load_whole(path)), inspect(path).bytes
-    _write(out, lambda file: _write_pth(tree, file, size))
+    _write(load_whole(path), path, out)
 
 
 def export_weights(path: AsPath, out: AsPath, *, key: str = WEIGHTS, strip: bool = False, model: str | None = None) -> None:
@@ -71,14 +73,8 @@ def export_weights(path: AsPath, out: AsPath, *, key: str = WEIGHTS, strip: bool
         CheckpointError: there are no such weights, ``out`` has another suffix, or cannot be written.
     """
     out = _checked_out(out, (*_PTH, _SAFETENSORS))
-    weights = _weights(load_whole(path), key, model)
-    if strip:
-        weights = _strip_wrappers(weights)
-    if out.suffix == _SAFETENSORS:
-        _write(out, lambda file: _write_safetensors(weights, file))
-    else:
-        plain, size = weights_only(weights), inspect(path).bytes
-        _write(out, lambda file: _write_pth(plain, file, size))
+    weights = dict(_weights(load_whole(path), key, model))
+    _write(_strip_wrappers(weights) if strip else weights, path, out)
 
 
 def is_weights(value: object) -> bool:
@@ -87,16 +83,14 @@ def is_weights(value: object) -> bool:
 
 
 def _strip_wrappers(weights: Mapping[str, Any]) -> dict[str, Any]:
-    stripped: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for name, short in without_wrappers(weights).items():
-        if short in stripped:
-            raise CheckpointError(f"without the names of wrappers {origin[short]!r} and {name!r} would both be {short!r}")
-        stripped[short], origin[short] = weights[name], name
-    return stripped
+        if (first := origin.setdefault(short, name)) != name:
+            raise CheckpointError(f"without the names of wrappers {first!r} and {name!r} would both be {short!r}")
+    return {short: weights[name] for short, name in origin.items()}
 
 
-def _weights(tree: Any, key: str, model: str | None) -> Mapping[str, Any]:
+def _weights(tree: Any, key: str, model: str | None) -> Any:
     there = tree if isinstance(tree, Mapping) else {}
     if key not in there:
         raise CheckpointError(f"the checkpoint has no weights ({key}) but {', '.join(map(text_of, there)) or 'no keys'}")
@@ -104,16 +98,15 @@ def _weights(tree: Any, key: str, model: str | None) -> Mapping[str, Any]:
     if is_weights(weights):
         if model is not None:
             raise CheckpointError(f"model {model!r}: the checkpoint has one model, without a name")
-        return dict(weights)
+        return weights
     models = {str(name): each for name, each in weights.items() if is_weights(each)} if isinstance(weights, Mapping) else {}
     if model in models:
-        return dict(models[model])
+        return models[model]
     if not models:
         raise CheckpointError(f"the checkpoint has no tensors under {key!r}")
     names = ", ".join(map(repr, models))
-    if model is None:
-        raise CheckpointError(f"the checkpoint has several models, {names}: say which one")
-    raise CheckpointError(f"the checkpoint has no model {model!r} but {names}")
+    problem = f"several models, {names}: say which one" if model is None else f"no model {model!r} but {names}"
+    raise CheckpointError(f"the checkpoint has {problem}")
 
 
 def _checked_out(out: AsPath, suffixes: tuple[str, ...]) -> AnyPath:
@@ -123,50 +116,41 @@ def _checked_out(out: AsPath, suffixes: tuple[str, ...]) -> AnyPath:
     return path
 
 
-def _write(out: AnyPath, write: Callable[[Path], None]) -> None:
+def _write(value: Any, path: AsPath, out: AnyPath) -> None:
+    """Write a tree of the checkpoint ``path``, in the format that the suffix of ``out`` names."""
+    if out.suffix == _SAFETENSORS:
+        size, fill = _safetensors(value)
+    else:
+        size, fill = inspect(path).bytes, partial(_fill_pth, weights_only(value))
     if isinstance(out, Path):
-        write(out)
+        commit_file(out, size, fill)
         return
     with TemporaryDirectory() as directory:
         file = Path(directory) / out.name
-        write(file)
+        commit_file(file, size, fill)
         link(file, out)
 
 
-def _write_pth(value: Any, path: Path, size: int) -> None:
-    def fill(descriptor: int) -> None:
-        file = _File(descriptor)
-        try:
-            torch.save(value, file)  # type: ignore[arg-type]  # it calls write and flush only
-        except RuntimeError:  # torch closes its archive while the error is on its way, and then has another one
-            if file.error is not None:
-                raise file.error from None
-            raise
-
-    commit_file(path, size, fill)
+def _fill_pth(value: Any, descriptor: int) -> None:
+    try:
+        torch.save(value, _File(descriptor))  # type: ignore[arg-type]  # it calls write and flush only
+    except RuntimeError as error:  # torch closes its archive while the error of the system is on its way, and has another then
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
-class _File:
-    """As much of a file as ``torch.save`` needs. It remembers the error of the system."""
-
+class _File(io.RawIOBase):
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        try:
-            write_all(self._descriptor, memoryview(data))
-        except OSError as error:
-            self.error = error
-            raise
+        write_all(self._descriptor, memoryview(data))
         return len(data)
 
-    def flush(self) -> None:
-        """Nothing is buffered."""
 
-
-def _write_safetensors(tensors: Mapping[str, Any], path: Path) -> None:
-    """Write a plain safetensors file. Tied tensors are written under each of their names."""
+def _safetensors(tensors: Mapping[str, Any]) -> tuple[int, _Fill]:
+    """Return the size of a plain safetensors file, and what writes it. Tied tensors are written under each of their names."""
     for name, tensor in tensors.items():
         _check_storable(name, tensor)
     # The widest elements first: so each tensor is aligned without holes, which the format forbids.
@@ -174,7 +158,7 @@ def _write_safetensors(tensors: Mapping[str, Any], path: Path) -> None:
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0
     for name, tensor in ordered:
-        begin, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
+        begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
         header[name] = {"dtype": SAFE_NAMES[tensor.dtype], "shape": tuple(tensor.shape), "data_offsets": (begin, end)}
     start = with_length(orjson.dumps(header))
 
@@ -184,7 +168,7 @@ def _write_safetensors(tensors: Mapping[str, Any], path: Path) -> None:
             if tensor.numel():
                 write_all(descriptor, tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
-    commit_file(path, len(start) + end, fill)
+    return len(start) + end, fill
 
 
 def _check_storable(name: Any, tensor: Any) -> None:
@@ -216,12 +200,8 @@ def weights_only(value: Any, path: str = "") -> Any:
         return value
     if kind is bytes:
         return value or bytearray()  # the pickle of b"" is a call of bytes(), which is not allowed
-    if kind in (dict, OrderedDict, Counter, defaultdict):
-        return _mapping(value, path)
-    if kind in (list, tuple):
-        return kind(weights_only(each, join(path, index)) for index, each in enumerate(value))
-    if kind in (set, frozenset):
-        return {_hashable(each, join(path, "(item)")) for each in value}
+    if kind in (dict, OrderedDict, Counter, defaultdict, list, tuple, set, frozenset):
+        return convert_parts(value, path, weights_only)
     if isinstance(value, np.ndarray):
         try:
             return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
@@ -236,18 +216,3 @@ def _described(value: Any) -> str:
     if isinstance(value, int):
         return f"an integer of {value.bit_length():,} bits; the limit is {_LONGEST_INT:,}"
     return f"a {value.dtype}: Python has no such number" if isinstance(value, np.generic) else f"a {type(value).__qualname__}"
-
-
-def _mapping(value: Mapping[Any, Any], path: str) -> Any:
-    plain: dict[Any, Any] = OrderedDict() if type(value) is OrderedDict else {}
-    for key, each in value.items():
-        plain[_hashable(key, join(path, "(key)"))] = weights_only(each, join(path, key))
-    if type(value) is OrderedDict:  # nn.Module.state_dict() keeps versions of modules in an attribute
-        vars(plain).update(_mapping(vars(value), join(path, "(attributes)")))
-    return Counter(plain) if type(value) is Counter else plain
-
-
-def _hashable(value: Any, path: str) -> Any:
-    if isinstance(value, frozenset) or (value == b"" and isinstance(value, bytes)):
-        raise CheckpointValueError(f"{path}: torch.load(weights_only=True) refuses {value!r} as a key or in a set")
-    return weights_only(value, path)

@@ -13,37 +13,26 @@ import math
 import os
 import pickle
 import re
-import struct
 import zipfile
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple, Self
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
 
 from eventloop.checkpoint.load import LEGACY, ZIP, check_memory
-from eventloop.checkpoint.rebuild import set_attributes
+from eventloop.checkpoint.rebuild import convert_parts
 from eventloop.checkpoint.store import open_file
-from eventloop.checkpoint.tree import MAX_DEPTH, MAX_VALUES, join
+from eventloop.checkpoint.tree import MAX_DEPTH, MAX_VALUES
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 
 _REFUSED: Final = re.compile(r"GLOBAL (\S+)")
-# Errors of the unpickler for a pickle that torch.save did not write.
-_NONSENSE: Final = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
-    EOFError,
-    MemoryError,
-    struct.error,
-)
+_CONTAINERS: Final = frozenset({dict, OrderedDict, Counter, list, tuple, set})
 _REPEATED: Final = 1_000_000
 """Values beyond the size of the file: a container that is held several times is copied each time."""
 
@@ -93,7 +82,7 @@ def load_pth(path: str | os.PathLike[str]) -> Any:
         CheckpointError: not of ``torch.save``, or it names code that would have to be run (all names are listed).
     """
     path = Path(path)
-    zipped = _check(path)
+    _check(path)
     size = path.stat().st_size
     known = {**_OBJECTS, **{name: plain for foreign in _formats for name, plain in foreign.objects.items()}}
     stand_ins: list[Any] = [(type("StandIn", (_Inert,), {"name": name}), name) for name in (*known, *_PARTS)]
@@ -101,27 +90,27 @@ def load_pth(path: str | os.PathLike[str]) -> Any:
         try:
             tree = torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            raise CheckpointError(_refusal(path, str(error), zipped=zipped)) from error
-        except _NONSENSE as error:
+            raise CheckpointError(_refusal(path, str(error))) from error
+        except OSError:
+            raise
+        except Exception as error:  # any: torch.save did not write this pickle
             first = str(error).partition("\n")[0] or type(error).__name__
             raise CheckpointDamagedError(f"{path} is damaged, or torch.save did not write it: {first}") from error
     try:
-        return _Reviver(size, known).value("", tree, 0)
+        return _Reviver(size, known).value(tree, "")
     except (CheckpointError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from error
-    except TypeError as error:
-        raise CheckpointError(f"{path}: an object is the key of a dict, or in a set: {error}") from error
     except MemoryError as error:
         raise CheckpointDamagedError(f"{path} is damaged, or too large for the memory of this machine") from error
 
 
-def _check(path: Path) -> bool:
-    """Return whether it is a zip file, as torch writes since 1.6. Check its checksums: torch.load does not."""
+def _check(path: Path) -> None:
+    """Check the checksums of a zip file, as torch writes since 1.6: torch.load does not."""
     with open_file(path) as (file, size):
         start = file.read(len(ZIP))
     check_memory(size)
     if start == LEGACY:
-        return False
+        return
     if start != ZIP:
         raise CheckpointError(f"{path} is not a file that torch.save wrote (it begins with {start!r})")
     try:
@@ -135,7 +124,6 @@ def _check(path: Path) -> bool:
             f"{path} is damaged: the checksum of {broken} in it is wrong. (Or it was written without checksums, see "
             "torch.serialization.set_crc32_options; then save it again with them.)"
         )
-    return True
 
 
 def check_stored(archive: zipfile.ZipFile, size: int) -> None:
@@ -145,18 +133,16 @@ def check_stored(archive: zipfile.ZipFile, size: int) -> None:
         raise ValueError("its parts are compressed, or larger than the file; torch.save writes them as they are")
 
 
-def _refusal(path: Path, message: str, *, zipped: bool) -> str:
-    names = sorted(set(_REFUSED.findall(message)))
-    if zipped:
-        try:
-            names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)) or names
-        except (*_NONSENSE, pickle.UnpicklingError):
-            pass
-    if not names:
+def _refusal(path: Path, message: str) -> str:
+    names = set(_REFUSED.findall(message))  # the first one only
+    with suppress(Exception):  # torch looks only into zip files
+        names.update(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    listed = ", ".join(sorted(names))
+    if not listed:
         detail = message.partition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
         return f"{path} cannot be read without running it: {detail or message.partition(chr(10))[0]}"
     return (
-        f"{path} names code, which may do anything when it is run, so it is not: {', '.join(names)}. If you trust the file, "
+        f"{path} names code, which may do anything when it is run, so it is not: {listed}. If you trust the file, "
         "keep its plain parts where that code is installed: "
         "c = torch.load(FILE, weights_only=False); torch.save({'state_dict': c['state_dict']}, 'plain.pth'), and import that"
     )
@@ -193,25 +179,20 @@ class _Reviver:
         self._seen: set[int] = set()
         self._stored = self._spread = 0
 
-    def value(self, path: str, value: Any, depth: int) -> Any:
+    def value(self, value: Any, path: str, depth: int = 0) -> Any:
         self._left -= 1
         if self._left < 0 or depth > MAX_DEPTH:
             where = path[:200] or "the tree"
             raise CheckpointError(f"{where}: nested deeper than {MAX_DEPTH} levels, or more than {self._most:,} values in all")
-        kind = type(value)
-        if kind in (dict, OrderedDict, Counter):
-            return self._mapping(path, value, depth + 1)
-        if kind in (list, tuple, set):
-            return kind(self.value(join(path, index), each, depth + 1) for index, each in enumerate(value))
-        if kind is bytearray:
-            return bytes(value)
+        if type(value) in _CONTAINERS:
+            return convert_parts(value, path, partial(self.value, depth=depth + 1))
         if isinstance(value, torch.Tensor):
             self._weigh(path, value)
         if isinstance(value, _Inert):
             return self._inert(path, value, depth + 1)
         if isinstance(value, type) and issubclass(value, _Inert):
             raise _code_error(path, value.name)
-        return value
+        return bytes(value) if type(value) is bytearray else value
 
     def _weigh(self, path: str, tensor: torch.Tensor) -> None:
         """Refuse tensors that have more bytes than the file, or that the memory could not hold without their strides."""
@@ -227,20 +208,12 @@ class _Reviver:
             raise CheckpointError(f"{path or 'the tree'}: there are fewer bytes in the file than in its tensors")
         check_memory(self._spread)
 
-    def _mapping(self, path: str, mapping: Any, depth: int) -> Any:
-        revived = type(mapping)()
-        for key, value in mapping.items():
-            revived[self.value(join(path, "(key)"), key, depth)] = self.value(join(path, key), value, depth)
-        if type(mapping) is OrderedDict:  # nn.Module.state_dict() keeps versions of modules in an attribute
-            set_attributes(revived, self._mapping(join(path, "(attributes)"), vars(mapping), depth))
-        return revived
-
     def _inert(self, path: str, value: _Inert, depth: int) -> Any:
         plain = self._known.get(value.name)
         if plain is None:
             raise _code_error(path, value.name)
         try:
-            return self.value(path, plain(value.args, value.state), depth)
+            return self.value(plain(value.args, value.state), path, depth)
         except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
             raise CheckpointError(f"{path or 'the tree'}: this {value.name} cannot be read ({error})") from error
 
@@ -251,23 +224,23 @@ def _code_error(path: str, name: str) -> CheckpointError:
 
 def _array(args: tuple[Any, ...], state: Any) -> Any:
     _, shape, dtype, fortran, data = state
-    return _rebuilt_array(dtype, tuple(shape), data, fortran=fortran)
+    return _numbers(dtype, data, tuple(shape), "F" if fortran else "C")
 
 
 def _scalar(args: tuple[Any, ...], state: Any) -> Any:
     dtype, data = args
-    return _rebuilt_array(dtype, (), data, fortran=False)[()]
+    return _numbers(dtype, data)[()]
 
 
-def _rebuilt_array(dtype: _Inert, shape: tuple[int, ...], data: bytes | _Inert, *, fortran: bool) -> Any:
-    (code, *_), (_, order, *_) = dtype.args, dtype.state
-    if not (isinstance(code, str) and re.fullmatch(r"[biufc]\d{1,2}", code) and order in ("<", ">", "|", "=")):
-        raise ValueError(f"a dtype {code!r} with byte order {order!r}; only numbers can be read")
-    kind = np.dtype(order + code)
+def _numbers(dtype: _Inert, data: bytes | _Inert, shape: tuple[int, ...] = (), order: Literal["C", "F"] = "C") -> Any:
+    (code, *_), (_, bytes_order, *_) = dtype.args, dtype.state
+    if not (isinstance(code, str) and re.fullmatch(r"[biufc]\d{1,2}", code) and bytes_order in ("<", ">", "|", "=")):
+        raise ValueError(f"a dtype {code!r} with byte order {bytes_order!r}; only numbers can be read")
+    kind = np.dtype(bytes_order + code)
     data = data if isinstance(data, bytes) else _bytes(data.args, data.state)
     if len(data) != math.prod(shape) * kind.itemsize:
         raise ValueError(f"{kind} of shape {shape}, but not as many bytes")
-    return np.ndarray(shape, kind, bytearray(data), order="F" if fortran else "C")
+    return np.ndarray(shape, kind, bytearray(data), order=order)
 
 
 def _bytes(args: tuple[Any, ...], state: Any) -> bytes:

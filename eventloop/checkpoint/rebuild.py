@@ -1,4 +1,4 @@
-"""The way back from a packed tree (see `tree`)."""
+"""Rebuild a tree from its packed bytes (see `tree`), or with other values in its containers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 import torch
 
-from eventloop.checkpoint.tree import FACTORIES, MAX_DEPTH, MAX_VALUES, Code, short, text_of
+from eventloop.checkpoint.tree import FACTORIES, MAX_DEPTH, MAX_VALUES, Code, join, short, text_of
+from eventloop.errors import CheckpointValueError
 
-_TENSOR: Final = Code.TENSOR
 _BRANCHES: Final = frozenset({list, dict, tuple, set, frozenset, OrderedDict, Counter, defaultdict})
 _NUMERIC_DTYPE: Final = re.compile(r"[<>|][biufc]\d{1,2}", re.ASCII)
 # Not getattr(torch, name): torch imports whole packages when it is asked for their names.
@@ -32,7 +32,20 @@ def unflatten(packed: msgspec.Raw, tensors: Iterator[torch.Tensor]) -> Any:
 
     It trusts its input no further than the digest does: malformed input raises a builtin error.
     """
-    tree = _Decoder(tensors).decode(packed)
+
+    def extension(code: int, payload: memoryview) -> object:
+        if code == Code.TENSOR:
+            for tensor in tensors:
+                return tensor
+            raise ValueError("more tensors in the tree than in its list")
+        if (decode_value := _DECODE.get(code)) is not None:
+            return decode_value(bytes(payload))
+        if (decode_container := _DECODE_CONTAINER.get(code)) is not None:
+            return decode_container(decode(payload))
+        raise ValueError(f"unknown extension type {code}")
+
+    decode = msgspec.msgpack.Decoder(ext_hook=extension).decode
+    tree = decode(packed)
     level = [tree]
     for _ in range(MAX_DEPTH):
         level = [part for each in level if type(each) in _BRANCHES for part in _parts(each) if type(part) in _BRANCHES]
@@ -45,23 +58,6 @@ def _parts(container: Any) -> Iterable[object]:
     if type(container) is OrderedDict:
         return chain(container, container.values(), vars(container).values())
     return chain(container, container.values()) if isinstance(container, dict) else container
-
-
-class _Decoder:
-    def __init__(self, tensors: Iterator[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self.decode = msgspec.msgpack.Decoder(ext_hook=self._extension).decode
-
-    def _extension(self, code: int, payload: memoryview) -> object:
-        if code == _TENSOR:
-            for tensor in self._tensors:
-                return tensor
-            raise ValueError("more tensors in the tree than in its list")
-        if (decode := _DECODE.get(code)) is not None:
-            return decode(bytes(payload))
-        if (decode_container := _DECODE_CONTAINER.get(code)) is not None:
-            return decode_container(self.decode(payload))
-        raise ValueError(f"unknown extension type {code}")
 
 
 def _decode_ordered(parts: list[Any]) -> object:
@@ -79,22 +75,41 @@ def set_attributes(ordered: OrderedDict[Any, Any], attributes: Mapping[Any, Any]
     vars(ordered).update(attributes)
 
 
+def convert_parts(container: Any, path: str, convert: Callable[[Any, str], Any]) -> Any:
+    """Copy a container with ``convert(part, its path)`` for each part; a defaultdict becomes a dict, a frozenset a set.
+
+    Raises:
+        CheckpointValueError: what has become of a key, or of an item of a set, cannot be one.
+    """
+
+    def hashable(part: Any, where: str) -> Any:
+        converted = convert(part, where)
+        try:
+            hash(converted)
+        except TypeError as error:
+            what = f"{where}: torch.load(weights_only=True) refuses {text_of(part)} as a key or in a set"
+            raise CheckpointValueError(what) from error
+        return converted
+
+    kind = type(container)
+    if kind in (list, tuple):
+        return kind(convert(part, join(path, index)) for index, part in enumerate(container))
+    if kind in (set, frozenset):
+        return {hashable(part, join(path, "(item)")) for part in container}
+    copied: Any = {} if kind is defaultdict else kind()
+    for key, part in container.items():
+        copied[hashable(key, join(path, "(key)"))] = convert(part, join(path, key))
+    if kind is OrderedDict:  # nn.Module.state_dict() keeps versions of modules in an attribute
+        set_attributes(copied, convert_parts(vars(container), join(path, "(attributes)"), convert))
+    return copied
+
+
 def _decode_array(parts: list[Any]) -> Any:
     text, shape, data = parts
     # np.dtype() understands a small language, parts of which are evaluated by Python's own parser.
     if not _NUMERIC_DTYPE.fullmatch(text):
         raise ValueError(f"an array of dtype {text}")
     return np.ndarray(shape, np.dtype(text), bytearray(data))
-
-
-def _decode_dict(parts: list[Any]) -> object:
-    keys, values = parts
-    return dict(zip(keys, values, strict=True))
-
-
-def _decode_default(parts: list[Any]) -> object:
-    name, mapping = parts
-    return defaultdict(None if name is None else FACTORIES[name], mapping)
 
 
 _DECODE: Final[dict[int, Callable[[bytes], object]]] = {
@@ -109,59 +124,43 @@ _DECODE_CONTAINER: Final[dict[int, Callable[[Any], object]]] = {
     Code.SIZE: torch.Size,
     Code.SET: set,
     Code.FROZENSET: frozenset,
-    Code.DICT: _decode_dict,
+    Code.DICT: lambda parts: dict(zip(*parts, strict=True)),
     Code.ORDERED: _decode_ordered,
     Code.COUNTER: Counter,
-    Code.DEFAULT: _decode_default,
+    Code.DEFAULT: lambda parts: defaultdict(None if parts[0] is None else FACTORIES[parts[0]], parts[1]),
     Code.ARRAY: _decode_array,
     Code.SCALAR: lambda parts: _decode_array([parts[0], (), parts[1]])[()],
 }
 
-_LENGTHS: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-"""Bytes and texts: the number of bytes of their length."""
-
+# MessagePack, by the first byte of a token: its length in bytes, without a payload whose length it tells (of the beginning of a
+# map or list, whose parts follow, it is that of the beginning);
+_STEPS: Final = bytes(
+    (
+        *(1,) * 0xA0,  # small integers, maps, lists
+        *range(1, 33),  # short texts
+        *(1, 1, 1, 1),  # nil, booleans
+        *(2, 3, 5, 3, 4, 6),  # bytes, extensions
+        *(5, 9, 2, 3, 5, 9, 2, 3, 5, 9),  # numbers
+        *(2, 2, 2, 2, 2, 2, 3, 5, 3, 5, 3, 5),  # extensions of a fixed length, texts, lists, maps
+        *(1,) * 32,  # small integers
+    )
+)
+# and the bytes that tell the length of the payload.
 _EXTENSIONS: Final = {0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD4: 0, 0xD5: 0, 0xD6: 0, 0xD7: 0, 0xD8: 0}
-"""The same of extensions; those of a fixed length have none."""
-
-
-def _steps() -> list[int]:
-    """Return for each first byte of a token the length of the token in bytes; 0 where that depends on the following bytes."""
-    steps = [1] * 256  # nil, booleans, small integers; and the beginnings of maps and lists, whose parts follow
-    for code in range(0xA0, 0xC0):
-        steps[code] = 1 + (code & 31)  # short texts
-    fixed = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
-    fixed |= {0xDC: 3, 0xDD: 5, 0xDE: 3, 0xDF: 5}
-    for code, step in {**fixed, **dict.fromkeys((*_LENGTHS, *_EXTENSIONS), 0)}.items():
-        steps[code] = step
-    return steps
-
-
-_STEPS: Final = _steps()
+_LENGTHS: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4, **_EXTENSIONS}
 
 
 def check_packed(packed: memoryview) -> None:
     """Raise ValueError for a tree of more values than can be saved, before a byte of it becomes an object of many."""
     if len(packed) <= _SMALL:
         return
-    at, end, tokens = 0, len(packed), 0
-    while at < end:
+    at = tokens = 0
+    while at < len(packed):
         tokens += 1
         if tokens > _TOKENS:
             raise ValueError(f"more than {_TOKENS:,} values")
-        code = packed[at]
-        step = _STEPS[code]
-        if step:
-            at += step
-        elif code in _LENGTHS:
-            start = at + 1 + _LENGTHS[code]
-            at = start + int.from_bytes(packed[at + 1 : start], "big")
-        else:
-            at = _after(packed, at, code)
-
-
-def _after(packed: memoryview, at: int, code: int) -> int:
-    """Return where the next token after the beginning of an extension starts: inside it, if its payload is unpacked as well."""
-    start = at + 1 + _EXTENSIONS[code]
-    length = int.from_bytes(packed[at + 1 : start], "big") if _EXTENSIONS[code] else 1 << (code - 0xD4)
-    unpacked = start < len(packed) and packed[start] in _DECODE_CONTAINER
-    return start + 1 + (0 if unpacked else length)
+        start, code = at + 1, packed[at]
+        at += _STEPS[code]
+        if code in _LENGTHS and not (code in _EXTENSIONS and packed[at - 1] in _DECODE_CONTAINER):  # those are unpacked as well
+            length = _LENGTHS[code]
+            at += int.from_bytes(packed[start : start + length], "big") if length else 1 << (code - 0xD4)

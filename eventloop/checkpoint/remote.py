@@ -4,7 +4,8 @@ Such a store has no rename that is safe everywhere and no fsync: a file counts w
 uploaded under a temporary name, its size is compared, and then a copy or move within the store gives it its name. If a step
 before that fails, the name keeps what it had.
 
-A failure of a store, of whatever type, arrives as a `CheckpointError` that is chained from it.
+A failure of a store, of whatever type (OSError, HTTP, time-outs, credentials …), arrives as a `CheckpointError` that is
+chained from it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from copy import copy
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -34,50 +34,34 @@ class RemotePath:
         ConfigurationError: fsspec, or what it needs for this protocol, is not installed, or the protocol is unknown.
     """
 
-    def __init__(self, url: str) -> None:
-        self._protocol, _, rest = url.partition("://")
-        self._parts = tuple(filter(None, rest.split("/")))
-        self.fs = _file_system(url)
-
-    def _at(self, *parts: str) -> RemotePath:
-        path = copy(self)
-        path._parts = parts
-        return path
+    def __init__(self, url: str, fs: Any = None) -> None:
+        protocol, _, rest = url.partition("://")
+        parts = [part for part in rest.split("/") if part]
+        self._text = f"{protocol}://{'/'.join(parts)}"
+        self.fs = _file_system(url) if fs is None else fs
+        self.name = parts[-1] if parts else ""
+        """The last part."""
+        self.stem, self.suffix = os.path.splitext(self.name)  # noqa: PTH122 - a URL
 
     def __str__(self) -> str:
-        return f"{self._protocol}://{'/'.join(self._parts)}"
+        return self._text
 
     def __repr__(self) -> str:
-        return f"RemotePath({str(self)!r})"
+        return f"RemotePath({self._text!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemotePath) and str(self) == str(other)
+        return isinstance(other, RemotePath) and self._text == other._text
 
     def __hash__(self) -> int:
-        return hash(str(self))
+        return hash(self._text)
 
     def __truediv__(self, name: str) -> RemotePath:
-        return self._at(*self._parts, name)
+        return RemotePath(f"{self}/{name}", self.fs)
 
     @property
     def parent(self) -> RemotePath:
         """The directory it is in."""
-        return self._at(*self._parts[:-1])
-
-    @property
-    def name(self) -> str:
-        """The last part."""
-        return self._parts[-1] if self._parts else ""
-
-    @property
-    def stem(self) -> str:
-        """The last part without its suffix."""
-        return Path(self.name).stem
-
-    @property
-    def suffix(self) -> str:
-        """The end of the last part, from its last dot on."""
-        return Path(self.name).suffix
+        return RemotePath(self._text.removesuffix(self.name), self.fs)
 
     def with_name(self, name: str) -> RemotePath:
         """The path with another last part."""
@@ -88,18 +72,13 @@ class RemotePath:
         return self
 
     def info(self) -> dict[str, Any]:
-        """What the store knows about the file, asked anew.
-
-        Raises:
-            FileNotFoundError: the store has no such file.
-            CheckpointError: the store does not answer.
-        """
-        with _asking(f"cannot look at {self}"):
+        """What the store knows about the file, asked anew; FileNotFoundError if it has no such file."""
+        with failing(f"cannot look at {self}", Exception, but=FileNotFoundError):
             return self._info()
 
     def exists(self) -> bool:
         """Whether it is a file or a directory."""
-        return self._type() != ""
+        return bool(self._type())
 
     def is_file(self) -> bool:
         """Whether it is a file."""
@@ -157,29 +136,27 @@ class RemotePath:
 
     def remove(self) -> None:
         """Remove the file; a missing one is fine."""
-        with failing(f"cannot remove {self}", Exception):
-            try:
-                self.fs.rm_file(str(self))
-            except FileNotFoundError:
-                return
+        with suppress(FileNotFoundError), failing(f"cannot remove {self}", Exception, but=FileNotFoundError):
+            self.fs.rm_file(str(self))
 
     @contextmanager
     def opened(self) -> Iterator[tuple[BinaryIO, int]]:
         """The file, open for reading, and its size in bytes."""
         size = int(self.info()["size"])
-        with _asking(f"cannot read {self}"), self.fs.open(str(self), "rb", block_size=_BLOCK) as file:
+        with (
+            failing(f"cannot read {self}", Exception, but=FileNotFoundError),
+            self.fs.open(str(self), "rb", block_size=_BLOCK) as file,
+        ):
             yield file, size
 
     def files(self) -> list[tuple[RemotePath, float | None]]:
         """The files in it, and when each was last changed (Unix time in s; None if the store does not tell)."""
-        with failing(f"cannot list {self}", Exception):
-            try:
-                self.fs.invalidate_cache(str(self))
-                found = self.fs.ls(str(self), detail=True)
-            except FileNotFoundError:
-                return []
+        with suppress(FileNotFoundError), failing(f"cannot list {self}", Exception, but=FileNotFoundError):
+            self.fs.invalidate_cache(str(self))
+            found = self.fs.ls(str(self), detail=True)
             paths = [self / str(one["name"]).rpartition("/")[2] for one in found if one["type"] == "file"]
             return [(path, path._modified()) for path in paths]
+        return []
 
     def _modified(self) -> float | None:
         try:
@@ -196,11 +173,6 @@ class RemotePath:
         found = self._info()["size"]
         if found != size:
             raise CheckpointError(f"{self} has {found:,} bytes in the store, and {size:,} were written")
-
-
-def _asking(what: str) -> Any:
-    # Stores raise what their clients raise: OSError, but also errors of HTTP, of timeouts, of credentials.
-    return failing(what, Exception, but=FileNotFoundError)
 
 
 def _file_system(url: str) -> Any:
