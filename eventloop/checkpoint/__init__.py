@@ -7,10 +7,10 @@ file that the safetensors package opens.
 from eventloop.checkpoint.commit import TEMPORARY_PREFIX
 from eventloop.checkpoint.export import export_tree, export_weights, is_weights, weights_only
 from eventloop.checkpoint.load import CheckpointInfo, file_kind, inspect, load, outline, verify
-from eventloop.checkpoint.overlap import Overlap, Staging, check_staging
+from eventloop.checkpoint.overlap import Overlap, Staging
 from eventloop.checkpoint.pth import ForeignFormat, convert_foreign, load_pth, register_format
 from eventloop.checkpoint.remote import RemotePath
-from eventloop.checkpoint.saver import AsyncSaver, Busy, CommitInfo, Turns, check_busy, save, write
+from eventloop.checkpoint.saver import AsyncSaver, Busy, CommitInfo, Turns, save, write
 from eventloop.checkpoint.shards import has_shards, is_sharded, load_whole, sweep_shards, verify_shards
 from eventloop.checkpoint.stage import StageBuffer, StagedTree, stage
 from eventloop.checkpoint.store import (
@@ -42,9 +42,7 @@ __all__ = [
     "Staging",
     "Turns",
     "as_path",
-    "check_busy",
     "check_regular",
-    "check_staging",
     "commit_bytes",
     "convert_foreign",
     "export_tree",

@@ -18,26 +18,17 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import chain
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
-from eventloop.errors import CheckpointError, ConfigurationError
+from eventloop.errors import CheckpointError
 
 Staging = Literal["block", "overlap"]
 
 # Tensors per call: many, since each call gives the GIL away once; not all, so that their versions are looked at soon.
 _LOT: Final = 2048
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
-
-
-def check_staging(staging: object) -> None:
-    """Raise ConfigurationError unless ``staging`` is a way to stage."""
-    if staging not in get_args(Staging):
-        raise ConfigurationError(
-            f'staging={staging!r}: "block" copies everything while the training waits, "overlap" copies what only optimizers '
-            "change during the next forward and backward pass"
-        )
 
 
 class Pair(NamedTuple):

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
-from typing import Final, Generic, Literal, NamedTuple, Self, TypeVar, get_args
+from typing import Final, Generic, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 import torch
@@ -18,7 +18,8 @@ from eventloop.checkpoint.container import readable
 from eventloop.checkpoint.overlap import Overlap
 from eventloop.checkpoint.stage import StageBuffer, StagedTree, stage
 from eventloop.checkpoint.store import AnyPath, AsPath, as_path, write_pieces
-from eventloop.errors import CheckpointError, ConfigurationError
+from eventloop.checks import check_value
+from eventloop.errors import CheckpointError
 
 Busy = Literal["wait", "skip", "replace"]
 
@@ -40,8 +41,7 @@ class CommitInfo(msgspec.Struct, frozen=True):
 def write(staged: StagedTree, path: AsPath) -> CommitInfo:
     """Write a staged tree to `path`, a file or a URL, durably and atomically, and release it.
 
-    Blocking; meant for a thread beside the training. The GIL is free during nearly all of it. If it fails, the name keeps
-    what it had, and `staged` is not released: it may be written elsewhere.
+    The GIL is free during nearly all of it. If it fails, the name keeps what it had, and `staged` may be written elsewhere.
 
     Raises:
         CheckpointError: from the error of the step that failed; or `staged` was released before.
@@ -55,22 +55,8 @@ def write(staged: StagedTree, path: AsPath) -> CommitInfo:
 
 
 def save(tree: object, path: AsPath) -> CommitInfo:
-    """Stage `tree` and write it to `path`.
-
-    Raises:
-        CheckpointValueError: for a value that a checkpoint cannot hold, with its path.
-        CheckpointError: from the `OSError` of the step that failed.
-    """
+    """Stage `tree` and write it to `path`; raise the errors of `stage` and `write`."""
     return write(stage(tree), path)
-
-
-def check_busy(busy: object) -> None:
-    """Raise ConfigurationError unless ``busy`` is a policy."""
-    if busy not in get_args(Busy):
-        raise ConfigurationError(
-            f'busy={busy!r}: while a save is being written, "wait" waits for it, "skip" leaves the new one out, and "replace" '
-            "replaces the one that waits by the new one"
-        )
 
 
 class Turns(Generic[Job]):
@@ -83,7 +69,8 @@ class Turns(Generic[Job]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._under_way: tuple[Job, ...] = ()
-        self._waiting: Job | None = None
+        self.waiting: Job | None = None
+        """The job that can be taken back."""
         # One taken lock for each thread in `wait`. An Event would lose track of its own lock when Ctrl-C strikes in it.
         self._bells: list[threading.Lock] = []
 
@@ -91,11 +78,6 @@ class Turns(Generic[Job]):
     def busy(self) -> bool:
         """True while a job is under way."""
         return bool(self._under_way)
-
-    @property
-    def waiting(self) -> Job | None:
-        """The job that can be taken back, if there is one."""
-        return self._waiting
 
     def wait(self) -> None:
         """Wait until no job is under way."""
@@ -108,47 +90,39 @@ class Turns(Generic[Job]):
                 self._bells.append(bell)
             bell.acquire(timeout=_POLL)
 
-    def enter(self, job: Job) -> None:
-        """Note a job that can be taken back until it begins."""
+    def enter(self, job: Job, *, can_wait: bool = True) -> None:
+        """Note a job. Unless it ``can_wait``, it cannot be taken back, and `begin` is not asked about it."""
         with self._lock:
             self._under_way = (*self._under_way, job)
-            self._waiting = job
-
-    def enter_for_good(self, job: Job) -> None:
-        """Note a job that cannot be taken back; `begin` is not asked about it."""
-        with self._lock:
-            self._under_way = (*self._under_way, job)
+            if can_wait:
+                self.waiting = job
 
     def take_back(self) -> Job | None:
         """Take back the waiting job, if there is one: it will never begin."""
         with self._lock:
-            job = self._waiting
+            job = self.waiting
             if job is not None:
-                left = self._without(job)
-                self._under_way = left
-                self._waiting = None
-                self._ring()
+                self._remove(job)
             return job
 
     def begin(self, job: Job) -> bool:
         """Begin a job; False if it was taken back."""
         with self._lock:
-            if self._waiting is not job:
+            if self.waiting is not job:
                 return False
-            self._waiting = None
+            self.waiting = None
             return True
 
     def end(self, job: Job) -> None:
         """Note that a job is done, well or not. A job that is not under way is ignored."""
         with self._lock:
-            left = self._without(job)
-            self._under_way = left
-            self._ring()
+            self._remove(job)
 
-    def _without(self, job: Job) -> tuple[Job, ...]:
-        return tuple(other for other in self._under_way if other is not job)
-
-    def _ring(self) -> None:
+    def _remove(self, job: Job) -> None:
+        left = tuple(other for other in self._under_way if other is not job)
+        self._under_way = left
+        if self.waiting is job:
+            self.waiting = None
         while self._bells and not self._under_way:
             self._bells.pop().release()
 
@@ -182,8 +156,7 @@ class AsyncSaver:
     """
 
     def __init__(self, *, busy: Busy = "wait", overlap: Iterable[torch.optim.Optimizer] = ()) -> None:
-        check_busy(busy)
-        optimizers = list(overlap)
+        check_value("busy", busy, Busy)
         self._busy = busy
         self._buffer = StageBuffer()
         self._turns: Turns[_Job] = Turns()
@@ -192,7 +165,7 @@ class AsyncSaver:
         self._failures: list[BaseException] = []
         self._closed = False
         self._process = os.getpid()
-        self._overlap = Overlap(optimizers) if optimizers else None
+        self._overlap = Overlap(optimizers) if (optimizers := list(overlap)) else None
         self._thread = threading.Thread(target=self._write_all, name="trainbus-saver", daemon=True)
         try:
             self._thread.start()
@@ -212,7 +185,10 @@ class AsyncSaver:
             CheckpointValueError: a value that a checkpoint cannot hold, with its path.
             CheckpointError: an earlier save failed; or the saver is closed, or belongs to another process.
         """
-        self._check_usable()
+        if self._process != os.getpid():
+            raise CheckpointError("this AsyncSaver belongs to the process that forked this one; make a new one here")
+        if self._closed:
+            raise CheckpointError("this AsyncSaver is closed; make a new one")
         self._raise_failures()
         path = as_path(path)
         future: Future[CommitInfo] = Future()
@@ -230,21 +206,13 @@ class AsyncSaver:
         return future
 
     def wait(self) -> None:
-        """Wait until everything is durable.
-
-        Raises:
-            CheckpointError: a save failed.
-        """
+        """Wait until everything is durable; raise the CheckpointError of a save that failed."""
         if self._process == os.getpid():
             self._finish()
             self._raise_failures()
 
     def close(self) -> None:
-        """Write the saves that wait, and end. After Ctrl-C, call it again to finish.
-
-        Raises:
-            CheckpointError: a save failed.
-        """
+        """Write the saves that wait, and end; raise like `wait`. After Ctrl-C, call it again to finish."""
         if self._process != os.getpid():
             return
         self._closed = True
@@ -272,7 +240,6 @@ class AsyncSaver:
         self._turns.wait()
 
     def _give_up_waiting(self) -> None:
-        """Give up the waiting job, if there is one, so that another can wait."""
         waiting = self._turns.waiting
         if waiting is not None and waiting.future.cancel():  # first of all, so that every thread that waits for it is told
             waiting.staged.release()  # so that its memory can be used again
@@ -283,12 +250,11 @@ class AsyncSaver:
         while True:
             self._bell.get()
             while (job := self._turns.waiting) is not None:
-                if not self._turns.begin(job):
-                    continue  # replaced at this moment
-                try:
-                    self._write(job)
-                finally:
-                    self._turns.end(job)
+                if self._turns.begin(job):  # else it was replaced at this moment
+                    try:
+                        self._write(job)
+                    finally:
+                        self._turns.end(job)
             if self._closed:
                 return
 
@@ -305,12 +271,6 @@ class AsyncSaver:
         else:
             job.future.set_result(info)
 
-    def _check_usable(self) -> None:
-        if self._process != os.getpid():
-            raise CheckpointError("this AsyncSaver belongs to the process that forked this one; make a new one here")
-        if self._closed:
-            raise CheckpointError("this AsyncSaver is closed; make a new one")
-
     def _raise_failures(self) -> None:
         if not self._failures:
             return
@@ -318,5 +278,5 @@ class AsyncSaver:
         for other in others:
             first.add_note(f"and another one: {other}")
         told = 1 + len(others)
-        self._failures = self._failures[told:]  # right before it is raised: no Ctrl-C can come in between
+        del self._failures[:told]  # right before it is raised: no Ctrl-C can come in between
         raise first

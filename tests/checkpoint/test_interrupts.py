@@ -91,7 +91,7 @@ def lines_of(*methods):
 
 
 def test_an_interrupt_at_any_line_of_a_save_leaves_a_saver_that_goes_on(tmp_path, no_thread_is_left):
-    strike = lines_of("save", "wait", "_finish", "_give_up_waiting", "_check_usable", "_raise_failures")
+    strike = lines_of("save", "wait", "_finish", "_give_up_waiting", "_raise_failures")
     for busy in ("wait", "skip", "replace"):
         for at in itertools.count():
             with AsyncSaver(busy=busy) as one:
@@ -185,7 +185,7 @@ def test_thousands_of_interrupts_find_a_turn_taken_or_not_and_nothing_in_between
         while True:
             turns.enter(one := object())
             turns.take_back()
-            turns.enter_for_good(two := object())
+            turns.enter(two := object(), can_wait=False)
             turns.enter(one)
             turns.begin(one)
             turns.end(one)

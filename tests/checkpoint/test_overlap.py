@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 
-from eventloop import CheckpointError, ConfigurationError
-from eventloop.checkpoint import Overlap, StageBuffer, check_staging, load, stage, write
+from eventloop import CheckpointError
+from eventloop.checkpoint import Overlap, StageBuffer, load, stage, write
 
 
 @pytest.fixture
@@ -219,8 +219,3 @@ def test_weights_on_a_cuda_device_are_copied_beside_the_training(tmp_path):
         write(staged, tmp_path / "c")
         assert (load(tmp_path / "c")["weight"] == -number).all()
     overlap.close()
-
-
-def test_an_unknown_way_to_stage_is_an_error_that_names_the_others():
-    with pytest.raises(ConfigurationError, match=r"staging='later': \"block\" copies .*\"overlap\""):
-        check_staging("later")

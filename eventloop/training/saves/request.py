@@ -6,7 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from eventloop.checkpoint import AnyPath, Busy, RemotePath, Staging, check_busy, check_staging
+from eventloop.checkpoint import AnyPath, Busy, RemotePath, Staging
+from eventloop.checks import check_value
 from eventloop.errors import ConfigurationError
 
 OnError = Literal["raise", "log"]
@@ -24,8 +25,9 @@ class SaveRequest(msgspec.Struct, frozen=True):
 
     def check(self, *, sharded: bool) -> None:
         """Raise ConfigurationError for an unknown option, or one that does not work with a sharded model."""
-        check_busy(self.busy)
-        check_staging(self.staging)
+        check_value("busy", self.busy, Busy)
+        check_value("staging", self.staging, Staging)
+        check_value("on_error", self.on_error, OnError)
         if not sharded:
             return
         if self.busy == "replace":

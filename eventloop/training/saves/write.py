@@ -71,7 +71,7 @@ class CheckpointWriter:
 
     def enter(self, job: SaveJob) -> None:
         """Enter a job before it is published; one with a staged state can be replaced until it begins."""
-        (self.turns.enter_for_good if job.staged is None else self.turns.enter)(job)
+        self.turns.enter(job, can_wait=job.staged is not None)
 
     def call_off(self, job: SaveJob) -> None:
         """Drop a job whose event did not reach the lane, unless the lane has begun it."""

@@ -90,7 +90,7 @@ def test_a_write_that_fails_with_on_error_log_is_published_and_the_run_goes_on(p
     assert trace.of("after_run")[0].progress.iter == 9
 
 
-def test_a_handler_that_refuses_a_staged_checkpoint_leaves_nobody_waiting(parts, bus, tmp_path):
+def test_a_handler_that_refuses_a_staged_checkpoint_leaves_no_one_waiting(parts, bus, tmp_path):
     def refuse(event):
         raise ValueError("no")
 
@@ -221,12 +221,29 @@ def test_an_interrupt_after_the_lane_has_taken_a_save_leaves_it_its_memory(bus, 
     assert torch.equal(load(tmp_path / "a.safetensors")["state_dict"]["weight"], torch.ones(1, 1000))
 
 
-def test_an_interrupt_before_the_lane_has_a_save_leaves_nobody_waiting(bus, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"staging": "later"}, r"staging='later': give \"block\" or \"overlap\""),
+        ({"busy": "drop"}, r"busy='drop': give \"wait\" or \"skip\" or \"replace\""),
+        ({"on_error": "ignore"}, r"on_error='ignore': give \"raise\" or \"log\""),
+    ],
+)
+def test_an_unknown_option_of_a_save_is_an_error_that_names_the_others(bus, tmp_path, options, message):
+    with Run(bus, model=torch.nn.Linear(2, 2), work_dir=tmp_path) as run:
+        next(iter(run.train([1, 2])))
+        with pytest.raises(ConfigurationError, match=message):
+            run.request_save("a", **options)
+        with pytest.raises(ConfigurationError, match=message):
+            run.check_savable(**options)
+
+
+def test_an_interrupt_before_the_lane_has_a_save_leaves_the_run_free_to_save(bus, tmp_path, monkeypatch):
     real = Turns.enter
 
-    def interrupt(turns, job):
+    def interrupt(turns, job, **options):
         monkeypatch.undo()
-        real(turns, job)
+        real(turns, job, **options)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Turns, "enter", interrupt)
