@@ -234,22 +234,19 @@ def _is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _check(flat: FlatTree) -> None:
     for tensor, parent, key in zip(flat.tensors, flat.parents, flat.keys, strict=True):
-        problem, way_out = _problem(tensor)
-        if problem:
-            path = join(parent, key) or "the tree"
-            raise CheckpointValueError(f"{path}: cannot store a {problem} tensor; the way out: {way_out}")
-
-
-def _problem(tensor: torch.Tensor) -> tuple[str, str]:
-    if tensor.layout is not torch.strided:
-        return str(tensor.layout).removeprefix("torch."), "x.to_dense(), or its indices and values"
-    if tensor.is_quantized:
-        return "quantised", "x.int_repr(), with its scale and zero point"
-    if tensor.is_meta:
-        return "meta", "give it memory first (module.to_empty(device=...))"
-    if tensor.dtype not in SAFE_NAMES and tensor.dtype not in FOREIGN_NAMES:
-        return str(tensor.dtype).removeprefix("torch."), "x.view(torch.uint8)"
-    return "", ""
+        if tensor.layout is not torch.strided:
+            problem, way_out = str(tensor.layout).removeprefix("torch."), "x.to_dense(), or its indices and values"
+        elif tensor.is_quantized:
+            problem, way_out = "quantised", "x.int_repr(), with its scale and zero point"
+        elif tensor.is_meta:
+            problem, way_out = "meta", "give it memory first (module.to_empty(device=...))"
+        elif tensor.dtype not in SAFE_NAMES and tensor.dtype not in FOREIGN_NAMES:
+            problem, way_out = str(tensor.dtype).removeprefix("torch."), "x.view(torch.uint8)"
+        else:
+            continue
+        raise CheckpointValueError(
+            f"{join(parent, key) or 'the tree'}: cannot store a {problem} tensor; the way out: {way_out}"
+        )
 
 
 def _unique_name(path: str, taken: dict[str, TensorInfo]) -> str:

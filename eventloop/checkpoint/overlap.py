@@ -1,9 +1,8 @@
 """Copy the tensors that only ``optimizer.step`` changes while the training goes on.
 
 Parameters and the state of optimizers make up nearly all of a checkpoint, and between two steps nothing changes them. So
-they are copied on a thread while the next forward and backward pass run, and the next step waits for the copy: the fence.
-Small tensors of one shape are copied at once: copying them is faster than handing them to the thread.
-The fence is torch's own step pre-hook, so it holds wherever the step is called.
+they are copied on a thread while the next forward and backward pass run, and the next step waits for the copy: the fence,
+which is torch's own step pre-hook. Small tensors of one shape are copied at once, since that is faster.
 
 If a tensor's version (which torch counts up with every change in place) moved during the copy, the save fails. Neither the
 fence nor the versions see the following changes, which must not be made to weights between a save and the next step:
@@ -18,7 +17,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import chain
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 
@@ -49,14 +48,16 @@ class Overlap:
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._optimizers = list(optimizers)
-        self._handles = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self._optimizers]
+        self._handles = [optimizer.register_step_pre_hook(self.fence) for optimizer in self._optimizers]
         self._under_way: list[Future[None]] = []
         self._threads: ThreadPoolExecutor | None = None
         self._process = 0
 
     def divide(self, pairs: Iterable[Pair]) -> tuple[list[Pair], list[Pair]]:
         """Return the pairs to copy at once, and those that only a step changes."""
-        owned = self._owned()
+        parameters = chain.from_iterable(group["params"] for one in self._optimizers for group in one.param_groups)
+        values = chain.from_iterable(state.values() for one in self._optimizers for state in one.state.values())
+        owned = {value.data_ptr() for value in chain(parameters, values) if type(value) in _PLAIN} - {0}
         parts: tuple[list[Pair], list[Pair]] = [], []
         for pair in pairs:
             # Inference tensors count no versions.
@@ -81,8 +82,8 @@ class Overlap:
         self._under_way = [*(other for other in self._under_way if not other.done()), late]
         return late
 
-    def fence(self) -> None:
-        """Wait until nothing is being copied. Free where nothing is."""
+    def fence(self, *_: object) -> None:
+        """Wait until nothing is being copied. Free where nothing is. Optimizers call it before each step."""
         if self._under_way:
             if self._process == os.getpid():  # a fork has no copy of the thread
                 wait(self._under_way)
@@ -96,15 +97,6 @@ class Overlap:
         if self._threads is not None and self._process == os.getpid():
             self._threads.shutdown()
         self._threads = None
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.fence()
-
-    def _owned(self) -> set[int]:
-        parameters = chain.from_iterable(group["params"] for one in self._optimizers for group in one.param_groups)
-        values = chain.from_iterable(state.values() for one in self._optimizers for state in one.state.values())
-        pointers = {value.data_ptr() for value in chain(parameters, values) if type(value) in _PLAIN}
-        return pointers - {0}
 
     def _own_thread(self) -> ThreadPoolExecutor:
         if self._threads is None or self._process != os.getpid():
@@ -137,7 +129,10 @@ def _copy_lots(
     ends: dict[torch.device, torch.cuda.Event],
     path: Callable[[int], str],
 ) -> None:
-    streams = {device: _stream_after(device, event) for device, event in ends.items()}
+    streams = {}
+    for device, end in ends.items():
+        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        streams[device].wait_event(end)
     for lot, before in zip(lots, versions, strict=True):
         stream = streams.get(lot[0].source.device)
         if stream is None:
@@ -159,9 +154,3 @@ def end_of_queue(device: torch.device) -> torch.cuda.Event:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def _stream_after(device: torch.device, event: torch.cuda.Event) -> torch.cuda.Stream:
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-    stream.wait_event(event)
-    return stream

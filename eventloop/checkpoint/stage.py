@@ -13,7 +13,7 @@ import torch
 from eventloop.checkpoint.container import DIGEST_BYTES, Pieces, render
 from eventloop.checkpoint.layout import Batch, Changed, Layout
 from eventloop.checkpoint.overlap import Overlap, Pair, by_device, copy, end_of_queue
-from eventloop.checkpoint.tree import FlatTree, flatten, join
+from eventloop.checkpoint.tree import FlatTree, join
 from eventloop.errors import CheckpointError
 
 _pack: Final = msgspec.msgpack.Encoder().encode
@@ -78,17 +78,34 @@ class StageBuffer:
         self._layout = None
         self._memories = []
 
-    def _layout_for(self, flat: FlatTree) -> Layout:
-        if self._layout is None:
-            self._layout = Layout(flat)
-        return self._layout
-
-    def _memory(self, layout: Layout) -> _Memory:
-        for memory in self._memories:
-            if not memory.in_use:
-                return memory
-        self._memories.append(_Memory(layout))
-        return self._memories[-1]
+    @torch.no_grad()
+    def fill(self, flat: FlatTree, overlap: Overlap | None) -> tuple[Layout, _Memory]:
+        """Copy the tensors of a tree into free memory; raise Changed, or RuntimeError, if they do not fit the layout."""
+        layout = self._layout = self._layout or Layout(flat)
+        layout.check_paths(flat)
+        memory = next((one for one in self._memories if not one.in_use), None)
+        if memory is None:
+            memory = _Memory(layout)
+            self._memories.append(memory)
+        memory.wait()  # for the copies of a StagedTree that was never written, perhaps on another stream
+        memory.late = None
+        pairs: list[Pair] = []
+        for (batch, sources), target in zip(layout.matched(flat), memory.targets, strict=True):
+            small = isinstance(target, torch.Tensor) and target.nbytes <= _SMALL * len(sources)
+            if not layout.pinned and (overlap is None or small):
+                _copy_batch(target, sources)
+            else:
+                pairs += map(Pair, memory.views[batch.start : batch.stop], sources, range(batch.start, batch.stop))
+        later: list[Pair] = []
+        if overlap is not None and pairs:
+            pairs, later = overlap.divide(pairs)
+        for device, group in by_device(pairs).items():
+            copy(group, non_blocking=device.type == "cuda")
+            if device.type == "cuda":
+                memory.events.append(end_of_queue(device))
+        if overlap is not None and later:
+            memory.late = overlap.start(later, partial(_path, flat, layout))
+        return layout, memory
 
 
 class StagedTree:
@@ -119,8 +136,7 @@ class StagedTree:
         Raises:
             CheckpointError: after `release`; or a tensor changed while an `Overlap` was copying it.
         """
-        memory = self._memory
-        if memory is None:
+        if (memory := self._memory) is None:
             raise CheckpointError("this StagedTree was released (it was written already?); stage the tree again")
         if memory.late is not None:
             memory.late.result()
@@ -143,43 +159,20 @@ def stage(tree: object, buffer: StageBuffer | None = None, *, overlap: Overlap |
     Raises:
         CheckpointValueError: for a value that a checkpoint cannot hold, with its path.
     """
-    flat = flatten(tree)
+    flat = FlatTree(tree)
     buffer = StageBuffer() if buffer is None else buffer
     try:
-        layout, memory = _fill(flat, buffer, overlap)
+        layout, memory = buffer.fill(flat, overlap)
     except CheckpointError:
         raise
     except (Changed, RuntimeError):
         # The tensors are not those of the layout, perhaps in a way that only the copy showed; or they cannot be staged, and
         # then a new layout raises the reason.
         buffer.clear()
-        layout, memory = _fill(flat, buffer, overlap)
+        layout, memory = buffer.fill(flat, overlap)
     staged = StagedTree(layout, memory, _pack((layout.packed_slots, layout.packed_foreign, flat.rest)))
     memory.lease = weakref.ref(staged)
     return staged
-
-
-@torch.no_grad()
-def _fill(flat: FlatTree, buffer: StageBuffer, overlap: Overlap | None) -> tuple[Layout, _Memory]:
-    layout = buffer._layout_for(flat)
-    layout.check_paths(flat)
-    memory = buffer._memory(layout)
-    memory.wait()  # for the copies of a StagedTree that was never written, perhaps on another stream
-    memory.late = None
-    pairs: list[Pair] = []
-    for (batch, sources), target in zip(layout.matched(flat), memory.targets, strict=True):
-        small = isinstance(target, torch.Tensor) and target.nbytes <= _SMALL * len(sources)
-        if not layout.pinned and (overlap is None or small):
-            _copy_batch(target, sources)
-        else:
-            pairs += map(Pair, memory.views[batch.start : batch.stop], sources, range(batch.start, batch.stop))
-    later: list[Pair] = []
-    if overlap is not None and pairs:
-        pairs, later = overlap.divide(pairs)
-    memory.events = _copy_pairs(pairs)
-    if overlap is not None and later:
-        memory.late = overlap.start(later, partial(_path, flat, layout))
-    return layout, memory
 
 
 def _copy_batch(target: list[torch.Tensor] | torch.Tensor, sources: tuple[torch.Tensor, ...]) -> None:
@@ -194,13 +187,3 @@ def _copy_batch(target: list[torch.Tensor] | torch.Tensor, sources: tuple[torch.
 def _path(flat: FlatTree, layout: Layout, position: int) -> str:
     index = layout.order[position]
     return join(flat.parents[index], flat.keys[index])
-
-
-def _copy_pairs(pairs: list[Pair]) -> list[torch.cuda.Event]:
-    """Copy, or enqueue the copies from CUDA devices and return the events that end them."""
-    events = []
-    for device, group in by_device(pairs).items():
-        copy(group, non_blocking=device.type == "cuda")
-        if device.type == "cuda":
-            events.append(end_of_queue(device))
-    return events

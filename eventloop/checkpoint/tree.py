@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from itertools import repeat
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -45,62 +45,36 @@ FACTORIES: Final[dict[str, Callable[[], object]]] = {
 _pack = msgspec.msgpack.Encoder().encode
 
 
-class FlatTree(NamedTuple):
-    """A tree taken apart: its tensors in the order they were met, for each its container's path and its key, and the rest."""
-
-    tensors: list[torch.Tensor]
-    parents: list[str]
-    keys: list[object]
-    rest: msgspec.Raw
-
-
-def flatten(tree: object) -> FlatTree:
-    """Take a tree apart. The rest shares nothing mutable with `tree`, so the caller may go on changing it.
+class FlatTree:
+    """A tree taken apart. It shares nothing mutable but the tensors with the tree, so the caller may go on changing that.
 
     Raises:
-        CheckpointValueError: for a value that a checkpoint cannot hold, with its path.
+        CheckpointValueError: a value that a checkpoint cannot hold, with its path.
     """
-    encoder = _Encoder()
-    try:
-        (rest,) = encoder.children("", ("",), (tree,))
-        packed = msgspec.Raw(_pack(rest))
-    except RecursionError as error:
-        raise CheckpointValueError("the tree is nested too deeply for the stack that is left; flatten it") from error
-    except (OverflowError, msgspec.EncodeError) as error:  # MessagePack's limits
-        raise CheckpointValueError(
-            "more than 4 GB of arrays, bytes or text in one value; the way out: torch.from_numpy(...) of the arrays"
-        ) from error
-    return FlatTree(encoder.tensors, encoder.parents, encoder.keys, packed)
 
-
-def join(parent: str, key: object) -> str:
-    """The dotted path of `key` in `parent`."""
-    name = key if isinstance(key, str) else text_of(key)
-    return f"{parent}.{name}" if parent else name
-
-
-def text_of(key: object) -> str:
-    """Return the text of a key for messages."""
-    try:
-        return repr(key)
-    except ValueError:  # Python makes no digits of integers as long as that
-        return f"({type(key).__name__})"
-
-
-class _Encoder:
-    """Turns values into types that MessagePack holds, and collects the tensors on its way."""
-
-    def __init__(self) -> None:
+    def __init__(self, tree: object) -> None:
         self.tensors: list[torch.Tensor] = []
+        """In the order they were met."""
         self.parents: list[str] = []
+        """For each tensor the path of its container."""
         self.keys: list[object] = []
-        self.open: list[object] = []
-        self.values = 0
+        """For each tensor its key in that."""
+        self._open: list[object] = []
+        self._values = 0
+        try:
+            (rest,) = self._children("", ("",), (tree,))
+            self.rest = msgspec.Raw(_pack(rest))
+        except RecursionError as error:
+            raise CheckpointValueError("the tree is nested too deeply for the stack that is left; flatten it") from error
+        except (OverflowError, msgspec.EncodeError) as error:  # MessagePack's limits
+            raise CheckpointValueError(
+                "more than 4 GB of arrays, bytes or text in one value; the way out: torch.from_numpy(...) of the arrays"
+            ) from error
 
-    def children(self, parent: str, keys: Iterable[object], values: Collection[object]) -> list[object]:
+    def _children(self, parent: str, keys: Iterable[object], values: Collection[object]) -> list[object]:
         """Encode the values of a container; every tensor passes here."""
-        self.values += len(values)
-        if self.values > MAX_VALUES:
+        self._values += len(values)
+        if self._values > MAX_VALUES:
             raise CheckpointValueError(
                 f"{short(parent) or 'the tree'}: with it there are more than {MAX_VALUES:,} values in all; the way out: keep "
                 "many numbers in a tensor or a numpy array"
@@ -124,15 +98,15 @@ class _Encoder:
             elif (encode := _ENCODE.get(kind)) is not None:
                 out.append(encode(value))
             else:
-                out.append(self.value(join(parent, key), value))
+                out.append(self._value(join(parent, key), value))
         return out
 
-    def value(self, path: str, value: object) -> object:
+    def _value(self, path: str, value: object) -> object:
         encode_container = _ENCODE_CONTAINER.get(type(value))
         if encode_container is not None:
-            self.open.append(value)
-            if len(self.open) > MAX_DEPTH:
-                cyclic = len({id(each) for each in self.open}) < len(self.open)
+            self._open.append(value)
+            if len(self._open) > MAX_DEPTH:
+                cyclic = len({id(each) for each in self._open}) < len(self._open)
                 problem = (
                     "the tree contains itself; break the reference cycle"
                     if cyclic
@@ -140,7 +114,7 @@ class _Encoder:
                 )
                 raise CheckpointValueError(f"{short(path)}: {problem}")
             encoded = encode_container(self, path, value)
-            self.open.pop()
+            self._open.pop()
             return encoded
         if isinstance(value, np.generic) and value.dtype.kind in _NUMERIC_KINDS:
             return Ext(Code.SCALAR, _pack((value.dtype.str, value.tobytes())))
@@ -149,25 +123,25 @@ class _Encoder:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise CheckpointValueError(f"{path or 'the tree'}: cannot store an object of type {kind}; {_way_out(value)}")
 
-    def list_(self, path: str, values: list[object]) -> list[object]:
-        return self.children(path, range(len(values)), values)
+    def _list(self, path: str, values: list[object]) -> list[object]:
+        return self._children(path, range(len(values)), values)
 
-    def dict_(self, path: str, values: Mapping[Any, object]) -> object:
+    def _dict(self, path: str, values: Mapping[Any, object]) -> object:
         if set(map(type, values)) <= _ONLY_STR and all(map(str.isascii, values)):
-            return dict(zip(values, self.children(path, values, values.values()), strict=True))
-        keys = self.children(f"{path}(key)", range(len(values)), values)
-        return Ext(Code.DICT, _pack((keys, self.children(path, values, values.values()))))
+            return dict(zip(values, self._children(path, values, values.values()), strict=True))
+        keys = self._children(f"{path}(key)", range(len(values)), values)
+        return Ext(Code.DICT, _pack((keys, self._children(path, values, values.values()))))
 
-    def ordered(self, path: str, values: OrderedDict[object, object]) -> object:
+    def _ordered(self, path: str, values: OrderedDict[object, object]) -> object:
         # nn.Module.state_dict() keeps the version of each module in an attribute, `_metadata`.
         if hidden := [name for name in vars(values) if hasattr(OrderedDict, name)]:
             raise CheckpointValueError(f"{path}: attributes of an OrderedDict hide its methods; remove {', '.join(hidden)}")
-        return Ext(Code.ORDERED, _pack((self.dict_(path, values), self.dict_(f"{path}(attributes)", vars(values)))))
+        return Ext(Code.ORDERED, _pack((self._dict(path, values), self._dict(f"{path}(attributes)", vars(values)))))
 
-    def counter(self, path: str, values: Counter[object]) -> object:
-        return Ext(Code.COUNTER, _pack(self.dict_(path, values)))
+    def _counter(self, path: str, values: Counter[object]) -> object:
+        return Ext(Code.COUNTER, _pack(self._dict(path, values)))
 
-    def default(self, path: str, values: defaultdict[object, object]) -> object:
+    def _default(self, path: str, values: defaultdict[object, object]) -> object:
         factory = values.default_factory
         name = None if factory is None else getattr(factory, "__name__", "")
         if name is not None and FACTORIES.get(name) is not factory:
@@ -175,10 +149,10 @@ class _Encoder:
                 f"{path}: cannot store a defaultdict with the factory {factory!r}; "
                 f"the way out: one of {', '.join(FACTORIES)}, or dict(...)"
             )
-        return Ext(Code.DEFAULT, _pack((name, self.dict_(path, values))))
+        return Ext(Code.DEFAULT, _pack((name, self._dict(path, values))))
 
-    def sequence(self, path: str, values: Iterable[object], *, code: int) -> object:
-        return Ext(code, _pack(self.list_(path, list(values))))
+    def _sequence(self, path: str, values: Iterable[object], *, code: int) -> object:
+        return Ext(code, _pack(self._list(path, list(values))))
 
 
 def _encode_int(value: int) -> object:
@@ -199,17 +173,31 @@ _ENCODE: Final[dict[type, Callable[[Any], object]]] = {
     torch.dtype: lambda value: Ext(Code.DTYPE, str(value).removeprefix("torch.").encode()),
     torch.device: lambda value: Ext(Code.DEVICE, str(value).encode()),
 }
-_ENCODE_CONTAINER: Final[dict[type, Callable[[_Encoder, str, Any], object]]] = {
-    list: _Encoder.list_,
-    dict: _Encoder.dict_,
-    OrderedDict: _Encoder.ordered,
-    Counter: _Encoder.counter,
-    defaultdict: _Encoder.default,
-    tuple: partial(_Encoder.sequence, code=Code.TUPLE),
-    torch.Size: partial(_Encoder.sequence, code=Code.SIZE),
-    set: partial(_Encoder.sequence, code=Code.SET),
-    frozenset: partial(_Encoder.sequence, code=Code.FROZENSET),
+_ENCODE_CONTAINER: Final[dict[type, Callable[[FlatTree, str, Any], object]]] = {
+    list: FlatTree._list,
+    dict: FlatTree._dict,
+    OrderedDict: FlatTree._ordered,
+    Counter: FlatTree._counter,
+    defaultdict: FlatTree._default,
+    tuple: partial(FlatTree._sequence, code=Code.TUPLE),
+    torch.Size: partial(FlatTree._sequence, code=Code.SIZE),
+    set: partial(FlatTree._sequence, code=Code.SET),
+    frozenset: partial(FlatTree._sequence, code=Code.FROZENSET),
 }
+
+
+def join(parent: str, key: object) -> str:
+    """The dotted path of `key` in `parent`."""
+    name = key if isinstance(key, str) else text_of(key)
+    return f"{parent}.{name}" if parent else name
+
+
+def text_of(key: object) -> str:
+    """Return the text of a key for messages."""
+    try:
+        return repr(key)
+    except ValueError:  # Python makes no digits of integers as long as that
+        return f"({type(key).__name__})"
 
 
 def short(path: str) -> str:
