@@ -19,7 +19,7 @@ from eventloop.errors import CheckpointValueError
 _BRANCHES: Final = frozenset({list, dict, tuple, set, frozenset, OrderedDict, Counter, defaultdict})
 _NUMERIC_DTYPE: Final = re.compile(r"[<>|][biufc]\d{1,2}", re.ASCII)
 # Not getattr(torch, name): torch imports whole packages when it is asked for their names.
-DTYPES: Final = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+DTYPES: Final = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 _TOKENS: Final = 8 * MAX_VALUES
 """A value takes up to so many: a numpy array is an extension around a list of three, the second of which is a list."""
@@ -116,7 +116,7 @@ _DECODE: Final[dict[int, Callable[[bytes], object]]] = {
     Code.INT: lambda payload: int.from_bytes(payload, "little", signed=True),
     Code.STR: lambda payload: payload.decode("utf-8", "surrogatepass"),
     Code.COMPLEX: lambda payload: complex(*struct.unpack("<dd", payload)),
-    Code.DTYPE: lambda payload: DTYPES[f"torch.{payload.decode()}"],
+    Code.DTYPE: lambda payload: DTYPES[payload.decode()],
     Code.DEVICE: lambda payload: torch.device(payload.decode()),
 }
 _DECODE_CONTAINER: Final[dict[int, Callable[[Any], object]]] = {

@@ -15,14 +15,14 @@ import zipfile
 from collections.abc import Callable, Mapping
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple, cast
+from typing import IO, Any, Final, cast
 
 import msgspec
 import torch
 from torch import distributed
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -46,12 +46,9 @@ Like = Callable[[Keys, torch.Size, torch.dtype], torch.Tensor]
 
 
 class Parts:
-    """The sharded tensors of one checkpoint, copied to the CPU, on their way into a directory.
+    """The sharded tensors of one checkpoint, copied to the CPU, on their way into a new ``directory``.
 
-    Args:
-        tensors: by name.
-        directory: a new one, to write to.
-        group: of the processes, used for nothing else at the same time; None where there is one process without any group.
+    ``group`` has all the processes, and is used for nothing else at the same time; None where there is one without any group.
     """
 
     def __init__(self, tensors: dict[str, DTensor], directory: Path, group: distributed.ProcessGroup | None) -> None:
@@ -59,11 +56,8 @@ class Parts:
         self._directory = directory
         self._group = group
         self._rank = 0 if group is None else distributed.get_rank(group)
-
-    @property
-    def first(self) -> bool:
+        self.first = self._rank == 0
         """True on the process that writes the file."""
-        return self._rank == 0
 
     def commit(self, write: Callable[[], int]) -> int:
         """Write this process's part, wait for the others', and have rank 0 ``write`` the file; return its result.
@@ -77,14 +71,12 @@ class Parts:
         self._agree(self._write_parts)
         return int(self._agree(lambda: self._finish(write) if self.first else 0)[0])
 
-    def _write_parts(self) -> dict[str, str]:
-        """Write this process's part; return the digests of its files by name."""
+    def _write_parts(self) -> None:
         writer = ShardWriter(self._directory, single_file_per_rank=True, sync_files=True)
         save(self._tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
         self._tensors = {}
         digests = {file.name: shards.digest_of(file) for file in self._directory.glob(f"__{self._rank}_*.distcp")}
         commit_bytes(self._directory / f"{self._rank}.{shards.DIGESTS}", msgspec.json.encode(digests))  # syncs the directory
-        return digests
 
     def _finish(self, write: Callable[[], int]) -> int:
         digests = {INDEX: shards.digest_of(self._directory / INDEX)}
@@ -94,8 +86,7 @@ class Parts:
 
     def _agree(self, do: Callable[[], Any]) -> list[Any]:
         """Call ``do``, and return the results of all processes; raise on all of them if it failed on one."""
-        result: Any = None
-        problem, cause = "", None
+        result, problem, cause = None, "", None
         try:
             result = do()
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - raised below, on all ranks
@@ -104,8 +95,7 @@ class Parts:
         if self._group is not None:
             outcomes *= distributed.get_world_size(self._group)
             distributed.all_gather_object(outcomes, (result, problem), group=self._group)
-        failed = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(outcomes) if problem]
-        if failed:
+        if failed := [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(outcomes) if problem]:
             raise CheckpointError(f"cannot write {self._directory}: {'; '.join(failed)}") from cause
         return [result for result, _ in outcomes]
 
@@ -113,13 +103,9 @@ class Parts:
 def take_shards(
     state: dict[str, Any], path: Path, token: str, group: distributed.ProcessGroup | None
 ) -> tuple[dict[str, Any], Parts]:
-    """Return ``state`` with a name in place of each sharded tensor, and those tensors, copied.
+    """Return the tree ``state`` with a name in place of each sharded tensor, and those tensors, copied.
 
-    Args:
-        state: the tree.
-        path: of the checkpoint.
-        token: that no earlier checkpoint had, the same on all processes.
-        group: see :class:`Parts`.
+    ``token`` is one that no earlier checkpoint had, the same on all processes; for ``group`` see :class:`Parts`.
     """
     tensors: dict[str, DTensor] = {}
 
@@ -136,11 +122,7 @@ def take_shards(
 def put_shards(state: Mapping[str, Any], path: Path, like: Like, group: distributed.ProcessGroup | None) -> dict[str, Any]:
     """Return the tree of a loaded checkpoint with its sharded tensors. A collective, unless ``group`` is None.
 
-    Args:
-        state: the tree loaded from ``path``.
-        path: of the checkpoint.
-        like: returns an empty tensor to read into.
-        group: of the processes that read.
+    ``state`` is the tree loaded from ``path``; ``like`` makes the tensors to read into; ``group`` has the reading processes.
 
     Raises:
         CheckpointDamagedError: the directory is damaged or incomplete.
@@ -154,7 +136,7 @@ def put_shards(state: Mapping[str, Any], path: Path, like: Like, group: distribu
             name, shape, dtype = mark[_MARK], mark["shape"], mark["dtype"]
             if name in tensors or (list(index[name].shape), index[name].dtype) != (shape, dtype):
                 raise ValueError(f"the file and the index do not agree on {name!r}")
-            tensors[name] = made = like(keys, torch.Size(shape), DTYPES[f"torch.{dtype}"])
+            tensors[name] = made = like(keys, torch.Size(shape), DTYPES[dtype])
             return made
 
         tree = _mapped(state, lambda value: isinstance(value, Mapping) and _MARK in value, empty)
@@ -205,25 +187,12 @@ class ShardWriter(FileSystemWriter):
             at = stored[dcp.MetadataIndex(name, chunk.offsets)]
             return Piece(tuple(chunk.offsets), tuple(chunk.sizes), at.relative_path, at.offset, at.length)
 
-        index = {
-            name: Indexed(
-                str(tensor.properties.dtype).removeprefix("torch."),
-                tuple(tensor.size),
-                [piece(name, chunk) for chunk in tensor.chunks],
-            )
-            for name, tensor in metadata.state_dict_metadata.items()
-            if isinstance(tensor, dcp.TensorStorageMetadata)
-        }
+        index = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            if isinstance(tensor, dcp.TensorStorageMetadata):
+                dtype, pieces = str(tensor.properties.dtype), [piece(name, chunk) for chunk in tensor.chunks]
+                index[name] = Indexed(dtype.removeprefix("torch."), tuple(tensor.size), pieces)
         commit_bytes(Path(self.path) / INDEX, msgspec.json.encode(index))
-
-
-class _Stored(NamedTuple):
-    """What torch's reader asks about a piece."""
-
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: None = None
 
 
 class ShardReader(FileSystemReader):
@@ -238,14 +207,14 @@ class ShardReader(FileSystemReader):
         self._check_pieces()
         tensors: dict[str, dcp.STORAGE_TYPES] = {
             name: dcp.TensorStorageMetadata(
-                dcp.TensorProperties(DTYPES[f"torch.{tensor.dtype}"]),
+                dcp.TensorProperties(DTYPES[tensor.dtype]),
                 torch.Size(tensor.shape),
                 [dcp.ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.shape)) for piece in tensor.pieces],
             )
             for name, tensor in self._index.items()
         }
         stored = {
-            dcp.MetadataIndex(name, piece.offsets): _Stored(piece.file, piece.begin, piece.bytes)
+            dcp.MetadataIndex(name, piece.offsets): _StorageInfo(piece.file, piece.begin, piece.bytes)
             for name, tensor in self._index.items()
             for piece in tensor.pieces
         }

@@ -31,7 +31,6 @@ SUFFIX: Final = ".shards"
 DIGESTS: Final = "digests.json"
 INDEX: Final = "index.json"
 MAX_INDEX_BYTES: Final = 1 << 30
-_STILL: Final = 60.0  # seconds without a change after which a directory is not being written
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Shape = tuple[_Size, ...]
@@ -120,7 +119,7 @@ def all_pieces(index: Mapping[str, Indexed]) -> Iterator[Piece]:
 
 
 def _is_sound(tensor: Indexed, sizes: dict[str, int]) -> bool:
-    dtype = DTYPES.get(f"torch.{tensor.dtype}")
+    dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
         return False
     held = 0
@@ -161,15 +160,10 @@ def verify_shards(state: Any, path: object) -> None:
                 raise CheckpointDamagedError(f"{directory / name} has other bytes than were written")
 
 
-def sweep_shards(directory: Path, *, still: float = _STILL) -> bool:
-    """Remove directories of sharded tensors that no checkpoint in ``directory`` names.
+def sweep_shards(directory: Path, *, still: float = 60.0) -> bool:
+    """Remove directories of sharded tensors that no checkpoint in ``directory`` names; return True if there were any at all.
 
-    Args:
-        directory: of checkpoints.
-        still: seconds without a change after which a directory is not being written.
-
-    Returns:
-        True if there were any of these directories, named or not.
+    One that has changed in the last ``still`` seconds is being written, and stays.
     """
     found = [one for one in directory.glob(f"*{SUFFIX}") if one.is_dir()]
     if not found:
@@ -191,8 +185,7 @@ def digest_of(file: Path) -> str:
     """Return the digest of a file, and make the file durable."""
     with file.open("rb", buffering=0) as opened:
         crc = crc32(iter(lambda: opened.read(CHUNK), b""))
-        if opened.seekable():
-            os.fsync(opened.fileno())
+        os.fsync(opened.fileno())
     return readable(crc)
 
 
