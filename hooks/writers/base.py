@@ -27,6 +27,13 @@ class RunFacts(msgspec.Struct, frozen=True):
     seed: int | None = None
     config: dict[str, Any] = {}
 
+    @property
+    def folder(self) -> Path:
+        """The work dir, for writers with ``needs_work_dir``."""
+        if self.work_dir is None:
+            raise ConfigurationError("the run has no work dir; give it work_dir=")
+        return self.work_dir
+
 
 class Where(msgspec.Struct, frozen=True):
     """The position in a run at which scalars were reported.
@@ -62,6 +69,8 @@ class Writer:
     """
 
     interval: int | None = None
+    needs_work_dir: bool = False
+    """True: the logger does not call this writer in a run without a work dir."""
 
     @check_options
     def __init__(self, interval: PositiveInt | None = None) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import codecs
 import csv
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from eventloop import check_options, register
 from hooks.options import Name, PositiveInt
 from hooks.writers.base import Where
-from hooks.writers.files import FileWriter, GrowingFile
+from hooks.writers.files import FileWriter
 
 
 @register
@@ -28,7 +27,7 @@ class CSVWriter(FileWriter):
         interval: iterations between rows; None uses the logger's.
 
     Raises:
-        ConfigurationError: the interval is not positive, or the file name is empty.
+        ConfigurationError: an option is invalid.
     """
 
     @check_options
@@ -36,19 +35,13 @@ class CSVWriter(FileWriter):
         super().__init__(filename, interval)
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
-        if self.directory is not None:
-            # Most readers take a column with True or False for text.
-            numbers = {name: int(value) if isinstance(value, bool) else value for name, value in scalars.items()}
-            self.file(Table, self.directory).append({"step": step, "epoch": where.epoch, "iter": where.iter, **numbers})
+        # Most readers take a column with True or False for text.
+        numbers = {name: int(value) if isinstance(value, bool) else value for name, value in scalars.items()}
+        self.write_row({"step": step, "epoch": where.epoch, "iter": where.iter, **numbers})
 
-
-class Table(GrowingFile):
-    """A CSV file that grows in rows and in columns; it continues an existing file.
-
-    A row with new columns rewrites the file under another name and then replaces it, so that every row has all columns.
-    """
-
-    def append(self, row: Mapping[str, Any]) -> None:
+    def write_row(self, row: Mapping[str, Any]) -> None:
+        """Append a row. New columns rewrite the file under another name, which then replaces it: every row has all columns."""
+        self._file = self._file or self.open_file()
         fresh = [name for name in row if name not in self._columns]
         if fresh:
             self._add_columns(fresh)
@@ -56,30 +49,20 @@ class Table(GrowingFile):
 
     def _add_columns(self, names: list[str]) -> None:
         self.close()
-        copy = self._path.with_name(f"{self._path.name}.tmp")
+        copy = self.path.with_name(f"{self.path.name}.tmp")
         copy.unlink(missing_ok=True)  # left by a killed process, or a symbolic link
-        with self._path.open("r", encoding="utf-8", newline="") as old, copy.open("x", encoding="utf-8", newline="") as new:
+        with self.path.open("r", encoding="utf-8", newline="") as old, copy.open("x", encoding="utf-8", newline="") as new:
             rows, lines = csv.writer(new, lineterminator="\n"), csv.reader(old)
             columns = [*next(lines, []), *names]
             rows.writerow(columns)
             rows.writerows(line + [""] * (len(columns) - len(line)) for line in lines)
-        copy.replace(self._path)
-        self.open()
+        copy.replace(self.path)
+        self._file = self.open_file()
 
-    def open(self) -> None:
+    def open_file(self) -> BinaryIO:
         """Open the file at its end, and read its header."""
-        super().open()
-        self._rows = csv.writer(codecs.getwriter("utf-8")(self._file), lineterminator="\n")
-        with self._path.open("r", encoding="utf-8", newline="") as file:
-            self._columns = next(csv.reader(file), [])
-
-
-def add_rows(source: Path, target: Path) -> None:
-    """Append the rows of one CSV file to another, matching columns by name."""
-    table = Table(target)
-    try:
-        with source.open("r", encoding="utf-8", newline="") as file:
-            for row in csv.DictReader(file):
-                table.append({name: value for name, value in row.items() if name is not None})
-    finally:
-        table.close()
+        file = super().open_file()
+        self._rows = csv.writer(codecs.getwriter("utf-8")(file), lineterminator="\n")
+        with self.path.open("r", encoding="utf-8", newline="") as written:
+            self._columns = next(csv.reader(written), [])
+        return file

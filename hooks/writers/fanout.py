@@ -14,37 +14,28 @@ log = get_logger()
 
 
 class Fanout:
-    """Pass the scalars and images of a run to writers. Only one thread at a time may use it.
-
-    Args:
-        writers: writers in the order of their calls.
-        interval: iterations between training scalars, for writers without an interval of their own.
-        ignore_last: write nothing at the end of an epoch, unless the epoch is no longer than the interval.
-        interval_exp_name: iterations between lines with the experiment's name.
-        smoother: smoother of the training scalars.
-    """
+    """Pass the scalars and images of a run to writers. Only one thread at a time may use it. Options are LoggerHook's."""
 
     def __init__(
         self, writers: Sequence[Writer], *, interval: int, ignore_last: bool, interval_exp_name: int, smoother: Smoother
     ) -> None:
-        self._targets = [Target(writer, interval) for writer in writers]
+        self.writers = writers
+        self._interval = interval
         self._ignore_last = ignore_last
         self._interval_exp_name = interval_exp_name
         self._smoother = smoother
-        # A writer of every iteration gets raw values, which can still be smoothed later.
-        custom = smoother.customised
-        self._raw = [target for target in self._targets if target.interval == 1 and not custom]
-        self._smoothed = [target for target in self._targets if target.interval > 1 or custom]
-        self._run = RunFacts("run")
+        self._targets: list[Target] = []
         self._warned = False
-        self._last = Where("train", 0, 0)
 
     def open(self, run: RunFacts) -> None:
-        self._run = run
+        """Begin a run; without a work dir, without the writers that need one."""
         self._smoother.begin_run()
-        self._last = Where("train", 0, 0)
-        for target in self._targets:
-            target.open(run)
+        self._run, self._last = run, Where("train", 0, 0)
+        chosen = [writer for writer in self.writers if run.work_dir is not None or not writer.needs_work_dir]
+        self._targets = [Target(writer, writer.interval or self._interval, run) for writer in chosen]
+        # A writer of every iteration gets raw values, which can still be smoothed later.
+        self._raw = [target for target in self._targets if target.interval == 1 and not self._smoother.customised]
+        self._smoothed = [target for target in self._targets if target not in self._raw]
 
     def train(self, scalars: Mapping[str, float], where: Where) -> None:
         if where.epoch != self._last.epoch:
@@ -66,7 +57,7 @@ class Fanout:
 
     def end_epoch(self) -> None:
         """Write the last iterations of a training epoch that are not written yet."""
-        for target in self._targets:
+        for target in self._smoothed:
             left = target.written < self._smoother.count
             if left and (not self._ignore_last or self._last.batch <= target.interval):
                 self._write_train(target)
@@ -94,6 +85,7 @@ class Fanout:
         """Flush and close all writers; ``finished`` is False if an exception has ended the run."""
         for target in self._targets:
             target.close(finished=finished)
+        self._targets = []
 
     def _write_train(self, target: Target) -> None:
         values = self._smoother.read(target.written, smooth=target.interval > 1)

@@ -7,50 +7,37 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO
 
 from eventloop.checkpoint import commit_bytes
 from hooks.writers.base import RunFacts, Writer
 
-F = TypeVar("F", bound="GrowingFile")
 
+class FileWriter(Writer):
+    """Base class of writers of one growing file in the work dir. The first line opens it and makes its folders.
 
-class GrowingFile:
-    """A file to append lines to. Opening makes the folders, and cuts off an incomplete last line of a killed process.
-
-    Raises:
-        OSError: the file cannot be opened, or ``path`` is a symbolic link or not a regular file.
+    An incomplete last line of a killed process is cut off. A symbolic link, or what is not a regular file, is an ``OSError``.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.open()
+    needs_work_dir = True
 
-    def write(self, line: bytes) -> None:
+    def __init__(self, filename: str, interval: int | None) -> None:
+        super().__init__(interval)
+        self.filename = filename
+        self._file: BinaryIO | None = None
+
+    def open(self, run: RunFacts) -> None:
+        self.directory = run.folder
+        self.path = self.directory / self.filename
+
+    def append(self, line: bytes) -> None:
         """Append a line that ends in a newline."""
+        self._file = self._file or self.open_file()
         self._file.write(line)
 
-    def flush(self, *, durable: bool = False) -> None:
-        """Flush the lines to the operating system; with ``durable``, to the disk.
-
-        Raises:
-            FileNotFoundError: the file was removed or replaced.
-        """
-        try:
-            in_place = os.path.samestat(os.fstat(self._file.fileno()), self._path.lstat())
-        except FileNotFoundError:
-            in_place = False
-        if not in_place:
-            raise FileNotFoundError(errno.ENOENT, "the file was removed or replaced while the run wrote to it", str(self._path))
-        self._file.flush()
-        if durable:
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
-
-    def open(self) -> None:
-        path = self._path
+    def open_file(self) -> BinaryIO:
+        """Open the file at its end."""
+        path = self.path
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -59,40 +46,34 @@ class GrowingFile:
             if error.errno != errno.ELOOP:
                 raise
             raise OSError(error.errno, "the file is a symbolic link, which is not followed; remove it", str(path)) from None
-        self._file = os.fdopen(descriptor, "ab")
+        file = os.fdopen(descriptor, "ab")
         try:
-            _check_regular(descriptor, path)
-            _cut_half_a_line(descriptor)
+            _cut_half_a_line(descriptor, path)
         except BaseException:
-            self._file.close()
+            file.close()
             raise
-
-
-class FileWriter(Writer):
-    """Base class of writers of one growing file in the work dir. Without a work dir they write nothing."""
-
-    def __init__(self, filename: str, interval: int | None) -> None:
-        super().__init__(interval)
-        self.filename = filename
-        self.directory: Path | None = None
-        self._file: GrowingFile | None = None
-
-    def open(self, run: RunFacts) -> None:
-        self.directory = run.work_dir
-
-    def file(self, kind: type[F], directory: Path) -> F:
-        """Return the file; the first call opens it as ``kind``."""
-        if not isinstance(self._file, kind):
-            self._file = kind(directory / self.filename)
-        return self._file
+        return file
 
     def flush(self) -> None:
-        if self._file is not None:
-            self._file.flush()
+        """Flush the lines to the operating system.
+
+        Raises:
+            FileNotFoundError: the file was removed or replaced.
+        """
+        if self._file is None:
+            return
+        try:
+            in_place = os.path.samestat(os.fstat(self._file.fileno()), self.path.lstat())
+        except FileNotFoundError:
+            in_place = False
+        if not in_place:
+            raise FileNotFoundError(errno.ENOENT, "the file was removed or replaced while the run wrote to it", str(self.path))
+        self._file.flush()
 
     def sync(self) -> None:
+        self.flush()
         if self._file is not None:
-            self._file.flush(durable=True)
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         file, self._file = self._file, None
@@ -106,18 +87,18 @@ def replace(path: Path, content: bytes) -> None:
     commit_bytes(path, content)
 
 
-def run_id(work_dir: Path | None, filename: str, make: Callable[[], str], exists: Callable[[str], bool] | None = None) -> str:
+def run_id(work_dir: Path | None, filename: str, make: Callable[[], str], exists: Callable[[str], bool] = bool) -> str:
     """Return the id of a tracking tool's run, so that a resumed run continues it.
 
     Args:
         work_dir: the work dir, or None to store no id.
         filename: name of the file in the work dir that holds the id.
         make: function that returns a new id.
-        exists: function that returns True if the tool still has the run of a stored id; None accepts every id.
+        exists: function that returns True if the tool still has the run of a stored id.
     """
     path = None if work_dir is None else work_dir / filename
     known = path.read_text(encoding="utf-8").strip() if path is not None and path.is_file() else ""
-    if known and (exists is None or exists(known)):
+    if known and exists(known):
         return known
     made = make()
     if path is not None:
@@ -125,13 +106,11 @@ def run_id(work_dir: Path | None, filename: str, make: Callable[[], str], exists
     return made
 
 
-def _check_regular(descriptor: int, path: Path) -> None:
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+def _cut_half_a_line(descriptor: int, path: Path) -> None:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "the path is not a regular file; remove it", str(path))
-
-
-def _cut_half_a_line(descriptor: int) -> None:
-    size = end = os.fstat(descriptor).st_size
+    size = end = status.st_size
     while end:
         begin = max(0, end - 4096)
         newline = os.pread(descriptor, end - begin, begin).rfind(b"\n")

@@ -12,7 +12,7 @@ import orjson
 from eventloop import check_options, register
 from hooks.options import Name, PositiveInt
 from hooks.writers.base import Where
-from hooks.writers.files import FileWriter, GrowingFile, replace
+from hooks.writers.files import FileWriter, replace
 
 
 @register
@@ -30,7 +30,7 @@ class JSONLinesWriter(FileWriter):
         test_filename: name of the file of test metrics in the work dir.
 
     Raises:
-        ConfigurationError: the interval is not positive, or a file name is empty.
+        ConfigurationError: an option is invalid.
     """
 
     @check_options
@@ -45,17 +45,15 @@ class JSONLinesWriter(FileWriter):
         self.test_filename = test_filename
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
-        if self.directory is None:
-            return
         line = _encode({"step": step, "epoch": where.epoch, "iter": where.iter, **scalars})
         if where.stage == "test":
             replace(self.directory / self.test_filename, line)
         else:
-            self.file(GrowingFile, self.directory).write(line)
+            self.append(line)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write ``config.json``, if there is a configuration."""
-        if self.directory is not None and config:
+        if config:
             text = json.dumps(config, indent=2, ensure_ascii=False)
             replace(self.directory / "config.json", f"{text}\n".encode())
 

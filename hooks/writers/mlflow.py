@@ -38,8 +38,7 @@ class MLflowWriter(Writer):
         interval: iterations between training scalars; None uses the logger's.
 
     Raises:
-        ConfigurationError: MLflow or a package for local stores is not installed, an option is empty, or the interval is not
-            positive.
+        ConfigurationError: MLflow or a package for local stores is not installed, or an option is invalid.
     """
 
     @check_options
@@ -58,22 +57,18 @@ class MLflowWriter(Writer):
             )
         self.tracking_uri = tracking_uri
         self.experiment = experiment
-        self._client: Any = None
-        self._id = ""
-        self._metrics: list[Any] = []
-        self._failed = False
+        self.needs_work_dir = tracking_uri is None
 
     def open(self, run: RunFacts) -> None:
         """Begin an MLflow run, or continue the one of the work dir."""
         uri, artifacts = self.tracking_uri, None
         if uri is None:
-            if run.work_dir is None:
-                return
-            folder = run.work_dir.resolve()
+            folder = run.folder.resolve()
             folder.mkdir(parents=True, exist_ok=True)
             uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "mlflow").as_uri()
-        client = self._mlflow.MlflowClient(tracking_uri=uri)
-        self._metrics, self._failed = [], False
+        client = self._client = self._mlflow.MlflowClient(tracking_uri=uri)
+        self._metrics: list[Any] = []
+        self._failed = False
 
         def make() -> str:
             found = client.get_experiment_by_name(self.experiment)
@@ -89,21 +84,16 @@ class MLflowWriter(Writer):
 
         self._id = run_id(run.work_dir, "mlflow_run_id", make, exists)
         client.update_run(self._id, status="RUNNING")
-        self._client = client
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
-        if self._client is not None:
-            now, metric = time.time_ns() // 1_000_000, self._entities.Metric
-            self._metrics += [metric(_name(name), float(value), now, step) for name, value in scalars.items()]
+        now, metric = time.time_ns() // 1_000_000, self._entities.Metric
+        self._metrics += [metric(_name(name), float(value), now, step) for name, value in scalars.items()]
 
     def write_image(self, name: str, image: Image, step: int) -> None:
-        if self._client is not None:
-            self._client.log_image(self._id, image, key=_name(name), step=step)
+        self._client.log_image(self._id, image, key=_name(name), step=step)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Set the parameters that the run does not have yet."""
-        if self._client is None:
-            return
         params = {_name(name): str(value)[:_LONGEST] for name, value in _flat(config)}
         known = self._client.get_run(self._id).data.params
         changed = sorted(name for name in params.keys() & known.keys() if params[name] != known[name])
@@ -122,9 +112,7 @@ class MLflowWriter(Writer):
         self._failed = True
 
     def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            client.set_terminated(self._id, status="FAILED" if self._failed else "FINISHED")
+        self._client.set_terminated(self._id, status="FAILED" if self._failed else "FINISHED")
 
 
 def _name(name: str) -> str:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import shutil
+from contextlib import closing
 from pathlib import Path
 
-from hooks.writers.csv_table import add_rows
+from hooks.writers.base import RunFacts
+from hooks.writers.csv_table import CSVWriter
 
 
 def send(work_dir: Path, out_dir: Path, suffixes: tuple[str, ...], *, keep_local: bool) -> list[Path]:
     """Copy the files below ``work_dir`` whose names end in one of ``suffixes`` to ``<out_dir>/<name of work_dir>``.
 
-    Args:
-        work_dir: work dir of the run.
-        out_dir: parent of the target folder.
-        suffixes: suffixes of file names.
-        keep_local: False deletes each file after copying. A later run of the same work dir then appends to the copy.
-
-    Returns:
-        The copies.
+    Without ``keep_local``, each file is deleted after copying, and a later run of the same work dir appends to the copy.
     """
     target = out_dir / work_dir.resolve().name
     # Listed before copying, without the files of the target, which may be inside the work dir.
@@ -34,10 +30,19 @@ def _send_one(path: Path, copy: Path, *, keep_local: bool) -> Path:
     if keep_local or not copy.exists() or path.suffix not in (".jsonl", ".log", ".csv"):
         shutil.copyfile(path, copy)
     elif path.suffix == ".csv":
-        add_rows(path, copy)  # without a second header
+        add_rows(path, copy)
     else:
         with path.open("rb") as source, copy.open("ab") as end:
             shutil.copyfileobj(source, end)
     if not keep_local:
         path.unlink()
     return copy
+
+
+def add_rows(source: Path, target: Path) -> None:
+    """Append the rows of one CSV file to another, matching columns by name."""
+    table = CSVWriter(target.name)
+    table.open(RunFacts("", target.parent))
+    with source.open("r", encoding="utf-8", newline="") as file, closing(table):
+        for row in csv.DictReader(file):
+            table.write_row({name: value for name, value in row.items() if name is not None})

@@ -29,57 +29,50 @@ class TensorBoardWriter(Writer):
         interval: iterations between training scalars; None uses the logger's.
 
     Raises:
-        ConfigurationError: tensorboard is not installed, the interval is not positive, or the directory name is empty.
+        ConfigurationError: tensorboard is not installed, or an option is invalid.
     """
+
+    needs_work_dir = True
 
     @check_options
     def __init__(self, directory: Name = "tensorboard", *, interval: PositiveInt | None = None) -> None:
         super().__init__(interval)
         self.directory = directory
-        load("TensorBoardWriter", "tensorboard", "torch.utils.tensorboard", "tensorboard.compat.proto.summary_pb2")
-        self._events: Any = None  # a SummaryWriter
-        self._trains = False
+        self._torch, self._event, self._summary = load(
+            "TensorBoardWriter",
+            "tensorboard",
+            "torch.utils.tensorboard",
+            "tensorboard.compat.proto.event_pb2",
+            "tensorboard.compat.proto.summary_pb2",
+        )
 
     def open(self, run: RunFacts) -> None:
-        if run.work_dir is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            path = str(run.work_dir / self.directory)
-            self._events = SummaryWriter(path, max_queue=_QUEUE, flush_secs=_NEVER)
-            self._trains = False
+        self._events = self._torch.SummaryWriter(str(run.folder / self.directory), max_queue=_QUEUE, flush_secs=_NEVER)
+        self._trains = False
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
-        if self._events is None:
-            return
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
         if where.stage == "train" and not self._trains:
             self._trains = True
             # SummaryWriter's purge_step, which is known only with the first scalars.
-            self._events.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._events.file_writer.add_summary(Summary(value=values), step)
+            log = self._event.SessionLog(status=self._event.SessionLog.START)
+            self._events.file_writer.add_event(self._event.Event(session_log=log), step)
+        values = [self._summary.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._events.file_writer.add_summary(self._summary.Summary(value=values), step)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        if self._events is not None and config:
+        if config:
             text = json.dumps(config, indent=2, ensure_ascii=False)
             self._events.add_text("config", f"```json\n{text}\n```")
 
     def write_text(self, name: str, text: str, where: Where) -> None:
-        if self._events is not None:
-            self._events.add_text(name, text, where.iter)
+        self._events.add_text(name, text, where.iter)
 
     def write_image(self, name: str, image: Image, step: int) -> None:
-        if self._events is not None:
-            self._events.add_image(name, image, step, dataformats="HWC")
+        self._events.add_image(name, image, step, dataformats="HWC")
 
     def flush(self) -> None:
         """Wait until TensorBoard's thread has written everything."""
-        if self._events is not None:
-            self._events.flush()
+        self._events.flush()
 
     def close(self) -> None:
-        events, self._events = self._events, None
-        if events is not None:
-            events.close()
+        self._events.close()

@@ -31,8 +31,10 @@ class WandbWriter(Writer):
         interval: iterations between training scalars; None uses the logger's.
 
     Raises:
-        ConfigurationError: wandb is not installed, or the interval is not positive.
+        ConfigurationError: wandb is not installed, or an option is invalid.
     """
+
+    needs_work_dir = True
 
     @check_options
     def __init__(self, project: Name | None = None, *, interval: PositiveInt | None = None) -> None:
@@ -40,19 +42,14 @@ class WandbWriter(Writer):
         # W&B needs PIL for images.
         self._wandb: Any = load("WandbWriter", "wandb", "wandb", "PIL")[0]
         self.project = project
-        self._run: Any = None
-        self._iter = 0
-        self._failed = False
 
     def open(self, run: RunFacts) -> None:
-        """Begin a W&B run if there is a work dir; the user's global W&B run stays untouched."""
-        if run.work_dir is None:
-            return
-        run.work_dir.mkdir(parents=True, exist_ok=True)
+        """Begin a W&B run; the user's global W&B run stays untouched."""
+        run.folder.mkdir(parents=True, exist_ok=True)
         self._iter, self._failed = 0, False
         noted = run_id(run.work_dir, "wandb/run_id", lambda: secrets.token_hex(4))
         # W&B names a folder by second and id, and would overwrite the folder of a training that ended in the same second.
-        while (run.work_dir / "wandb" / f"offline-run-{datetime.now().astimezone():%Y%m%d_%H%M%S}-{noted}").exists():
+        while (run.folder / "wandb" / f"offline-run-{datetime.now().astimezone():%Y%m%d_%H%M%S}-{noted}").exists():
             time.sleep(0.05)
         self._run = self._wandb.init(
             mode="offline",
@@ -69,31 +66,27 @@ class WandbWriter(Writer):
             self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
-        if self._run is not None:
-            self._iter = max(self._iter, where.iter)
-            self._run.log({**scalars, f"{where.stage}/step": step, "epoch": where.epoch}, step=self._iter)
+        self._iter = max(self._iter, where.iter)
+        self._run.log({**scalars, f"{where.stage}/step": step, "epoch": where.epoch}, step=self._iter)
 
     def write_image(self, name: str, image: Image, step: int) -> None:
-        if self._run is not None:
-            stage = name.partition("/")[0]
-            if stage == "train":
-                self._iter = max(self._iter, step)
-            pixels = image[..., 0] if image.shape[-1] == 1 else image
-            self._run.log({name: self._wandb.Image(pixels), f"{stage}/step": step}, step=self._iter)
+        stage = name.partition("/")[0]
+        if stage == "train":
+            self._iter = max(self._iter, step)
+        pixels = image[..., 0] if image.shape[-1] == 1 else image
+        self._run.log({name: self._wandb.Image(pixels), f"{stage}/step": step}, step=self._iter)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        if self._run is not None and config:
+        if config:
             self._run.config.update(dict(config), allow_val_change=True)
 
     def flush(self) -> None:
         """Check that W&B's folder exists, because W&B's process does not report lost data."""
-        if self._run is not None and not Path(self._run.dir).is_dir():
+        if not Path(self._run.dir).is_dir():
             raise FileNotFoundError(errno.ENOENT, "the folder was removed while the run wrote to it", self._run.dir)
 
     def aborted(self) -> None:
         self._failed = True
 
     def close(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run.finish(exit_code=int(self._failed))
+        self._run.finish(exit_code=int(self._failed))

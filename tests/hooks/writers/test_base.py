@@ -50,6 +50,18 @@ def test_a_writer_is_called_from_its_lane_only(logged, tmp_path, cls):
     assert threads != {threading.get_ident()}
 
 
+@pytest.mark.parametrize("cls", [cls for cls in ALL if cls is not ConsoleWriter])
+def test_without_a_work_dir_nothing_is_written(logged, tmp_path, monkeypatch, cls):
+    if cls in NEEDS:
+        pytest.importorskip(NEEDS[cls])
+    monkeypatch.chdir(tmp_path)
+    report = lambda event: event.run.report_image("noise", torch.zeros(2, 2))  # noqa: E731
+    with structlog.testing.capture_logs() as lines:
+        logged.loop(cls(), config={"lr": 0.1}, every=report).run()
+    assert list(tmp_path.iterdir()) == []
+    assert {line["event"] for line in lines} <= {"none of the writers takes the reported image; add a TensorBoardWriter"}
+
+
 def test_a_writer_may_take_scalars_one_by_one(logged):
     writer = OneByOne()
     logged.loop(writer, max_epochs=1, val_data=None, metrics=None, val_step=None).run()

@@ -99,12 +99,6 @@ def test_what_is_synced_is_on_disk(writer, tmp_path, monkeypatch):
     writer.close()
 
 
-def test_without_a_work_dir_nothing_is_written(writer, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(writer, None, 0.5)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_lines_are_visible_after_a_flush(writer, tmp_path):
     writer.open(RunFacts("digits", tmp_path))
     writer.write_scalars({"train/loss": 0.5}, 1, AT)

@@ -145,18 +145,6 @@ def test_an_aborted_run_has_failed(client, logged, tmp_path):
     assert runs(client(tmp_path))[0].info.status == "FAILED"
 
 
-def test_without_a_work_dir_nothing_is_written(client, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    writer = MLflowWriter()
-    writer.open(RunFacts("digits"))
-    writer.write_config({"lr": 0.5})
-    writer.write_scalars({"train/loss": 0.5}, 1, AT)
-    writer.write_image("train/noise", torch.zeros(2, 2, 3, dtype=torch.uint8).numpy(), 1)
-    writer.flush()
-    writer.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("options", [{"tracking_uri": ""}, {"experiment": ""}])
 def test_options_are_no_empty_names(options):
     with pytest.raises(ConfigurationError, match=next(iter(options))):

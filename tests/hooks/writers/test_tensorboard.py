@@ -142,19 +142,6 @@ def test_what_the_logger_hands_over_at_once_does_not_wait_for_the_disk(events, t
     assert len(scalars(events(tmp_path / "tensorboard"), "train/loss")) == 5000
 
 
-def test_without_a_work_dir_nothing_is_written(events, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    writer = TensorBoardWriter()
-    writer.open(RunFacts("digits"))
-    writer.write_config({"lr": 0.5})
-    writer.write_scalars({"train/loss": 0.5}, 1, AT)
-    writer.write_text("experiment", "digits", AT)
-    writer.write_image("train/noise", torch.zeros(2, 2, 3, dtype=torch.uint8).numpy(), 1)
-    writer.flush()
-    writer.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_without_tensorboard_making_one_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigurationError, match=r'pip install "trainbus\[tensorboard\]"'):

@@ -182,17 +182,6 @@ def test_a_run_of_the_users_own_is_left_alone(wandb, tmp_path):
         mine.log({"a": 1})
 
 
-def test_without_a_work_dir_nothing_is_written(wandb, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    writer = WandbWriter()
-    writer.open(RunFacts("digits"))
-    writer.write_config({"lr": 0.5})
-    writer.write_scalars({"train/loss": 0.5}, 1, Where("train", epoch=1, iter=1))
-    writer.write_image("train/noise", torch.zeros(2, 2, 3, dtype=torch.uint8).numpy(), 1)
-    writer.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_without_wandb_making_one_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigurationError, match=r'pip install "trainbus\[wandb\]"'):
