@@ -5,13 +5,18 @@ from __future__ import annotations
 from functools import partial
 
 from eventloop.config import Migration, OptionChange
-from hooks.compat.migration import same
 
 _LOCAL = (None, {"backend": "disk"}, {"backend": "local"})
 _FILES = OptionChange(says_nothing=_LOCAL, instead='out_dir="s3://bucket/runs" says where files go')
 _COPIES = OptionChange(says_nothing=_LOCAL, instead="out_dir is a folder of the file system")
 
 _hook = partial(Migration, "MMEngine")
+
+
+def same(options: str) -> dict[str, str | OptionChange]:
+    """Return the entries of options with the same names in trainbus; ``options`` are separated by spaces."""
+    return {option: option for option in options.split()}
+
 
 TABLE = (
     _hook("Hook", ("Hook",), note="priority as there; handlers take one event, see `trainbus events`"),

@@ -10,16 +10,10 @@ import torch
 from eventloop.checkpoint import ForeignFormat
 from hooks.ema import RAW_WEIGHTS, EMAHook
 
-_AVERAGED: Final = "module."  # the prefix of MMEngine's averaged models
-_MMENGINE_RAW: Final = "ema_state_dict"
-_USED: Final = frozenset({"state_dict", _MMENGINE_RAW, "optimizer"})
-
 
 def is_mmengine(tree: Any) -> bool:
     """Return True if MMEngine's Runner saved ``tree``."""
-    if not isinstance(tree, Mapping) or not isinstance(tree.get("state_dict"), Mapping):
-        return False
-    meta = tree.get("meta")
+    meta = tree.get("meta") if isinstance(tree, Mapping) and isinstance(tree.get("state_dict"), Mapping) else None
     return isinstance(meta, Mapping) and "mmengine_version" in meta and _count(meta, "epoch") is not None
 
 
@@ -34,12 +28,12 @@ def from_mmengine(tree: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         tree: a tree from ``load_pth`` for which ``is_mmengine`` is True.
     """
-    meta = tree["meta"]
-    iterations = _count(meta, "iter") or 0
-    progress = {"epoch": _count(meta, "epoch") or 0, "iter": iterations, "update": iterations}
+    weights = dict(tree["state_dict"])
+    iterations = _count(tree["meta"], "iter") or 0
+    progress = {"epoch": _count(tree["meta"], "epoch") or 0, "iter": iterations, "update": iterations}
     state: dict[str, Any] = {
         "format": 1,
-        "state_dict": dict(tree["state_dict"]),
+        "state_dict": weights,
         "progress": {**progress, "batches": 0, "validations": 0, "tests": 0, "phase": "train"},
         "data": None,
         "rng": None,
@@ -47,11 +41,12 @@ def from_mmengine(tree: Mapping[str, Any]) -> dict[str, Any]:
         "stateful": {},
         "info": {},
     }
-    rest = {key: value for key, value in tree.items() if key not in _USED}
-    averaged = tree.get(_MMENGINE_RAW)
+    rest = {key: value for key, value in tree.items() if key not in {"state_dict", "ema_state_dict", "optimizer"}}
+    averaged = tree.get("ema_state_dict")
     if isinstance(averaged, Mapping):
-        state[RAW_WEIGHTS] = _raw_weights(averaged, state["state_dict"])
-        state["bus"]["hooks"][EMAHook.__name__] = {"steps": _steps(averaged)}
+        # The raw weights. A tensor without an average (a buffer) has no entry.
+        state[RAW_WEIGHTS] = {key: averaged.get(f"module.{key}", value) for key, value in weights.items()}
+        state["bus"]["hooks"][EMAHook.__name__] = {"steps": _steps(averaged.get("steps"))}
     optimizers, other = _optimizers(tree.get("optimizer"))
     if optimizers:
         state["optimizer"] = optimizers
@@ -63,28 +58,25 @@ def from_mmengine(tree: Mapping[str, Any]) -> dict[str, Any]:
 def _converted(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     state = from_mmengine(tree)
     progress, averages = state["progress"], state["bus"]["hooks"].get(EMAHook.__name__)
-    resumed = [
-        "weights",
-        *([f"averages of {averages['steps']} updates (EMAHook)"] if averages is not None else []),
-        *(["optimizer"] if "optimizer" in state else []),
-        f"epoch {progress['epoch']}, iteration {progress['iter']}",
-    ]
+    resumed = ["weights"]
+    if averages is not None:
+        resumed.append(f"averages of {averages['steps']} updates (EMAHook)")
+    if "optimizer" in state:
+        resumed.append("optimizer")
     return state, {
         "from": f"MMEngine {tree['meta']['mmengine_version']}",
-        "resumes": "; ".join(resumed),
+        "resumes": "; ".join([*resumed, f"epoch {progress['epoch']}, iteration {progress['iter']}"]),
         "afresh": "schedules, random states, the position in the data (the beginning of an epoch), other hooks",
         "kept": f"under 'mmengine': {', '.join(state['mmengine'])}",
     }
 
 
-def _raw_weights(averaged: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the raw weights. A tensor without an average (a buffer) comes from ``weights``."""
-    raw = {key.removeprefix(_AVERAGED): value for key, value in averaged.items() if key.startswith(_AVERAGED)}
-    return {key: raw.get(key, value) for key, value in weights.items()}
+def _count(meta: Mapping[str, Any], name: str) -> int | None:
+    value = meta.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
-def _steps(averaged: Mapping[str, Any]) -> int:
-    steps = averaged.get("steps", 0)
+def _steps(steps: Any) -> int:
     if isinstance(steps, torch.Tensor) and steps.numel() == 1 and steps.dtype is torch.int64:
         steps = steps.item()
     return steps if isinstance(steps, int) and steps >= 0 else 0
@@ -94,11 +86,9 @@ def _optimizers(saved: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the states of torch's optimizers by name, and the entries that MMEngine's wrappers added."""
     if not isinstance(saved, Mapping):
         return {}, {}
-    if "param_groups" in saved:
-        saved = {"optimizer": saved}
     ours: dict[str, Any] = {}
     other: dict[str, Any] = {}
-    for name, one in saved.items():
+    for name, one in {"optimizer": saved}.items() if "param_groups" in saved else saved.items():
         if not isinstance(one, Mapping) or not {"state", "param_groups"} <= one.keys():
             other[name] = one
             continue
@@ -106,11 +96,6 @@ def _optimizers(saved: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         if beside := {key: value for key, value in one.items() if key not in ours[name]}:
             other[name] = beside
     return ours, other
-
-
-def _count(meta: Mapping[str, Any], name: str) -> int | None:
-    value = meta.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 # --------------------------------------------------------------------------------------------- objects in its pickles

@@ -3,15 +3,16 @@
 import importlib
 import importlib.util
 import inspect
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import eventloop
 import hooks
-from eventloop.config import OptionChange, find
+from eventloop.config import Migration, OptionChange, find
 from hooks.compat import TABLE
-from hooks.compat.migration import markdown
 
 # Names and options of MMEngine 0.10 (mmengine.hooks.__all__ and its signatures), and CheckInvalidLossHook of its tutorial.
 MMENGINE_HOOKS = {
@@ -55,6 +56,37 @@ IMIX_HOOKS = {
 }
 POINTRIX_HOOKS = {"LogHook": "", "CheckPointHook": "", "Writer": "", "TensorboardWriter": "", "ProgressLogger": ""}
 THEIRS = {"MMEngine": MMENGINE_HOOKS, "iMIX": IMIX_HOOKS, "Pointrix": POINTRIX_HOOKS}
+
+
+def markdown(entries: Iterable[Migration]) -> str:
+    """Return the README's table in Markdown."""
+    return "\n".join(("| there | here | options |", "|---|---|---|", *_rows(entries)))
+
+
+def _rows(entries: Iterable[Migration]) -> Iterator[str]:
+    for entry in entries:
+        names = {theirs: entry.renamed(theirs) for theirs in entry.options}
+        changed = {theirs: ours for theirs, ours in names.items() if ours not in ("", theirs)}
+        renamed = [f"`{theirs}` → `{ours}`{_also(entry.options[theirs])}" for theirs, ours in changed.items()]
+        gone = ", ".join(f"`{theirs}`" for theirs, ours in names.items() if not ours)
+        parts = (
+            "the same" if any(theirs == ours for theirs, ours in names.items()) else "",
+            ", ".join(renamed),
+            f"no {gone}" if gone else "",
+            f"`{_written(entry.preset)}`" if entry.preset else "",
+            entry.note,
+        )
+        here = ", ".join(f"`{name}`" for name in entry.ours) or "-"
+        there = ", ".join(f"`{name}`" for name in (entry.name, *entry.aliases))
+        yield f"| {entry.system} {there} | {here} | {'; '.join(part for part in parts if part)} |"
+
+
+def _also(change: str | OptionChange) -> str:
+    return f" with `{_written(change.also)}`" if isinstance(change, OptionChange) and change.also else ""
+
+
+def _written(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 @pytest.mark.parametrize("system", THEIRS)
@@ -116,6 +148,7 @@ def test_the_readme_shows_the_table() -> None:
     assert markdown(TABLE) in (Path(__file__).parents[3] / "README.md").read_text()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what MMEngine imports
 def test_the_lists_are_those_of_mmengine() -> None:
     if importlib.util.find_spec("mmengine") is None:
         pytest.skip("mmengine is not installed")
