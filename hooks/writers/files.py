@@ -88,13 +88,9 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def run_id(work_dir: Path | None, filename: str, make: Callable[[], str], exists: Callable[[str], bool] = bool) -> str:
-    """Return the id of a tracking tool's run, so that a resumed run continues it.
+    """Return the id of a tracking tool's run from a file in the work dir, so that a resumed run continues it.
 
-    Args:
-        work_dir: the work dir, or None to store no id.
-        filename: name of the file in the work dir that holds the id.
-        make: function that returns a new id.
-        exists: function that returns True if the tool still has the run of a stored id.
+    Without a stored id, or if ``exists`` returns False for it, ``make`` returns a new one. Without a work dir it is not stored.
     """
     path = None if work_dir is None else work_dir / filename
     known = path.read_text(encoding="utf-8").strip() if path is not None and path.is_file() else ""

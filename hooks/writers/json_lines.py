@@ -19,7 +19,7 @@ from hooks.writers.files import FileWriter, replace
 class JSONLinesWriter(FileWriter):
     """Append ``{"step": 41, "epoch": 1, "iter": 41, "train/loss": 0.25, ...}`` to ``<work_dir>/scalars.jsonl``.
 
-    - Test metrics go to a separate file, as one object, and the run's configuration to ``config.json``.
+    - Test metrics go to ``test_metrics.json``, as one object, and the run's configuration to ``config.json``.
     - NaN and infinities are ``NaN`` and ``Infinity``, never null. Python's ``json``, pandas and most parsers read them.
     - A resumed run appends to the file. Repeated iterations have two lines; the later one counts.
     - Without a work dir nothing is written. A symbolic link with the file's name is an error.
@@ -27,27 +27,19 @@ class JSONLinesWriter(FileWriter):
     Args:
         filename: name of the file in the work dir.
         interval: iterations between lines; None uses the logger's.
-        test_filename: name of the file of test metrics in the work dir.
 
     Raises:
         ConfigurationError: an option is invalid.
     """
 
     @check_options
-    def __init__(
-        self,
-        filename: Name = "scalars.jsonl",
-        *,
-        interval: PositiveInt | None = None,
-        test_filename: Name = "test_metrics.json",
-    ) -> None:
+    def __init__(self, filename: Name = "scalars.jsonl", *, interval: PositiveInt | None = None) -> None:
         super().__init__(filename, interval)
-        self.test_filename = test_filename
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
         line = _encode({"step": step, "epoch": where.epoch, "iter": where.iter, **scalars})
         if where.stage == "test":
-            replace(self.directory / self.test_filename, line)
+            replace(self.directory / "test_metrics.json", line)
         else:
             self.append(line)
 

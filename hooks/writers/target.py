@@ -25,11 +25,6 @@ class Target:
     after half a second, then after pauses that grow to a minute. If it fails again, or if a flush has failed, the target
     closes and reopens the writer and repeats all calls since the last successful flush. The writer may then get a call twice,
     but misses none. If a call fails and the next one succeeds, the failed call is dropped.
-
-    Args:
-        writer: the writer, which is opened here.
-        interval: iterations between training scalars.
-        run: the facts of the run.
     """
 
     def __init__(self, writer: Writer, interval: int, run: RunFacts) -> None:
