@@ -6,44 +6,21 @@ The iterators (:mod:`eventloop.training.iterators`) and ``TrainLoop`` make the s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from eventloop import events as ev
-from eventloop.bus import Bus
 from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.events import Event, Stage
-from eventloop.events.run_view import RunView
 from eventloop.training.arguments import Limit
-from eventloop.training.data import Feed, Feeds
+from eventloop.training.data import Feed
 from eventloop.training.distributed.shares import Share, forward_alone
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.rng import get_rng_state
-from eventloop.training.saves.capture import Saves
 from eventloop.training.session import Session
-from eventloop.training.state import RunState, never
-
-_TURNS: Final[Mapping[str, tuple[str, ...]]] = {
-    "": ("begin_run",),
-    "run": ("begin_train", "begin_validation", "begin_test", "end_run"),
-    "train": ("begin_epoch", "begin_validation", "begin_test", "end_train"),
-    "epoch": ("begin_iteration", "begin_validation", "begin_test", "end_epoch", "abandon_epoch"),
-    "iter": ("end_iteration", "abandon_iteration", "abandon_epoch"),
-    "val": ("begin_validation_iteration", "end_validation", "abandon_validation"),
-    "val iter": ("end_validation_iteration", "abandon_validation"),
-    "test": ("begin_test_iteration", "end_test", "abandon_test"),
-    "test iter": ("end_test_iteration", "abandon_test"),
-}
-"""The calls allowed in each innermost scope. :meth:`Driver.fail` is allowed in every open scope."""
-
-_CALLED: Final = {"run": "a run", "train": "a training", "epoch": "an epoch", "iter": "an iteration"} | {
-    "val": "a validation",
-    "val iter": "an iteration of a validation",
-    "test": "a test",
-    "test iter": "an iteration of a test",
-}
 
 _EVALUATION: Final[Mapping[str, tuple[type[Event], ...]]] = {
     "val": (ev.BeforeVal, ev.BeforeValEpoch, ev.BeforeValIter, ev.AfterValIter, ev.AfterValEpoch, ev.AfterVal),
@@ -53,7 +30,7 @@ _EVALUATION: Final[Mapping[str, tuple[type[Event], ...]]] = {
 AnyMetrics = NamedMetrics | Metrics
 
 
-class Driver:
+class Driver(Session):
     """Drive a run by calls, for control flow other than a ``for`` statement; ``run.drive()`` returns it.
 
         run = Run(bus, model=model, optimizer=optimizer)
@@ -79,26 +56,17 @@ class Driver:
         TrainingError: the call is out of turn; it names the expected calls and changes nothing.
     """
 
-    def __init__(self, run: RunView, bus: Bus, state: RunState, feeds: Feeds, saves: Saves, session: Session) -> None:
-        self.state = state
-        self.feed: Feed | None = None
-        """The data of the epoch."""
-        self.loop_driven = False
-        """True if a hook steps the optimizers; False if the body of the user's loop does."""
-        self._run = run
-        self._bus = bus
-        self._feeds = feeds
-        self._saves = saves
-        self._session = session
-        self._begun = False  # an epoch, since the run began
-        self._batch: Any = None
-        self._last: bool | None = None
-        self._evaluated: Feed | None = None
-        self._metrics = Metrics()
-        self._share: Share | None = None
-        self._index = 0
-        self._in_step = False
-        self._evaluation_changes = False
+    feed: Feed | None = None
+    """The data of the epoch."""
+    _begun = False  # an epoch, since the run began
+    _batch: Any = None
+    _last: bool | None = None
+    _evaluated: Feed | None = None
+    _metrics: Metrics
+    _share: Share | None = None
+    _index = 0
+    _in_step = False
+    _evaluation_changes = False
 
     def should_stop(self) -> bool:
         """Return True if the run must end here: then call ``abandon_epoch``, ``end_train`` and ``end_run``.
@@ -123,38 +91,6 @@ class Driver:
             return True
         return self._last if self._last is not None else self.feed is not None and self.feed.last
 
-    # -------------------------------------------------------------------------------------------------------- the run
-
-    def begin_run(self) -> None:
-        """Open the bus if it is idle, publish ``before_run``, and load the checkpoint to resume from.
-
-        Raises:
-            Exception: the error of a handler or of the checkpoint, after everything was closed.
-        """
-        self._take_turn("begin_run")
-        self._begun = False
-        self._session.begin(loop_driven=self.loop_driven)
-
-    def end_run(self) -> None:
-        """Publish ``after_run``, wait until all checkpoints are written, and close the bus if the run opened it."""
-        self._take_turn("end_run")
-        try:
-            self._session.end()
-        finally:
-            self._forget()
-
-    def fail(self, error: BaseException) -> None:
-        """Publish ``on_exception``, end all scopes, and drain for at most the bus's ``abort_timeout`` seconds.
-
-        The caller raises ``error``. Errors in here are logged and added to it as notes.
-        """
-        if not self.state.scopes.innermost:
-            raise TrainingError("drive.fail() is out of turn: the run has not begun, or has ended; expected drive.begin_run()")
-        try:
-            self._session.abort(error)
-        finally:
-            self._forget()
-
     # ------------------------------------------------------------------------------------------------------- training
 
     @check_options
@@ -169,7 +105,7 @@ class Driver:
         if max_epochs is not None and max_iters is not None:
             raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give drive.begin_train() one of them")
         state = self.state
-        self._session.lock()
+        self._lock()
         if max_epochs is not None or max_iters is not None:
             state.counters.max_epochs, state.counters.max_iters = max_epochs, max_iters
         state.scopes.enter("train")
@@ -181,7 +117,7 @@ class Driver:
         """Publish ``after_train``."""
         self._take_turn("end_train")
         self.state.progress = self.state.counters.snapshot()
-        self._session.tell(ev.AfterTrain)
+        self._tell(ev.AfterTrain)
         self._saves.save_if_asked(force=True)
         self.state.scopes.leave("train")
 
@@ -199,26 +135,25 @@ class Driver:
         """
         self._take_turn("begin_epoch")
         state = self.state
-        feed = self.feed = None if data is None else self._feeds.for_training(data)
+        feed = self.feed = None if data is None else self._saves.feeds.for_training(data)
         state.scopes.enter("epoch")
-        self.state.go_on()
+        state.go_on()
         if not ((state.resumed and not self._begun) if feed is None else feed.resuming):
             state.counters.batches = 0
         self._begun = True
         state.progress = state.counters.snapshot()
-        if feed is None:
-            self._run.publish(ev.BeforeTrainEpoch)
-            return ()
-        feed.begin_epoch(state.counters.epoch, endless=endless)
+        if feed is not None:
+            feed.begin_epoch(state.counters.epoch, endless=endless)
         self._run.publish(ev.BeforeTrainEpoch)
-        feed.begin()
-        return feed
+        if feed is not None:
+            feed.begin()
+        return () if feed is None else feed
 
     def end_epoch(self) -> None:
         """Publish ``after_train_epoch`` and count the epoch."""
         self._take_turn("end_epoch")
         counters = self.state.counters
-        self._session.tell(ev.AfterTrainEpoch)
+        self._tell(ev.AfterTrainEpoch)
         counters.epoch += 1
         counters.batches = 0
         counters.phase = "val" if counters.max_iters is None else "train"
@@ -248,7 +183,7 @@ class Driver:
         state.outputs = {}
         state.stepped.clear()
         self._batch, self._last = batch, last
-        self.state.go_on()
+        state.go_on()
         state.scopes.enter("iter")
         self._run.publish(ev.BeforeTrainIter, batch_idx=state.counters.batches, batch=batch)
 
@@ -271,7 +206,7 @@ class Driver:
             state.agreement.exchange()
         self._saves.save_if_asked()
         state.scopes.leave("iter")
-        state.heed()
+        state.handle_requests()
 
     def abandon_iteration(self) -> None:
         """End the iteration without ``after_train_iter``; its batch still counts as consumed."""
@@ -285,7 +220,7 @@ class Driver:
         state.counters.iter += 1
         state.counters.batches += 1
         state.counters.update += bool(state.stepped)
-        state.counters.phase = "val" if state.validation_follows() else "train"
+        state.counters.phase = "val" if state.validation_follows is not None and state.validation_follows() else "train"
 
     # --------------------------------------------------------------------------------------------- validation and test
 
@@ -349,8 +284,8 @@ class Driver:
     ) -> Iterable[Any]:
         self._take_turn(call)
         state = self.state
-        feed = None if data is None else self._feeds.for_evaluation(data, f"{stage}_data")
-        accumulated = metrics if isinstance(metrics, Metrics) else self._feeds.metrics(metrics)
+        feed = None if data is None else self._saves.feeds.for_evaluation(data, f"{stage}_data")
+        accumulated = metrics if isinstance(metrics, Metrics) else self._saves.feeds.metrics(metrics)
         self._evaluated, self._metrics, self._index = feed, accumulated, -1
         self._share = None if feed is None else Share(feed.loader)
         length = None if feed is None else feed.length
@@ -365,11 +300,16 @@ class Driver:
         if len(lengths) > 1 and not self._in_step:
             state.scopes.defer(forward_alone(self._run.models.values(), lengths))
         state.progress = state.counters.snapshot(stage, 0)
-        self._evaluation_mode()
+        state.scopes.defer(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+        for module in (module for model in self._run.models.values() for module in model.modules()):
+            state.scopes.defer(partial(setattr, module, "training", module.training))
+        for model in self._run.models.values():
+            model.eval()
+        torch.set_grad_enabled(False)
         before, before_epoch, before_iter, after_iter, *_ = _EVALUATION[stage]
         self._evaluation_changes = self._bus.may_change_state(before_iter) or self._bus.may_change_state(after_iter)
-        self._session.tell(before)
-        self._session.tell(before_epoch)
+        self._tell(before)
+        self._tell(before_epoch)
         if self._share is not None:
             state.scopes.defer(self._share.leave_out())
         self._metrics.reset()
@@ -397,7 +337,7 @@ class Driver:
             state.agreement.exchange()
         self._saves.save_if_asked()
         state.scopes.leave(f"{stage} iter")
-        state.heed()
+        state.handle_requests()
 
     def _end_evaluation(self, call: str, stage: Stage, values: Mapping[str, Any] | None) -> dict[str, Any]:
         self._take_turn(call)
@@ -409,37 +349,17 @@ class Driver:
         metrics = {**self._metrics.compute(state.ranks), **(values or {})}
         if stage == "val":
             self.state.go_on()
-        self._session.tell(_EVALUATION[stage][4], metrics=dict(metrics))
+        self._tell(_EVALUATION[stage][4], metrics=dict(metrics))
         state.counters.validations += stage == "val"
         state.counters.tests += stage == "test"
         state.settle()
         # force: save the validated weights even within an accumulation window, whose gradients are saved too.
         self._saves.save_if_asked(force=True)
         state.scopes.leave(stage)
-        self._session.tell(_EVALUATION[stage][5])
+        self._tell(_EVALUATION[stage][5])
         self._saves.save_if_asked()
-        state.heed()
+        state.handle_requests()
         return metrics
-
-    def _evaluation_mode(self) -> None:
-        models = self._run.models.values()
-        modes = [(module, module.training) for model in models for module in model.modules()]
-        gradients = torch.is_grad_enabled()
-
-        def restore() -> None:
-            torch.set_grad_enabled(gradients)
-            for module, mode in modes:
-                module.training = mode
-
-        self.state.scopes.defer(restore)
-        for model in models:
-            model.eval()
-        torch.set_grad_enabled(False)
-
-    def _forget(self) -> None:
-        """Drop all references to the loaders."""
-        self.feed = self._evaluated = self._share = self._batch = None
-        self.state.validation_follows = never
 
     def _take_outputs(self, call: str, outputs: object) -> None:
         if not isinstance(outputs, Mapping):
@@ -447,11 +367,8 @@ class Driver:
             raise TrainingError(f"drive.{call}() takes outputs by name, such as {{'loss': loss}}, and was given a {kind}")
         self.state.outputs.update(outputs)
 
-    def _take_turn(self, call: str) -> None:
-        """Raise TrainingError if the call is out of turn."""
-        scope = self.state.scopes.innermost
-        if call not in _TURNS[scope]:
-            *most, last = (f"drive.{one}()" for one in _TURNS[scope])
-            expected = f"{', '.join(most)} or {last}" if most else last
-            where = f"inside {_CALLED[scope]}" if scope else "before the run has begun or after it has ended"
-            raise TrainingError(f"drive.{call}() is out of turn {where}; expected {expected}")
+    def _forget(self) -> None:
+        """Drop all references to the loaders."""
+        self._saves.feeds.forget()
+        self.feed = self._evaluated = self._share = self._batch = self.state.validation_follows = None
+        self._begun = False

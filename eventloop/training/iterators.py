@@ -7,7 +7,7 @@ StopIteration marks the end, because user code may raise StopIteration by mistak
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -22,15 +22,22 @@ log = get_logger()
 
 
 class Bodies:
-    """Track the open ``for`` statements of the user's loop, for all iterators of a run."""
+    """Track the open ``for`` statements of the user's loop, for all iterators of a run; end the scopes that they left."""
 
     def __init__(self, drive: Driver) -> None:
         self.drive = drive
+        self.scopes = drive.state.scopes
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all references to the loaders."""
         self.nothing_left = False
         """True in a resumed run whose epoch is fully trained but not validated."""
-        self._training: object | None = None  # the TrainBatches whose epoch is open
-        self._left = False  # its body was left with `break`
-        self._evaluating: object | None = None
+        self.training: object | None = None
+        """The iterator whose epoch is open."""
+        self.left = False
+        """True if its body was left with ``break``."""
+        self.evaluating: object | None = None
 
     def begin_train(self) -> None:
         """Begin the training if it has not begun."""
@@ -38,59 +45,30 @@ class Bodies:
             self.drive.state.check_open("run.epochs() and run.train()")
             self.drive.begin_train()
 
-    def begin_epoch(self, feed: Feed, batches: object, *, endless: bool) -> None:
-        """Begin the epoch of ``batches``; first end an epoch whose body was left.
-
-        Raises:
-            TrainingError: the call is in the body of another epoch.
-        """
-        self.begin_train()
-        if self._training is not None and not self._left:
-            raise TrainingError(
-                "run.train() begins in the body of another run.train(): iterate over the inner loader itself, or first end the "
-                "outer epoch by `break` out of its `for` statement"
-            )
-        self.end_epoch()
-        self._training, self._left = batches, False
-        self.drive.begin_epoch(feed, endless=endless)
-
-    def leave_epoch(self, batches: object) -> None:
-        """Note that the body of ``batches`` was left, by ``break`` if its epoch is still open.
-
-        The next call of the run ends the epoch, because an exception must be reported first.
-        """
-        self._left = self._left or self._training is batches
-
-    def go_on_in_epoch(self, batches: object) -> bool:
-        """Continue the epoch of ``batches`` after ``break``; return False if it has ended since."""
-        if self._training is not batches:
-            return False
-        if self._left:
-            self._left = False
-            self._drop_iteration()
-        return True
-
-    def drop_left_iteration(self) -> None:
-        """End the iteration that ``break`` left open, and keep its epoch open."""
-        if self._left and self._training is not None:
-            self._drop_iteration()
-
-    def end_iteration(self) -> None:
-        """End the current iteration, if any."""
-        if "iter" in self.drive.state.scopes:
-            self.drive.end_iteration()
+    def drop_iteration(self) -> None:
+        """End an open iteration without its ``after_train_iter``."""
+        if "iter" in self.scopes:
+            self.drive.abandon_iteration()
 
     def end_epoch(self) -> None:
         """End the open epoch, if any, and drop an iteration that ``break`` left open."""
-        if "epoch" in self.drive.state.scopes:
-            self._drop_iteration()
+        if "epoch" in self.scopes:
+            self.drop_iteration()
             self.drive.end_epoch()
-        self._training = None
+        self.training = None
+
+    def abandon_evaluation(self) -> None:
+        """End a validation or test early if one is open, after ``break`` or a stop."""
+        self.evaluating = None
+        if "val" in self.scopes:
+            self.drive.abandon_validation()
+        elif "test" in self.scopes:
+            self.drive.abandon_test()
 
     def abandon_epoch(self) -> None:
         """End the open epoch early, if any."""
-        self._training = None
-        if "epoch" in self.drive.state.scopes:
+        self.training = None
+        if "epoch" in self.scopes:
             self.drive.abandon_epoch()
 
     def end_train(self) -> None:
@@ -98,54 +76,11 @@ class Bodies:
         if self.drive.state.training:
             self.drive.end_train()
 
-    def begin_evaluation(self, batches: object) -> None:
-        """Begin the evaluation of ``batches``; first end an open iteration, and an epoch whose body was left."""
-        self.abandon_evaluation()
-        if self._left:
-            self.end_epoch()
-        self.end_iteration()
-        self._evaluating = batches
-
-    def abandon_evaluation(self) -> None:
-        """End a validation or test early if one is open, after ``break`` or a stop."""
-        self._evaluating = None
-        if "val" in self.drive.state.scopes:
-            self.drive.abandon_validation()
-        elif "test" in self.drive.state.scopes:
-            self.drive.abandon_test()
-
-    def leave_evaluation(self, batches: object) -> bool:
-        """End the evaluation of ``batches`` if it is open; return True if it was.
-
-        The caller (``__del__``) cannot raise, so an error is raised when the enclosing scope ends.
-        """
-        if self._evaluating is not batches:
-            return False
-        try:
-            self.abandon_evaluation()
-        except BaseException as error:  # noqa: BLE001 - raised later
-            self.drive.state.scopes.defer(partial(_raise, error))
-        return True
-
-    def close(self) -> None:
-        """End all open scopes inside the run, at the end of its ``with`` statement."""
-        self.abandon_evaluation()
-        self.abandon_epoch()
-        self.end_train()
-
-    def forget(self) -> None:
-        """Drop all references to the loaders."""
-        self._training = self._evaluating = None
-        self._left = self.nothing_left = False
-
-    def _drop_iteration(self) -> None:
-        if "iter" in self.drive.state.scopes:
-            self.drive.abandon_iteration()
-
 
 class _Steps:
-    """An iterator whose :meth:`_advance` returns the next value in a tuple, or None at the end."""
+    """An iterator whose ``_advance`` returns the next value in a tuple, or None at the end."""
 
+    _advance: Callable[[], tuple[Any] | None]
     _method: str
     """Name for errors, such as ``"run.train()"``."""
 
@@ -157,9 +92,6 @@ class _Steps:
         if step is None:
             raise StopIteration
         return step[0]
-
-    def _advance(self) -> tuple[Any] | None:
-        raise NotImplementedError
 
 
 class Epochs(_Steps):
@@ -194,10 +126,8 @@ class Epochs(_Steps):
             return None
         state.go_on()
         if self._done():
-            if not self._yielded:
-                self._tell_nothing_left()
-                if state.resumed and not state.has_trained:  # the saved run may have ended before after_train
-                    bodies.begin_train()
+            if state.resumed and not self._yielded and not state.has_trained:
+                bodies.begin_train()  # the saved run may have ended before after_train
             bodies.end_train()
             return None
         reached = (counters.epoch, counters.iter, counters.batches)
@@ -212,21 +142,22 @@ class Epochs(_Steps):
         return (counters.epoch,)
 
     def _done(self) -> bool:
+        """Return True if no epoch is left; warn if an earlier run has trained them all."""
         counters = self._state.counters
         if counters.max_iters is not None:
             # A run resumed after its last iteration must still end the epoch.
-            return counters.iter >= counters.max_iters and not counters.batches
-        return counters.max_epochs is not None and counters.epoch >= counters.max_epochs
-
-    def _tell_nothing_left(self) -> None:
-        done = self._state.counters
-        limit = f"max_iters={done.max_iters}" if done.max_iters is not None else f"max_epochs={done.max_epochs}"
-        log.warning(
-            f"nothing is left to train: an earlier run reached {limit}; give a larger limit to continue, or make a new loop to "
-            "start over",
-            epochs=done.epoch,
-            iters=done.iter,
-        )
+            limit, done = f"max_iters={counters.max_iters}", counters.iter >= counters.max_iters and not counters.batches
+        else:
+            limit = f"max_epochs={counters.max_epochs}"
+            done = counters.max_epochs is not None and counters.epoch >= counters.max_epochs
+        if done and not self._yielded:
+            log.warning(
+                f"nothing is left to train: an earlier run reached {limit}; give a larger limit to continue, or make a new "
+                "loop to start over",
+                epochs=counters.epoch,
+                iters=counters.iter,
+            )
+        return done
 
 
 class Batches(_Steps):
@@ -253,20 +184,22 @@ class Batches(_Steps):
         raise NotImplementedError
 
 
-class _Body(Iterator[Any]):
+class _Body(_Steps):
     """The iterator of one ``for`` statement. Only the statement refers to it, so Python deletes it at the statement's end."""
 
     def __init__(self, batches: Batches) -> None:
-        self._batches = batches
+        self._advance = batches._advance
+        self._method = batches._method
+        self._leave = batches.leave
         self._thread = threading.get_ident()
 
-    def __next__(self) -> Any:
-        return self._batches.__next__()
+    def __iter__(self) -> Self:
+        return self
 
     def __del__(self) -> None:
         # The garbage collector may call this on another thread; then the next call of the run ends the scopes.
         if self._thread == threading.get_ident():
-            self._batches.leave()
+            self._leave()
 
 
 class TrainBatches(Batches):
@@ -283,59 +216,72 @@ class TrainBatches(Batches):
         self._over = bodies.nothing_left
 
     def __iter__(self) -> Iterator[Any]:
+        bodies = self._bodies
         if self._begun and not self._over:
-            self._over = not self._bodies.go_on_in_epoch(self)
+            self._over = bodies.training is not self  # its epoch has ended since
+            if bodies.left and not self._over:
+                bodies.left = False
+                bodies.drop_iteration()
         return super().__iter__()
 
     def _advance(self) -> tuple[Any] | None:
         if self._over:
             return None
-        bodies, should_stop = self._bodies, self._drive.state.should_stop
-        if not self._begun and not should_stop():
-            self._begun = True
-            bodies.begin_epoch(self._feed, self, endless=self._endless)
-        if self._drive.state.scopes.innermost == "iter":  # fast path
-            self._drive.end_iteration()
-        else:
+        bodies, drive = self._bodies, self._drive
+        state, counters = drive.state, drive.state.counters
+        if not self._begun and not state.should_stop():
+            self._begin()
+        if state.scopes.innermost != "iter":
             bodies.abandon_evaluation()
-            bodies.end_iteration()
-        if should_stop() and not self._complete():
+        if state.scopes.innermost == "iter":
+            drive.end_iteration()
+        complete = self._begun and counters.max_iters is not None and counters.iter >= counters.max_iters
+        if state.should_stop() and not (complete or (self._begun and self._feed.last)):  # else it cuts nothing short
             self._over = True
             bodies.abandon_epoch()
             return None
-        batch = None if self._limit_reached() else self._feed.next()
+        batch = None if complete else self._feed.next()
         if batch is None:
             self._over = True
             bodies.end_epoch()
             return None
-        self._drive.begin_iteration(batch[0])
+        drive.begin_iteration(batch[0])
         return batch
 
+    def _begin(self) -> None:
+        """Begin the epoch; first end an epoch whose body was left."""
+        bodies = self._bodies
+        self._begun = True
+        bodies.begin_train()
+        if bodies.training is not None and not bodies.left:
+            raise TrainingError(
+                "run.train() begins in the body of another run.train(): iterate over the inner loader itself, or first end the "
+                "outer epoch by `break` out of its `for` statement"
+            )
+        bodies.end_epoch()
+        bodies.training, bodies.left = self, False
+        self._drive.begin_epoch(self._feed, endless=self._endless)
+
     def leave(self) -> None:
-        """Leave the epoch; the next call of the run ends it."""
-        self._bodies.leave_epoch(self)
+        """Note that the body was left, by ``break`` if its epoch is still open.
 
-    def _complete(self) -> bool:
-        """Return True if the epoch is complete, so that a stop cuts nothing short."""
-        return self._begun and (self._limit_reached() or self._feed.last)
-
-    def _limit_reached(self) -> bool:
-        counters = self._drive.state.counters
-        return counters.max_iters is not None and counters.iter >= counters.max_iters
+        The next call of the run ends the epoch, because an exception must be reported first.
+        """
+        self._bodies.left |= self._bodies.training is self
 
 
 class EvaluationBatches(Batches):
     """Yield the batches of one validation or test; afterwards ``metrics`` holds the result."""
 
     def __init__(self, bodies: Bodies, feed: Feed, metrics: Metrics, stage: Stage) -> None:
-        drive = bodies.drive
+        drive, validates = bodies.drive, stage == "val"
         self._bodies = bodies
         self._feed = feed
-        self._method = "run.validate()" if stage == "val" else "run.test()"
-        self._begin = partial(drive.begin_validation if stage == "val" else drive.begin_test, feed, metrics)
-        self._begin_iteration = drive.begin_validation_iteration if stage == "val" else drive.begin_test_iteration
-        self._end_iteration = drive.end_validation_iteration if stage == "val" else drive.end_test_iteration
-        self._end = drive.end_validation if stage == "val" else drive.end_test
+        self._method = "run.validate()" if validates else "run.test()"
+        self._begin = partial(drive.begin_validation if validates else drive.begin_test, feed, metrics)
+        self._begin_iteration = drive.begin_validation_iteration if validates else drive.begin_test_iteration
+        self._end_iteration = drive.end_validation_iteration if validates else drive.end_test_iteration
+        self._end = drive.end_validation if validates else drive.end_test
         self._begun = False
         self._over = False
         self.metrics: Mapping[str, Any] = {}
@@ -345,16 +291,20 @@ class EvaluationBatches(Batches):
         if self._over:
             return None
         bodies, state = self._bodies, self._bodies.drive.state
-        if not self._begun:
+        if self._begun:
+            self._end_iteration()
+        else:
             state.check_open("run.validate() and run.test()")
-            bodies.begin_evaluation(self)
+            bodies.abandon_evaluation()
+            if bodies.left:
+                bodies.end_epoch()
+            if "iter" in state.scopes:
+                bodies.drive.end_iteration()
             self._over = state.should_stop()
             if self._over:
                 return None
-            self._begun = True
+            self._begun, bodies.evaluating = True, self
             self._begin()
-        else:
-            self._end_iteration()
         self._over = state.should_stop()
         if self._over:
             bodies.abandon_evaluation()
@@ -369,7 +319,12 @@ class EvaluationBatches(Batches):
 
     def leave(self) -> None:
         """End the evaluation early, without its ``after_x``; restore modes, gradients and weights."""
-        self._over |= self._bodies.leave_evaluation(self)
+        if self._bodies.evaluating is self:
+            self._over = True
+            try:
+                self._bodies.abandon_evaluation()
+            except BaseException as error:  # noqa: BLE001 - __del__ cannot raise: the end of the enclosing scope does
+                self._bodies.scopes.defer(partial(_raise, error))
 
 
 def _raise(error: BaseException) -> None:

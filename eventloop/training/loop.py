@@ -232,7 +232,7 @@ class TrainLoop:
         run = self._running = self._new_run(**options)
         run.state.trains = trains
         run.validates = self._data["val"] is not None
-        run.state.validation_follows = lambda: self.max_iters is not None and self._validation_due()
+        run.state.validation_follows = None if self.max_iters is None else self._validation_due
         if self._cancelled:
             run.cancel()
         try:

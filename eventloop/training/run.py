@@ -54,7 +54,6 @@ from eventloop.training.rng import checked_seed
 from eventloop.training.saves.capture import Saves
 from eventloop.training.saves.request import OnError, SaveRequest
 from eventloop.training.saves.restore import HOSTED, Restore
-from eventloop.training.session import Session
 from eventloop.training.state import Counters, RunState
 from eventloop.training.update import window_open
 
@@ -128,8 +127,7 @@ class Run:
         self._feeds = Feeds(self.device)
         self._saves = Saves(self, self._feeds)
         self._restore = Restore(self, self._saves, resume, strict=strict)
-        session = Session(self, self.bus, self.state, self._feeds, self._saves, self._restore, moves=device is not None)
-        self._driver = Driver(self, self.bus, self.state, self._feeds, self._saves, session)
+        self._driver = Driver(self, self.bus, self.state, self._saves, self._restore, moves=device is not None)
         self._bodies = Bodies(self._driver)
 
     @property
@@ -444,7 +442,8 @@ class Run:
                 "run.gather_state() was called by a handler, but later handlers may still change the state: call it in the "
                 "training loop, between iterations, or call run.request_save() in the handler"
             )
-        self._bodies.drop_left_iteration()
+        if self._bodies.left and self._bodies.training is not None:
+            self._bodies.drop_iteration()
         if "iter" in self.state.scopes:
             raise TrainingError(
                 "run.gather_state() was called within an iteration, which is not counted yet: call it between iterations, "
@@ -493,25 +492,23 @@ class Run:
 
     def __enter__(self) -> Self:
         self._driver.begin_run()
+        self.defer(self._bodies.forget)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        try:
-            if self.state.scopes.innermost:  # else the driver already ended it
-                self._end(error)
-        finally:
-            self._bodies.forget()
-
-    def _end(self, error: BaseException | None) -> None:
-        if error is None:
-            try:
-                self._bodies.close()
-            except BaseException as failure:
-                self._driver.fail(failure)
-                raise
-            self._driver.end_run()
-        else:
+        if not self.state.scopes.innermost:
+            return  # the driver already ended it
+        if error is not None:
             self._driver.fail(error)
+            return
+        try:
+            self._bodies.abandon_evaluation()
+            self._bodies.abandon_epoch()
+            self._bodies.end_train()
+        except BaseException as failure:
+            self._driver.fail(failure)
+            raise
+        self._driver.end_run()
 
 
 def _in_handler() -> bool:

@@ -1,20 +1,22 @@
-"""Begin and end a run: open the bus, join the other ranks, lock directories, and resume."""
+"""Begin and end a run: open the bus, join the other ranks, lock directories, and resume. Check the order of the calls."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from eventloop import events as ev
 from eventloop.bus import Bus
-from eventloop.errors import ConfigurationError, LaneFullError
+from eventloop.errors import ConfigurationError, LaneFullError, TrainingError
 from eventloop.events import Event
 from eventloop.events.run_view import RunView
 from eventloop.log import get_logger
 from eventloop.offload import Deadline
-from eventloop.training.data import Feeds
 from eventloop.training.distributed.ranks import Wishes, join_ranks, tell_failure, this_rank, world_size
 from eventloop.training.locks import DirectoryLock
 from eventloop.training.optimizers import stepping, tell_useless
@@ -26,23 +28,37 @@ from eventloop.training.update import check_updates
 
 log = get_logger()
 
+_TURNS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
+    "": ("before the run has begun or after it has ended", ("begin_run",)),
+    "run": ("inside a run", ("begin_train", "begin_validation", "begin_test", "end_run")),
+    "train": ("inside a training", ("begin_epoch", "begin_validation", "begin_test", "end_train")),
+    "epoch": ("inside an epoch", ("begin_iteration", "begin_validation", "begin_test", "end_epoch", "abandon_epoch")),
+    "iter": ("inside an iteration", ("end_iteration", "abandon_iteration", "abandon_epoch")),
+    "val": ("inside a validation", ("begin_validation_iteration", "end_validation", "abandon_validation")),
+    "val iter": ("inside an iteration of a validation", ("end_validation_iteration", "abandon_validation")),
+    "test": ("inside a test", ("begin_test_iteration", "end_test", "abandon_test")),
+    "test iter": ("inside an iteration of a test", ("end_test_iteration", "abandon_test")),
+}
+"""Words for each innermost scope, and the calls allowed in it. :meth:`Session.fail` is allowed in every open scope."""
+
 _open: list[RunView] = []
 """Open runs of this process."""
 
 
 class Session:
-    """Open an idle bus, begin and end the run, and release everything even after an error.
+    """The part of a driver that begins and ends the run, and releases everything even after an error.
 
     ``moves`` moves the models to the device of the run.
     """
 
-    def __init__(
-        self, run: RunView, bus: Bus, state: RunState, feeds: Feeds, saves: Saves, restore: Restore, *, moves: bool
-    ) -> None:
+    _forget: Callable[[], None]  # the driver defines it; called when the run ends
+
+    def __init__(self, run: RunView, bus: Bus, state: RunState, saves: Saves, restore: Restore, *, moves: bool) -> None:
+        self.state = state
+        self.loop_driven = False
+        """True if a hook steps the optimizers; False if the body of the user's loop does."""
         self._run = run
         self._bus = bus
-        self._state = state
-        self._feeds = feeds
         self._saves = saves
         self._restore = restore
         self._moves = moves
@@ -50,37 +66,54 @@ class Session:
         self._patience: Deadline | None = None
         self._locks: dict[Path, DirectoryLock] = {}
 
-    def begin(self, *, loop_driven: bool) -> None:
-        """Begin the run; close everything after an error."""
-        bus = self._bus
-        if bus.state == "idle":
-            bus.open()
+    def begin_run(self) -> None:
+        """Open the bus if it is idle, publish ``before_run``, and load the checkpoint to resume from.
+
+        Raises:
+            Exception: the error of a handler or of the checkpoint, after everything was closed.
+        """
+        self._take_turn("begin_run")
+        if self._bus.state == "idle":
+            self._bus.open()
             self._opened = True
         self._patience = None
-        bus.adopt_thread(self._interrupt, self._state.refuse)
+        self._bus.adopt_thread(self._interrupt, self.state.refuse)
         try:
-            self._begin(loop_driven=loop_driven)
+            self._begin()
         except BaseException as error:
-            self.abort(error)
+            self._abort(error)
             raise
 
-    def end(self) -> None:
-        """End the run in order; abort it if that raises."""
+    def end_run(self) -> None:
+        """Publish ``after_run``, wait until all checkpoints are written, and close the bus if the run opened it."""
+        self._take_turn("end_run")
+        state = self.state
         try:
-            self._end()
-        except BaseException as failure:
-            self.abort(failure)
+            state.progress = state.counters.snapshot()
+            if reason := state.stop_reason or (state.agreement.reason if state.agreement is not None else ""):
+                self._run.info["stop_reason"] = reason
+            self._tell(ev.AfterRun)
+            self._saves.end()
+            if state.agreement is not None:  # no rank leaves before all files are written; all ranks see a failure
+                self._bus.raise_failures()
+                state.settle()
+            state.scopes.leave("run")
+        except BaseException as error:
+            self._abort(error)
             raise
-        self._bus.release_thread(self._interrupt)
         self._close()
 
-    def tell(self, event: type[Event], **payload: Any) -> None:
-        """Publish an event between iterations, and advance the version if a handler may have changed the state."""
-        self._run.publish(event, **payload)
-        self._state.version += self._bus.may_change_state(event)
+    def fail(self, error: BaseException) -> None:
+        """Publish ``on_exception``, end all scopes, and drain for at most the bus's ``abort_timeout`` seconds.
 
-    def _begin(self, *, loop_driven: bool) -> None:
-        run, state = self._run, self._state
+        The caller raises ``error``. Errors in here are logged and added to it as notes.
+        """
+        if not self.state.scopes.innermost:
+            raise TrainingError("drive.fail() is out of turn: the run has not begun, or has ended; expected drive.begin_run()")
+        self._abort(error)
+
+    def _begin(self) -> None:
+        run, state = self._run, self.state
         state.scopes.enter("run")
         state.agreement = join_ranks(
             self._bus,
@@ -89,10 +122,10 @@ class Session:
             lambda: state.stop_reason,
             trains=bool(run.optimizers),
         )
-        state.scopes.defer(state.forget_pause)
+        state.scopes.defer(run.resume)  # so that a run entered again does not begin paused
         state.scopes.defer(run.shared.clear)
-        state.scopes.defer(self._feeds.forget)
-        check_updates(self._bus.hooks, loop_driven=loop_driven)
+        state.scopes.defer(self._forget)
+        check_updates(self._bus.hooks, loop_driven=self.loop_driven)
         self._tell_others()
         tell_useless(run.optimizers, run.models)
         if run.seed is not None:
@@ -104,52 +137,33 @@ class Session:
         for name, optimizer in run.optimizers.items():
             self._watch_steps(name, optimizer)
         if state.trains:
-            self.lock()  # before a handler opens a file in them
+            self._lock()  # before a handler opens a file in them
         run.publish(ev.BeforeRun)
         if state.trains:
-            self.lock()  # the directories that hooks added in before_run
+            self._lock()  # the directories that hooks added in before_run
         self._restore.load()
 
-    def _end(self) -> None:
-        state = self._state
-        state.progress = state.counters.snapshot()
-        if reason := state.stop_reason or (state.agreement.reason if state.agreement is not None else ""):
-            self._run.info["stop_reason"] = reason
-        self.tell(ev.AfterRun)
-        self._saves.end()
-        if state.agreement is not None:  # no rank leaves before all files are written; all ranks see a failure
-            self._bus.raise_failures()
-            state.settle()
-        state.scopes.leave("run")
-
-    def abort(self, error: BaseException) -> None:
+    def _abort(self, error: BaseException) -> None:
         """End the run after an exception; log errors in here and add them to it as notes."""
         if world_size() > 1:
             tell_failure(error)
         self._patience = Deadline(self._bus.abort_timeout)
-        # A second Ctrl-C, for example in a handler of on_exception, must not leave anything open.
-        try:
-            self._tell_exception(error)
-        finally:
+        with ExitStack() as last:  # a second Ctrl-C, for example in a handler of on_exception, must not leave anything open
+            last.callback(self._close, abort=True)
+            last.callback(self.state.scopes.unwind)
             try:
-                self._state.scopes.unwind()
-            finally:
-                self._bus.release_thread(self._interrupt)
-                self._close(abort=True)
-
-    def _tell_exception(self, error: BaseException) -> None:
-        try:
-            self._bus.raise_failures()  # else the publish below raises them and reaches no handler
-        except Exception as failure:
-            log.exception("an offloaded handler failed as well")
-            error.add_note(f"an offloaded handler failed at about the same time: {failure!r}")
-        try:
-            self._run.publish(ev.OnException, error=f"{type(error).__name__}: {error}", exception=error)
-        except Exception as failure:
-            log.exception("a handler of on_exception failed")
-            error.add_note(f"then a handler of on_exception failed: {failure!r}")
+                self._bus.raise_failures()  # else the publish below raises them and reaches no handler
+            except Exception as failure:
+                log.exception("an offloaded handler failed as well")
+                error.add_note(f"an offloaded handler failed at about the same time: {failure!r}")
+            try:
+                self._run.publish(ev.OnException, error=f"{type(error).__name__}: {error}", exception=error)
+            except Exception as failure:
+                log.exception("a handler of on_exception failed")
+                error.add_note(f"then a handler of on_exception failed: {failure!r}")
 
     def _close(self, *, abort: bool = False) -> None:
+        self._bus.release_thread(self._interrupt)
         try:
             if self._opened:
                 self._opened = False
@@ -161,13 +175,18 @@ class Session:
     def _interrupt(self) -> None:
         """Raise if the training thread must not wait for room in a full lane; the bus calls this before each wait."""
         if self._patience is None:
-            self._state.check_cancelled()
+            self.state.check_cancelled()
         elif not self._patience.left:
             raise LaneFullError(
                 f"the run ends after an exception and waits at most {self._bus.abort_timeout:g} s for its lanes"
             )
 
-    def lock(self) -> None:
+    def _tell(self, event: type[Event], **payload: Any) -> None:
+        """Publish an event between iterations, and advance the version if a handler may have changed the state."""
+        self._run.publish(event, **payload)
+        self.state.version += self._bus.may_change_state(event)
+
+    def _lock(self) -> None:
         """Lock the directories of this training on rank 0; an error is raised on all ranks."""
         problem = ""
         try:
@@ -177,8 +196,8 @@ class Session:
                     self._locks[directory] = DirectoryLock(directory)
         except ConfigurationError as error:
             problem = str(error)
-        if self._state.ranks is not None:
-            problem = self._state.ranks.from_first(problem)
+        if self.state.ranks is not None:
+            problem = self.state.ranks.from_first(problem)
         if problem:
             raise ConfigurationError(problem)
 
@@ -193,11 +212,11 @@ class Session:
                     other=other.name,
                 )
         _open.append(self._run)
-        self._state.scopes.defer(lambda: _open.remove(self._run))
+        self.state.scopes.defer(partial(_open.remove, self._run))
 
     def _watch_steps(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         # GradScaler does not call step() for a step that it skips, so torch's hooks see only real steps.
-        publish, stepped = self._run.publish, self._state.stepped
+        publish, stepped = self._run.publish, self.state.stepped
 
         def before_step(*step: Any) -> None:
             publish(ev.BeforeOptimizerStep, name=name, optimizer=optimizer)
@@ -207,5 +226,13 @@ class Session:
             publish(ev.AfterOptimizerStep, name=name, optimizer=optimizer)
 
         inner = stepping(optimizer)
-        self._state.scopes.defer(inner.register_step_pre_hook(before_step).remove)
-        self._state.scopes.defer(inner.register_step_post_hook(after_step).remove)
+        self.state.scopes.defer(inner.register_step_pre_hook(before_step).remove)
+        self.state.scopes.defer(inner.register_step_post_hook(after_step).remove)
+
+    def _take_turn(self, call: str) -> None:
+        """Raise TrainingError if the call is out of turn."""
+        where, calls = _TURNS[self.state.scopes.innermost]
+        if call not in calls:
+            *most, last = (f"drive.{one}()" for one in calls)
+            expected = f"{', '.join(most)} or {last}" if most else last
+            raise TrainingError(f"drive.{call}() is out of turn {where}; expected {expected}")

@@ -61,8 +61,7 @@ class Counters(msgspec.Struct):
 
     def state_dict(self) -> dict[str, int | str]:
         """Return the counts to save, without limits, so that a resumed run may train longer."""
-        kept = ("epoch", "iter", "update", "batches", "validations", "tests", "phase")
-        return {name: getattr(self, name) for name in kept}
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if not name.startswith("max_")}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Restore the counts that :meth:`state_dict` returned."""
@@ -84,23 +83,18 @@ class Scopes:
     """A stack of named scopes (run, train, epoch, iter, val …), each with functions to call when it ends."""
 
     def __init__(self) -> None:
-        # Two parallel lists for quick look-ups: every iteration makes several.
-        self._names: list[str] = []
-        self._undos: list[list[Callable[[], object]]] = []
+        self.innermost = ""
+        """Name of the innermost open scope, or ""."""
+        self._open: dict[str, list[Callable[[], object]]] = {}
         self._cut_short: Callable[[], object] | None = None
 
     def __contains__(self, name: str) -> bool:
-        return name in self._names
-
-    @property
-    def innermost(self) -> str:
-        """Name of the innermost open scope, or ""."""
-        return self._names[-1] if self._names else ""
+        return name in self._open
 
     def enter(self, name: str) -> None:
         """Open a scope inside the innermost one."""
-        self._undos.append([])
-        self._names.append(name)
+        self._open[name] = []
+        self.innermost = name
 
     def defer(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` when the innermost scope ends; last registered, first called.
@@ -114,9 +108,9 @@ class Scopes:
         """
         if not callable(undo):
             raise TypeError(f"run.defer() takes a function to call later, not {undo!r}: write run.defer(f), not run.defer(f())")
-        if not self._names:
+        if not self.innermost:
             raise RuntimeError("run.defer() needs an open run: call it inside `with run:`")
-        self._undos[-1].append(undo)
+        self._open[self.innermost].append(undo)
 
     def leave(self, name: str) -> None:
         """End the scope ``name`` and every scope still open inside it.
@@ -124,48 +118,40 @@ class Scopes:
         All deferred functions are called; then the first error among them is raised.
         """
         first: Exception | None = None
-        while name in self._names:
-            undos = self._undos[-1]
+        while name in self._open:
+            inner = next(reversed(self._open))
+            undos = self._open[inner]
             while undos:
                 try:
-                    self._call(undos)
+                    undos[-1]()
                 except Exception as error:
-                    log.exception("a deferred function failed", scope=name)
+                    log.exception("a deferred function failed", scope=inner)
+                    if isinstance(error, StopIteration):  # the iterators of the run end scopes
+                        error = stopped(error, f"the deferred function {getattr(undos[-1], '__qualname__', undos[-1])!s}")
                     first = first or error
-            self._names.pop()
-            self._undos.pop()
+                except BaseException:  # Ctrl-C: unwind() calls the function once more
+                    if undos[-1] is self._cut_short:
+                        undos.pop()
+                    else:
+                        self._cut_short = undos[-1]
+                    raise
+                undos.pop()
+            del self._open[inner]
+            self.innermost = next(reversed(self._open), "")
         if first is not None:
             raise first
 
     def unwind(self) -> None:
         """End all scopes after an exception. Log errors of deferred functions; a Ctrl-C is raised after the last scope."""
         interrupted: BaseException | None = None
-        while self._names:
+        while self._open:
             try:
-                self.leave(self._names[-1])
-            except Exception:  # noqa: BLE001, S112 - logged by leave()
-                continue
+                with suppress(Exception):  # leave() has logged it
+                    self.leave(next(iter(self._open)))
             except BaseException as error:  # noqa: BLE001 - raised below
                 interrupted = error
         if interrupted is not None:
             raise interrupted
-
-    def _call(self, undos: list[Callable[[], object]]) -> None:
-        """Call and remove the last of ``undos``; keep it, once, if Ctrl-C interrupts it."""
-        undo = undos[-1]
-        try:
-            undo()
-        except Exception as error:
-            undos.pop()
-            if isinstance(error, StopIteration):  # the iterators of the run end scopes
-                raise stopped(error, f"the deferred function {getattr(undo, '__qualname__', undo)!s}") from error
-            raise
-        except BaseException:
-            if undo is self._cut_short:
-                undos.pop()
-            self._cut_short = undo
-            raise
-        undos.pop()
 
 
 class RunState:
@@ -193,7 +179,7 @@ class RunState:
         """True once ``before_train`` was published: only then do saves write files."""
         self.resumed = False
         """True if the run resumed from a checkpoint."""
-        self.validation_follows: Callable[[], bool] = never
+        self.validation_follows: Callable[[], bool] | None = None
         """Returns True after an iteration that a validation follows (in iteration-based training)."""
         self.agreement: Agreement | None = None
         """The requests of all ranks; None with one process."""
@@ -204,7 +190,7 @@ class RunState:
         """Learning rates to set, and the names of their optimizers."""
         self._optimizers = optimizers
         self._window_open = window_open
-        self._why: Callable[[], object] = never
+        self._refusal: Callable[[], object] | None = None
         self._wake: SimpleQueue[None] = SimpleQueue()  # its put() is re-entrant
 
     @property
@@ -219,7 +205,7 @@ class RunState:
 
     def check_open(self, methods: str) -> None:
         """Raise TrainingError if the run is not open."""
-        if "run" not in self.scopes:
+        if not self.scopes.innermost:
             raise TrainingError(
                 f"{methods} can only be called in a run that has begun and not ended: write `with Run(...) as run:` around the "
                 "loop"
@@ -236,22 +222,19 @@ class RunState:
         """Wake a paused run to read new requests; safe from any thread and from signal handlers."""
         self._wake.put(None)
 
-    def forget_pause(self) -> None:
-        """End a pause with its run, so that a run entered again does not begin paused."""
-        self.paused = False
-
-    def refuse(self, why: Callable[[], object]) -> None:
-        """Call ``why``, which raises an error, at the next safe mount point."""
-        self.agreement, self.cancelled, self._why = None, True, why
+    def refuse(self, refusal: Callable[[], object]) -> None:
+        """Call ``refusal``, which raises an error, at the next safe mount point."""
+        self.agreement, self.cancelled, self._refusal = None, True, refusal
         self.wake()
 
     def check_cancelled(self) -> None:
         """Raise RunCancelled if the run was cancelled."""
-        if self.cancelled if self.agreement is None else self.agreement.cancelled:
-            self._why()
+        if (self.agreement or self).cancelled:
+            if self._refusal is not None:
+                self._refusal()
             raise RunCancelled("the run was cancelled")
 
-    def heed(self) -> None:
+    def handle_requests(self) -> None:
         """Handle requests at a safe mount point: end a cancelled run, wait while it is paused, set learning rates.
 
         Raises:
@@ -260,9 +243,9 @@ class RunState:
         if self.agreement is None and not (self.cancelled or self.paused or self.rates):
             return  # the usual case
         self.check_cancelled()
-        if self.paused if self.agreement is None else self.agreement.paused:
+        if (self.agreement or self).paused:
             self._wait()
-        if self.rates if self.agreement is None else self.agreement.rates:
+        if (self.agreement or self).rates:
             self._set_rates()
 
     def should_stop(self) -> bool:
@@ -271,8 +254,8 @@ class RunState:
         Raises:
             RunCancelled: the run was cancelled.
         """
-        self.heed()
-        return (self.stop if self.agreement is None else self.agreement.stop) and not self._window_open()
+        self.handle_requests()
+        return (self.agreement or self).stop and not self._window_open()
 
     def settle(self) -> None:
         """Collect the requests of all ranks, if there are several."""
@@ -281,12 +264,11 @@ class RunState:
 
     def _wait(self) -> None:
         log.info("the run is paused", iter=self.counters.iter)
-        if self.agreement is None:
-            while self.paused and not (self.stop or self.cancelled):
+        while (wanted := self.agreement or self).paused and not (wanted.stop or wanted.cancelled):
+            if self.agreement is None:
                 with suppress(Empty):  # _thread.interrupt_main() does not wake it
                     self._wake.get(timeout=_LOOK)
-        else:  # all ranks together, or some would time out in a collective of the training
-            while self.agreement.paused and not (self.agreement.stop or self.agreement.cancelled):
+            else:  # all ranks together, or some would time out in a collective of the training
                 time.sleep(_LOOK)
                 self.agreement.settle()
         self.check_cancelled()
@@ -302,8 +284,3 @@ class RunState:
                 set_learning_rate(self._optimizers[name], rate)
             log.info("the learning rate was set", lr=rate, optimizers=", ".join(names), iter=self.counters.iter)
         self.version += bool(wanted)
-
-
-def never() -> bool:
-    """Return False."""
-    return False
