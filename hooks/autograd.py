@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch.autograd.profiler import profile
+from torch.profiler import ProfilerActivity
 
 from eventloop import ConfigurationError, Hook, Priority, check_options, register
 from eventloop.events import AfterTrainIter, BeforeTrain, BeforeTrainIter
 from hooks.options import Name
-from hooks.profiling import ProfilerSession
+from hooks.profiling import ProfilerSession, in_work_dir
 
 
 @register
@@ -23,9 +23,6 @@ class AutogradAnomalyDetectHook(Hook):
 
     Args:
         mode: False switches the check off during training if the program has switched it on.
-
-    Raises:
-        ConfigurationError: ``mode`` is neither True nor False.
     """
 
     @check_options
@@ -49,11 +46,11 @@ class AutogradProfilerHook(Hook):
     Args:
         enable_predicate: takes the ``before_train_iter`` event and returns True to profile the iteration:
             ``lambda event: 10 <= event.progress.iter < 20``.
-        output_dir: folder of the files, relative to the work dir if the run has one; None means the work dir.
-        use_cuda: also profile the run's accelerator; None does so if there is one.
+        output_dir: folder of the files, relative to the work dir if the run has one; by default the work dir.
+        use_cuda: also profile the accelerator; None does so if there is one.
 
     Raises:
-        ConfigurationError: an option is invalid. Later: the run has no folder for the files, or another hook is profiling.
+        ConfigurationError: later: the run has no folder for the files, or another hook is profiling.
     """
 
     priority = Priority.VERY_LOW
@@ -71,31 +68,20 @@ class AutogradProfilerHook(Hook):
             raise ConfigurationError("use_cuda=True: torch finds no accelerator on this machine; leave it out")
         self._enable_predicate = enable_predicate
         self._output_dir = output_dir
-        self._use_device = use_cuda
-        self._directory = Path()
-        self._device: str | None = None
+        self._activities = [ProfilerActivity.CPU] if use_cuda is False else None  # None: all that torch can profile
         self._session: ProfilerSession | None = None
 
     def before_train(self, event: BeforeTrain) -> None:
-        run = event.run
-        if run.work_dir is None and self._output_dir is None:
+        if event.run.work_dir is None and self._output_dir is None:
             raise ConfigurationError(f"{self.label} has no folder for its files: give it output_dir=, or the run a work_dir")
-        self._directory = (run.work_dir or Path()) / (self._output_dir or Path())
-        device = torch.accelerator.current_accelerator() if self._use_device else run.device
-        on_host = device is None or device.type == "cpu" or self._use_device is False
-        self._device = None if on_host or device is None else device.type
 
     def before_train_iter(self, event: BeforeTrainIter) -> None:
         if self._enable_predicate(event):
-            path = self._directory / f"profiler-trace-iter{event.progress.iter + 1}.json"
-            self._session = ProfilerSession(self.label, lambda _: profile(use_device=self._device), json_path=path)
-            event.run.defer(lambda: self._close(write=False))  # for an iteration that fails
-            self._session.start()
+            path = in_work_dir(self._output_dir or "", event.run) / f"profiler-trace-iter{event.progress.iter + 1}.json"
+            self._session = session = ProfilerSession(self.label, json_path=path, activities=self._activities)
+            event.run.defer(lambda: session.close(write=False))  # for an iteration that fails
+            session.start()
 
     def after_train_iter(self, event: AfterTrainIter) -> None:
-        self._close(write=True)
-
-    def _close(self, *, write: bool) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            session.close(write=write)
+        if self._session is not None:
+            self._session.close()

@@ -14,11 +14,9 @@ from torch.profiler import schedule as profiler_schedule
 from eventloop import ConfigurationError, Hook, Priority, check_options, get_logger, register
 from eventloop.events import AfterTrainEpoch, AfterTrainIter, BeforeTrain, RunView
 from hooks.options import PositiveInt
-from hooks.profiling import ProfilerSession, survived
+from hooks.profiling import ProfilerSession, TraceHandler, in_work_dir, survived
 
 log = get_logger()
-
-TraceHandler = Callable[[profile], object]
 
 
 @register
@@ -31,17 +29,17 @@ class ProfilerHook(Hook):
     Args:
         by_epoch: count epochs; False counts iterations.
         profile_times: number of epochs or iterations.
-        activities: what to profile: ``"cpu"``, ``"cuda"``, ``"xpu"``, or members of ``torch.profiler.ProfilerActivity``. By
-            default everything that torch can profile on this machine.
+        activities: ``"cpu"``, ``"cuda"``, ``"xpu"``, or members of ``torch.profiler.ProfilerActivity``; by default all that
+            torch can profile on this machine.
         activity_with_cpu: MMEngine's option to profile the CPU, in place of ``activities`` (default True).
         activity_with_cuda: MMEngine's option to profile CUDA, in place of ``activities`` (default False).
-        schedule: a mapping of the arguments of ``torch.profiler.schedule`` in iterations (``wait``, ``warmup``, ``active``,
-            ``repeat``, ``skip_first``), or its result. None records every iteration.
+        schedule: arguments of ``torch.profiler.schedule`` in iterations (``wait``, ``warmup``, ``active``, ``repeat``,
+            ``skip_first``), or its result; None records every iteration.
         on_trace_ready: a function that takes the profiler. ``{"type": "log_trace"}`` with the arguments of
-            ``key_averages().table`` (``sort_by``, ``row_limit``) logs a table. ``{"type": "tb_trace"}`` with the arguments of
+            ``key_averages().table`` (``sort_by``, ``row_limit``) logs a table; if torch cannot make it, the trace goes to
+            ``profile-step{n}.json`` in the work dir. ``{"type": "tb_trace"}`` with the arguments of
             ``tensorboard_trace_handler`` (``dir_name`` in the work dir, ``worker_name``, ``use_gzip``) writes files for
-            TensorBoard's profiler plugin. None logs a table, unless there is a ``json_trace_path``. If torch cannot make the
-            table, the trace goes to ``profile-step{n}.json`` in the work dir.
+            TensorBoard's profiler plugin. None logs a table, unless there is a ``json_trace_path``.
         record_shapes: record the shapes of operators' inputs.
         profile_memory: record the memory that operators allocate.
         with_stack: record the source lines of operators.
@@ -50,8 +48,7 @@ class ProfilerHook(Hook):
             work dir if the run has one.
 
     Raises:
-        ConfigurationError: an option is invalid. Later: ``by_epoch`` in iteration-based training, or another hook is
-            profiling.
+        ConfigurationError: later: ``by_epoch`` in iteration-based training, or another hook is profiling.
     """
 
     priority = Priority.VERY_LOW
@@ -75,23 +72,20 @@ class ProfilerHook(Hook):
         with_flops: bool = False,
         json_trace_path: str | Path | None = None,
     ) -> None:
-        if activity_with_cpu is not None or activity_with_cuda is not None:
-            activities = _of_flags(activities, activity_with_cpu, activity_with_cuda)
-        _check_trace(on_trace_ready)
-        _check_json(json_trace_path, on_trace_ready)
+        _check_trace(on_trace_ready, json_trace_path)
         self.by_epoch = by_epoch
         self.profile_times = profile_times
         self._trace = on_trace_ready
         self._json = json_trace_path
         self._options: dict[str, Any] = {
-            "activities": _activities(activities),
+            "activities": _activities(activities, activity_with_cpu, activity_with_cuda),
             "schedule": _schedule(schedule),
             "record_shapes": record_shapes,
             "profile_memory": profile_memory,
             "with_stack": with_stack,
             "with_flops": with_flops,
         }
-        self._session: ProfilerSession | None = None
+        self._session: ProfilerSession
         self._count = 0
 
     def before_train(self, event: BeforeTrain) -> None:
@@ -101,16 +95,14 @@ class ProfilerHook(Hook):
                 "epoch; give by_epoch=False, profile_times=<iterations>"
             )
         self._count = 0
-        json_path = None if self._json is None else _in_work_dir(self._json, event.run)
-        make = lambda on_trace_ready: profile(on_trace_ready=on_trace_ready, **self._options)  # noqa: E731
-        self._session = ProfilerSession(self.label, make, self._handler(event.run), json_path)
-        event.run.defer(self._close)
+        json_path = None if self._json is None else in_work_dir(self._json, event.run)
+        self._session = ProfilerSession(self.label, self._handler(event.run), json_path, **self._options)
+        event.run.defer(self._session.close)
         self._session.start()
 
     def after_train_iter(self, event: AfterTrainIter) -> None:
-        if self._session is not None:
-            self._session.step()
-            self._close_if_done(counts=not self.by_epoch)
+        self._session.step()
+        self._close_if_done(counts=not self.by_epoch)
 
     def after_train_epoch(self, event: AfterTrainEpoch) -> None:
         self._close_if_done(counts=self.by_epoch)
@@ -118,12 +110,7 @@ class ProfilerHook(Hook):
     def _close_if_done(self, *, counts: bool) -> None:
         self._count += counts
         if self._count >= self.profile_times:
-            self._close()
-
-    def _close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            session.close()
+            self._session.close()
 
     def _handler(self, run: RunView) -> TraceHandler | None:
         """Return the function for traces, or None if only the file is wanted."""
@@ -134,7 +121,7 @@ class ProfilerHook(Hook):
         if options.pop("type") == "log_trace":
             write = lambda profiler: self._log_table(profiler, options, run)  # noqa: E731
         else:
-            directory = _in_work_dir(options.pop("dir_name", "tf_tracing_logs"), run)
+            directory = in_work_dir(options.pop("dir_name", "tf_tracing_logs"), run)
             log.info("writing traces for TensorBoard", directory=str(directory))
             write = tensorboard_trace_handler(str(directory), **options)
 
@@ -148,7 +135,7 @@ class ProfilerHook(Hook):
         try:
             table = profiler.key_averages().table(**options)
         except Exception:  # torch 2.13 makes names that are not UTF-8 with with_stack and profile_memory
-            path = _in_work_dir(f"profile-step{profiler.step_num}.json", run)
+            path = in_work_dir(f"profile-step{profiler.step_num}.json", run)
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))  # this works, because it does not decode the names
             log.exception("torch cannot make a table of the profile; the trace is in a file", hook=self.label, path=str(path))
@@ -156,63 +143,50 @@ class ProfilerHook(Hook):
             log.info("profile\n" + table)
 
 
-def _in_work_dir(path: str | Path, run: RunView) -> Path:
-    return (run.work_dir or Path()) / path
-
-
-def _check_trace(trace: TraceHandler | Mapping[str, Any] | None) -> None:
+def _check_trace(trace: TraceHandler | Mapping[str, Any] | None, json_path: str | Path | None) -> None:
+    if json_path is not None and not str(json_path).endswith((".json", ".json.gz")):
+        raise ConfigurationError(f"json_trace_path={json_path!r}: give the name of a file that ends in .json or .json.gz")
     if trace is None or callable(trace):
         return
-    kind = trace.get("type")
-    if kind not in ("log_trace", "tb_trace"):
+    kinds: dict[Any, Callable[..., Any]] = {"log_trace": EventList.table, "tb_trace": tensorboard_trace_handler}
+    kind, column = trace.get("type"), trace.get("sort_by")
+    if kind not in kinds:
         raise ConfigurationError(
             f"on_trace_ready={trace!r}: give a function that takes the profiler, "
-            f'{{"type": "log_trace"}} or {{"type": "tb_trace"}}'
+            '{"type": "log_trace"} or {"type": "tb_trace"}'
         )
-    takes = EventList.table if kind == "log_trace" else tensorboard_trace_handler
-    known = inspect.signature(takes).parameters.keys() - {"self"}
-    unknown = trace.keys() - known - {"type"}
-    if unknown:
+    known = inspect.signature(kinds[kind]).parameters.keys() - {"self"}
+    if unknown := trace.keys() - known - {"type"}:
         raise ConfigurationError(
             f"on_trace_ready: {kind} has no option {', '.join(map(repr, sorted(unknown)))}; it has {', '.join(sorted(known))}"
         )
-    column = trace.get("sort_by")
-    if kind == "log_trace" and column is not None and not hasattr(FunctionEventAvg(), str(column).replace("cuda", "device")):
+    if column is not None and not hasattr(FunctionEventAvg(), str(column).replace("cuda", "device")):
         raise ConfigurationError(
             f'on_trace_ready: sort_by={column!r} is not a column of the table; give "self_cpu_time_total", for example'
         )
-
-
-def _check_json(path: str | Path | None, trace: object) -> None:
-    if path is not None and not str(path).endswith((".json", ".json.gz")):
-        raise ConfigurationError(f"json_trace_path={path!r}: give the name of a file that ends in .json or .json.gz")
-    if path is not None and isinstance(trace, Mapping) and trace["type"] == "tb_trace":
+    if kind == "tb_trace" and json_path is not None:
         raise ConfigurationError(
-            f"json_trace_path={str(path)!r} with tb_trace: torch writes a trace only once. Remove json_trace_path; the file in "
-            "dir_name also opens in chrome://tracing"
+            f"json_trace_path={str(json_path)!r} with tb_trace: torch writes a trace only once. Remove json_trace_path; the "
+            "file in dir_name also opens in chrome://tracing"
         )
 
 
-def _of_flags(activities: object, cpu: bool | None, cuda: bool | None) -> list[str]:
-    if activities is not None:
-        raise ConfigurationError("activities= is given with activity_with_cpu= or activity_with_cuda=; give one of them")
-    chosen = [name for name, wanted in (("cpu", cpu is not False), ("cuda", cuda is True)) if wanted]
-    if not chosen:
-        raise ConfigurationError("activity_with_cpu=False, activity_with_cuda=False: nothing to profile; set one to True")
-    return chosen
-
-
-def _activities(activities: Iterable[str | ProfilerActivity] | None) -> list[ProfilerActivity] | None:
-    if activities is None:
+def _activities(
+    given: str | Iterable[str | ProfilerActivity] | None, cpu: bool | None, cuda: bool | None
+) -> list[ProfilerActivity] | None:
+    if cpu is not None or cuda is not None:
+        if given is not None:
+            raise ConfigurationError("activities= is given with activity_with_cpu= or activity_with_cuda=; give one of them")
+        given = [name for name, wanted in (("cpu", cpu is not False), ("cuda", cuda)) if wanted]
+    if given is None:
         return None
-    given = [activities] if isinstance(activities, str) else list(activities)
     supported = supported_activities()  # type: ignore[no-untyped-call]  # torch does not annotate it
     names = {activity.name.lower(): activity for activity in supported}
-    chosen = [names.get(one.lower()) if isinstance(one, str) else one for one in given]
+    listed = [given] if isinstance(given, str) else given
+    chosen = [names.get(one.lower()) if isinstance(one, str) else one for one in listed]
     if not chosen or not all(one in supported for one in chosen):
-        raise ConfigurationError(
-            f"activities={activities!r}: on this machine torch can profile {', '.join(map(repr, sorted(names)))}"
-        )
+        there = ", ".join(map(repr, sorted(names)))
+        raise ConfigurationError(f"activities={given!r}: give one or several that torch can profile on this machine: {there}")
     return [one for one in chosen if one is not None]
 
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torch.profiler import profile
+
 from eventloop import ConfigurationError, get_logger
+from eventloop.events import RunView
 
 log = get_logger()
+
+TraceHandler = Callable[[profile], object]
 
 
 @contextmanager
@@ -22,47 +28,36 @@ def survived(owner: str) -> Iterator[None]:
         log.exception("torch's profiler failed; training continues without this profile", hook=owner)
 
 
+def in_work_dir(path: str | Path, run: RunView) -> Path:
+    """Return ``path``, relative to the work dir if the run has one."""
+    return (run.work_dir or Path()) / path
+
+
 class ProfilerSession:
-    """One use of a profiler. A second session at the same time is an error: torch would lose the data of the first.
+    """One use of ``torch.profiler.profile``. A second session at the same time is an error: torch would lose data of the first.
 
     An error in torch is logged and ends the session. An error in the user's function ends the run.
 
     Args:
         owner: label of the hook, for errors.
-        make: makes the profiler; its argument is the function for traces, or None.
         on_trace_ready: the user's function for traces, or None.
         json_path: file for the last trace, or None.
+        **options: further arguments of ``profile``.
     """
 
     _active: ClassVar[str | None] = None
 
     def __init__(
-        self,
-        owner: str,
-        make: Callable[[Callable[[Any], None] | None], Any],
-        on_trace_ready: Callable[[Any], object] | None = None,
-        json_path: Path | None = None,
+        self, owner: str, on_trace_ready: TraceHandler | None = None, json_path: Path | None = None, **options: Any
     ) -> None:
         self._owner = owner
         self._json_path = json_path
         self._failure: BaseException | None = None
         self._running = False
-
-        def hand_over(profiler: Any) -> None:
-            assert on_trace_ready is not None  # noqa: S101 - else the profiler does not know this function
-            try:
-                on_trace_ready(profiler)
-            except BaseException as error:  # noqa: BLE001 - raised when torch has finished its work
-                self._failure = error
-
-        self._profiler = make(None if on_trace_ready is None else hand_over)
+        self._profiler = profile(on_trace_ready=on_trace_ready and partial(self._hand_over, on_trace_ready), **options)
 
     def start(self) -> None:
-        """Start the profiler.
-
-        Raises:
-            ConfigurationError: another profiler is running.
-        """
+        """Start the profiler; raise ConfigurationError if another one is running."""
         if ProfilerSession._active is not None:
             raise ConfigurationError(
                 f"{self._owner} cannot profile while {ProfilerSession._active} is: torch runs one profiler at a time; "
@@ -81,16 +76,16 @@ class ProfilerSession:
             self._raise_failure()
 
     def close(self, *, write: bool = True) -> None:
-        """Stop the profiler, and write its last trace to the file unless ``write`` is False."""
+        """Stop the profiler, and write its last trace to the file unless ``write`` is False. A second call does nothing."""
         if not self._running:
             return
         self._running = False
         ProfilerSession._active = None
         with survived(self._owner):
-            self._profiler.__exit__(None, None, None)
-        if write and self._json_path is not None:
-            with survived(self._owner):
+            self._profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch does not annotate it
+            if write and self._json_path is not None:
                 self._write(self._json_path)
+        del self._profiler  # it holds the profile
         self._raise_failure()
 
     def _run(self, do: Callable[[], object]) -> None:
@@ -105,13 +100,19 @@ class ProfilerSession:
             if not self._running:
                 ProfilerSession._active = None
 
+    def _hand_over(self, on_trace_ready: TraceHandler, profiler: profile) -> None:
+        try:
+            on_trace_ready(profiler)
+        except BaseException as error:  # noqa: BLE001 - raised when torch has finished its work
+            self._failure = error
+
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def _write(self, path: Path) -> None:
-        if getattr(self._profiler, "profiler", self) is None:  # torch.profiler.profile has not recorded anything
+        if self._profiler.profiler is None:
             log.warning("the profiler recorded nothing; no trace is written", hook=self._owner, path=str(path))
             return
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -228,7 +228,7 @@ def test_activities_by_name_or_as_torchs(job: SimpleNamespace, traces: Any, acti
         ({"activities": []}, "activities"),
         ({"activities": ["gpu"]}, "activities.*'cpu'"),
         ({"activities": "cpu", "activity_with_cpu": True}, "give one of them"),
-        ({"activity_with_cpu": False}, "nothing to profile"),
+        ({"activity_with_cpu": False}, r"activities=\[\].*'cpu'"),
         ({"activity_with_cpu": "yes"}, "activity_with_cpu"),
         ({"schedule": {"wait": 1}}, "schedule.*warmup"),
         ({"schedule": {"wait": 0, "warmup": 0, "active": 0}}, "schedule"),
