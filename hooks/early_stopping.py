@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from eventloop import Hook, Priority, TrainingError, check_options, get_logger, register
+from eventloop import Hook, Priority, check_options, get_logger, register
 from eventloop.events import AfterRun, AfterValEpoch, BeforeTrain, RunView
 from hooks.options import Distance, Finite, Name, PositiveInt
-from hooks.rules import Rule, check_validated, find_rule, is_better, score_of, warn_unvalidated
+from hooks.rules import Rule, check_validated, find_rule, is_better, missing_metric, score_of, warn_unvalidated
 
 log = get_logger()
 
@@ -18,16 +18,12 @@ log = get_logger()
 class EarlyStoppingHook(Hook):
     """Stop training by one metric of its validations.
 
-    Training ends cleanly when the metric:
+    Training ends cleanly when the metric is not finite, is better than ``stopping_threshold``, or has not improved on its best
+    value by more than ``min_delta`` in ``patience`` validations in a row.
 
-    - is NaN or infinite (unless ``check_finite=False``),
-    - is better than ``stopping_threshold``,
-    - has not improved on its best value by more than ``min_delta`` in ``patience`` validations in a row.
-
-    The hook runs last (priority 100), so the best checkpoint is requested before the stop; ``save_last`` still saves at the
-    end of training. Checkpoints hold the number of validations without improvement. A run that is resumed after an early stop
-    therefore ends before its first iteration, unless its options (a larger ``patience``) allow more. A training that begins
-    at iteration 0 has no best value.
+    The hook runs last (priority 100), so the best checkpoint is requested before the stop. Checkpoints hold the number of
+    validations without improvement. A run that is resumed after an early stop therefore ends before its first iteration, unless
+    its options (a larger ``patience``) allow more. A training that begins at iteration 0 has no best value.
 
     Args:
         monitor: name of the metric, as in ``event.metrics``.
@@ -35,12 +31,12 @@ class EarlyStoppingHook(Hook):
         min_delta: an improvement must be larger than this.
         strict: raise an error if a validation lacks the metric or it is None; False logs a warning.
         check_finite: stop at a value that is not finite. False counts NaN as no improvement.
-        patience: number of validations without improvement before the stop, at least 1.
+        patience: number of validations without improvement before the stop.
         stopping_threshold: value beyond which training ends at once.
         name: key of this hook in checkpoints, needed if there are several of its kind.
 
     Raises:
-        ConfigurationError: an option is invalid, or the training has no validations.
+        ConfigurationError: later: the training has no validations.
         TrainingError: later: the metric is missing (with ``strict``), or its value is not a number.
     """
 
@@ -92,27 +88,23 @@ class EarlyStoppingHook(Hook):
         if not event.run.training:
             return
         value = event.metrics.get(self.monitor)
-        if value is not None:
-            self._take(score_of(f"monitor={self.monitor!r}: its value", value))
-            self._stop_if_due(event.run)
+        if value is None:
+            error = missing_metric(f"{self.label} watches", self.monitor, event.metrics)
+            if self.strict:
+                raise error
+            log.warning(str(error))
             return
-        there = ", ".join(repr(name) for name, value in event.metrics.items() if value is not None) or "none"
-        problem = f"{self.label} watches the metric {self.monitor!r}, which this validation did not return; it returned {there}"
-        if self.strict:
-            raise TrainingError(problem)
-        log.warning(problem)
-
-    def after_run(self, event: AfterRun) -> None:
-        warn_unvalidated(event, self.label)
-
-    def _take(self, score: float) -> None:
-        self._last_score = score
-        best = self.best_score
+        score, best = score_of(f"monitor={self.monitor!r}: its value", value), self.best_score
         needed = None if best is None else best + (self.min_delta if self.rule == "greater" else -self.min_delta)
+        self._last_score = score
         if is_better(self.rule, score, needed):
             self.best_score, self.wait_count = score, 0
         else:
             self.wait_count += 1
+        self._stop_if_due(event.run)
+
+    def after_run(self, event: AfterRun) -> None:
+        warn_unvalidated(event, self.label)
 
     def _stop_if_due(self, run: RunView) -> None:
         reason = self._reason()

@@ -31,16 +31,12 @@ def find_rule(metric: str, greater_keys: Iterable[str] = GREATER, less_keys: Ite
         greater = next((key for key in greater_keys if matches(metric.lower(), key.lower())), None)
         less = next((key for key in less_keys if matches(metric.lower(), key.lower())), None)
         if greater and less:
-            raise ConfigurationError(
-                f"metric {metric!r}: its name contains {greater!r} (more is better) and {less!r} (less is better); give "
-                'rule="greater" or rule="less"'
-            )
+            both = f"{greater!r} (more is better) and {less!r} (less is better)"
+            raise ConfigurationError(f'metric {metric!r}: its name contains {both}; give rule="greater" or rule="less"')
         if greater or less:
             return "greater" if greater else "less"
-    raise ConfigurationError(
-        f'metric {metric!r}: its name does not tell whether more or less is better; give rule="greater" or rule="less" (or '
-        "add the name to greater_keys or less_keys, if the hook has them)"
-    )
+    advice = 'give rule="greater" or rule="less" (or add the name to greater_keys or less_keys, if the hook has them)'
+    raise ConfigurationError(f"metric {metric!r}: its name does not tell whether more or less is better; {advice}")
 
 
 def is_better(rule: Rule, score: float, than: float | None) -> bool:
@@ -51,25 +47,21 @@ def is_better(rule: Rule, score: float, than: float | None) -> bool:
 
 
 def score_of(subject: str, value: Any) -> float:
-    """Return the value of a metric as a number.
-
-    Raises:
-        TrainingError: the value is not a single number. The message begins with ``subject``.
-    """
+    """Return the value of a metric as a number, or raise TrainingError with a message that begins with ``subject``."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TrainingError(f"{subject} is a {type(value).__name__}, not a single number") from error
 
 
-class BestMetrics:
-    """Metrics with a best checkpoint, and the rule of each.
+def missing_metric(subject: str, metric: str | None, metrics: Mapping[str, Any]) -> TrainingError:
+    """Return the error for a validation without a value of ``metric``. The message begins with ``subject``."""
+    there = ", ".join(repr(name) for name, value in metrics.items() if value is not None) or "none"
+    return TrainingError(f"{subject} the metric {metric!r}, which this validation did not return; it returned {there}")
 
-    Args:
-        metrics: a name or names, ``"auto"`` for the first metric of the first validation, or None.
-        rule: ``"greater"`` or ``"less"`` is better, for all metrics or a list with one for each; by default inferred.
-        greater_keys: names of metrics for which more is better, instead of the usual ones.
-        less_keys: names of metrics for which less is better, instead of the usual ones.
+
+class BestMetrics:
+    """Metrics with a best checkpoint, and the rule of each. The arguments are options of ``CheckpointHook``.
 
     Raises:
         ConfigurationError: a name or rule is invalid, or the rule cannot be inferred from the name.
@@ -88,7 +80,12 @@ class BestMetrics:
         """Names of the metrics; ``("auto",)`` until the first validation."""
         if "auto" in self.names and len(self.names) > 1:
             raise ConfigurationError(f'save_best={list(self.names)}: give "auto" alone, or only names of metrics')
-        self._rules = self._by_metric(rule)
+        rules = [rule] if rule is None or isinstance(rule, str) else list(rule)
+        if not all(one in (None, *get_args(Rule)) for one in rules):
+            raise ConfigurationError(f'rule={rule!r}: give "greater" or "less", or a list of these')
+        if len(rules) not in (1, len(self.names)):
+            raise ConfigurationError(f"rule={rule!r}: give one rule, or one for each metric of save_best={list(self.names)}")
+        self._rules = dict(zip(self.names, rules * len(self.names), strict=False))
         for metric in self.names:
             if metric != "auto":
                 self._rule_of(metric)  # raises now if it cannot be inferred
@@ -111,7 +108,7 @@ class BestMetrics:
         self.found([next(iter(metrics))])
         for metric in self.names:
             if metric not in metrics:
-                raise TrainingError(f"save_best={metric!r}, but this validation has only {', '.join(map(repr, metrics))}")
+                raise missing_metric("save_best is", metric, metrics)
             if metrics[metric] is not None:
                 score = score_of(f"save_best={metric!r}: its value", metrics[metric])
                 if is_better(self._rule_of(metric), score, best.get(metric)):
@@ -120,23 +117,12 @@ class BestMetrics:
     def _rule_of(self, metric: str) -> Rule:
         return self._rules.get(metric, self._rules.get("auto")) or find_rule(metric, self._greater, self._less)
 
-    def _by_metric(self, rule: Rule | Sequence[Rule] | None) -> dict[str, Rule | None]:
-        """Return the rule of each metric: the common one, or the one at the same position in the list."""
-        rules = [rule] if rule is None or isinstance(rule, str) else list(rule)
-        if not all(one in (None, *get_args(Rule)) for one in rules):
-            raise ConfigurationError(f'rule={rule!r}: give "greater" or "less", or a list of these')
-        if len(rules) not in (1, len(self.names)):
-            raise ConfigurationError(f"rule={rule!r}: give one rule, or one for each metric of save_best={list(self.names)}")
-        return dict(zip(self.names, rules * len(self.names) if len(rules) == 1 else rules, strict=True))
-
 
 def check_validated(event: BeforeTrain, subject: str) -> None:
     """Raise ConfigurationError if the training has no validations; ``subject`` names the hook and its option."""
     if event.run.validates is False:
-        raise ConfigurationError(
-            f"{subject} needs a metric of validations, but this loop has no data for them: give TrainLoop val_data, or remove "
-            "the hook (or its option)"
-        )
+        advice = "this loop has no data for them: give TrainLoop val_data, or remove the hook (or its option)"
+        raise ConfigurationError(f"{subject} needs a metric of validations, but {advice}")
 
 
 def warn_unvalidated(event: AfterTrain | AfterRun, subject: str) -> None:

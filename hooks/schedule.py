@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 import torch
 from msgspec import Meta
 
-from eventloop import ConfigurationError, Hook, Priority, TrainingError, check_options, events, get_logger, register
-from eventloop.events import RunView, Slot
-from hooks.rules import check_validated, score_of, warn_unvalidated
+from eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, register
+from eventloop.events import Slot
+from hooks.rules import check_validated, missing_metric, score_of, warn_unvalidated
 
 log = get_logger()
 
@@ -27,7 +27,8 @@ class Scheduler(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-Like = Annotated[Scheduler, Meta(description="an object like torch's schedulers, with step, state_dict and load_state_dict")]
+_LIKE_TORCH = "an object like torch's schedulers, with step, state_dict and load_state_dict"
+Like = Annotated[Scheduler, Meta(description=_LIKE_TORCH)]
 
 STEPPED = Slot("schedulers that hooks step", dict)
 """The hook that steps each scheduler, by the scheduler's id."""
@@ -51,8 +52,8 @@ class ParamSchedulerHook(Hook):
         monitor: name of the metric, for ``by="metric"``.
 
     Raises:
-        ConfigurationError: an option is invalid. When training begins: the run does not have the scheduler's optimizer,
-            another hook steps the scheduler, or ``by="metric"`` without validations.
+        ConfigurationError: when training begins: the run does not have the scheduler's optimizer, another hook steps the
+            scheduler, or ``by="metric"`` without validations.
     """
 
     priority = Priority.LOW
@@ -78,20 +79,19 @@ class ParamSchedulerHook(Hook):
         self._given = {name: _options(one) for name, one in self.schedulers.items()}
         self.by = by
         self.monitor = monitor
+        # By the name of the scheduler: the run's optimizer, and the ``initial_lr`` of its parameter groups.
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
-        """The run's optimizer by the name of its scheduler."""
         self._starts: dict[str, list[float]] = {}
-        """The ``initial_lr`` of each parameter group by the name of the scheduler."""
 
     def unused(self) -> Collection[str]:
         """Return the mount points of the other values of ``by``; without schedulers, all mount points."""
-        steps = {"iter": "after_train_iter", "epoch": "after_train_epoch", "metric": "after_val_epoch"}
-        unused = [method for by, method in steps.items() if by != self.by] + ["after_run"] * (self.by != "metric")
-        always = ("before_run", "before_train", "before_save_checkpoint", "after_load_checkpoint")
-        return unused if self.schedulers else [*always, *unused]
+        steps = {"iter": ["after_train_iter"], "epoch": ["after_train_epoch"], "metric": ["after_val_epoch", "after_run"]}
+        unused = [method for by, methods in steps.items() for method in methods if by != self.by]
+        always = ["before_run", "before_train", "before_save_checkpoint", "after_load_checkpoint"]
+        return unused if self.schedulers else always + unused
 
     def before_run(self, event: events.BeforeRun) -> None:
-        """Record the options of the schedules, so that a resume warns about changed ones, which its checkpoint overrides."""
+        """Record the options of the schedules: a resume, whose checkpoint overrides them, warns about changed ones."""
         event.run.note_options(KEY, self._given)
 
     def before_train(self, event: events.BeforeTrain) -> None:
@@ -100,19 +100,19 @@ class ParamSchedulerHook(Hook):
         if self.by == "metric":
             check_validated(event, f'{self.label}(by="metric")')
         run.shared[STEPPED] = hooks = run.shared.get(STEPPED, {})
+        self._optimizers = {}
         for name, scheduler in self.schedulers.items():
             if hooks.setdefault(id(scheduler), self) is not self:
                 raise ConfigurationError(f"scheduler {name!r} is in two hooks, which would both step it; remove it from one")
-        self._optimizers = {
-            name: _optimizer_of(name, scheduler, run.optimizers)
-            for name, scheduler in self.schedulers.items()
-            if run.optimizers and isinstance(getattr(scheduler, "optimizer", None), torch.optim.Optimizer)
-        }
+            if run.optimizers and isinstance(getattr(scheduler, "optimizer", None), torch.optim.Optimizer):
+                self._optimizers[name] = _optimizer_of(name, scheduler, run.optimizers)
         self._starts = {name: _starts(optimizer) for name, optimizer in self._optimizers.items()}
 
     def after_train_iter(self, event: events.AfterTrainIter) -> None:
+        run = event.run
         for name, scheduler in self.schedulers.items():
-            if self._due(name, event.run):
+            optimizer = self._optimizers.get(name)  # if it is unknown, any optimizer's step counts
+            if run.updated or not run.optimizers if optimizer is None else run.stepped(optimizer):
                 self._rescale(name, scheduler)
                 scheduler.step()
 
@@ -126,22 +126,16 @@ class ParamSchedulerHook(Hook):
             return
         value = event.metrics.get(str(self.monitor))
         if value is None:
-            there = ", ".join(map(repr, event.metrics)) or "none"
-            raise TrainingError(
-                f"{self.label} steps by the metric {self.monitor!r}, which this validation did not return; it returned {there}"
-            )
+            raise missing_metric(f"{self.label} steps by", self.monitor, event.metrics)
         for scheduler in self.schedulers.values():
             scheduler.step(score_of(f"monitor={self.monitor!r}: its value", value))
 
     def before_save_checkpoint(self, event: events.BeforeSaveCheckpoint) -> None:
         """Put the schedulers' states into the checkpoint; ``CheckpointHook`` may leave them out."""
         saved = event.checkpoint.setdefault(KEY, {})
-        taken = saved.keys() & self.schedulers.keys()
-        if taken:
-            raise ConfigurationError(
-                f"two hooks have a scheduler named {', '.join(map(repr, sorted(taken)))}, but checkpoints need unique names; "
-                'give names: ParamSchedulerHook({"warmup": scheduler}, ...)'
-            )
+        if taken := saved.keys() & self.schedulers.keys():
+            advice = 'give another name: ParamSchedulerHook({"warmup": scheduler}, ...)'
+            raise ConfigurationError(f"two hooks have a scheduler named {', '.join(map(repr, sorted(taken)))}; {advice}")
         for name, scheduler in self.schedulers.items():
             self._rescale(name, scheduler)
         saved |= {name: scheduler.state_dict() for name, scheduler in self.schedulers.items()}
@@ -168,11 +162,6 @@ class ParamSchedulerHook(Hook):
                 if rates := getattr(one, attribute, None):
                     setattr(one, attribute, [rate * factor for rate, factor in zip(rates, factors, strict=True)])
 
-    def _due(self, name: str, run: RunView) -> bool:
-        """Return True if the scheduler's optimizer has stepped; if that is unknown, True if any optimizer has stepped."""
-        optimizer = self._optimizers.get(name)
-        return run.updated or not run.optimizers if optimizer is None else run.stepped(optimizer)
-
 
 def _starts(optimizer: torch.optim.Optimizer) -> list[float]:
     return [float(group.get("initial_lr", 0.0)) for group in optimizer.param_groups]
@@ -185,8 +174,8 @@ def _optimizer_of(name: str, scheduler: Any, optimizers: Mapping[str, torch.opti
         if optimizer.param_groups is groups:
             return optimizer
     raise ConfigurationError(
-        f"scheduler {name!r} ({type(scheduler).__name__}) changes an optimizer ({type(scheduler.optimizer).__name__}) that is "
-        f"not one of the run's ({', '.join(map(repr, optimizers))}); make it with one of them, or give the run its optimizer"
+        f"scheduler {name!r} changes an optimizer ({type(scheduler.optimizer).__name__}) that is not one of the run's "
+        f"({', '.join(map(repr, optimizers))}); make it with one of them, or give the run its optimizer"
     )
 
 
@@ -197,14 +186,11 @@ def _named(scheduler: Any) -> dict[str, Any]:
         listed = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
         named = {type(one).__name__: one for one in listed}
         if len(named) < len(listed):
-            raise ConfigurationError(
-                f"several schedulers are a {' or a '.join(sorted(named))}, but checkpoints need unique names; give a mapping, "
-                'such as {"warmup": one, "decay": other}'
-            )
-    if len({id(one) for one in named.values()}) < len(named):
-        raise ConfigurationError(f"scheduler={scheduler!r}: a scheduler is there twice; remove one of the two")
-    if not named:
-        raise ConfigurationError(f"scheduler={scheduler!r}: give at least one scheduler")
+            advice = 'checkpoints need unique names: give a mapping, such as {"warmup": one, "decay": other}'
+            raise ConfigurationError(f"several schedulers are a {' or a '.join(sorted(named))}; {advice}")
+    if not named or len(set(map(id, named.values()))) < len(named):
+        advice = "a scheduler is there twice; remove one of the two" if named else "give at least one scheduler"
+        raise ConfigurationError(f"scheduler={scheduler!r}: {advice}")
     return named
 
 
@@ -225,15 +211,11 @@ def _options(scheduler: Scheduler) -> Any:
 def _check_scheduler(name: str, scheduler: Any, by: By | None) -> None:
     if not isinstance(scheduler, Scheduler) or isinstance(scheduler, type | torch.optim.Optimizer):
         shown = "an optimizer" if isinstance(scheduler, torch.optim.Optimizer) else repr(scheduler)
-        raise ConfigurationError(
-            f"scheduler {name!r} is {shown}; give an object like torch's schedulers, with step, state_dict and load_state_dict"
-        )
+        raise ConfigurationError(f"scheduler {name!r} is {shown}; give {_LIKE_TORCH}")
     plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
     if plateau and by != "metric":
         raise ConfigurationError(f'scheduler {name!r} with by={by!r} needs a metric to step: give by="metric", monitor="loss"')
     # The step() of torch's other schedulers takes an epoch, not a metric.
     parameters = inspect.signature(scheduler.step).parameters
     if by == "metric" and not plateau and ("epoch" in parameters or not parameters):
-        raise ConfigurationError(
-            f'scheduler {name!r} ({type(scheduler).__name__}) steps without a metric: give by="iter" or by="epoch"'
-        )
+        raise ConfigurationError(f'scheduler {name!r} steps without a metric: give by="iter" or by="epoch"')
