@@ -8,8 +8,7 @@
         average.update_parameters(model)
     average.swap(model)                       # evaluate the averaged weights, then swap again
 
-The formulas are those of MMEngine's ``mmengine.model.averaged_model`` (MMEngine 0.10, docs of ``ExponentialMovingAverage``,
-``StochasticWeightAverage`` and ``MomentumAnnealingEMA``).
+The formulas are those of ``mmengine.model.averaged_model`` (MMEngine 0.10).
 """
 
 from __future__ import annotations
@@ -41,9 +40,6 @@ class WeightAverage:
         model: the model to average; this object keeps no reference to it.
         interval: number of updates per averaging.
         update_buffers: also average the floating-point buffers in the model's ``state_dict``.
-
-    Raises:
-        ConfigurationError: an option is out of range.
     """
 
     @check_options
@@ -60,11 +56,9 @@ class WeightAverage:
         return True in self._pairs.swapped  # no Python loop: each update reads it
 
     def blend(self, averages: Tensors, weights: Tensors) -> None:
-        """Move ``averages`` towards ``weights``, in place.
+        """Move ``averages`` towards ``weights`` in place: detached tensors of one device and dtype, in the same order.
 
-        Args:
-            averages: tensors of one device and dtype, without gradients; for sharded tensors, this process's part.
-            weights: the model's tensors, detached, in the same order.
+        Of sharded tensors, these are the parts of this process.
         """
         raise NotImplementedError(f"{type(self).__name__} must define blend(averages, weights)")
 
@@ -110,14 +104,9 @@ class WeightAverage:
         self.steps = int(state["steps"])
 
     def load_tensors(self, tensors: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
-        """Copy averaged tensors into this average.
+        """Copy averaged tensors into this average, by checkpoint key; unknown keys are ignored.
 
-        Args:
-            tensors: tensors by checkpoint key; unknown keys are ignored.
-            strict: False loads the tensors that fit and logs the rest.
-
-        Raises:
-            CheckpointError: ``strict`` is True, and a tensor is missing or has another shape.
+        With ``strict`` raise CheckpointError if a tensor is missing or has another shape; else log it.
         """
         held = self._pairs.held
         fitting = [key for key, own in held.items() if key in tensors and tensors[key].shape == own.shape]
@@ -139,7 +128,7 @@ class WeightAverage:
 
 @register
 class ExponentialMovingAverage(WeightAverage):
-    """``average = (1 − momentum) · average + momentum · weight`` (MMEngine's ``ExponentialMovingAverage``).
+    """``average = (1 − momentum) · average + momentum · weight``.
 
     Args:
         model: the model to average.
@@ -165,8 +154,8 @@ class ExponentialMovingAverage(WeightAverage):
 class StochasticWeightAverage(WeightAverage):
     """The running mean of the weights at every ``interval``-th update.
 
-    ``average += (weight − average) / (steps // interval + 1)`` (MMEngine's ``StochasticWeightAverage``; Izmailov et al.,
-    "Averaging Weights Leads to Wider Optima and Better Generalization", 2018).
+    ``average += (weight − average) / (steps // interval + 1)`` (Izmailov et al., "Averaging Weights Leads to Wider Optima and
+    Better Generalization", 2018).
     """
 
     def blend(self, averages: Tensors, weights: Tensors) -> None:
@@ -177,7 +166,7 @@ class StochasticWeightAverage(WeightAverage):
 class MomentumAnnealingEMA(ExponentialMovingAverage):
     """An exponential moving average that follows quickly at first and slowly later.
 
-    Its momentum is ``max(momentum, gamma / (gamma + steps))`` (MMEngine's ``MomentumAnnealingEMA``).
+    Its momentum is ``max(momentum, gamma / (gamma + steps))``.
 
     Args:
         model: the model to average.

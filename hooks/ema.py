@@ -19,8 +19,6 @@ log = get_logger()
 RAW_WEIGHTS = "ema_state_dict"
 """Key of the raw weights in a checkpoint; its ``state_dict`` holds the averaged ones."""
 
-_BUILTIN = (ExponentialMovingAverage, StochasticWeightAverage, MomentumAnnealingEMA)
-
 
 @register
 class EMAHook(Hook):
@@ -37,8 +35,7 @@ class EMAHook(Hook):
 
     Args:
         ema_type: a class derived from :class:`WeightAverage`, or the registered name of one.
-        strict_load: raise an error if an average in a checkpoint does not fit; False loads the tensors that fit and logs the
-            rest.
+        strict_load: an average in a checkpoint that does not fit is an error; False loads the tensors that fit, and logs.
         begin_iter: first iteration (from 1) whose update is averaged. Give this or ``begin_epoch``.
         begin_epoch: first epoch (from 1) whose updates are averaged.
         model: name of the model, needed if the run has several.
@@ -46,7 +43,7 @@ class EMAHook(Hook):
         **options: options of ``ema_type``: ``momentum``, ``interval``, ``update_buffers``, ``gamma``, or those of your class.
 
     Raises:
-        ConfigurationError: an option is invalid. Later: training ends before ``begin_iter`` or ``begin_epoch``.
+        ConfigurationError: later: training ends before ``begin_iter`` or ``begin_epoch``.
     """
 
     priority = Priority.NORMAL
@@ -76,13 +73,9 @@ class EMAHook(Hook):
         self._model_name = ""
         self._alone = True  # a checkpoint of a single model holds its weights without a name
         self._model: torch.nn.Module | None = None
-        self._average: WeightAverage | None = None
-        self._in_checkpoint = False
-
-    @property
-    def average(self) -> WeightAverage | None:
+        self.average: WeightAverage | None = None
         """The average, or None before its first update."""
-        return self._average
+        self._in_checkpoint = False
 
     def before_run(self, event: events.BeforeRun) -> None:
         """Find the model. The average of an earlier run of the same model is kept."""
@@ -90,7 +83,7 @@ class EMAHook(Hook):
         self._model_name = model_name(self.label, models, self._model_option)
         self._alone = set(models) == {"model"}
         if models[self._model_name] is not self._model:
-            self._model, self._average = models[self._model_name], None
+            self._model, self.average = models[self._model_name], None
 
     def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
         """Check that training reaches its first averaged update; from here on the number of iterations is known."""
@@ -100,30 +93,28 @@ class EMAHook(Hook):
         ):
             if last is not None and begin > last:
                 hint = "; iteration-based training is one epoch: give begin_iter=" if event.progress.max_epochs is None else ""
-                raise ConfigurationError(
-                    f"{self.label}({option}={begin}): nothing would be averaged, as this training ends with "
-                    f"{option.removeprefix('begin_')} {last}; give {last} at most{hint}"
-                )
+                end = f"this training ends with {option.removeprefix('begin_')} {last}; give {last} at most{hint}"
+                raise ConfigurationError(f"{self.label}({option}={begin}): nothing would be averaged, as {end}")
 
     def after_train_iter(self, event: events.AfterTrainIter) -> None:
         run, progress = event.run, event.progress
         if not run.updated and run.optimizers:
             return
         if progress.iter + 1 >= self.begin_iter and progress.epoch + 1 >= self.begin_epoch:
-            average = self._average or self._make_average()
-            average.update_parameters(self._known_model)
+            average = self.average or self._make_average()
+            average.update_parameters(self._known_model())
 
     @mount("before_val_epoch", "before_test_epoch")
     def lend(self, event: events.BeforeValEpoch | events.BeforeTestEpoch) -> None:
         """Give the model the averaged weights until the validation or test ends, also by an exception."""
-        average = self._average
+        average = self.average
         if average is not None and average.steps:  # else the average equals the weights
-            event.run.defer(lambda: average.restore(self._known_model))  # first, because Ctrl-C may interrupt the swap
-            average.swap(self._known_model)
+            event.run.defer(lambda: average.restore(self._known_model()))  # first, because Ctrl-C may interrupt the swap
+            average.swap(self._known_model())
 
     def before_save_checkpoint(self, event: events.BeforeSaveCheckpoint) -> None:
         """Put the averaged weights under ``state_dict`` and the raw ones under ``ema_state_dict``."""
-        average, weights = self._average, self._weights_in(event.checkpoint["state_dict"])
+        average, weights = self.average, self._weights_in(event.checkpoint["state_dict"])
         # Tensors that are not averaged (buffers) are the same in both, so the file stores them once.
         averaged = raw = weights
         if average is not None and average.steps:
@@ -137,7 +128,7 @@ class EMAHook(Hook):
         checkpoint = event.checkpoint
         saved = checkpoint.get(RAW_WEIGHTS, {})
         self._in_checkpoint = bool(saved) and (self._alone or self._model_name in saved)
-        average = self._average or self._make_average()
+        average = self.average or self._make_average()
         average.steps = 0
         if not self._in_checkpoint:
             log.warning(f"the checkpoint has no averaged weights ({RAW_WEIGHTS}); the average begins with the loaded weights")
@@ -146,20 +137,19 @@ class EMAHook(Hook):
         self._put(checkpoint, "state_dict", self._weights_in(saved))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": 0 if self._average is None else self._average.steps}
+        return {"steps": 0 if self.average is None else self.average.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._average is not None and self._in_checkpoint:
-            self._average.steps = int(state["steps"])
+        if self.average is not None and self._in_checkpoint:
+            self.average.steps = int(state["steps"])
 
-    @property
     def _known_model(self) -> torch.nn.Module:
         assert self._model is not None  # noqa: S101 - before_run comes first
         return self._model
 
     def _make_average(self) -> WeightAverage:
-        self._average = self._type(self._known_model, **self._options)
-        return self._average
+        self.average = self._type(self._known_model(), **self._options)
+        return self.average
 
     def _weights_in(self, entry: Any) -> dict[str, torch.Tensor]:
         """Return a copy of the model's part of ``state_dict`` or ``ema_state_dict``."""
@@ -175,15 +165,14 @@ def _average_type(ema_type: type[WeightAverage] | str, options: dict[str, Any]) 
         kind = find("average", ema_type) if isinstance(ema_type, str) else ema_type
     except UnknownNameError as error:
         raise ConfigurationError(f"ema_type={ema_type!r}: {error}") from None
-    if not (isinstance(kind, type) and issubclass(kind, WeightAverage)):
-        raise ConfigurationError(
-            f"ema_type={ema_type!r}: give a class derived from hooks.WeightAverage, or the name of one that is registered"
-        )
+    if not issubclass(kind, WeightAverage):
+        advice = "give a class derived from hooks.WeightAverage, or the registered name of one"
+        raise ConfigurationError(f"ema_type={ema_type!r}: {advice}")
     probe = torch.nn.Module()
     try:
         inspect.signature(kind).bind(probe, **options)
     except TypeError as error:
         raise ConfigurationError(f"{kind.__name__}{inspect.signature(kind)}: {error}") from None
-    if kind in _BUILTIN:
+    if kind in (ExponentialMovingAverage, StochasticWeightAverage, MomentumAnnealingEMA):
         kind(probe, **options)  # raises now if a value is out of range
     return kind

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from eventloop import ConfigurationError, Hook, check_options, register
@@ -22,51 +21,42 @@ class EMAIterHook(Hook):
         model: name of the model, needed if the run has several.
 
     Raises:
-        ConfigurationError: an option is invalid. Later: the model lacks these methods.
+        ConfigurationError: later: the model lacks these methods.
     """
 
     @check_options
     def __init__(self, model: Name | None = None) -> None:
         self._name = model
-        self._initialised: weakref.ref[Any] | None = None
+        self._model: Any = None
 
     def before_run(self, event: BeforeRun) -> None:
         """Begin the average before a checkpoint is loaded, so that the checkpoint fills its buffers."""
         models = event.run.models
         model = unwrapped(models[model_name(self.label, models, self._name)])
-        lacking = [method for method in ("init_ema", "update_ema") if not callable(getattr(model, method, None))]
-        if lacking:
+        if lacking := [method for method in ("init_ema", "update_ema") if not callable(getattr(model, method, None))]:
             raise ConfigurationError(
                 f"{self.label} calls the model's own init_ema() and update_ema(), but {type(model).__name__} has no "
                 f"{' and no '.join(lacking)}; EMAHook averages the weights of any model, use it instead"
             )
-        if self._initialised is None or self._initialised() is not model:
+        if model is not self._model:
+            self._model = model
             model.init_ema()
-            self._initialised = weakref.ref(model)
 
     def after_train_iter(self, event: AfterTrainIter) -> None:
         if event.run.updated or not event.run.optimizers:
-            self._update()
-
-    def _update(self) -> None:
-        model = None if self._initialised is None else self._initialised()
-        if model is not None:
-            model.update_ema()
+            self._model.update_ema()
 
 
 @register
 class EMAEpochHook(EMAIterHook):
-    """Call the model's ``init_ema()`` when its first run begins, and its ``update_ema()`` after each training epoch.
+    """Like :class:`EMAIterHook`, but call ``update_ema()`` after each training epoch.
 
     Args:
         model: name of the model, needed if the run has several.
-
-    Raises:
-        ConfigurationError: an option is invalid. Later: the model lacks these methods.
     """
 
     def unused(self) -> tuple[str]:
         return ("after_train_iter",)
 
     def after_train_epoch(self, event: AfterTrainEpoch) -> None:
-        self._update()
+        self._model.update_ema()

@@ -15,8 +15,6 @@ Tensors = list[torch.Tensor]
 _END = object()
 _LOOKS = 40  # tensors per update whose storage is checked: microseconds, however large the model
 
-_data_ptr = torch.Tensor.data_ptr
-
 
 class Pairs:
     """Pair each tensor of a model with an averaged one, and check cheaply that the model still has these tensors.
@@ -33,7 +31,10 @@ class Pairs:
         live = dict(_floating(model, buffers))
         twins: dict[int, torch.Tensor] = {}
         for key, tensor in live.items():
-            twins.setdefault(id(tensor), _twin(tensor, former.get(key)))
+            if id(tensor) not in twins:
+                saved = former.get(key)
+                fits = saved if saved is not None and saved.shape == tensor.shape else tensor.detach().clone()
+                twins[id(tensor)] = fits.to(tensor.device, tensor.dtype)
         self.held = {key: twins[id(tensor)] for key, tensor in live.items()}
         self._live = list({id(tensor): tensor for tensor in live.values()}.values())
         self._twins = [twins[id(tensor)] for tensor in self._live]
@@ -43,7 +44,7 @@ class Pairs:
         self._sharded = [hasattr(tensor, "to_local") for tensor in self._live]
         # Detached, because the kernels read the autograd state of parameters: 4 % of an update.
         self.groups = list(_by_kind([_own(one) for one in self._twins], [_own(one) for one in self._live]))
-        self._pointer = _own_data_ptr if any(self._sharded) else _data_ptr
+        self._pointer = (lambda tensor: _own(tensor).data_ptr()) if any(self._sharded) else torch.Tensor.data_ptr
         self._pointers = list(map(self._pointer, self._live))
         self._next = 0
         kinds = ("_parameters", "_modules", "_buffers") if buffers else ("_parameters", "_modules")
@@ -104,12 +105,6 @@ def _floating(model: torch.nn.Module, buffers: bool) -> Iterator[tuple[str, torc
             yield keys.get(name, name), tensor
 
 
-def _twin(tensor: torch.Tensor, former: torch.Tensor | None) -> torch.Tensor:
-    if former is None or former.shape != tensor.shape:
-        return tensor.detach().clone()
-    return former.to(tensor.device, tensor.dtype)
-
-
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     """Return the detached tensor; for a sharded one (``DTensor``) this process's part, which shares its storage."""
     if hasattr(tensor, "to_local"):
@@ -117,10 +112,6 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
             part: torch.Tensor = tensor.to_local()
             return part
     return tensor.detach()
-
-
-def _own_data_ptr(tensor: torch.Tensor) -> int:
-    return _own(tensor).data_ptr()
 
 
 def _by_kind(twins: Tensors, live: Tensors) -> Iterator[tuple[Tensors, Tensors]]:
