@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from eventloop import CheckpointError, ConfigurationError, Hook, Priority, check_options, events, get_logger, register
+from eventloop import CheckpointError, ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
 from eventloop.checkpoint import AnyPath, Busy, Staging, as_path, is_sharded, remove, sweep_shards
 from eventloop.events import RunView
 from hooks.options import NonNegativeInt, one_or_more
-from hooks.publishing import keys_to_publish, publish_checkpoint, sweep
-from hooks.retention import KEPT, SUFFIX, RetentionPolicy
+from hooks.publishing import keys_to_publish, publish_checkpoint
+from hooks.retention import KEPT, SUFFIX, RetentionPolicy, sweep
 from hooks.rules import BestMetrics, Rule, check_validated, warn_unvalidated
 from hooks.schedule import KEY as SCHEDULES
 
@@ -48,11 +48,11 @@ class CheckpointHook(Hook):
         save_optimizer: False leaves optimizers out; such a file cannot resume a run exactly.
         save_param_scheduler: False leaves schedules out.
         out_dir: a directory, or a URL for fsspec such as ``"s3://bucket/runs"`` (``pip install "trainbus[remote]"`` and the
-            package of the protocol); by default the work dir. Files go into a subfolder with the name of the work dir, if
-            there is one, so several runs can share an ``out_dir``. ``resume="auto"`` looks in both.
+            package of the protocol); by default the work dir. Each run saves into a subfolder with the name of its work dir,
+            if it has one. ``resume="auto"`` looks in both.
         max_keep_ckpts: number of regular files that stay; -1 for all.
-        save_last: also save when training ends or is stopped, but not after an exception. A run that was stopped in the
-            middle of an epoch saves under ``iter_{n}``.
+        save_last: also save when training ends or is stopped (in the middle of an epoch as ``iter_{n}``), but not after an
+            exception.
         save_best: keep the best checkpoint by this metric, or by each of these. ``"auto"`` is the first metric of the first
             validation (the step's own outputs count only if there is no metric).
         rule: ``"greater"`` or ``"less"`` is better, for all of ``save_best``, or a list with one for each. By default
@@ -65,9 +65,9 @@ class CheckpointHook(Hook):
         save_begin: first epoch or iteration to save at.
         on_error: ``"raise"`` ends the run when a file cannot be written, published or removed; ``"log"`` continues it.
         staging: ``"block"`` copies the state while training waits. ``"overlap"`` copies the tensors that only optimizers change
-            on a thread during the next forward and backward pass; the next ``optimizer.step`` waits for that thread. It copies
-            the rest at once, and everything at once in a validation or test. The save fails if such a tensor changes in the
-            meantime. See :mod:`eventloop.checkpoint.overlap` for undetected changes.
+            on a thread during the next forward and backward pass, and the rest at once; the next ``optimizer.step`` waits for
+            that thread. In a validation or test it copies everything at once. The save fails if such a tensor changes in the
+            meantime; see :mod:`eventloop.checkpoint.overlap` for undetected changes.
         busy: what to do with a save that is due while another is being written: ``"wait"``; ``"skip"`` it; or ``"replace"`` the
             save that waits (this needs staging memory twice). A dropped save is published as ``checkpoint_skipped``. The last
             save of a training always waits.
@@ -123,8 +123,9 @@ class CheckpointHook(Hook):
         # Iteration-based training validates within its one epoch, so its best files count iterations.
         self._best_by_iter = _checked_template(filename_tmpl or f"iter_{{}}{SUFFIX}")
         self._publish = None if published_keys is None else one_or_more("published_keys", published_keys)
-        keep = None if max_keep_ckpts == -1 else max_keep_ckpts
-        self._kept = RetentionPolicy(keep, BestMetrics(save_best, rule, greater_keys, less_keys))
+        best = BestMetrics(save_best, rule, greater_keys, less_keys)
+        self._kept = RetentionPolicy(None if max_keep_ckpts == -1 else max_keep_ckpts, best)
+        self._saves = interval > 0 or save_last or bool(best.names)
         self._sharded = False
         self._loaded_here = False  # the run was resumed from a file in this directory
         self._checked = False
@@ -133,15 +134,18 @@ class CheckpointHook(Hook):
         self._began_at: int | None = None  # iterations at the beginning, if that state needs no save
 
     def before_run(self, event: events.BeforeRun) -> None:
-        directory = self._directory(event.run.work_dir)
+        work_dir = event.run.work_dir
+        out_dir = None if self._out_dir is None else self._out_dir.absolute()
+        directory: AnyPath | None = out_dir or work_dir
+        if out_dir is not None and work_dir is not None and out_dir != work_dir:
+            directory = out_dir / work_dir.resolve().name  # each run has its own folder
         event.run.shared[KEPT] = policies = event.run.shared.get(KEPT, [])
         self._kept.begin(directory, policies)
-        self._loaded_here = False
-        self._checked = self._finished = False
+        self._loaded_here = self._checked = self._finished = False
         self._removes = event.run.rank == 0
         if directory is not None and directory.exists() and not directory.is_dir():
             raise ConfigurationError(f"{self.label} cannot save to {directory}: it is not a directory")
-        if directory is not None and directory != event.run.work_dir:
+        if directory is not None and directory != work_dir:
             event.run.keeps_checkpoints_in(directory)
 
     def after_load_checkpoint(self, event: events.AfterLoadCheckpoint) -> None:
@@ -154,7 +158,9 @@ class CheckpointHook(Hook):
         if self._kept.best.names:
             check_validated(event, f"{self.label}(save_best=...)")
         if directory is not None and event.run.rank == 0:
-            self._sharded = sweep(directory) or any(map(is_sharded, event.run.models.values()))
+            sweep(directory)
+            parts = isinstance(directory, Path) and sweep_shards(directory)
+            self._sharded = parts or any(map(is_sharded, event.run.models.values()))
         self._began_at = event.progress.iter if self._loaded_here or not event.progress.iter else None
 
     def after_train(self, event: events.AfterTrain) -> None:
@@ -193,12 +199,12 @@ class CheckpointHook(Hook):
                     end = f"{'epoch' if self.by_epoch else 'iteration'} {last}, before its first regular save"
                     log.warning(f"{self.label}(save_begin={self.save_begin}): this training ends with {end}")
         done = event.progress.iter + 1
-        if not self.by_epoch and (self._due(done) or (self.save_last and done == run.total_iters)):
+        if not self.by_epoch and self._due(done, run.total_iters):
             self._request(run, self._template.format(done))
 
     def after_train_epoch(self, event: events.AfterTrainEpoch) -> None:
         done = event.progress.epoch + 1
-        if self.by_epoch and (self._due(done) or (self.save_last and done == event.progress.max_epochs)):
+        if self.by_epoch and self._due(done, event.progress.max_epochs):
             self._request(event.run, self._template.format(done))
 
     def after_val_epoch(self, event: events.AfterValEpoch) -> None:
@@ -210,7 +216,7 @@ class CheckpointHook(Hook):
             return
         by_epoch = self.by_epoch and event.progress.max_iters is None
         when = self._template.format(event.progress.epoch) if by_epoch else self._best_by_iter.format(event.progress.iter)
-        for metric, score in self._kept.best.improved(event.metrics, self._kept.best_scores):
+        for metric, score in self._kept.improved(event.metrics):
             file = f"best_{metric.replace('/', '_')}_{when}"
             self._kept.put(file, metric, score)
             event.run.request_save(file, directory=self._kept.directory, **self._options)
@@ -227,11 +233,9 @@ class CheckpointHook(Hook):
             with self._errors("cannot remove parts of old checkpoints", directory):
                 sweep_shards(Path(str(directory)), still=0)  # this is the only thread that writes
 
-    def checkpoint_failed(self, event: events.CheckpointFailed) -> None:
-        """Forget files that could not be written. The files that they would have replaced stay."""
-        self._kept.forget(event.names)
-
-    def checkpoint_skipped(self, event: events.CheckpointSkipped) -> None:
+    @mount("checkpoint_failed", "checkpoint_skipped")
+    def forget(self, event: events.CheckpointFailed | events.CheckpointSkipped) -> None:
+        """Forget files that were not written. The files that they would have replaced stay."""
         self._kept.forget(event.names)
 
     def state_dict(self) -> dict[str, Any]:
@@ -241,19 +245,9 @@ class CheckpointHook(Hook):
         """Restore the kept files and best scores. A best score without its file is forgotten: the next score is the best."""
         self._kept.load_state_dict(state)
 
-    @property
-    def _saves(self) -> bool:
-        return self.interval > 0 or self.save_last or bool(self._kept.best.names)
-
-    def _directory(self, work_dir: Path | None) -> AnyPath | None:
-        """Return the directory of this run's files. In ``out_dir`` each run has its own folder."""
-        out_dir = None if self._out_dir is None else self._out_dir.absolute()
-        if out_dir is None or work_dir is None or out_dir == work_dir:
-            return out_dir or work_dir
-        return out_dir / work_dir.resolve().name
-
-    def _due(self, done: int) -> bool:
-        return self.interval > 0 and done >= self.save_begin and (done - self.save_begin) % self.interval == 0
+    def _due(self, done: int, last: int | None) -> bool:
+        regular = self.interval > 0 and done >= self.save_begin and (done - self.save_begin) % self.interval == 0
+        return regular or (self.save_last and done == last)
 
     def _request(self, run: RunView, name: str, **options: Any) -> None:
         self._kept.put(name)
@@ -276,8 +270,6 @@ def _checked_template(template: str) -> str:
     except (IndexError, KeyError, ValueError, AttributeError):
         name = template
     if name == template or Path(name).name != name or not name.endswith(SUFFIX) or template.format(2) == name:
-        raise ConfigurationError(
-            f"filename_tmpl={template!r}: give a file name that has one {{}} for the count and ends in {SUFFIX}, such as "
-            f'"model_{{}}{SUFFIX}"'
-        )
+        advice = f'give a file name that has one {{}} for the count and ends in {SUFFIX}, such as "model_{{}}{SUFFIX}"'
+        raise ConfigurationError(f"filename_tmpl={template!r}: {advice}")
     return template

@@ -1,30 +1,16 @@
-"""Publish smaller copies of checkpoints, named by their content, and remove files that killed processes left behind."""
+"""Publish smaller copies of checkpoints, named by their content."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from eventloop import CheckpointError, get_logger
-from eventloop.checkpoint import (
-    TEMPORARY_PREFIX,
-    AnyPath,
-    link,
-    list_files,
-    load,
-    load_whole,
-    open_file,
-    remove,
-    save,
-    sweep_shards,
-)
+from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, link, load, load_whole, open_file, remove, save
 
 log = get_logger()
-
-_STILL = 60.0  # seconds without a change after which no process is writing a temporary file
 
 
 def publish_checkpoint(path: AnyPath, keys: Iterable[str]) -> AnyPath:
@@ -51,11 +37,7 @@ def publish_checkpoint(path: AnyPath, keys: Iterable[str]) -> AnyPath:
 
 
 def keys_to_publish(keys: Iterable[str], there: Iterable[str], checkpoint: str) -> list[str]:
-    """Return the ``keys`` that a checkpoint has (``there``), and warn about missing ones.
-
-    Raises:
-        CheckpointError: all keys are missing.
-    """
+    """Return the ``keys`` that a checkpoint has (``there``). Warn about missing ones; raise CheckpointError if all are."""
     there, wanted = list(there), list(keys)
     missing = [key for key in wanted if key not in there]
     if len(missing) == len(wanted):
@@ -63,21 +45,3 @@ def keys_to_publish(keys: Iterable[str], there: Iterable[str], checkpoint: str) 
     if missing:
         log.warning("the checkpoint lacks some of published_keys", path=checkpoint, missing=missing)
     return [key for key in wanted if key not in missing]
-
-
-def sweep(directory: AnyPath) -> bool:
-    """Remove files that a killed process left in ``directory``: temporary ones, and parts of sharded checkpoints.
-
-    Files that changed within the last minute stay, because another process may be writing them. Files without a time of change
-    also stay. Returns True if there are sharded checkpoints.
-    """
-    for path, changed in list_files(directory):
-        leftover = path.name.startswith(TEMPORARY_PREFIX) and path.suffix == ".tmp"
-        if not leftover or changed is None or time.time() - changed <= _STILL:
-            continue
-        try:
-            remove(path)
-            log.info("removed a file that a killed process left behind", path=str(path))
-        except CheckpointError as error:
-            log.warning("cannot remove a temporary file", path=str(path), error=str(error))
-    return isinstance(directory, Path) and sweep_shards(directory)

@@ -1,21 +1,24 @@
-"""Decide which checkpoint files stay: a file is removed only after its successor is durable."""
+"""Decide which checkpoint files stay, and remove files that killed processes left behind."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Mapping
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from eventloop import CheckpointError, get_logger
-from eventloop.checkpoint import AnyPath, as_path, check_regular, is_plain_name
+from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, as_path, check_regular, is_plain_name, list_files, remove
 from eventloop.events import Slot
 from hooks.rules import BestMetrics
 
 log = get_logger()
 
 SUFFIX = ".safetensors"
+
+_STILL = 60.0  # seconds without a change after which no process is writing a temporary file
 
 KEPT = Slot("kept checkpoints", list)
 """The policies of all hooks of a run. A hook does not remove a file that another one keeps."""
@@ -33,13 +36,9 @@ class KeptFile(msgspec.Struct):
 
 
 class RetentionPolicy:
-    """The files that one hook keeps: the newest durable ones, and the best durable one by each metric.
+    """The files that one hook keeps: the newest ``keep`` durable ones (None: all), and the best durable one by each metric.
 
     The training thread requests files. The committing thread reports whether they are durable or have failed.
-
-    Args:
-        keep: number of regular files that stay; None keeps all.
-        best: the metrics with a best file.
     """
 
     def __init__(self, keep: int | None, best: BestMetrics) -> None:
@@ -51,12 +50,7 @@ class RetentionPolicy:
         self._lock = threading.Lock()
 
     def begin(self, directory: AnyPath | None, of_run: list[RetentionPolicy]) -> None:
-        """Begin a run. In a new directory, forget the files and scores of the run before.
-
-        Args:
-            directory: directory of the files.
-            of_run: policies of the run's other hooks; this policy is added to them.
-        """
+        """Begin a run, and add this policy to those ``of_run``. In a new directory, forget the files of the run before."""
         self._of_run = of_run
         of_run.append(self)
         if directory != self.directory:
@@ -65,11 +59,11 @@ class RetentionPolicy:
             with self._lock:
                 self._files = {REGULAR: []}
 
-    @property
-    def best_scores(self) -> dict[str, float | None]:
-        """Best score so far by metric: that of the metric's newest file."""
+    def improved(self, metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+        """Yield name and score of each metric that is better than in its newest file."""
         with self._lock:
-            return {kind: files[-1].score for kind, files in self._files.items() if kind != REGULAR and files}
+            scores = {kind: files[-1].score for kind, files in self._files.items() if kind != REGULAR and files}
+        return self.best.improved(metrics, scores)
 
     def newest(self, *, regular: bool) -> list[str]:
         """Return the names of the durable best files, and with ``regular`` the newest regular file first."""
@@ -142,3 +136,19 @@ class RetentionPolicy:
                 return False
         log.warning("the checkpoint names a file that this hook did not write; the hook ignores it", name=name, error=problem)
         return False
+
+
+def sweep(directory: AnyPath) -> None:
+    """Remove temporary files that a killed process left in ``directory``.
+
+    Files that changed within the last minute stay, because another process may be writing them, and so do files without a time.
+    """
+    for path, changed in list_files(directory):
+        leftover = path.name.startswith(TEMPORARY_PREFIX) and path.suffix == ".tmp"
+        if not leftover or changed is None or time.time() - changed <= _STILL:
+            continue
+        try:
+            remove(path)
+            log.info("removed a file that a killed process left behind", path=str(path))
+        except CheckpointError as error:
+            log.warning("cannot remove a temporary file", path=str(path), error=str(error))
