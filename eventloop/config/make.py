@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NewType, TypeVar, Union
 import msgspec
 
 from eventloop.config.names import Imports, find, is_reference, kind_of_base, translated, why_not_here
-from eventloop.config.read import FromText, check_keys, did_you_mean, inside, kind_of, parse, settle, wrong
+from eventloop.config.read import FromText, check_keys, did_you_mean, inside, kind_of, parsed, settle, wrong
 from eventloop.errors import TrainbusError
 
 _EMPTY = inspect.Parameter.empty
@@ -289,7 +289,7 @@ class Maker:
         if "any" in forms:
             return self._anything(settle(value), where)
         typed = isinstance(value, FromText)
-        if typed and forms - {"text", "path"} and isinstance(found := parse(value), list | dict):
+        if typed and forms - {"text", "path"} and isinstance(found := parsed(value), list | dict):
             value = found
         texts = [one.annotation for one in kinds if one.form in ("text", "record")]
         others = [one for one in kinds if one.form != "text"]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,11 @@ def read(path: Path) -> dict[str, Any]:
         hint = "; a Python file is a program: run it with python" if path.suffix == ".py" else _those_there(path)
         raise wrong(str(path), f"a configuration is a .toml, .yaml or .json file{hint}")
     try:
-        text = _text(path)
+        if path.exists() and not path.is_file():
+            raise ValueError("is a directory" if path.is_dir() else "is not a file but a device or a pipe")
+        if (size := path.stat().st_size) > _LARGEST_FILE:
+            raise ValueError(f"is too large for a configuration: {size:,} bytes, at most {_LARGEST_FILE:,}")
+        text = path.read_text(encoding="utf-8")
         found = reader(text) if text.strip() else None
         _check_bounds(found)
     except OSError as error:
@@ -63,14 +68,6 @@ def read(path: Path) -> dict[str, Any]:
         got = "nothing" if not found else kind_of(found)
         raise wrong(str(path), f"expected a table with model, data, optimizer …, got {got}")
     return found
-
-
-def _text(path: Path) -> str:
-    if path.exists() and not path.is_file():
-        raise ValueError("is a directory" if path.is_dir() else "is not a file but a device or a pipe")
-    if (size := path.stat().st_size) > _LARGEST_FILE:
-        raise ValueError(f"is too large for a configuration: {size:,} bytes, at most {_LARGEST_FILE:,}")
-    return path.read_text(encoding="utf-8")
 
 
 def _those_there(path: Path) -> str:
@@ -108,12 +105,8 @@ def _check_bounds(value: Any) -> None:
     raise ValueError(_TOO_DEEP)
 
 
-def _json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_table)
-
-
 def _table(entries: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    _check_once([name for name, _ in entries])
+    _check_once(name for name, _ in entries)
     return dict(entries)
 
 
@@ -127,25 +120,19 @@ def _yaml(text: str) -> Any:
         import yaml
     except ImportError:
         raise ValueError('reading YAML needs PyYAML: pip install "trainbus[yaml]"; TOML and JSON need nothing') from None
-
-    class Loader(yaml.SafeLoader):
-        """The safe loader, with the floats of YAML 1.2."""
-
-        def construct_document(self, node: yaml.Node) -> Any:
-            """Return the configuration of a node that is within bounds."""
-            _check_node(node, {})
-            try:
-                return super().construct_document(node)
-            except (AttributeError, KeyError, ValueError) as error:  # such as 2026-13-01, or !!bool maybe
-                raise ValueError(f"a value is not of its type: {_why(error)}") from None
-
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+    loader = type("Loader", (yaml.SafeLoader,), {})
+    loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
     try:
-        return yaml.load(text, Loader=Loader)  # noqa: S506 - a SafeLoader
-    except yaml.MarkedYAMLError as error:
-        raise ValueError(f"{error.problem}{_at(error.problem_mark)}") from None
+        if (node := yaml.compose(text, loader)) is None:
+            return None
+        _check_node(node, {})
+        try:
+            return loader("").construct_document(node)
+        except (AttributeError, KeyError, ValueError) as error:  # such as 2026-13-01, or !!bool maybe
+            raise ValueError(f"a value is not of its type: {_why(error)}") from None
     except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
+        marked = isinstance(error, yaml.MarkedYAMLError)
+        raise ValueError(f"{error.problem}{_at(error.problem_mark)}" if marked else str(error)) from None
 
 
 def _check_node(node: Any, sizes: dict[int, float]) -> float:
@@ -168,7 +155,12 @@ def _at(mark: Any) -> str:
     return "" if mark is None else f" (at line {mark.line + 1}, column {mark.column + 1})"
 
 
-_READERS: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".yaml": _yaml, ".yml": _yaml, ".json": _json}
+_READERS: dict[str, Callable[[str], Any]] = {
+    ".toml": tomllib.loads,
+    ".yaml": _yaml,
+    ".yml": _yaml,
+    ".json": partial(json.loads, object_pairs_hook=_table),
+}
 SUFFIXES = tuple(_READERS)
 
 # ----------------------------------------------------------------------------------------------------------- changes
@@ -187,28 +179,28 @@ def override(config: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
             raise ConfigurationError(f"{shortened(change)!r}: changes are written as key=value, such as loop.max_epochs=3")
         value = FromText(text.strip())
         try:
-            _check_bounds(parse(value))
+            _check_bounds(parsed(value))
         except (RecursionError, ValueError) as error:
             raise wrong(key, _why(error)) from None
         _put(changed, _steps(key.strip()), value)
     return changed
 
 
-def parse(text: str) -> Any:
-    """Parse ``text`` as a value of TOML or JSON; return the text itself if both fail."""
+def parsed(value: Any) -> Any:
+    """Return ``value``; text from the command line as a value of TOML or JSON, or as plain text if it is neither."""
+    if not isinstance(value, FromText):
+        return value
     for parser in (lambda text: tomllib.loads(f"value = {text}")["value"], json.loads):
         with suppress(ValueError):
-            return parser(text)
-    return str(text)
+            return parser(value)
+    return str(value)
 
 
 def settle(value: Any) -> Any:
     """Return a value in which all text from the command line is parsed."""
-    if isinstance(value, FromText):
-        return parse(value)
     if isinstance(value, dict):
         return {key: settle(entry) for key, entry in value.items()}
-    return [settle(entry) for entry in value] if isinstance(value, list) else value
+    return [settle(entry) for entry in value] if isinstance(value, list) else parsed(value)
 
 
 def _steps(key: str) -> list[str | int]:
