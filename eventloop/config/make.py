@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NewType, TypeVar, Union
 
 import msgspec
 
-from eventloop.config.names import Imports, find, is_reference, kind_of_base, translated, why_not_here
+from eventloop.config.names import Imports, find, is_reference, kind_of_base, translated
 from eventloop.config.read import FromText, check_keys, did_you_mean, inside, kind_of, parsed, settle, wrong
 from eventloop.errors import TrainbusError
 
@@ -45,17 +45,17 @@ class Signature:
 
     Attributes:
         target: the class or function.
-        also: further keys, for messages.
         label: name of the target in messages.
+        also: further keys, for messages.
         options: parameters that a configuration can give by name, in order, with resolved annotations.
         rest: annotation of ``**options``, or None.
         rest_of: name of the option whose class takes ``**options`` (see :class:`OptionsOf`), or None.
     """
 
-    def __init__(self, target: Callable[..., Any], *, also: Sequence[str] = ()) -> None:
+    def __init__(self, target: Callable[..., Any], *, label: str = "", also: Sequence[str] = ()) -> None:
         self.target = target
+        self.label: str = label or getattr(target, "__name__", type(target).__name__)
         self.also = also
-        self.label: str = getattr(target, "__name__", type(target).__name__)
         # Torch's schedulers import names of typing for type checkers only.
         names = {**vars(abc), **vars(typing), **getattr(inspect.unwrap(_function(target)), "__globals__", {})}
         self.options: dict[str, inspect.Parameter] = {}
@@ -225,12 +225,11 @@ class Maker:
         where = where if isinstance(value, str) else inside(where, "type")
         kind = kind_of_base(expected)
         if kind is None or ":" in name:
-            return self.imports.resolve(str(name), where)
+            return self.imports.resolve(name, where)
         try:
-            return find(kind, str(name))
+            return find(kind, name)
         except TrainbusError as error:
-            hint = f"{why_not_here(name)}; a class that is not registered is written as module:attribute"
-            raise wrong(where, f"{error}{hint}") from None
+            raise wrong(where, f"{error}; a class that is not registered is written as module:attribute") from None
 
     def call(
         self, signature: Signature, table: Mapping[str, Any], where: str, *, given: Mapping[str, Any] | None = None
@@ -255,16 +254,27 @@ class Maker:
         except TrainbusError as error:
             raise type(error)(f"{where} ({signature.label}): {error}") from error
         except Exception as error:
-            if isinstance(error, TypeError | ValueError) and _raised_within_torch(error):
+            called = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
+            is_torchs = called and all(f"{name}.".startswith("torch.") for name in called)  # no code of the user's raised it
+            if isinstance(error, TypeError | ValueError) and is_torchs:
                 raise wrong(where, f"{signature.label} does not take these options: {error}") from error
             error.add_note(f"while making {signature.label} for {where}")
             raise
 
     def decode(self, signature: Signature, table: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return the options in a table, typed by a signature; raise ConfigurationError for unknown or wrong options."""
-        own = {key: value for key, value in table.items() if key in signature.options}
-        further = {key: value for key, value in table.items() if key not in own}
-        values = {key: self._option(value, signature.options[key], inside(where, key)) for key, value in own.items()}
+        values: dict[str, Any] = {}
+        further: dict[str, Any] = {}
+        for key, value in table.items():
+            if key not in signature.options:
+                further[key] = value
+            elif key == "optimizer" and isinstance(value, str) and self._optimizers:
+                if value not in self._optimizers:
+                    there = f"{did_you_mean(value, self._optimizers)}; there are {', '.join(self._optimizers)}"
+                    raise wrong(inside(where, key), f"there is no optimizer {value!r}{there}")
+                values[key] = self._optimizers[value]
+            else:
+                values[key] = self._value(value, signature.options[key].annotation, inside(where, key))
         known, label = [*signature.options, *signature.also], signature.label
         if (owner := signature.rest_of) is not None:
             theirs = Signature(values.get(owner, signature.options[owner].default))
@@ -274,14 +284,6 @@ class Maker:
         if signature.rest is None:
             check_keys(further, known, where, label)
         return values | {key: self._value(value, signature.rest, inside(where, key)) for key, value in further.items()}
-
-    def _option(self, value: Any, option: inspect.Parameter, where: str) -> Any:
-        if option.name == "optimizer" and isinstance(value, str) and self._optimizers:
-            if value not in self._optimizers:
-                hint, there = did_you_mean(value, self._optimizers), ", ".join(self._optimizers)
-                raise wrong(where, f"there is no optimizer {str(value)!r}{hint}; there are {there}")
-            return self._optimizers[value]
-        return self._value(value, option.annotation, where)
 
     def _value(self, value: Any, annotation: Any, where: str) -> Any:
         kinds = members(annotation)
@@ -297,7 +299,7 @@ class Maker:
             others.sort(key=lambda one: one.form != "table")  # a mapping without module:attribute is a plain table
         for one in others:
             is_name = isinstance(value, str) and not _is_meant_as_text(value, one, texts)
-            if (found := self._described(value, one, where, is_name=is_name)) is not _NOT_IT:
+            if (found := self._as_member(value, one, where, is_name=is_name)) is not _NOT_IT:
                 return found
         try:
             if texts:
@@ -308,7 +310,7 @@ class Maker:
         hint = did_you_mean(value, literals) if isinstance(value, str) else ""
         raise wrong(where, f"expected {describe(annotation)}, got {kind_of(value)}{hint}")
 
-    def _described(self, value: Any, kind: Member, where: str, *, is_name: bool) -> Any:
+    def _as_member(self, value: Any, kind: Member, where: str, *, is_name: bool) -> Any:
         """Return the value as one member of a union other than text, or ``_NOT_IT`` if it does not fit."""
         if kind.form == "list" and isinstance(value, list | tuple | set):
             inner = kind.inner if isinstance(kind.inner, list) else [kind.inner] * len(value)
@@ -345,7 +347,7 @@ class Maker:
 def _split(value: Any, where: str) -> tuple[Any, dict[str, Any]]:
     """Return the name and options of a description; for any other value the name is None."""
     if isinstance(value, str):
-        return str(value), {}
+        return value, {}
     if not isinstance(value, Mapping):
         return None, {}
     if "type" not in value:
@@ -365,9 +367,3 @@ def _is_meant_as_text(value: str, kind: Member, texts: list[Any]) -> bool:
     if str in texts or kind.form == "path" or set(texts) <= {type(None)}:
         return str in texts
     return not is_reference(value) and kind_of_base(kind.base) is None
-
-
-def _raised_within_torch(error: Exception) -> bool:
-    """Return True if every call between here and the origin of ``error`` is in torch."""
-    called = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
-    return bool(called) and all(f"{name}.".startswith("torch.") for name in called)

@@ -16,7 +16,10 @@ import importlib.util
 import inspect
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -40,8 +43,7 @@ class Registered(msgspec.Struct, frozen=True):
 
 
 _bases: dict[str, type] = {}
-_found: dict[str, dict[str, Registered]] = {}
-_loaded = False
+_found: dict[str, dict[str, Registered]] = defaultdict(dict)
 
 
 def registrable(kind: str) -> Callable[[C], C]:
@@ -49,14 +51,13 @@ def registrable(kind: str) -> Callable[[C], C]:
 
     def declare(base: C) -> C:
         _bases[kind] = base
-        _found.setdefault(kind, {})
         return base
 
     return declare
 
 
 @overload
-def register(cls: C, /) -> C: ...
+def register(cls: C, /, *, name: str | None = None, aliases: Iterable[str] = ()) -> C: ...
 @overload
 def register(*, name: str | None = None, aliases: Iterable[str] = ()) -> Callable[[C], C]: ...
 def register(cls: C | None = None, /, *, name: str | None = None, aliases: Iterable[str] = ()) -> C | Callable[[C], C]:
@@ -73,17 +74,13 @@ def register(cls: C | None = None, /, *, name: str | None = None, aliases: Itera
         RegistrationError: the class does not derive from a registrable base, or another class has the name.
     """
     if cls is None:
-        return lambda found: _register(found, name, tuple(aliases))
-    return _register(cls, name, tuple(aliases))
-
-
-def _register(cls: C, name: str | None, aliases: tuple[str, ...]) -> C:
+        return lambda found: register(found, name=name, aliases=aliases)
     kind = next((kind for kind, base in _bases.items() if isinstance(cls, type) and issubclass(cls, base)), None)
     if kind is None:
         bases = " or ".join(base.__name__ for base in _bases.values())
         raise RegistrationError(f"@register is for classes derived from {bases}, not for {cls!r}")
-    entry, named, full = Registered(kind, name or cls.__name__, cls, aliases), _found[kind], _full_name(cls)
-    for one in (entry.name, *aliases):
+    entry, named, full = Registered(kind, name or cls.__name__, cls, tuple(aliases)), _found[kind], _full_name(cls)
+    for one in (entry.name, *entry.aliases):
         if not isinstance(one, str) or not one or ":" in one:
             raise RegistrationError(f"{cls.__qualname__} cannot be registered as {one!r}: give a name without a colon")
         if one in named and (taken := _full_name(named[one].cls)) != full:
@@ -91,7 +88,7 @@ def _register(cls: C, name: str | None, aliases: tuple[str, ...]) -> C:
             raise RegistrationError(f"the {kind} {one!r} is already registered by {taken}; {way_out}")
     for one in [one for one, taken in named.items() if _full_name(taken.cls) == full]:
         del named[one]
-    named.update(dict.fromkeys((entry.name, *aliases), entry))
+    named.update(dict.fromkeys((entry.name, *entry.aliases), entry))
     return cls
 
 
@@ -99,28 +96,12 @@ def _full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__name__}"
 
 
-def _add_aliases(name: str, aliases: Iterable[str]) -> None:
-    """Add names to the classes that are registered under ``name``, except names that are taken."""
-    for named in _found.values():
-        if name in named:
-            entry = named[name]
-            fresh = [one for one in aliases if one not in named]
-            longer = msgspec.structs.replace(entry, aliases=(*entry.aliases, *fresh))
-            named.update({one: longer for one, found in named.items() if found is entry} | dict.fromkeys(fresh, longer))
-
-
+@cache
 def _load_builtin() -> None:
-    """Import the hooks of trainbus, once, by the entry point of its own distribution: this package must not know them."""
-    global _loaded
-    if _loaded:
-        return
-    _loaded = True
-    try:
-        points = metadata.distribution("trainbus").entry_points.select(group="trainbus")
-    except metadata.PackageNotFoundError:  # a checkout that is not installed
-        return
-    for point in points:
-        point.load()
+    """Import the hooks of trainbus by the entry point of its own distribution: this package must not know them."""
+    with suppress(metadata.PackageNotFoundError):  # a checkout that is not installed
+        for point in metadata.distribution("trainbus").entry_points.select(group="trainbus"):
+            point.load()
 
 
 def kind_of_base(base: type | None) -> str | None:
@@ -132,26 +113,20 @@ def kind_of_base(base: type | None) -> str | None:
 def registered(kind: str) -> list[Registered]:
     """Return the registered classes of a kind (``"hook"``, ``"writer"``, ``"average"``), in order of registration."""
     _load_builtin()
-    if kind not in _found:
-        raise UnknownNameError(f"{kind!r} is not a kind{did_you_mean(kind, _found)}; the kinds are {', '.join(_found)}")
+    if kind not in _bases:
+        raise UnknownNameError(f"{kind!r} is not a kind{did_you_mean(kind, _bases)}; the kinds are {', '.join(_bases)}")
     return list({id(entry): entry for entry in _found[kind].values()}.values())
-
-
-def name_of(cls: type) -> str | None:
-    """Return the registered name of a class, or None."""
-    _load_builtin()
-    return next((entry.name for named in _found.values() for entry in named.values() if entry.cls is cls), None)
 
 
 def find(kind: str, name: str) -> type[Any]:
     """Return the class registered under a name or alias; raise UnknownNameError with the nearest names."""
-    names = [entry.name for entry in registered(kind)]
+    names = ", ".join(entry.name for entry in registered(kind))
     if name in _found[kind]:
         return _found[kind][name].cls
     hint = did_you_mean(name, _found[kind])
-    nothing = "none (`import hooks` registers those that come with trainbus)"
-    known = "" if hint else f"; registered: {', '.join(names) or nothing}"
-    raise UnknownNameError(f"no {kind} is registered as {name!r}{hint}{known}")
+    known = "" if hint else f"; registered: {names or 'none (`import hooks` registers those that come with trainbus)'}"
+    absent = [f" ({entry.system}'s: {entry.note})" for entry in _migrations.get(name, ()) if not entry.ours]
+    raise UnknownNameError(f"no {kind} is registered as {name!r}{hint}{known}{''.join(absent[:1])}")
 
 
 # -------------------------------------------------------------------------------------------------- module:attribute
@@ -297,45 +272,36 @@ class PriorityScale(msgspec.Struct, frozen=True):
 
 
 _migrations: dict[str, list[Migration]] = {}
-_scales: dict[str, PriorityScale] = {}
+priority_scales: dict[str, PriorityScale] = {}
+"""The scales of other systems by their keys."""
 
 
 def register_migrations(table: Iterable[Migration]) -> None:
     """Let lists of hooks use the names and options of other systems. Register our classes first."""
     for entry in table:
         names = (entry.name, *entry.aliases)
-        for ours in entry.ours[:1]:
-            _add_aliases(ours, names)
         for name in names:
-            known = _migrations.setdefault(name, [])
-            if entry not in known:
+            if entry not in (known := _migrations.setdefault(name, [])):
                 known.append(entry)
+        for named in [named for named in _found.values() if entry.ours and entry.ours[0] in named]:
+            ours = named[entry.ours[0]]
+            fresh = [one for one in names if one not in named]
+            longer = msgspec.structs.replace(ours, aliases=(*ours.aliases, *fresh))
+            named.update(dict.fromkeys((longer.name, *longer.aliases), longer))
 
 
 def register_priorities(scale: PriorityScale) -> None:
     """Let tables of hooks give a priority on the scale of another system, under its key."""
-    _scales[scale.key] = scale
-
-
-def priority_scales() -> dict[str, PriorityScale]:
-    """Return the scales of other systems by their keys."""
-    _load_builtin()
-    return _scales
-
-
-def why_not_here(name: object) -> str:
-    """Return the note on another system's hook that we do not have, as the end of a message; "" for other names."""
-    absent = [entry for entry in _migrations.get(str(name), ()) if not entry.ours]
-    return f" ({absent[0].system}'s: {absent[0].note})" if absent else ""
+    priority_scales[scale.key] = scale
 
 
 def translated(name: str | None, options: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return options under our names, if ``name`` is a name in another system. Options of ours stay unchanged."""
     # Of several entries with this name, take the one that has most of the options, or that takes none.
-    entries = [(len(one.options.keys() & options.keys()), not one.options, one) for one in _migrations.get(name or "", ())]
-    if not entries:
+    entries = _migrations.get(name or "", ())
+    entry = max(entries, key=lambda one: (len(one.options.keys() & options.keys()), not one.options), default=None)
+    if entry is None:
         return dict(options)
-    entry = max(entries, key=lambda found: found[:2])[2]
     ours: dict[str, Any] = {}
     also: dict[str, Any] = {}
     for option, value in options.items():

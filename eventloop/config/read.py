@@ -53,11 +53,7 @@ def read(path: Path) -> dict[str, Any]:
         hint = "; a Python file is a program: run it with python" if path.suffix == ".py" else _those_there(path)
         raise wrong(str(path), f"a configuration is a .toml, .yaml or .json file{hint}")
     try:
-        if path.exists() and not path.is_file():
-            raise ValueError("is a directory" if path.is_dir() else "is not a file but a device or a pipe")
-        if (size := path.stat().st_size) > _LARGEST_FILE:
-            raise ValueError(f"is too large for a configuration: {size:,} bytes, at most {_LARGEST_FILE:,}")
-        text = path.read_text(encoding="utf-8")
+        text = _text(path)
         found = reader(text) if text.strip() else None
         _check_bounds(found)
     except OSError as error:
@@ -68,6 +64,14 @@ def read(path: Path) -> dict[str, Any]:
         got = "nothing" if not found else kind_of(found)
         raise wrong(str(path), f"expected a table with model, data, optimizer …, got {got}")
     return found
+
+
+def _text(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise ValueError("is a directory" if path.is_dir() else "is not a file but a device or a pipe")
+    if (size := path.stat().st_size) > _LARGEST_FILE:
+        raise ValueError(f"is too large for a configuration: {size:,} bytes, at most {_LARGEST_FILE:,}")
+    return path.read_text(encoding="utf-8")
 
 
 def _those_there(path: Path) -> str:
@@ -120,7 +124,7 @@ def _yaml(text: str) -> Any:
         import yaml
     except ImportError:
         raise ValueError('reading YAML needs PyYAML: pip install "trainbus[yaml]"; TOML and JSON need nothing') from None
-    loader = type("Loader", (yaml.SafeLoader,), {})
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})
     loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
     try:
         if (node := yaml.compose(text, loader)) is None:
@@ -130,9 +134,10 @@ def _yaml(text: str) -> Any:
             return loader("").construct_document(node)
         except (AttributeError, KeyError, ValueError) as error:  # such as 2026-13-01, or !!bool maybe
             raise ValueError(f"a value is not of its type: {_why(error)}") from None
+    except yaml.MarkedYAMLError as error:
+        raise ValueError(f"{error.problem}{_at(error.problem_mark)}") from None
     except yaml.YAMLError as error:
-        marked = isinstance(error, yaml.MarkedYAMLError)
-        raise ValueError(f"{error.problem}{_at(error.problem_mark)}" if marked else str(error)) from None
+        raise ValueError(str(error)) from None
 
 
 def _check_node(node: Any, sizes: dict[int, float]) -> float:

@@ -15,14 +15,13 @@ from eventloop.bus import Bus
 from eventloop.bus.hook import Hook
 from eventloop.bus.priority import Priority, PriorityLike
 from eventloop.config.make import Maker, Signature, missing_type
-from eventloop.config.names import Imports, name_of, priority_scales, registered, registrable, translated
-from eventloop.config.read import FromText, check_keys, did_you_mean, inside, kind_of, settle, wrong
+from eventloop.config.names import Imports, priority_scales, registered, registrable, translated
+from eventloop.config.read import check_keys, did_you_mean, inside, kind_of, parsed, settle, wrong
 from eventloop.errors import ConfigurationError, SubscribeError
 from eventloop.training.arguments import device_of
 from eventloop.training.distributed.launch import is_parallel, own_device, shared
 from eventloop.training.distributed.ranks import world_size
 from eventloop.training.loop import TrainLoop
-from eventloop.training.metrics import Metrics
 from eventloop.training.rng import checked_seed, seed_everything
 
 Chosen = tuple[Hook, PriorityLike | None]
@@ -65,23 +64,21 @@ def hook_from(entry: Any, maker: Maker, where: str) -> Chosen:
     table = {"type": entry} if isinstance(entry, str | type) else entry
     if not isinstance(table, Mapping):
         raise wrong(where, f"expected a table with the type of a hook, or its name, got {kind_of(entry)}")
+    known = {one.cls: one.name for one in registered("hook")}
     if "type" not in table:
-        known = ", ".join(one.name for one in registered("hook"))
-        raise wrong(inside(where, "type"), f"is missing{missing_type(table)}: name a hook, one of {known}, or your own")
+        names = ", ".join(known.values())
+        raise wrong(inside(where, "type"), f"is missing{missing_type(table)}: name a hook, one of {names}, or your own")
     cls = maker.class_(table["type"], Hook, inside(where, "type"))
-    called = table["type"] if isinstance(table["type"], str) else name_of(cls)
-    ours = ("type", "priority", *priority_scales(), "name")
-    options = translated(called, {key: value for key, value in table.items() if key not in ours}, where)
-    priority = _priority(table, where)
-    signature = Signature(cls, also=ours)
-    takes_name = "name" in signature.options
-    if "name" in table and takes_name:
-        options["name"] = table["name"]
+    ours = ("type", "priority", *priority_scales, "name")
+    called = table["type"] if isinstance(table["type"], str) else known.get(cls)
+    options = translated(called, {key: value for key, value in table.items() if key not in ours[:-1]}, where)
+    signature, priority = Signature(cls, also=ours), _priority(table, where)
+    name = None if "name" in signature.options else options.pop("name", None)
     hook: Hook = maker.call(signature, options, where)
-    if "name" in table and not takes_name:
-        if not isinstance(table["name"], str) or not table["name"]:
-            raise wrong(inside(where, "name"), f"expected str, got {kind_of(table['name'])}")
-        hook.name = str(table["name"])
+    if name is not None:
+        if not isinstance(name, str) or not name:
+            raise wrong(inside(where, "name"), f"expected str, got {kind_of(name)}")
+        hook.name = str(name)
     return hook, priority
 
 
@@ -94,32 +91,32 @@ def merged(defaults: Mapping[str, Mapping[str, Any]], changes: Any, where: str) 
     if not isinstance(changes, Mapping):
         raise wrong(where, f"expected a table of hooks by name, got {kind_of(changes)}")
     hooks: dict[str, Any] = {name: dict(table) for name, table in defaults.items()}
-    for name, change in changes.items():
+    for name, value in changes.items():
         here = inside(where, str(name))
-        value = settle(change) if isinstance(change, FromText) else change
         is_off = value is False or value is None
-        has_type = isinstance(value, Mapping) and "type" in value
-        if name not in defaults and (is_off or (isinstance(value, Mapping) and not has_type)):
+        is_change = isinstance(value, Mapping) and "type" not in value
+        if name not in defaults and (is_off or is_change):
             hint = did_you_mean(str(name), defaults) or f"; there are {', '.join(defaults)}"
             raise wrong(here, f"there is no default hook {name!r}{hint} (another one needs its type)")
         if is_off:
             del hooks[name]
-        elif has_type or isinstance(value, str | type | Hook):
-            hooks[name] = value
-        elif isinstance(value, Mapping):
+        elif is_change:
             hooks[name] |= value
+        elif isinstance(value, str | type | Hook | Mapping):
+            hooks[name] = value
         else:
             raise wrong(here, f"expected a table of options, or false to remove it, got {kind_of(value)}")
     return hooks
 
 
 def _priority(table: Mapping[str, Any], where: str) -> int | None:
-    scales = {key: scale for key, scale in priority_scales().items() if table.get(key) is not None}
-    for key, scale in scales.items():
-        if "priority" in table:
-            advice = f"{key} is {scale.system}'s name for it, on {scale.system}'s scale; give one"
-            raise wrong(inside(where, key), f"priority is given, too: {advice}")
-    key, names = next(((key, scale.names) for key, scale in scales.items()), ("priority", None))
+    key, names = "priority", None
+    for theirs, scale in priority_scales.items():
+        if table.get(theirs) is not None:
+            key, names = theirs, scale.names
+            if "priority" in table:
+                advice = f"{key} is {scale.system}'s name for it, on {scale.system}'s scale; give one"
+                raise wrong(inside(where, key), f"priority is given, too: {advice}")
     value = settle(table.get(key))
     if isinstance(value, Enum) and not isinstance(value, int):
         value = value.name  # a member of a foreign enumeration
@@ -134,7 +131,6 @@ def _priority(table: Mapping[str, Any], where: str) -> int | None:
 STAGES = ("train", "val", "test")
 _STEPS = ("step", "val_step", "test_step")
 _KEYS = ("imports", "model", "wrap", "optimizer", "data", *_STEPS, "metrics", "loop", "default_hooks", "custom_hooks")
-_TYPED = ("loop", "default_hooks", "custom_hooks")
 _NEEDED = {
     "model": 'the model to train, such as model = "my_module:network"',
     "optimizer": 'such as optimizer = { type = "torch.optim:AdamW", lr = 0.001 }',
@@ -176,15 +172,17 @@ class Setup:
         default_hooks: Mapping[str, Mapping[str, Any]] | None = None,
         folders: Sequence[Path] = (),
     ) -> None:
-        signature = Signature(TrainLoop)
-        signature.label = "loop"
+        signature = Signature(TrainLoop, label="loop")
         signature.options = {name: option for name, option in signature.options.items() if name not in _NOT_OF_LOOP}
         self._defaults = default_hooks or {}
-        self._config = {name: value if name in _TYPED else _settled(value) for name, value in config.items()}
+        self._config = {name: _settled(value, deep=name != "loop") for name, value in config.items()}
         self._check_keys(signature)
-        self._maker = Maker(Imports(_module_names(self._config.get("imports", [])), folders))
-        self.loop = self._maker.decode(signature, _table(self._config.get("loop", {}), "loop"), "loop")
-        self.tests = isinstance(data := self._config["data"], Mapping) and data.get("test") is not None
+        modules = self._config.get("imports", [])
+        if not isinstance(modules, list) or not all(isinstance(one, str) for one in modules):
+            raise wrong("imports", f'expected a list of modules, such as ["my_module"], got {modules!r}')
+        self._maker = Maker(Imports(modules, folders))
+        self.loop = self._maker.decode(signature, self._table("loop"), "loop")
+        self.tests = self._table("data").get("test") is not None
 
     def make(self) -> TrainLoop:
         """Make every object in order, and the loop last. ``loop.seed`` seeds the random generators first."""
@@ -197,7 +195,11 @@ class Setup:
         parts = self._data() | {name: self._step(name) for name in _STEPS if self._config.get(name) is not None}
         bus = Bus()
         self._add_hooks(bus, Maker(self._maker.imports, model=model, optimizer=optimizer))
-        metrics = self._metrics()
+        metrics = {
+            name: self._maker.make(value, inside("metrics", str(name)))
+            for name, value in self._table("metrics").items()
+            if value is not None
+        }
         try:
             return TrainLoop(
                 model, optimizer, metrics=metrics, bus=bus, config=settle(dict(self._config)), **parts, **self.loop
@@ -215,6 +217,12 @@ class Setup:
         for name, what in _NEEDED.items():
             if self._config.get(name) is None:
                 raise wrong(name, f"is missing: {what}")
+
+    def _table(self, key: str) -> Mapping[str, Any]:
+        value = self._config.get(key)
+        if not isinstance(value, Mapping | None):
+            raise wrong(key, f"expected a table, got {kind_of(value)}")
+        return value or {}
 
     def _one_or_several(self, key: str, make: Callable[[Any, str, str], Any]) -> Any:
         """Make one object, or the objects of a table by name."""
@@ -251,21 +259,20 @@ class Setup:
         return self._maker.make(value, where, expected=torch.optim.Optimizer, given=given)
 
     def _data(self) -> dict[str, Any]:
-        table = _table(self._config["data"], "data")
+        table = self._table("data")
         check_keys(table, STAGES, "data", "data")
         if table.get("train") is None:
             raise wrong("data.train", 'is missing: the data to train on, such as data.train = "my_module:train_loader"')
         made: dict[str, Any] = {}
         for stage, value in table.items():
-            where = inside("data", stage)
-            if value is None:
-                continue
-            batches = self._maker.make(value, where)
-            if not hasattr(batches, "__iter__"):
-                is_dataset = hasattr(batches, "__getitem__")
-                hint = '; a dataset goes into a loader: { type = "torch.utils.data:DataLoader", dataset = … }' * is_dataset
-                raise wrong(where, f"expected an iterable of batches, such as a DataLoader, got {batches!r}{hint}")
-            made[f"{stage}_data"] = shared(batches, where, seed=self.loop.get("seed") or 0)
+            if value is not None:
+                where = inside("data", stage)
+                batches = self._maker.make(value, where)
+                if not hasattr(batches, "__iter__"):
+                    hint = '; a dataset goes into a loader: { type = "torch.utils.data:DataLoader", dataset = … }'
+                    dataset = hint if hasattr(batches, "__getitem__") else ""
+                    raise wrong(where, f"expected an iterable of batches, such as a DataLoader, got {batches!r}{dataset}")
+                made[f"{stage}_data"] = shared(batches, where, seed=self.loop.get("seed") or 0)
         return made
 
     def _step(self, name: str) -> Callable[..., Any]:
@@ -275,21 +282,10 @@ class Setup:
             raise wrong(name, f"{step.__name__} is a class: {way_out}")
         return step
 
-    def _metrics(self) -> dict[str, Any]:
-        table = _table(self._config.get("metrics") or {}, "metrics")
-        made = {
-            name: self._maker.make(value, inside("metrics", str(name))) for name, value in table.items() if value is not None
-        }
-        try:
-            Metrics(made)
-        except ConfigurationError as error:
-            raise wrong("metrics", str(error)) from error
-        return made
-
     def _add_hooks(self, bus: Bus, maker: Maker) -> None:
         tables = merged(self._defaults, self._config.get("default_hooks") or {}, "default_hooks")
         defaults = {name: hook_from(entry, maker, inside("default_hooks", name)) for name, entry in tables.items()}
-        customs = hooks_in(_parsed(self._config.get("custom_hooks") or []), maker, "custom_hooks")
+        customs = hooks_in(self._config.get("custom_hooks") or [], maker, "custom_hooks")
         try:
             bus.add_chosen([*defaults.values(), *customs])
         except SubscribeError as error:
@@ -300,25 +296,8 @@ class Setup:
             raise wrong("custom_hooks", f"{error}; or change the default hook {', '.join(twice)} instead") from error
 
 
-def _settled(value: Any) -> Any:
+def _settled(value: Any, *, deep: bool) -> Any:
     """Parse text of the command line that describes a whole object; options are parsed later by their types."""
-    if isinstance(value, Mapping) and "type" not in value:
-        return {name: _parsed(one) for name, one in value.items()}
-    return _parsed(value)
-
-
-def _parsed(value: Any) -> Any:
-    return settle(value) if isinstance(value, FromText) else value
-
-
-def _table(value: Any, where: str) -> Mapping[str, Any]:
-    found = _parsed(value)
-    if not isinstance(found, Mapping):
-        raise wrong(where, f"expected a table, got {kind_of(found)}")
-    return found
-
-
-def _module_names(value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise wrong("imports", f'expected a list of modules, such as ["my_module"], got {value!r}')
-    return value
+    if deep and isinstance(value, Mapping) and "type" not in value:
+        return {name: parsed(one) for name, one in value.items()}
+    return parsed(value)

@@ -203,7 +203,7 @@ def test_mmengines_default_hooks_are_accepted_as_they_are():
         ({"nonsense": 3}, "nonsense: a configuration has no option 'nonsense'; there are imports, model, wrap, optimizer"),
         ({"wrap": 3}, "wrap: expected a function or class, as module:attribute, or false, got int 3"),
         ({"wrap": f"{PARTS}:nothing"}, f"wrap: the module '{__name__}' has no 'nothing'"),
-        ({"metrics": {"m": f"{PARTS}:Net"}}, "metrics: metric 'm' (Net) has no update"),
+        ({"metrics": {"m": f"{PARTS}:Net"}}, "loop: metric 'm' (Net) has no update"),
         ({"model": None}, 'model: is missing: the model to train, such as model = "my_module:network"'),
         ({"step": None}, "step: is missing: the function of (model, batch) that returns the loss"),
         ({"data": {}}, "data.train: is missing: the data to train on"),
