@@ -16,7 +16,7 @@ from rich.console import Console
 from torch.distributed import is_torchelastic_launched
 
 import trainbus
-from eventloop.cli import catalogue, checkpoint, demo, run
+from eventloop.cli import catalogue, checkpoint, run
 from eventloop.cli.common import say
 from eventloop.config import shortened
 from eventloop.errors import CheckpointDamagedError, TrainbusError
@@ -31,7 +31,7 @@ app = App(
     print_error=False,
     result_action="return_value",
 )
-app.command(demo.demo)
+app.command(run.demo)
 app.command(run.run)
 app.command(catalogue.list_hooks, name="hooks")
 app.command(catalogue.list_events, name="events")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from cyclopts import Parameter, Token
 from cyclopts.validators import Number
@@ -13,8 +13,6 @@ from rich.text import Text
 from eventloop.checkpoint import AnyPath, RemotePath, as_path, file_kind
 from eventloop.config import shortened
 from eventloop.errors import CheckpointError
-
-WIDE = 200  # columns of a table in a file or a pipe, where lines are not folded
 
 
 def _as_integer(_: Any, tokens: Sequence[Token]) -> int:
@@ -34,9 +32,9 @@ FileOrURL = Annotated[AnyPath, Parameter(converter=_as_path, accepts_keys=False)
 
 
 def to_terminal() -> Console:
-    """Return the console for results."""
+    """Return the console for results. A file or a pipe gets wide tables, whose lines are not folded."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDE)
+    return console if console.is_terminal else Console(highlight=False, width=200)
 
 
 def say(console: Console, *parts: str | tuple[str, str]) -> None:
@@ -45,29 +43,26 @@ def say(console: Console, *parts: str | tuple[str, str]) -> None:
     console.print(Text.assemble(*safe), soft_wrap=True)
 
 
+def _escaped(text: str) -> str:
+    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+
+
 def printable(name: object) -> str:
     """Return a name from a file; escape it if it has unprintable characters."""
     return name if isinstance(name, str) and name.isprintable() and name else repr(name)
 
 
-def _escaped(text: str) -> str:
-    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+def status_of(path: AnyPath, modified: float | None = None) -> tuple[object, int, float | None]:
+    """Return a file's identity (shared by all its names), size, and time of change (Unix time in s).
 
-
-class Status(NamedTuple):
-    """A file's identity (shared by all its names), size, and time of change (Unix time in s)."""
-
-    identity: object
-    bytes: int
-    modified: float | None
-
-
-def status_of(path: AnyPath, modified: float | None = None) -> Status:
-    """Return a file's status; ``modified`` is the time of change of a remote file."""
+    Args:
+        path: the file.
+        modified: the time of change of a remote file.
+    """
     if isinstance(path, RemotePath):
-        return Status(path, int(path.info()["size"]), modified)
+        return path, int(path.info()["size"]), modified
     status = path.stat()
-    return Status((status.st_dev, status.st_ino), status.st_size, status.st_mtime)
+    return (status.st_dev, status.st_ino), status.st_size, status.st_mtime
 
 
 def check_file(path: AnyPath) -> None:
@@ -78,8 +73,9 @@ def check_file(path: AnyPath) -> None:
         raise CheckpointError(f"{path}: no such file")
 
 
-def check_kind(path: AnyPath) -> None:
-    """Raise CheckpointError if a file is not a checkpoint; a file that may be a damaged checkpoint passes."""
+def check_checkpoint(path: AnyPath) -> None:
+    """Raise CheckpointError if a file does not exist or is not a checkpoint; one that may be damaged passes."""
+    check_file(path)
     kind = file_kind(path)
     if kind == "plain safetensors":
         raise CheckpointError(f"{path} is not a checkpoint but plain safetensors: weights without a tree and a digest")

@@ -1,11 +1,12 @@
-"""``trainbus run``: train what a configuration describes, in a new folder or in one to resume."""
+"""``trainbus run`` and ``trainbus demo``: train in a new folder, or in that of a run to resume."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,12 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from eventloop.checkpoint import as_path
-from eventloop.cli.common import check_kind
+from eventloop.cli.common import Positive, Seed, check_checkpoint
 from eventloop.config import SUFFIXES, Setup, find_files_in, override, read, shortened
-from eventloop.errors import ConfigurationError, TrainbusError
+from eventloop.errors import ConfigurationError
 from eventloop.training.distributed.launch import from_first, process_group
 from eventloop.training.distributed.ranks import this_rank
 from eventloop.training.loop import TrainLoop
+
+_RUNS = Path("runs")
 
 
 def run(
@@ -53,7 +56,7 @@ def run(
     setup = Setup(override(read(config), changes), default_hooks=DEFAULT_HOOKS, folders=folders)
     with process_group():
         console = Console(quiet=this_rank() > 0)
-        work_dir, resume = _agreed_work_dir(setup.loop, config, resume)
+        work_dir, resume = from_first(partial(_work_dir, setup.loop, config, resume))
         setup.loop["work_dir"] = work_dir
         loop = setup.make()
         console.print(f"[bold]trainbus run[/] {config} → {work_dir}", highlight=False)
@@ -61,9 +64,26 @@ def run(
             console.print(loop.bus.describe())
             console.print("not trained (--dry-run)", style="dim")
             return 0
-        with resumable(work_dir, f"--resume {work_dir}"):
+        with _resumable(work_dir, f"--resume {work_dir}"):
             _train(loop, work_dir, console, resume=resume, test=setup.tests)
     return 0
+
+
+def demo(*, out: Path | None = None, epochs: Positive = 30, seed: Seed = 0, resume: bool = False) -> int:
+    """Train a small network on handwritten digits, with many hooks.
+
+    Args:
+        out: folder of the files; by default a new one: runs/digits, runs/digits-2 …
+        epochs: total number of epochs.
+        seed: seed of weights, shuffling and split.
+        resume: resume from the last checkpoint in --out, or in the newest run.
+    """
+    from hooks.demo import run_demo
+
+    default = _RUNS / "digits"
+    work_dir = _to_resume(out, default) if resume else _free(out or default)
+    with _resumable(work_dir, f"--resume --out {work_dir}"):
+        return run_demo(work_dir, epochs=epochs, seed=seed, resume=resume)
 
 
 def with_auto(words: list[str]) -> list[str]:
@@ -76,36 +96,6 @@ def with_auto(words: list[str]) -> list[str]:
     if following.startswith("-") or is_change or Path(following).suffix.lower() in SUFFIXES:
         return [*words[:end], "auto", *words[end:]]
     return words
-
-
-def _agreed_work_dir(loop: dict[str, Any], config: Path, resume: str | None) -> tuple[Path, str | None]:
-    """Return the folder of the run and what to resume, as rank 0 finds them before any rank writes files."""
-    mine: Any
-    try:
-        mine = None if this_rank() else _work_dir(loop, config, resume)
-    except TrainbusError as error:
-        mine = error
-    found: tuple[Path, str | None] | TrainbusError = from_first(mine)
-    if isinstance(found, TrainbusError):
-        raise found
-    return found
-
-
-def _work_dir(loop: dict[str, Any], config: Path, resume: str | None) -> tuple[Path, str | None]:
-    chosen = loop.get("work_dir")
-    default = Path("runs") / config.stem
-    if resume == "auto":
-        return to_resume(None if chosen is None else Path(chosen), default), "auto"
-    if resume is not None:
-        path = as_path(resume)
-        if Path(resume).is_dir():
-            return to_resume(Path(resume), default), "auto"
-        if not path.exists() and not path.is_dir():  # remote folders only exist as a part of files' names
-            way_out = f"without a value, --resume resumes the newest run in {default.parent}/"
-            raise ConfigurationError(f"--resume {path}: no such file or folder; {way_out}")
-        if not path.is_dir():
-            check_kind(path)
-    return free(default if chosen is None else Path(chosen)), resume
 
 
 def _train(loop: TrainLoop, work_dir: Path, console: Console, *, resume: str | None, test: bool) -> None:
@@ -125,16 +115,32 @@ def _train(loop: TrainLoop, work_dir: Path, console: Console, *, resume: str | N
 
 
 def _shown(value: Any) -> str:
-    try:
+    with suppress(TypeError, ValueError):
         return f"{float(value):.4g}"
-    except (TypeError, ValueError):
-        return str(value)
+    return str(value)
 
 
 # ------------------------------------------------------------------------------------------------------ folders of runs
 
 
-def free(wanted: Path) -> Path:
+def _work_dir(loop: dict[str, Any], config: Path, resume: str | None) -> tuple[Path, str | None]:
+    """Return the folder of the run, and what the loop is to resume."""
+    chosen, default = loop.get("work_dir"), _RUNS / config.stem
+    if resume == "auto":
+        return _to_resume(None if chosen is None else Path(chosen), default), "auto"
+    if resume is not None:
+        path = as_path(resume)
+        if isinstance(path, Path) and path.is_dir():
+            return _to_resume(path, default), "auto"
+        if not path.is_dir():
+            if not path.exists():
+                way_out = f"without a value, --resume resumes the newest run in {_RUNS}/"
+                raise ConfigurationError(f"--resume {path}: no such file or folder; {way_out}")
+            check_checkpoint(path)
+    return _free(default if chosen is None else Path(chosen)), resume
+
+
+def _free(wanted: Path) -> Path:
     """Return ``wanted``, or the first of ``wanted-2``, ``wanted-3`` … that is empty or missing."""
     candidate, number = wanted, 1
     try:
@@ -149,7 +155,7 @@ def free(wanted: Path) -> Path:
     return candidate
 
 
-def to_resume(folder: Path | None, default: Path) -> Path:
+def _to_resume(folder: Path | None, default: Path) -> Path:
     """Return ``folder``, or the run with the highest number among ``default`` and its numbered siblings.
 
     The number decides, because the times of copied files are wrong.
@@ -166,7 +172,7 @@ def to_resume(folder: Path | None, default: Path) -> Path:
 
 
 @contextmanager
-def resumable(work_dir: Path, arguments: str) -> Iterator[None]:
+def _resumable(work_dir: Path, arguments: str) -> Iterator[None]:
     """Make the folder of a run; add the ``arguments`` that resume it as a note to Ctrl-C."""
     try:
         work_dir.mkdir(parents=True, exist_ok=True)

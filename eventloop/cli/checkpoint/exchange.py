@@ -10,7 +10,7 @@ from rich.filesize import decimal
 
 from eventloop import checkpoint
 from eventloop.checkpoint import AnyPath, RemotePath, outline
-from eventloop.cli.common import FileOrURL, check_file, check_kind, say, status_of, to_terminal
+from eventloop.cli.common import FileOrURL, check_checkpoint, check_file, say, status_of, to_terminal
 from eventloop.errors import CheckpointError
 from eventloop.training.saves.discover import lacking
 
@@ -42,16 +42,20 @@ def export(
             raise CheckpointError(f"--{option} goes with --weights")
     if out.suffix == ".safetensors" and not weights:
         raise CheckpointError(f"{out}: a checkpoint is safetensors already; give --weights to export only its weights")
-    check_file(file)
-    check_kind(file)
+    check_checkpoint(file)
     _check_free(file, out, force=force)
     if weights:
-        checkpoint.export_weights(file, out, key=_raw_key(file) if raw else "state_dict", strip=strip, model=model)
+        from hooks.ema import RAW_WEIGHTS
+
+        tree = outline(file) if raw else None
+        if isinstance(tree, Mapping) and RAW_WEIGHTS not in tree and "state_dict" in tree:
+            raise CheckpointError("there are no averages in this checkpoint: its state_dict has the trained weights already")
+        checkpoint.export_weights(file, out, key=RAW_WEIGHTS if raw else "state_dict", strip=strip, model=model)
     else:
         checkpoint.export_tree(file, out)
     what = "weights" if weights else "the whole checkpoint"
     how = "safetensors" if out.suffix == ".safetensors" else "torch.load(..., weights_only=True)"
-    say(to_terminal(), ("exported ", "bold"), f"{out}  {decimal(status_of(out).bytes)}, {what}, for {how}")
+    say(to_terminal(), ("exported ", "bold"), f"{out}  {decimal(status_of(out)[1])}, {what}, for {how}")
     return 0
 
 
@@ -78,16 +82,6 @@ def import_(file: Path, out: FileOrURL, /, *, force: bool = False) -> int:
     return 0
 
 
-def _raw_key(file: AnyPath) -> str:
-    """Return the key of the raw weights in a checkpoint; raise CheckpointError if it has no averages."""
-    from hooks.ema import RAW_WEIGHTS
-
-    tree = outline(file)
-    if isinstance(tree, Mapping) and RAW_WEIGHTS not in tree and "state_dict" in tree:
-        raise CheckpointError("there are no averages in this checkpoint: its state_dict has the trained weights already")
-    return RAW_WEIGHTS
-
-
 def _converted(tree: Any) -> tuple[Any, dict[str, str]]:
     """Return the checkpoint of a tree, and notes for the user."""
     if (converted := checkpoint.convert_foreign(tree)) is not None:
@@ -110,8 +104,8 @@ def _check_free(file: AnyPath, out: AnyPath, *, force: bool) -> None:
         raise CheckpointError(f"{out.parent}: no such directory")
     if out.is_dir():
         raise CheckpointError(f"{out} is a directory")
-    there = out.exists()
-    if there and file.exists() and status_of(out).identity == status_of(file).identity:
-        raise CheckpointError(f"{out} is the file that is read; give another name")
-    if there and not force:
-        raise CheckpointError(f"{out} exists already; --force replaces it")
+    if out.exists():
+        if status_of(out)[0] == status_of(file)[0]:
+            raise CheckpointError(f"{out} is the file that is read; give another name")
+        if not force:
+            raise CheckpointError(f"{out} exists already; --force replaces it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Literal
@@ -13,34 +14,29 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, file_kind, list_files, outline, verify, verify_shards
-from eventloop.cli.common import FileOrURL, Status, check_file, check_kind, printable, say, status_of, to_terminal
+from eventloop.cli.common import FileOrURL, check_checkpoint, printable, say, status_of, to_terminal
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 from eventloop.training.saves.discover import file_named, read_pointer
 from eventloop.training.saves.write import LAST
 from eventloop.training.state import how_far
 
-State = Literal["complete", "verified", "damaged", "unreadable", "weights"]
 _STYLES = {"complete": "green", "verified": "bold green", "damaged": "bold red", "unreadable": "bold red", "weights": "dim"}
 
 
 class Found(msgspec.Struct):
-    """A file with all its names, its state and its progress."""
+    """A file with all its names, its size, state and progress."""
 
     names: list[AnyPath]
-    status: Status
-    state: State = "complete"
-    problem: str = ""
+    bytes: int
+    modified: float | None
+    state: Literal["complete", "verified", "damaged", "unreadable", "weights"] = "complete"
+    problem: str = ""  # why it is damaged or unreadable
     progress: Mapping[str, Any] = {}
-
-    @property
-    def is_bad(self) -> bool:
-        """True if the file is damaged or cannot be read."""
-        return self.state in ("damaged", "unreadable")
 
     def age(self) -> tuple[bool, tuple[int, ...], float]:
         """Return a sort key: the progress of the run, then the time of change; unknown progress is last."""
         progress = how_far({"progress": self.progress}) if self.progress else ()
-        return not progress, progress, self.status.modified or 0.0
+        return not progress, progress, self.modified or 0.0
 
 
 def ls(directory: FileOrURL, /, *, verify: bool = False) -> int:
@@ -52,16 +48,16 @@ def ls(directory: FileOrURL, /, *, verify: bool = False) -> int:
     """
     files = sorted((_examined(found, every_byte=verify) for found in _find(directory)), key=Found.age)
     console = to_terminal()
-    text = read_pointer(directory) or None
-    newest = None if text is None else file_named(directory, text, [])
+    text = read_pointer(directory)
+    newest = file_named(directory, text, []) if text else None
     if files:
         console.print(_table(files, newest))
     else:
         say(console, f"no checkpoints in {directory}")
-    if text is not None:
+    if text:
         gone = " (which is not there)" if newest is not None and not newest.exists() else ""
         say(console, ("→ ", "bold"), f"{LAST}: {printable(text)}{gone}")
-    bad = [found for found in files if found.is_bad]
+    bad = [found for found in files if found.problem]
     for found in bad:
         say(console, (found.problem, _STYLES[found.state]))
     for name in sorted(path.name for path, _ in list_files(directory)):
@@ -78,21 +74,19 @@ def verify_all(path: FileOrURL, /, *more: FileOrURL) -> int:
         more: further checkpoints, directories or URLs.
     """
     console = to_terminal()
-    files: list[Found] = []
+    states: Counter[str] = Counter()
     for found in _named([path, *more]):
-        files.append(_examined(found, every_byte=True))
+        _examined(found, every_byte=True)
+        states[found.state] += 1
         names = " = ".join(printable(str(path)) for path in found.names)
-        detail = {
-            "verified": f"{names}  {decimal(found.status.bytes)}",
-            "weights": f"{names}  plain safetensors, which have no digest",
-        }.get(found.state, found.problem)
-        say(console, (f"{found.state:10}", _STYLES[found.state]), detail)
-    bad = sum(found.is_bad for found in files)
-    verified = sum(found.state == "verified" for found in files)
-    if not verified and not bad:
+        fine = "plain safetensors, which have no digest" if found.state == "weights" else decimal(found.bytes)
+        say(console, (f"{found.state:10}", _STYLES[found.state]), found.problem or f"{names}  {fine}")
+    bad = states["damaged"] + states["unreadable"]
+    if not states["verified"] and not bad:
         raise CheckpointError("nothing to verify")
-    if len(files) > 1:
-        say(console, f"{verified} of {len(files)} files verified", (f", {bad} damaged" if bad else "", "bold red"))
+    if states.total() > 1:
+        damaged = (f", {bad} damaged" if bad else "", "bold red")
+        say(console, f"{states['verified']} of {states.total()} files verified", damaged)
     return int(bad > 0)
 
 
@@ -100,9 +94,8 @@ def _named(paths: list[AnyPath]) -> Iterator[Found]:
     """Yield the named files, and the files of named directories; a directory without checkpoints is an error."""
     for path in paths:
         if not path.is_dir():
-            check_file(path)
-            check_kind(path)
-            yield Found([path], status_of(path))
+            check_checkpoint(path)
+            yield Found([path], *status_of(path)[1:])
         elif files := _find(path):
             yield from files
         else:
@@ -110,7 +103,7 @@ def _named(paths: list[AnyPath]) -> Iterator[Found]:
 
 
 def _find(directory: AnyPath) -> list[Found]:
-    """Return the checkpoint files of a directory, sorted by name, with all names of each file."""
+    """Return the checkpoint files of a directory with all names of each: regular before ``best_…``, 9 before 10."""
     if not directory.exists():
         raise CheckpointError(f"{directory}: no such directory")
     if not directory.is_dir():
@@ -119,13 +112,12 @@ def _find(directory: AnyPath) -> list[Found]:
     for path, modified in sorted(list_files(directory), key=lambda file: _natural(file[0].name)):
         if not path.name.startswith(".") and path.suffix == ".safetensors":
             with suppress(OSError):  # just removed, or a broken link
-                status = status_of(path, modified)
-                found.setdefault(status.identity, Found([], status)).names.append(path)
+                identity, size, changed = status_of(path, modified)
+                found.setdefault(identity, Found([], size, changed)).names.append(path)
     return list(found.values())
 
 
 def _natural(name: str) -> tuple[bool, int, str]:
-    """Return a sort key: regular names before ``best_…``, epoch_9 before epoch_10."""
     return name.startswith("best_"), len(name), name
 
 
@@ -140,9 +132,10 @@ def _examined(found: Found, *, every_byte: bool) -> Found:
             verify_shards(tree, path)
             found.state = "verified"
     except CheckpointDamagedError as error:
-        found.state, found.problem = "damaged", str(error)
         if file_kind(path) == "plain safetensors":
-            found.state, found.problem = "weights", ""
+            found.state = "weights"
+        else:
+            found.state, found.problem = "damaged", str(error)
     except (CheckpointError, OSError) as error:  # such as a newer version, or a store that does not answer
         found.state, found.problem = "unreadable", str(error)
     return found
@@ -152,23 +145,18 @@ def _table(files: list[Found], newest: AnyPath | None) -> Table:
     numbers = [Column(title, justify="right", no_wrap=True) for title in ("epoch", "iter", "size")]
     columns = [Column(), Column("file", overflow="fold"), *numbers, Column("when", no_wrap=True), Column("state", no_wrap=True)]
     table = Table(*columns, box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    pointed = status_of(newest).identity if newest is not None and newest.exists() else None
     for found in files:
         first, *others = found.names
+        counts = [found.progress.get(name) for name in ("epoch", "iter")]
         table.add_row(
-            "→" if pointed == found.status.identity else "",
+            "→" if newest in found.names else "",
             Text("\n".join([printable(first.name), *(f"= {printable(path.stem)}" for path in others)])),
-            _count(found.progress.get("epoch")),
-            _count(found.progress.get("iter")),
-            decimal(found.status.bytes, precision=1).replace("bytes", "B"),
-            _when(found.status.modified),
+            *(str(count) if isinstance(count, int) and count.bit_length() <= 64 else "-" for count in counts),
+            decimal(found.bytes, precision=1).replace("bytes", "B"),
+            _when(found.modified),
             f"[{_STYLES[found.state]}]{found.state}[/]",
         )
     return table
-
-
-def _count(value: object) -> str:
-    return str(value) if isinstance(value, int) and value.bit_length() <= 64 else "-"
 
 
 def _when(seconds: float | None) -> str:

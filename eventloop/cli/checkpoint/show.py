@@ -13,16 +13,14 @@ import torch
 from rich.filesize import decimal
 
 from eventloop.checkpoint import inspect, outline
-from eventloop.cli.common import FileOrURL, Positive, check_file, check_kind, printable, say, to_terminal
+from eventloop.checkpoint.tree import join
+from eventloop.cli.common import FileOrURL, Positive, check_checkpoint, printable, say, to_terminal
 from eventloop.errors import CheckpointError
 
 _DEPTH: Final = 2
 _MANY: Final = 20  # entries per level without --depth and --key
 _LONG: Final = 4096  # bits from which a JSON reader may refuse an integer
 _SHORT: Final = 60  # characters of a container that fits in its line
-
-Parts = list[str | tuple[str, str]]
-"""One line of output, for :func:`say`."""
 
 
 def show(file: FileOrURL, /, *, key: str | None = None, depth: Positive | None = None, json: bool = False) -> int:
@@ -34,8 +32,7 @@ def show(file: FileOrURL, /, *, key: str | None = None, depth: Positive | None =
         depth: levels to show; by default 2, with --json all.
         json: print JSON; NaN and infinities are strings.
     """
-    check_file(file)
-    check_kind(file)
+    check_checkpoint(file)
     about, tree = inspect(file), outline(file)
     path, part = ("", tree) if key is None else find(tree, key)
     console = to_terminal()
@@ -63,15 +60,13 @@ def find(tree: Any, key: str) -> tuple[str, Any]:
         # The longest key first: a.b has two meanings in {"a": {"b": 1}, "a.b": 2}.
         name = next((each for each in sorted(children, key=len, reverse=True) if f"{rest}.".startswith(f"{each}.")), None)
         if name is None:
-            group = {each: value for each, value in children.items() if f"{each}.".startswith(f"{rest}.")}
-            if group:
+            if group := {each: value for each, value in children.items() if f"{each}.".startswith(f"{rest}.")}:
                 return done, group
             where = f"under {done!r}" if done else "in the checkpoint"
             near = get_close_matches(rest, children, n=5, cutoff=0.5) or list(children)[:8]
             there = ", ".join(map(printable, near)) + (" …" if len(near) < len(children) else "")
-            message = f"no {rest!r} {where}; there is {there}" if children else f"nothing {where}: that is a leaf"
-            raise CheckpointError(message)
-        part, rest, done = children[name], rest[len(name) + 1 :], _join(done, name)
+            raise CheckpointError(f"no {rest!r} {where}; there is {there}" if children else f"nothing {where}: that is a leaf")
+        part, rest, done = children[name], rest[len(name) + 1 :], join(done, name)
     return done, part
 
 
@@ -89,52 +84,42 @@ class Outline:
         for path, tensor in _tensors("", tree):
             self._first.setdefault(id(tensor), path)
 
-    def lines(self, path: str, value: Any, depth: int, indent: str = "") -> Iterator[Parts]:
-        """Yield the lines of the part at ``path``, down to ``depth`` levels."""
+    def lines(self, path: str, value: Any, depth: int, indent: str = "") -> Iterator[list[str | tuple[str, str]]]:
+        """Yield the lines of the part at ``path``, for :func:`say`, down to ``depth`` levels."""
         children = list(_children(value))
         if not children:
             yield [self._leaf(path, value)]
         for name, child in children[: self._most]:
-            inner = _join(path, name)
-            start: Parts = [indent, (printable(name), "cyan"), ": "]
-            if not any(True for _ in _children(child)) or (not any(_tensors("", child)) and len(_text(child)) <= _SHORT):
-                yield [*start, self._leaf(inner, child)]
-            else:
-                yield [*start, (_summary(child), "dim")]
-                if depth > 1:
-                    yield from self.lines(inner, child, depth - 1, f"{indent}  ")
+            inner = join(path, name)
+            is_short = not any(_tensors("", child)) and len(_text(child)) <= _SHORT
+            is_leaf = is_short or not any(True for _ in _children(child))
+            yield [indent, (printable(name), "cyan"), ": ", self._leaf(inner, child) if is_leaf else (_summary(child), "dim")]
+            if depth > 1 and not is_leaf:
+                yield from self.lines(inner, child, depth - 1, f"{indent}  ")
         if left := len(children) - len(children[: self._most]):
             yield [indent, (f"… {left:,} more: {f'--key {path}' if path else f'--depth {_DEPTH}'}", "dim")]
 
     def as_json(self, path: str, value: Any, depth: float) -> Any:
         """Return the part at ``path`` as JSON values, down to ``depth`` levels; deeper containers become a short text."""
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor | np.ndarray):
             facts = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-            first = self._first[id(value)]
-            return {"tensor": facts if first == path else {**facts, "same_as": first}}
-        if isinstance(value, np.ndarray):
-            return {"array": {"dtype": str(value.dtype), "shape": list(value.shape)}}
-        if isinstance(value, np.generic):
-            return self.as_json(path, value.item(), depth)
-        if isinstance(value, bool | str | None):
-            return value
-        if isinstance(value, int):
-            return value if value.bit_length() < _LONG else _text(value)
-        if isinstance(value, float):
-            return value if math.isfinite(value) else repr(value)
-        if not isinstance(value, Mapping | list | tuple):
-            return _text(value)
-        if depth < 1:
+            first = self._first.get(id(value), path)
+            tied = {} if first == path else {"same_as": first}
+            return {"array" if isinstance(value, np.ndarray) else "tensor": facts | tied}
+        if isinstance(value, Mapping | list | tuple) and depth < 1:
             return _summary(value)
         if isinstance(value, Mapping):
-            return {name: self.as_json(_join(path, name), child, depth - 1) for name, child in _children(value)}
-        return [self.as_json(_join(path, str(index)), child, depth - 1) for index, child in enumerate(value)]
+            return {name: self.as_json(join(path, name), child, depth - 1) for name, child in _children(value)}
+        if isinstance(value, list | tuple):
+            return [self.as_json(join(path, str(index)), child, depth - 1) for index, child in enumerate(value)]
+        plain = value.item() if isinstance(value, np.generic) else value
+        is_json = isinstance(plain, bool | str | None) or (isinstance(plain, int) and plain.bit_length() < _LONG)
+        return plain if is_json or (isinstance(plain, float) and math.isfinite(plain)) else _text(plain)
 
     def _leaf(self, path: str, value: Any) -> str:
         if isinstance(value, torch.Tensor):
             first = self._first[id(value)]
-            tied = "" if first == path else f" = {first}"
-            return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{tied}"
+            return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" + (f" = {first}" if first != path else "")
         if isinstance(value, np.ndarray):
             return f"array {value.dtype} {list(value.shape)}" + (f" {_short(str(value))}" if 0 < value.size <= 4 else "")
         return _short(_text(value))
@@ -152,7 +137,7 @@ def _tensors(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
     for name, child in _children(value):
-        yield from _tensors(_join(path, name), child)
+        yield from _tensors(join(path, name), child)
 
 
 def _summary(value: Any) -> str:
@@ -172,7 +157,3 @@ def _text(value: Any) -> str:
 def _short(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= _SHORT else f"{line[: _SHORT - 1]}…"
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import distributed
@@ -13,11 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from eventloop.checkpoint import is_sharded
+from eventloop.errors import TrainbusError
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import this_rank, world_size
 from eventloop.training.loaders import rebuilt
 
 log = get_logger()
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -42,13 +45,19 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def from_first(value: Any) -> Any:
-    """Return rank 0's value on all ranks. A collective."""
-    if world_size() == 1:
-        return value
-    values = [value]
-    distributed.broadcast_object_list(values, src=0)
-    return values[0]
+def from_first(find: Callable[[], T]) -> T:
+    """Return on all ranks what ``find`` returns on rank 0, or raise its TrainbusError. A collective."""
+    found: list[Any] = [None]
+    if this_rank() == 0:
+        try:
+            found = [find()]
+        except TrainbusError as error:
+            found = [error]
+    if world_size() > 1:
+        distributed.broadcast_object_list(found, src=0)
+    if isinstance(found[0], TrainbusError):
+        raise found[0]
+    return found[0]  # type: ignore[no-any-return]
 
 
 def own_device(device: Any) -> Any:
