@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ from eventloop.training.loaders import (
     length_of,
     own_generators,
     passes_made,
+    random_states,
+    restore_passes,
     set_generators,
-    set_passes_made,
+    set_random_states,
     skip_batches,
-    start_persistent_workers,
 )
 from eventloop.training.metrics import Metrics, NamedMetrics
-from eventloop.training.rng import get_rng_state, set_epoch, set_rng_state, set_sampler_epoch
+from eventloop.training.rng import set_epoch, set_sampler_epoch
 
 log = get_logger()
 
@@ -57,7 +59,6 @@ class Feed:
         self._position: Any = _MISSING  # the loader's state before it yielded the batch ahead
         self.start: dict[str, Any] | None = None
         """Random states at the start of the pass, and whether workers were running; None before the first pass."""
-        self._skip = 0
         self.resuming = False
         self._told = False
         self._epoch: int | None = None
@@ -80,15 +81,21 @@ class Feed:
         self._ahead = self._position = _MISSING
         if self._endless and self._epoch is not None:  # after the hooks, which only know the epoch
             set_sampler_epoch(self.loader, self._epoch + self.passes)
-        if self._skip:
-            self._begin_in_the_middle(self._skip)
+        if self.resuming and self.used and self.start is not None:
+            self._iterator = iter(self.loader) if has_state(self.loader) else self._remaining(self.start)
         else:
-            workers = has_workers(self.loader)
-            self.start = {"rng": get_rng_state(), "generators": generator_states(self.loader), "workers": workers}
+            self.start = {**random_states(self.loader), "workers": has_workers(self.loader)}
             self.used = 0
             self._iterator = iter(self.loader)
-        self._skip = 0
         self.resuming = False
+
+    def _remaining(self, start: Mapping[str, Any]) -> Iterator[Any]:
+        """Return an iterator over the rest of the pass that began with the random states ``start``."""
+        now, restart = random_states(self.loader), partial(set_random_states, self.loader, start)
+        restart()
+        iterator = skip_batches(self.loader, self.used, restart if start["workers"] else None)
+        set_random_states(self.loader, now)
+        return iterator
 
     def end(self) -> None:
         """End the pass, and with its iterator the workers of a DataLoader."""
@@ -151,7 +158,7 @@ class Feed:
 
     def load_state_dict(self, state: Mapping[str, Any], but: Collection[torch.Generator] = ()) -> None:
         """Make the next :meth:`begin` continue from ``state``; generators in ``but`` are restored already."""
-        self.used = self._skip = int(state["used"])
+        self.used = int(state["used"])
         self.passes = int(state["passes"])
         self.resuming = True
         self.start = state["start"]
@@ -163,9 +170,7 @@ class Feed:
                 now=self.length,
                 used=self.used,
             )
-        if self.start is not None:
-            start_persistent_workers(self.loader)
-        set_passes_made(self.loader, state.get("counted"))  # not in older checkpoints
+        restore_passes(self.loader, state, workers=self.start is not None)
         if not self.used or not has_state(self.loader):
             set_generators(self.loader, state["generators"], but)
         if "loader" in state and has_state(self.loader):
@@ -200,22 +205,6 @@ class Feed:
                 batches=self.used,
                 length=self.length,
             )
-
-    def _begin_in_the_middle(self, used: int) -> None:
-        if has_state(self.loader):
-            self._iterator = iter(self.loader)
-            return
-        now, generators = get_rng_state(), generator_states(self.loader)
-        self._set_start()
-        again = self._set_start if self.start is not None and self.start["workers"] else None
-        self._iterator = skip_batches(self.loader, used, again)
-        set_rng_state(now)
-        set_generators(self.loader, generators)
-
-    def _set_start(self) -> None:
-        if self.start is not None:
-            set_rng_state(self.start["rng"])
-            set_generators(self.loader, self.start["generators"])
 
 
 class Feeds:
@@ -254,7 +243,10 @@ class Feeds:
         if not any(known is loader for known in self._evaluated):
             self._evaluated.append(loader)
             warn_if_all(loader, name)
-            self._restore(loader, self._positions[len(self._evaluated) - 1 :])
+            for position in self._positions[len(self._evaluated) - 1 : len(self._evaluated)]:
+                restore_passes(loader, position, workers=position["workers"])
+                set_generators(loader, position["generators"], self._restored)
+                self._note(loader)
         return self.evaluated
 
     def metrics(self, metrics: NamedMetrics | None) -> Metrics:
@@ -266,24 +258,20 @@ class Feeds:
 
         None before the first epoch and the first validation.
         """
-        began = self.evaluated.start if validating and self.evaluated is not None else None
+        feed = self.evaluated if validating else None
+        began = feed.start if feed is not None else None
         instead: dict[Any, Any] = {}
-        if began is not None and self.evaluated is not None:
-            instead = dict(zip(own_generators(self.evaluated.loader), began["generators"], strict=True))
-        position: Mapping[str, Any] = self._position or {}  # resumed, but no training epoch yet
-        if self.train is not None:
-            position = self.train.state_dict(instead)
-        evaluated: list[Mapping[str, Any]] = [
-            {
-                "generators": generator_states(loader, instead),
-                "workers": has_workers(loader),
-                "counted": passes_made(loader),
-            }
-            for loader in self._evaluated
-        ]
-        if began is not None and self.evaluated is not None:
-            now = next(index for index, loader in enumerate(self._evaluated) if loader is self.evaluated.loader)
-            evaluated[now] = {**evaluated[now], "workers": began["workers"]}
+        if feed is not None and began is not None:
+            instead = dict(zip(own_generators(feed.loader), began["generators"], strict=True))
+        # A resumed run may have no training epoch yet.
+        position = (self._position or {}) if self.train is None else self.train.state_dict(instead)
+        evaluated: list[Mapping[str, Any]] = []
+        for loader in self._evaluated:
+            now = (
+                began if began is not None and feed is not None and loader is feed.loader else {"workers": has_workers(loader)}
+            )
+            generators, counted = generator_states(loader, instead), passes_made(loader)
+            evaluated.append({"generators": generators, "workers": now["workers"], "counted": counted})
         evaluated += self._positions[len(evaluated) :]
         return {**position, "evaluated": evaluated} if position or evaluated else None
 
@@ -299,14 +287,6 @@ class Feeds:
         # would end before its iterator, and torch would wait 5 s for each worker.
         self.train = None
         self._evaluated.clear()
-
-    def _restore(self, loader: Iterable[Any], positions: list[Mapping[str, Any]]) -> None:
-        if positions:
-            if positions[0]["workers"]:
-                start_persistent_workers(loader)
-            set_passes_made(loader, positions[0].get("counted"))  # not in older checkpoints
-            set_generators(loader, positions[0]["generators"], self._restored)
-            self._note(loader)
 
     def _note(self, loader: Iterable[Any]) -> None:
         self._restored.update(generator for generator in own_generators(loader) if generator is not None)

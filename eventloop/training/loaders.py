@@ -6,15 +6,14 @@ Accelerate's loaders hold a DataLoader as ``base_dataloader`` and fake its class
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from eventloop.training.rng import get_rng_state, set_rng_state
-
-_END: Any = object()
 
 
 def length_of(loader: Any) -> int | None:
@@ -40,6 +39,17 @@ def set_generators(loader: Iterable[Any], states: list[torch.Tensor | None], but
             generator.set_state(state)
 
 
+def random_states(loader: Iterable[Any]) -> dict[str, Any]:
+    """Return the states of all global generators, and of those that ``loader`` owns."""
+    return {"rng": get_rng_state(), "generators": generator_states(loader)}
+
+
+def set_random_states(loader: Iterable[Any], states: Mapping[str, Any]) -> None:
+    """Restore the result of :func:`random_states`."""
+    set_rng_state(states["rng"])
+    set_generators(loader, states["generators"])
+
+
 def has_workers(loader: Iterable[Any]) -> bool:
     """Return True if persistent workers are running, so that the next pass draws no seed for new ones."""
     return getattr(loader, "_iterator", None) is not None
@@ -48,10 +58,9 @@ def has_workers(loader: Iterable[Any]) -> bool:
 def start_persistent_workers(loader: Iterable[Any]) -> None:
     """Start persistent workers as in an uninterrupted run, so that later passes make the same random draws."""
     if isinstance(loader, DataLoader) and loader.persistent_workers and not has_workers(loader):
-        now, generators = get_rng_state(), generator_states(loader)
+        before = random_states(loader)
         iter(_held(loader))
-        set_rng_state(now)
-        set_generators(loader, generators)
+        set_random_states(loader, before)
 
 
 def has_state(loader: Iterable[Any]) -> bool:
@@ -64,9 +73,11 @@ def passes_made(loader: Iterable[Any]) -> int | None:
     return getattr(loader, "iteration", None) if _held(loader) is not loader else None
 
 
-def set_passes_made(loader: Any, count: int | None) -> None:
-    """Restore the result of :func:`passes_made`."""
-    if count is not None and _held(loader) is not loader:
+def restore_passes(loader: Any, state: Mapping[str, Any], *, workers: bool) -> None:
+    """Make the next pass follow those of a saved run, whose persistent workers were running if ``workers``."""
+    if workers:
+        start_persistent_workers(loader)
+    if (count := state.get("counted")) is not None and _held(loader) is not loader:  # not in older checkpoints
         loader.iteration = count
 
 
@@ -106,9 +117,8 @@ def skip_batches(loader: Iterable[Any], used: int, again: Callable[[], None] | N
         stacklevel=2,
     )
     iterator = iter(loader)
-    for _ in range(used):
-        if next(iterator, _END) is _END:
-            break
+    for _ in islice(iterator, used):
+        pass
     return iterator
 
 
@@ -120,7 +130,7 @@ def _iterates_as_torch(loader: DataLoader[Any]) -> bool:
 
 def _skip_by_index(loader: DataLoader[Any], used: int, again: Callable[[], None] | None) -> Iterator[Any]:
     batched = loader.batch_sampler is not None
-    sampler = _SkippingSampler(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, used, again)
+    sampler = _SkippingSampler(loader.batch_sampler if batched else loader.sampler, used, again)
     sampling: dict[str, Any] = {"batch_sampler": sampler} if batched else {"sampler": sampler, "batch_size": None}
     iterator = iter(rebuilt(loader, **sampling))
     # Without workers the iterator has not drawn indices yet; it must before the caller restores the present RNG state.
@@ -128,35 +138,23 @@ def _skip_by_index(loader: DataLoader[Any], used: int, again: Callable[[], None]
     return iterator
 
 
-class _SkippingSampler:
+class _SkippingSampler(Iterator[Any]):
     """Yield the indices of a sampler after the first ``used``; it draws after the loader, as in the first run."""
 
-    def __init__(self, sampler: Iterable[Any], used: int, again: Callable[[], None] | None) -> None:
-        self._sampler = sampler
-        self._used = used
+    def __init__(self, sampler: Any, used: int, again: Callable[[], None] | None) -> None:
+        self._iterator = iter(sampler)
+        self._left = used
         self._again = again
-        self._iterator: Iterator[Any] | None = None
-        self._skipped = False
-
-    def __iter__(self) -> Iterator[Any]:
-        self._iterator = iter(self._sampler)
-        self._skipped = False
-        return self
 
     def __next__(self) -> Any:
         self.skip()
-        assert self._iterator is not None  # noqa: S101 - __iter__ made it
         return next(self._iterator)
-
-    def __len__(self) -> int:
-        return max(0, len(self._sampler) - self._used) if isinstance(self._sampler, Sized) else 0
 
     def skip(self) -> None:
         """Draw and drop the first ``used`` indices, once."""
-        if self._skipped or self._iterator is None:
-            return
-        self._skipped = True
-        if self._again is not None:
-            self._again()
-        for _ in range(self._used):
-            next(self._iterator, None)
+        again, self._again = self._again, None
+        if again is not None:
+            again()
+        for _ in islice(self._iterator, self._left):
+            pass
+        self._left = 0

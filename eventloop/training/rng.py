@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -107,13 +107,10 @@ class SeededDataset(Dataset[Any]):
 
 
 def set_epoch(loader: Iterable[Any], epoch: int) -> None:
-    """Call ``set_epoch`` on each :class:`SeededDataset` of a loader; a hook does it for samplers."""
-    for dataset in _seeded(loader):
-        dataset.set_epoch(epoch)
+    """Call ``set_epoch`` on each :class:`SeededDataset` of a loader; a hook does it for samplers.
 
-
-def _seeded(loader: Iterable[Any]) -> Iterator[SeededDataset]:
-    """Search the attributes of every object that can be iterated or indexed, as wrappers of data can."""
+    It searches the attributes of every object that can be iterated or indexed, as wrappers of data can.
+    """
     seen: set[int] = set()
     waiting: list[Any] = [loader]
     while waiting:
@@ -122,14 +119,12 @@ def _seeded(loader: Iterable[Any]) -> Iterator[SeededDataset]:
             continue
         seen.add(id(thing))
         if isinstance(thing, SeededDataset):
-            yield thing
+            thing.set_epoch(epoch)
         for value in _attributes(thing):
             if isinstance(value, list | tuple):
                 waiting += value
-            elif isinstance(value, dict):
-                waiting += value.values()
             else:
-                waiting.append(value)
+                waiting += value.values() if isinstance(value, dict) else [value]
 
 
 def _attributes(thing: object) -> list[Any]:
