@@ -7,4 +7,4 @@ from eventloop.events.run_view import RunView
 from eventloop.events.shared import Shared, Slot
 
 __all__ = ["Event", "Live", "Progress", "RunView", "Scalars", "Shared", "Slot", "Stage"]
-__all__ += catalogue.__all__
+__all__ += catalogue.__all__  # type: ignore[attr-defined]  # hidden from type checkers there

@@ -2,60 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import torch
 
 from eventloop.events.event import ABSENT, Counter, Event, Live, Progress, Scalars, registry
 from eventloop.events.run_view import RunView
-
-__all__ = [
-    "AfterBackward",
-    "AfterEpoch",
-    "AfterForward",
-    "AfterIter",
-    "AfterLoadCheckpoint",
-    "AfterModuleBackward",
-    "AfterModuleForward",
-    "AfterOptimizerStep",
-    "AfterRun",
-    "AfterTest",
-    "AfterTestEpoch",
-    "AfterTestIter",
-    "AfterTrain",
-    "AfterTrainEpoch",
-    "AfterTrainIter",
-    "AfterVal",
-    "AfterValEpoch",
-    "AfterValIter",
-    "BeforeBackward",
-    "BeforeEpoch",
-    "BeforeForward",
-    "BeforeIter",
-    "BeforeModuleBackward",
-    "BeforeModuleForward",
-    "BeforeOptimizerStep",
-    "BeforeRun",
-    "BeforeSaveCheckpoint",
-    "BeforeTest",
-    "BeforeTestEpoch",
-    "BeforeTestIter",
-    "BeforeTrain",
-    "BeforeTrainEpoch",
-    "BeforeTrainIter",
-    "BeforeVal",
-    "BeforeValEpoch",
-    "BeforeValIter",
-    "CheckpointCommitted",
-    "CheckpointFailed",
-    "CheckpointSkipped",
-    "CheckpointStaged",
-    "ImageReported",
-    "ModuleEvent",
-    "OnException",
-    "RunEvent",
-]
 
 
 class RunEvent(Event, kw_only=True):
@@ -386,3 +339,6 @@ class AfterModuleBackward(ModuleEvent, kw_only=True):
 
 BUILTIN = tuple(registry)
 """Names of the mount points that trainbus itself declares."""
+
+if not TYPE_CHECKING:  # type checkers would not understand it, and know the classes without
+    __all__ = [event.__name__ for event in registry.values()]
