@@ -17,7 +17,7 @@ from eventloop.bus.priority import PriorityLike
 from eventloop.bus.routes import Count, Route, Source, compile_route, route_source
 from eventloop.bus.stream import Stream
 from eventloop.bus.subscription import Stats, Subscription
-from eventloop.bus.watch import KINDS, Watch, Watches
+from eventloop.bus.watch import KINDS, Taps, Watch
 from eventloop.checks import check_options, check_value
 from eventloop.errors import BusStateError, SubscribeError
 from eventloop.events import Event
@@ -61,7 +61,8 @@ class Bus(TypedOn, Lifecycle):
         self._counts: dict[str, Count] = {}
         self._timing = timing
         self._rank, self._world_size = 0, 1
-        self._watches = Watches()
+        self._watches: list[Watch] = []
+        self._taps = Taps()
 
     # ----------------------------------------------------------------------------------------------- subscribing
 
@@ -153,7 +154,7 @@ class Bus(TypedOn, Lifecycle):
         """
         watch = Watch(model, patterns, self._unwatch)
         with self._lock:
-            self._watches.add(watch)
+            self._watches.append(watch)
             self._attach()
         return watch
 
@@ -300,17 +301,16 @@ class Bus(TypedOn, Lifecycle):
 
     def _attach(self) -> None:
         """Attach hooks to watched modules for the events that have subscribers and can be delivered."""
-        if self._watches:
-            self._watches.attach([kind for kind in KINDS if self._delivers(kind)], self.publish)
-
-    def _delivers(self, event_type: type[Event]) -> bool:
-        heard = self._heard_by(event_type)
-        # On an idle bus an offloaded handler has no consumer, and calling the model must not fail for that.
-        return bool(heard) and (self._state != "idle" or all(one.mode in ("inline", "stream") for one in heard))
+        if self._watches or self._taps:
+            # On an idle bus an offloaded handler has no consumer, and calling the model must not fail for that.
+            unserved = ("async", "thread", "process") if self._state == "idle" else ()
+            heard = {kind: {one.mode for one in self._heard_by(kind)} for kind in KINDS}
+            kinds = [kind for kind, modes in heard.items() if modes and modes.isdisjoint(unserved)]
+            self._taps.attach(self._watches, kinds, self.publish)
 
     def _unwatch(self, watch: Watch) -> None:
         with self._lock:
-            self._watches.remove(watch)
+            self._watches = [one for one in self._watches if one is not watch]
             self._attach()
 
     def _heard_by(self, event_type: type[Event]) -> list[Subscription]:

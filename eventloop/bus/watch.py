@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -30,21 +30,17 @@ Publish = Callable[[ModuleEvent], object]
 
 
 class Watch:
-    """The handle that ``bus.watch(model, ...)`` returns. ``detach()`` it, or use it as a context manager."""
+    """The handle that ``bus.watch(model, ...)`` returns. ``detach()`` it, or use it as a context manager.
+
+    Attributes:
+        names: the qualified names of the watched modules; that of the model itself is ``""``.
+    """
 
     def __init__(self, model: nn.Module, patterns: tuple[str, ...], detach: Callable[[Watch], object]) -> None:
-        self._modules = tuple((name, weakref.ref(module)) for name, module in _matching(model, patterns or ("*",)))
+        found = _matching(model, patterns or ("*",))
+        self.names = tuple(found)
+        self._modules = weakref.WeakValueDictionary(found)
         self._detach = detach
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The qualified names of the watched modules; that of the model itself is ``""``."""
-        return tuple(name for name, _ in self._modules)
-
-    @property
-    def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Names and modules, of those that still exist."""
-        return ((name, module) for name, reference in self._modules if (module := reference()) is not None)
 
     def detach(self) -> None:
         """Stop publishing events of these modules and remove the hooks from them. Idempotent."""
@@ -60,51 +56,26 @@ class Watch:
         return f"<Watch of {', '.join(map(repr, self.names))}>"
 
 
-class _Attached(NamedTuple):
-    """The hooks on one module."""
+class Taps(weakref.WeakKeyDictionary[nn.Module, dict[tuple[type[ModuleEvent], str], RemovableHandle]]):
+    """The torch hooks on the watched modules of a bus, by module. Use it under the lock of the bus."""
 
-    name: str
-    handles: dict[type[ModuleEvent], RemovableHandle]
+    def attach(self, watches: list[Watch], kinds: Collection[type[ModuleEvent]], publish: Publish) -> None:
+        """Attach hooks for events of these classes to the watched modules, and remove all others.
 
-
-class Watches:
-    """All watches of a bus, and the torch hooks on their modules. Use it under the lock of the bus.
-
-    A module of several watches has the hooks of the first one, so that its events are published once.
-    """
-
-    def __init__(self) -> None:
-        self._watches: list[Watch] = []
-        self._attached: weakref.WeakKeyDictionary[nn.Module, _Attached] = weakref.WeakKeyDictionary()
-
-    def __bool__(self) -> bool:
-        return bool(self._watches or self._attached)
-
-    def add(self, watch: Watch) -> None:
-        """Add a watch; the next :meth:`attach` attaches its hooks."""
-        self._watches.append(watch)
-
-    def remove(self, watch: Watch) -> None:
-        """Remove a watch if it is there; the next :meth:`attach` removes its hooks."""
-        if watch in self._watches:
-            self._watches.remove(watch)
-
-    def attach(self, kinds: Collection[type[ModuleEvent]], publish: Publish) -> None:
-        """Attach hooks for events of these classes to the watched modules, and remove all others."""
-        watched = {module: name for watch in reversed(self._watches) for name, module in watch.modules}
-        for module, attached in list(self._attached.items()):
-            stays = watched.get(module) == attached.name
-            for kind in attached.handles.keys() - (set(kinds) if stays else set()):
-                attached.handles.pop(kind).remove()
-            if not stays:
-                del self._attached[module]
+        A module of several watches goes by its name in the first one, so that its events are published once.
+        """
+        watched = {module: name for watch in reversed(watches) for name, module in watch._modules.items()}
         added = False
-        for module, name in watched.items():
-            handles = self._attached.setdefault(module, _Attached(name, {})).handles
-            for kind in kinds:
-                if kind not in handles:
-                    handles[kind] = KINDS[kind].register(module, _tap_class()(publish, kind, name))
-                    added = True
+        for module in {**self, **watched}:
+            handles = self.setdefault(module, {})
+            wanted = {(kind, watched[module]) for kind in kinds if module in watched}
+            for gone in handles.keys() - wanted:
+                handles.pop(gone).remove()
+            for kind, name in wanted - handles.keys():
+                handles[kind, name] = KINDS[kind](module, _tap_class()(publish, kind, name))
+                added = True
+            if not handles:
+                del self[module]
         if added:
             # Code that torch.compile made from a model without hooks does not check for new hooks.
             torch.compiler.reset()
@@ -112,25 +83,13 @@ class Watches:
 
 # ----------------------------------------------------------------------------------------------- on the modules
 
-
-class _Kind(NamedTuple):
-    """How torch calls the hook of one event."""
-
-    register: Callable[[nn.Module, Callable[..., None]], RemovableHandle]
-    fields: tuple[str, ...]
-
-
-KINDS: dict[type[ModuleEvent], _Kind] = {
-    BeforeModuleForward: _Kind(
-        lambda module, hook: module.register_forward_pre_hook(hook, with_kwargs=True), ("inputs", "kwargs")
-    ),
-    AfterModuleForward: _Kind(
-        lambda module, hook: module.register_forward_hook(hook, with_kwargs=True), ("inputs", "kwargs", "outputs")
-    ),
-    BeforeModuleBackward: _Kind(lambda module, hook: module.register_full_backward_pre_hook(hook), ("grad_outputs",)),
-    AfterModuleBackward: _Kind(lambda module, hook: module.register_full_backward_hook(hook), ("grad_inputs", "grad_outputs")),
+KINDS: dict[type[ModuleEvent], Callable[[nn.Module, Callable[..., None]], RemovableHandle]] = {
+    BeforeModuleForward: functools.partial(nn.Module.register_forward_pre_hook, with_kwargs=True),
+    AfterModuleForward: functools.partial(nn.Module.register_forward_hook, with_kwargs=True),
+    BeforeModuleBackward: nn.Module.register_full_backward_pre_hook,
+    AfterModuleBackward: nn.Module.register_full_backward_hook,
 }
-"""The events that watched modules publish."""
+"""The events that watched modules publish, with torch's way to register their hooks."""
 
 
 class _Tap:
@@ -143,8 +102,9 @@ class _Tap:
 
     def __call__(self, module: nn.Module, *values: Any) -> None:
         try:
-            fields = dict(zip(KINDS[self._kind].fields, values, strict=True))
-            self._publish(self._kind(module_name=self._name, module=module, **fields))
+            # The fields of these events are in the order of torch's arguments.
+            fields = zip(self._kind.__struct_fields__, (self._name, module, *values), strict=True)
+            self._publish(self._kind(**dict(fields)))
         except Exception as error:
             error.add_note(f"published by the watched module {self._name!r} ({type(module).__name__})")
             raise
@@ -173,26 +133,27 @@ def _tap_class() -> type[_Tap]:
 # ------------------------------------------------------------------------------------------------------ names
 
 
-def _matching(model: nn.Module, patterns: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
+def _matching(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
     if not isinstance(model, nn.Module):
         raise SubscribeError(f"bus.watch takes a torch.nn.Module and patterns of names, not {model!r}")
     named = dict(_named_modules(model))
+    kind = type(model).__name__
     found: dict[nn.Module, str] = {}
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise SubscribeError(f'bus.watch: {pattern!r} is not a pattern; give names of submodules, such as "encoder.*"')
         names = [name for name in named if fnmatchcase(name, pattern)]
         if not names:
-            raise SubscribeError(f"no submodule of {_class(model)} matches {pattern!r}{_nearest(pattern, named)}")
+            raise SubscribeError(f"no submodule of {kind} matches {pattern!r}{_nearest(pattern, named)}")
         called = [name for name in names if not isinstance(named[name], _CONTAINERS)]
         if not called:
             raise SubscribeError(
-                f"{pattern!r} matches only {_class(named[names[0]])} containers of {_class(model)}, which are never called "
+                f"{pattern!r} matches only {type(named[names[0]]).__name__} containers of {kind}, which are never called "
                 f'themselves, so there would be no events; watch what they hold: "{names[0]}.*"'
             )
         for name in called:
             found.setdefault(named[name], name)  # a module with two names goes by the first
-    return [(name, module) for module, name in found.items()]
+    return {name: module for module, name in found.items()}
 
 
 def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -213,7 +174,3 @@ def _nearest(pattern: str, named: dict[str, nn.Module]) -> str:
     if near:
         return f"; did you mean {' or '.join(map(repr, near))}?"
     return f"; it has {', '.join(map(repr, names[:5]))}{', ...' * (len(names) > 5)}" if names else "; it has no submodules"
-
-
-def _class(module: nn.Module) -> str:
-    return type(module).__name__
