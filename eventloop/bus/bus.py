@@ -22,7 +22,7 @@ from eventloop.checks import check_options, check_value
 from eventloop.errors import BusStateError, SubscribeError
 from eventloop.events import Event
 from eventloop.events.event import lineage, name_of, resolve
-from eventloop.offload import Backend, Lane, Runtime
+from eventloop.offload import Backend, Lane
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -55,9 +55,8 @@ class Bus(TypedOn, Lifecycle):
         abort_timeout: Seconds = 5.0,
     ) -> None:
         super().__init__(backend=backend, drain_timeout=drain_timeout, abort_timeout=abort_timeout)
-        self._routes: dict[type, Route | None] = {}  # publishing an event without an entry compiles its route
-        self._subscriptions: tuple[Subscription, ...] = ()
-        self._hooks: tuple[Hook, ...] = ()
+        self.hooks: tuple[Hook, ...] = ()
+        """The hooks that were added, in order."""
         self._counts: dict[str, Count] = {}
         self._timing = timing
         self._rank, self._world_size = 0, 1
@@ -99,10 +98,10 @@ class Bus(TypedOn, Lifecycle):
             SubscribeError: this bus has no such subscription.
         """
         with self._lock:
-            gone = [one for one in self._subscriptions if what is one or what == one.handler or what is one.hook]
+            gone = [one for one in self.subscriptions if what is one or what == one.handler or what is one.hook]
             if not gone:
                 raise SubscribeError(f"{what!r} is not subscribed to this bus")
-            self._hooks = tuple(hook for hook in self._hooks if hook is not what)
+            self.hooks = tuple(hook for hook in self.hooks if hook is not what)
             self.remove(*gone)
 
     def add(self, *hooks: Hook, priority: PriorityLike | None = None) -> None:
@@ -127,9 +126,9 @@ class Bus(TypedOn, Lifecycle):
                 own = options if priority is None else {**options, "priority": priority}
                 subscriptions.append(Subscription(self, events, method, hook, **own))
         with self._lock:
-            check_names([*self._hooks, *hooks])
+            check_names([*self.hooks, *hooks])
             self._insert(subscriptions)
-            self._hooks += tuple(hooks)
+            self.hooks += tuple(hooks)
 
     def watch(self, model: torch.nn.Module, *patterns: str) -> Watch:
         """Publish the module events of submodules: ``before_`` and ``after_module_forward``, ``_module_backward``.
@@ -157,16 +156,6 @@ class Bus(TypedOn, Lifecycle):
             self._watches.append(watch)
             self._attach()
         return watch
-
-    @property
-    def hooks(self) -> tuple[Hook, ...]:
-        """The hooks that were added, in order."""
-        return self._hooks
-
-    @property
-    def subscriptions(self) -> tuple[Subscription, ...]:
-        """All subscriptions in dispatch order: by priority, then by registration."""
-        return self._subscriptions
 
     # ------------------------------------------------------------------------------------------------ publishing
 
@@ -210,7 +199,7 @@ class Bus(TypedOn, Lifecycle):
     def describe(self, *, stats: bool = False) -> Description:
         """Return the hook table in the order of a run, to print (rich or plain) or to read (``rows``)."""
         check_value("stats", stats, bool)
-        return describe(self._subscriptions, stats=stats or self._timing, ranks=self._world_size > 1)
+        return describe(self.subscriptions, stats=stats or self._timing, ranks=self._world_size > 1)
 
     def explain(self, event: type[Event] | str) -> Source:
         """Return the source of the function that is compiled for ``event``."""
@@ -219,7 +208,7 @@ class Bus(TypedOn, Lifecycle):
 
     def stats(self) -> dict[Subscription, Stats]:
         """Return the counts of every subscription."""
-        return {subscription: subscription.stats for subscription in self._subscriptions}
+        return {subscription: subscription.stats for subscription in self.subscriptions}
 
     @property
     def timing(self) -> bool:
@@ -237,12 +226,12 @@ class Bus(TypedOn, Lifecycle):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all hooks by name, and the publish counts that filters compare."""
-        hooks = {hook.label: hook.state_dict() for hook in self._hooks if hook.stateful}
+        hooks = {hook.label: hook.state_dict() for hook in self.hooks if hook.stateful}
         return {"hooks": hooks, "publishes": {name: count.value for name, count in self._counts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of every hook; warn about a hook without saved state, and about state without a hook."""
-        load_state(self._hooks, state["hooks"])
+        load_state(self.hooks, state["hooks"])
         for name, value in state["publishes"].items():
             self._counts.setdefault(name, Count()).value = value
 
@@ -255,22 +244,11 @@ class Bus(TypedOn, Lifecycle):
                 self._rank, self._world_size = rank, world_size
                 self._routes.clear()
 
-    def fail(self, subscription: Subscription, error: BaseException) -> None:
-        """Raise ``error`` at the next publish or drain on the training thread, or at close.
-
-        The training thread is the thread with an open run; without a run, any thread but the bus's own. The first error of a
-        subscription is kept.
-        """
-        with self._lock:
-            self._failures.setdefault(subscription, error)
-            # Without routes, the next publish of any event calls raise_failures, so that a publish need not check.
-            self._routes.clear()
-
     def remove(self, *subscriptions: Subscription) -> None:
         """End subscriptions that are still active."""
         with self._lock:
             gone = [one for one in subscriptions if one.active]
-            self._replace([one for one in self._subscriptions if one not in gone], changed=gone)
+            self._replace([one for one in self.subscriptions if one not in gone], changed=gone)
             for subscription in gone:
                 subscription.ended()
 
@@ -279,7 +257,7 @@ class Bus(TypedOn, Lifecycle):
     def _insert(self, new: list[Subscription]) -> None:
         with self._lock:
             # sorted() is stable: equal priorities keep the order of registration.
-            merged = sorted([*self._subscriptions, *new], key=lambda one: one.priority)
+            merged = sorted([*self.subscriptions, *new], key=lambda one: one.priority)
             try:
                 if self._runtime is not None:
                     for subscription in new:
@@ -293,7 +271,7 @@ class Bus(TypedOn, Lifecycle):
     def _replace(self, subscriptions: list[Subscription], changed: list[Subscription]) -> None:
         """Replace the subscriptions, and drop the routes of changed ones. A publish in progress keeps its route."""
         names = {name for subscription in changed for name in subscription.mount_points}
-        self._subscriptions = tuple(subscriptions)
+        self.subscriptions = tuple(subscriptions)
         for kind in list(self._routes):  # a copy, because a signal handler may publish
             if not names.isdisjoint(lineage(kind)):
                 self._routes.pop(kind, None)
@@ -303,7 +281,7 @@ class Bus(TypedOn, Lifecycle):
         """Attach hooks to watched modules for the events that have subscribers and can be delivered."""
         if self._watches or self._taps:
             # On an idle bus an offloaded handler has no consumer, and calling the model must not fail for that.
-            unserved = ("async", "thread", "process") if self._state == "idle" else ()
+            unserved = ("async", "thread", "process") if self.state == "idle" else ()
             heard = {kind: {one.mode for one in self._heard_by(kind)} for kind in KINDS}
             kinds = [kind for kind, modes in heard.items() if modes and modes.isdisjoint(unserved)]
             self._taps.attach(self._watches, kinds, self.publish)
@@ -317,7 +295,7 @@ class Bus(TypedOn, Lifecycle):
         names = set(lineage(event_type))
         return [
             subscription
-            for subscription in self._subscriptions
+            for subscription in self.subscriptions
             if not names.isdisjoint(subscription.mount_points) and (not self._rank or subscription.ranks == "all")
         ]
 
@@ -344,20 +322,8 @@ class Bus(TypedOn, Lifecycle):
                 self._routes[event_type] = route
             return route
 
-    def _serve(self, runtime: Runtime) -> None:
-        for subscription in self._subscriptions:
-            subscription.serve(runtime)
-
     def _end_streams(self) -> None:
-        self.remove(*(one for one in self._subscriptions if one.mode == "stream"))
+        self.remove(*(one for one in self.subscriptions if one.mode == "stream"))
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise TypeError("a bus cannot be copied or pickled, because it has threads and subscribers; make a new bus instead")
-
-    def become_inert(self) -> None:
-        """Disable this copy of a bus in a forked child, so that it calls no handler."""
-        super().become_inert()
-        self._routes.clear()
-        for subscription in self._subscriptions:
-            if subscription.lane is not None:
-                subscription.lane.become_inert()

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple, Self
 
+from eventloop.bus.routes import Route
+from eventloop.bus.subscription import Subscription
 from eventloop.checks import check_value
 from eventloop.errors import BusStateError, OffloadError
 from eventloop.log import get_logger
 from eventloop.offload import Backend, Deadline, DrainReport, HostLoop, Runtime, in_thread
 
-_CLOSER_POLL = 0.01  # seconds between looks at whether another thread has closed the bus
+_CLOSER_POLL = 0.01  # seconds between looks at whether the other thread has closed the bus
 
 State = Literal["idle", "open", "draining"]
 
@@ -35,18 +37,21 @@ class Lifecycle:
     """The part of a bus that opens, drains and closes."""
 
     # Bus defines these; called under the lock.
-    _serve: Callable[[Runtime], None]  # starts the consumers of all subscriptions
     _end_streams: Callable[[], None]
     _attach: Callable[[], None]  # attaches hooks to watched modules, or removes them, as the state requires
 
     def __init__(self, *, backend: Backend, drain_timeout: float, abort_timeout: float) -> None:
         self._lock = threading.RLock()
-        self._failures: dict[object, BaseException] = {}  # by subscription: the first that is not raised yet
+        self.subscriptions: tuple[Subscription, ...] = ()
+        """All subscriptions in dispatch order: by priority, then by registration."""
+        self.state: State = "idle"
+        """``"idle"``, ``"open"`` or ``"draining"``."""
+        self._routes: dict[type, Route | None] = {}  # publishing an event without an entry compiles its route
+        self._failures: dict[Subscription, BaseException] = {}  # the first that is not raised yet
         self._training: tuple[_TrainingThread, ...] = ()  # those that failures are raised on
         self._backend: Backend = backend
         self._runtime: Runtime | None = None
         self._host: HostLoop | None = None
-        self._state: State = "idle"
         self._inert = False  # in a forked child
         self._over = False  # closed, and not opened again
         self._closer = 0  # the thread that closes it
@@ -54,18 +59,12 @@ class Lifecycle:
         self.abort_timeout = abort_timeout
         _buses.add(self)
 
-    @property
-    def state(self) -> State:
-        """``"idle"``, ``"open"`` or ``"draining"``."""
-        return self._state
-
     def open(self) -> None:
         """Start the consumers of offloaded handlers; ``with bus:`` does it and closes.
 
         Raises:
             BusStateError: it is open already.
         """
-        self._check_idle()
         self._open(Runtime(self._backend, self._interrupt))
 
     def close(self, *, abort: bool = False) -> None:
@@ -79,17 +78,14 @@ class Lifecycle:
             OffloadError: not everything could be delivered within ``drain_timeout``.
             Exception: what offloaded handlers with ``on_error="raise"`` raised (an ExceptionGroup if several did).
         """
-        runtime = self._runtime
-        if runtime is not None:
-            _check_outside(runtime, "close", blocks=True)
-            if runtime.hosted:
-                raise BusStateError("this bus was opened by `async with bus:`, which closes it when its block ends")
+        runtime = self._outside("close", blocks=True)
+        if runtime is not None and runtime.hosted:
+            raise BusStateError("this bus was opened by `async with bus:`, which closes it when its block ends")
         self._close(_Patience(self, abort=abort))
 
     async def aclose(self, *, abort: bool = False) -> None:
         """Close without blocking the event loop, as ``async with bus:`` does. Cancelled, it goes on like ``abort=True``."""
-        if self._runtime is not None:
-            _check_outside(self._runtime, "aclose", blocks=False)
+        if self._outside("aclose", blocks=False) is not None:
             patience = _Patience(self, abort=abort)
             await in_thread(partial(self._close, patience), "trainbus closes", cancelled=patience.abort)
 
@@ -123,7 +119,6 @@ class Lifecycle:
         self.close(abort=error is not None)
 
     async def __aenter__(self) -> Self:
-        self._check_idle()
         host = HostLoop()
         runtime = Runtime(host, self._interrupt)
         await host.open()
@@ -165,6 +160,17 @@ class Lifecycle:
         with self._lock:
             self._training = tuple(one for one in self._training if one.interrupt != interrupt)
 
+    def fail(self, subscription: Subscription, error: BaseException) -> None:
+        """Raise ``error`` at the next publish or drain on the training thread, or at close.
+
+        The training thread is the thread with an open run; without a run, any thread but the bus's own. The first error of a
+        subscription is kept.
+        """
+        with self._lock:
+            self._failures.setdefault(subscription, error)
+            # Without routes, the next publish of any event calls raise_failures, so that a publish need not check.
+            self._routes.clear()
+
     def raise_failures(self) -> None:
         """Raise the errors of offloaded handlers, if this is the thread to raise them on; the next publish would, too."""
         if self._raises_here():
@@ -176,7 +182,7 @@ class Lifecycle:
         return self._runtime is not None and self._runtime.in_host_loop
 
     def become_inert(self) -> None:
-        """Disable this copy of a bus in a forked child, where there are no consumers and the locks may be held for ever."""
+        """Disable this copy of a bus in a forked child: it has no consumers, and its locks may be held for ever."""
         self._inert = self._over = True
         self._lock = threading.RLock()
         for one in self._training:
@@ -184,8 +190,11 @@ class Lifecycle:
         self._training, self._failures = (), {}
         self._runtime = None
         self._host = None
-        self._state = "idle"
-        _open_buses.discard(self)
+        self.state = "idle"
+        self._routes.clear()
+        for subscription in self.subscriptions:
+            if subscription.lane is not None:
+                subscription.lane.become_inert()
 
     # -------------------------------------------------------------------------------------------------- internals
 
@@ -199,41 +208,51 @@ class Lifecycle:
     def _check_idle(self) -> None:
         if self._inert:
             self._refuse_in_fork()
-        if self._state != "idle":
+        if self.state != "idle":
             where = " in an event loop by `async with bus:`" if self._runtime is not None and self._runtime.hosted else ""
-            raise BusStateError(f"this bus is {self._state}{where} already; the code that opened it closes it")
+            raise BusStateError(f"this bus is {self.state}{where} already; the code that opened it closes it")
 
     def _drainable(self, call: str, *, blocks: bool) -> Runtime:
-        if self._runtime is None:
+        runtime = self._outside(call, blocks=blocks)
+        if runtime is None:
             raise BusStateError("only an open bus can be drained: use `with bus:` or `async with bus:`")
-        _check_outside(self._runtime, call, blocks=blocks)
-        return self._runtime
+        return runtime
+
+    def _outside(self, call: str, *, blocks: bool) -> Runtime | None:
+        """Return the runtime, if any; raise BusStateError on a thread that ``call`` must not wait on."""
+        runtime = self._runtime
+        if runtime is not None and runtime.inside:
+            raise BusStateError(f"bus.{call}() was called from an offloaded handler of the same bus: it would wait for itself")
+        if runtime is not None and blocks and runtime.in_host_loop:
+            raise BusStateError(f"bus.{call}() would block the event loop that this bus runs in: use `await bus.a{call}()`")
+        return runtime
 
     def _open(self, runtime: Runtime) -> None:
         with self._lock:
             self._check_idle()
             self._failures = {}  # of a session before
             try:
-                self._serve(runtime)
+                for subscription in self.subscriptions:
+                    subscription.serve(runtime)
             except BaseException:
                 runtime.close(1.0, "its bus could not be opened", abandon=True)
                 raise
             self._runtime = runtime
-            self._state = "open"
+            self.state = "open"
             self._over = False
             self._attach()
-        _open_buses.add(self)
 
     def _close(self, patience: _Patience) -> None:
         with self._lock:
             runtime = self._runtime
-            closes = self._state == "open"
+            closes = self.state == "open"
             if closes:
-                self._state, self._closer = "draining", threading.get_ident()
+                self.state, self._closer = "draining", threading.get_ident()
         if runtime is None:
             return
-        if not closes:
-            self._wait_for_closer(runtime, patience)
+        if not closes:  # another thread does; a signal handler that struck in this close does not wait for itself
+            while self._runtime is runtime and threading.get_ident() != self._closer and patience.left:
+                time.sleep(min(_CLOSER_POLL, patience.left))
             return
         settled = False
         try:
@@ -254,11 +273,6 @@ class Lifecycle:
                 )
             )
         _raise_all(failures)
-
-    def _wait_for_closer(self, runtime: Runtime, deadline: Deadline) -> None:
-        """Wait until another thread has closed the bus. A signal handler that struck in that close does not wait for itself."""
-        while self._runtime is runtime and threading.get_ident() != self._closer and deadline.left:
-            time.sleep(min(_CLOSER_POLL, deadline.left))
 
     def _raises_here(self) -> bool:
         """Return True if there are errors of offloaded handlers, and this is the thread to raise them on."""
@@ -290,10 +304,9 @@ class Lifecycle:
             with self._lock:
                 self._end_streams()
                 self._runtime = None
-                self._state = "idle"
+                self.state = "idle"
                 self._over = True
                 self._attach()
-            _open_buses.discard(self)
 
 
 class _Patience(Deadline):
@@ -318,21 +331,14 @@ def _raise_all(failures: list[BaseException]) -> None:
         raise BaseExceptionGroup("several offloaded handlers failed", failures)
 
 
-def _check_outside(runtime: Runtime, call: str, *, blocks: bool) -> None:
-    if runtime.inside:
-        raise BusStateError(f"bus.{call}() was called from an offloaded handler of the same bus: it would wait for itself")
-    if blocks and runtime.in_host_loop:
-        raise BusStateError(f"bus.{call}() would block the event loop that this bus runs in: use `await bus.a{call}()`")
-
-
 _buses: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
-_open_buses: set[Lifecycle] = set()
 
 
 def _close_at_exit() -> None:
-    for bus in list(_open_buses):
-        log.warning("the interpreter exits while a bus is open; use `with bus:` so that nothing is lost")
-        bus._close(_Patience(bus, abort=True))
+    for bus in list(_buses):
+        if bus.state != "idle":
+            log.warning("the interpreter exits while a bus is open; use `with bus:` so that nothing is lost")
+            bus._close(_Patience(bus, abort=True))
 
 
 def _inert_after_fork() -> None:
