@@ -21,7 +21,7 @@ begins at once: a + 1, a + 1 + n …)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -93,32 +93,25 @@ class Filter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return " ".join([*(f"{name}={value}" for name, value in shown.items() if value is not None), *seconds])
 
 
-def make_filter(
-    events: Iterable[type[Event]],
-    *,
-    every: int | None = None,
-    once: int | Iterable[int] | None = None,
-    after: int | None = None,
-    before: int | None = None,
-    when: Callable[[Any], object] | None = None,
-    every_seconds: float | None = None,
-) -> Filter | None:
-    """Return a filter with these options, whose types are checked, or None without options.
+def make_filter(events: Iterable[type[Event]], options: Mapping[str, Any]) -> Filter | None:
+    """Return the filter that ``options`` of ``bus.on``, whose types are checked, ask for, or None if they ask for none.
 
     Raises:
         SubscribeError: an event lacks the progress that it counts by, ``when`` cannot be called with the event, or the
             combination can never fire.
     """
+    once, when, seconds = (options.get(name) for name in ("once", "when", "every_seconds"))
     if when is not None:
         check_picks("when", when, "a truth value")
+    every = options.get("every")
     made = Filter(
         every=None if every == 1 else every,  # every=1 and after=0 pass all events
-        after=after or None,
+        after=options.get("after") or None,
         once=None if once is None else _counts(once),
-        before=before,
+        before=options.get("before"),
         when=when,
-        every_seconds=every_seconds,
-        due=None if every_seconds is None else _interval(every_seconds),
+        every_seconds=seconds,
+        due=None if seconds is None else _interval(seconds),
     )
     _check_can_fire(made)
     for event in events if made.counted else ():
@@ -127,7 +120,7 @@ def make_filter(
                 f"{event.__name__}.counts is {event.counts!r}, but the event has no field `progress: Progress` to count by; "
                 "add it or leave `counts` out to count its publishes"
             )
-    return made if made.counted or when is not None or every_seconds is not None else None
+    return made if made.counted or when is not None or seconds is not None else None
 
 
 def _counts(once: int | Iterable[int]) -> frozenset[int]:

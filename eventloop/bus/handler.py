@@ -18,8 +18,6 @@ from eventloop.errors import SubscribeError
 from eventloop.offload import Full, Lane, SizedLane, detacher
 
 Mode = Literal["inline", "async", "thread", "process", "stream"]
-
-
 _Events = Annotated[int, Meta(ge=1, description="a positive number of events")]
 
 
@@ -71,11 +69,7 @@ _LANE_OPTIONS = ("capture", "queue", "full", "linger", "max_bytes", "timeout", "
 
 
 def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are not None, each checked by itself.
-
-    Raises:
-        SubscribeError: an option is unknown, or its value is invalid.
-    """
+    """Return the options that are not None; raise SubscribeError for an unknown one or an invalid value."""
     for name in options:
         if name not in _OPTIONS:
             near = get_close_matches(name, _OPTIONS, n=1)
@@ -103,13 +97,13 @@ def stream(event: Any) -> None:
 
 
 def mode_of(handler: Callable[..., Any], offload: str | None) -> Mode:
-    """Return where a handler runs.
-
-    Raises:
-        SubscribeError: the handler cannot run with this ``offload``, or is a generator.
-    """
+    """Return where a handler runs; raise SubscribeError for one that cannot be called, or not with this ``offload``."""
     if handler is stream:
         return "stream"
+    if handler is None:
+        raise SubscribeError("bus.on(..., f()) subscribes what f has returned, which is None; write bus.on(..., f)")
+    if not callable(handler):
+        raise SubscribeError("a handler is a function (or an object with __call__) that takes the event")
     if is_generator(handler):
         raise SubscribeError("a handler with `yield` in it is a generator: calling it would run nothing; return instead")
     if not is_async(handler):
@@ -124,36 +118,38 @@ def mode_of(handler: Callable[..., Any], offload: str | None) -> Mode:
     return "async"
 
 
-def make_lane(label: str, options: Mapping[str, Any]) -> Lane:
-    """Return the lane of an offloaded handler with these options; ``label`` names its subscription in errors.
+def make_lane(label: str, mode: Mode, options: Mapping[str, Any]) -> Lane | None:
+    """Return the lane of a handler with these options, or None for an inline one; ``label`` names its subscription in errors.
 
     Raises:
-        SubscribeError: ``max_bytes`` without ``capture``, or a ``capture`` that cannot be called with the event.
+        SubscribeError: an option does not fit the mode or the others, or ``capture`` cannot be called with the event.
     """
+    if mode == "inline":
+        for name in _LANE_OPTIONS:
+            if name in options:
+                raise SubscribeError(
+                    f"{name}= is for offloaded handlers, but this one is a plain function that runs inline; "
+                    'add offload="thread", or make it async'
+                )
+        return None
     names = {"queue": "capacity", "full": "full", "linger": "linger"}
-    lane = {names[name]: value for name, value in options.items() if name in names}
+    sizes = {names[name]: value for name, value in options.items() if name in names}
     if "capture" in options:
         check_picks("capture", options["capture"], "what the handler needs")
-        return SizedLane(label, options["capture"], max_bytes=options.get("max_bytes"), **lane)
-    if "max_bytes" in options:
+        lane: Lane = SizedLane(label, options["capture"], max_bytes=options.get("max_bytes"), **sizes)
+    elif "max_bytes" in options:
         raise SubscribeError("max_bytes= counts the tensors that capture= picks; for events without, queue= is the bound")
-    return Lane(label, detacher(), **lane)
-
-
-def refuse_lane_options(options: Mapping[str, Any]) -> None:
-    """Raise SubscribeError if an inline handler has an option for offloaded handlers."""
-    for name in _LANE_OPTIONS:
-        if name in options:
-            raise SubscribeError(
-                f"{name}= is for offloaded handlers, but this one is a plain function that runs inline; "
-                'add offload="thread", or make it async'
-            )
+    else:
+        lane = Lane(label, detacher(), **sizes)
+    # A batch has many publishers: its handler sees the subscriber's context variables.
+    lane.contextual = "batch" not in options and mode in ("async", "thread")
+    return lane
 
 
 def label_of(handler: object, hook: Hook | None) -> str:
     """Return the name of a handler in tables and errors: ``"watch"``, ``"EMAHook.after_train_iter"``."""
     if not callable(handler):
-        return repr(handler)
+        return repr(handler)  # for the error that refuses it
     name = str(getattr(_unwrapped(handler), "__name__", type(handler).__name__))
     return name if hook is None else f"{hook.label}.{name}"
 

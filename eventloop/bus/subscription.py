@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal, Protocol, Self
 
 import msgspec
 
 from eventloop.bus.filters import make_filter
-from eventloop.bus.handler import Mode, checked_options, label_of, location_of, make_lane, mode_of, refuse_lane_options
+from eventloop.bus.handler import Mode, checked_options, label_of, location_of, make_lane, mode_of
 from eventloop.bus.hook import Hook, Ranks
 from eventloop.bus.priority import Priority
 from eventloop.checks import check_arity
@@ -18,10 +17,9 @@ from eventloop.errors import HandlerTimeoutError, SubscribeError, WorkerDiedErro
 from eventloop.events import Event
 from eventloop.events.event import moment, name_of
 from eventloop.log import get_logger
-from eventloop.offload import Delivery, Lane, LaneStats, Runtime, Sources, importable_of, is_plain
+from eventloop.offload import Delivery, LaneStats, Runtime, Sources, importable_of, is_plain
 
 _MOST_TIMEOUTS = 3  # handlers that hang in threads left behind, or worker processes that do not start, before it is retired
-_FILTERS = ("every", "once", "after", "before", "when", "every_seconds")
 _OFFLOADED = "in the offloaded"  # begins the note on an error of an offloaded handler
 
 log = get_logger()
@@ -67,25 +65,17 @@ class Subscription:
         self.hook = hook
         self.label = label_of(handler, hook)
         self.location = location_of(handler)
-        with self._named():
-            if handler is None:
-                raise SubscribeError("bus.on(..., f()) subscribes what f has returned, which is None; write bus.on(..., f)")
-            if not callable(handler):
-                raise SubscribeError("a handler is a function (or an object with __call__) that takes the event")
+        try:
             given = checked_options(options)
             self.priority = Priority.parse(given.get("priority", Priority.NORMAL))
-            self.filter = make_filter(events, **{name: given[name] for name in _FILTERS if name in given})
+            self.filter = make_filter(events, given)
             self.mode: Mode = mode_of(handler, given.get("offload"))
             self.batch: int | None = given.get("batch")
             check_arity(handler, "a handler", "the event" if self.batch is None else "a list of events")
             self._target = importable_of(handler) if self.mode == "process" else None
-            self.lane: Lane | None = None
-            if self.mode == "inline":
-                refuse_lane_options(given)
-            else:
-                self.lane = make_lane(f"{self.label} ({self.mount_point})", given)
-                # A batch has many publishers: its handler sees the subscriber's context variables.
-                self.lane.contextual = self.batch is None and self.mode in ("async", "thread")
+            self.lane = make_lane(f"{self.label} ({self.mount_point})", self.mode, given)
+        except SubscribeError as error:
+            raise SubscribeError(f"cannot subscribe {self.label} to {self.mount_point}: {error}") from None
         self._detaches = "capture" not in given  # nothing else is done to an event on its way into the lane
         self.ranks: Ranks = given.get("ranks", "all")
         self.timeout: float | None = given.get("timeout")
@@ -114,9 +104,8 @@ class Subscription:
         with self._counting:
             calls, failed, seconds = self._calls, self._failed, self._nanoseconds / 1e9
         if self.lane is None:
-            return Stats(
-                calls + failed, calls, failed, calls=calls, seconds=seconds
-            )  # a timed call that raises is not in calls
+            # A timed call that raises is not in calls.
+            return Stats(calls + failed, calls, failed, calls=calls, seconds=seconds)
         return Stats(**msgspec.structs.asdict(self.lane.stats), bytes=self.lane.bytes, calls=calls, seconds=seconds)
 
     def __repr__(self) -> str:
@@ -155,18 +144,19 @@ class Subscription:
         """Start the consumer of an offloaded subscription."""
         if self.lane is None or self.mode == "stream":
             return
-        delivery = Delivery(
-            self.lane,
-            self.handler,
-            self._lane_failed,
-            self._lane_broke,
-            batch=self.batch,
-            loud=self.on_error == "raise",
-            is_async=self.mode == "async",
-            timeout=self.timeout,
-            target=self._target,
+        runtime.serve(
+            Delivery(
+                self.lane,
+                self.handler,
+                self._lane_failed,
+                self._lane_broke,
+                batch=self.batch,
+                loud=self.on_error == "raise",
+                is_async=self.mode == "async",
+                timeout=self.timeout,
+                target=self._target,
+            )
         )
-        runtime.serve(delivery)
 
     def ended(self) -> None:
         """Retire the lane after the bus has removed this subscription."""
@@ -175,14 +165,6 @@ class Subscription:
             self.lane.retire("its subscription was cancelled")
 
     # ------------------------------------------------------------------------------------------------ internals
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Name this subscription in a SubscribeError of the block."""
-        try:
-            yield
-        except SubscribeError as error:
-            raise SubscribeError(f"cannot subscribe {self.label} to {self.mount_point}: {error}") from None
 
     def _annotate(self, error: BaseException, event: Event) -> None:
         where = f"in {self.label} ({self.mode}, priority {self.priority}, {self.location}) at "
