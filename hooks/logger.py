@@ -230,7 +230,7 @@ class LoggerHook(Hook):
             log.info("files copied", out_dir=str(self._out_dir), files=len(copies))
 
 
-LOGGER = Slot("logger", LoggerHook, weak=True)
+LOGGER = Slot("logger", LoggerHook)
 
 
 def _where(progress: Progress, batch: int = 0, epoch_length: int | None = None) -> Where:

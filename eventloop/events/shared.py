@@ -11,7 +11,6 @@ The run owns the values and drops them when it ends; neither the slots nor the h
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Annotated, Any, Generic, TypeVar, overload
 
 from msgspec import Meta
@@ -22,7 +21,6 @@ from eventloop.errors import TrainingError
 T = TypeVar("T")
 D = TypeVar("D")
 
-
 _Name = Annotated[str, Meta(min_length=1, description="a name of the value")]
 
 
@@ -32,72 +30,49 @@ class Slot(Generic[T]):
     Args:
         name: name for tables and errors.
         kind: type of the value; a value of another type is an error.
-        weak: hold the value weakly.
 
     Raises:
         ConfigurationError: ``name`` is empty, or ``kind`` is not a type.
     """
 
-    __slots__ = ("__weakref__", "kind", "name", "weak")
+    __slots__ = ("__weakref__", "kind", "name")
 
     @check_options
-    def __init__(self, name: _Name, kind: type[T], *, weak: bool = False) -> None:
+    def __init__(self, name: _Name, kind: type[T]) -> None:
         self.name = name
         self.kind = kind
-        self.weak = weak
 
     def __repr__(self) -> str:
-        return f"Slot({self.name!r}, {self.kind.__name__}{', weak=True' if self.weak else ''})"
+        return f"Slot({self.name!r}, {self.kind.__name__})"
 
 
-class Shared:
+class Shared(weakref.WeakKeyDictionary[Slot[Any], Any]):
     """The values of slots, in ``run.shared``. Use it on the training thread; the run drops the values when it ends.
 
     Checkpoints do not contain them: put state that must survive a resume into the hook's ``state_dict``. Slots are held weakly,
     so that slots of a reloaded module disappear.
     """
 
-    def __init__(self) -> None:
-        self._values: weakref.WeakKeyDictionary[Slot[Any], Any] = weakref.WeakKeyDictionary()
-
     def __setitem__(self, slot: Slot[T], value: T) -> None:
         if not isinstance(value, slot.kind):
             raise TypeError(f"{slot!r} holds a {slot.kind.__name__}, not a {type(value).__name__}")
-        self._values[slot] = weakref.ref(value) if slot.weak else value
+        super().__setitem__(slot, value)
 
     def __getitem__(self, slot: Slot[T]) -> T:
-        value = self.get(slot)
-        if value is None:
+        try:
+            value: T = super().__getitem__(slot)
+        except KeyError:
             raise TrainingError(
                 f"{slot!r} is empty: is the hook that fills it on the bus, and does its turn come earlier (a lower "
                 f"priority, an earlier mount point)? shared are {', '.join(one.name for one in self) or 'none'}"
-            )
+            ) from None
         return value
 
-    def __delitem__(self, slot: Slot[Any]) -> None:
-        self._values.pop(slot, None)
-
-    def __contains__(self, slot: Slot[Any]) -> bool:
-        return self.get(slot) is not None
-
-    def __iter__(self) -> Iterator[Slot[Any]]:
-        """Iterate over the slots with a value."""
-        return (slot for slot in list(self._values) if slot in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    @overload
+    @overload  # type: ignore[override]  # only slots are keys
     def get(self, slot: Slot[T]) -> T | None: ...
     @overload
     def get(self, slot: Slot[T], default: D) -> T | D: ...
     def get(self, slot: Slot[T], default: D | None = None) -> T | D | None:
         """Return the value of ``slot``, or ``default``."""
-        value = self._values.get(slot)
-        if slot.weak and value is not None:
-            value = value()
-        return default if value is None else value
-
-    def clear(self) -> None:
-        """Drop all values; the run calls it when it ends, also by an exception."""
-        self._values.clear()
+        value: T | D | None = super().get(slot, default)
+        return value

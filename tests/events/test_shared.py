@@ -1,4 +1,4 @@
-"""What hooks keep for each other in a run: typed, weak where it is wanted, and gone with the run."""
+"""What hooks keep for each other in a run: typed, and gone with the run."""
 
 import gc
 import weakref
@@ -73,19 +73,6 @@ def test_slots_of_the_same_name_are_two_places() -> None:
     del run.shared[other]
     assert other not in run.shared
     assert len(run.shared) == 1
-
-
-def test_a_weak_slot_does_not_keep_the_value_alive() -> None:
-    run = Run(model=torch.nn.Linear(1, 1))
-    slot, thing = Slot("thing", Thing, weak=True), Thing()
-    run.shared[slot] = thing
-    assert run.shared[slot] is thing
-    del thing
-    gc.collect()
-    assert slot not in run.shared
-    assert run.shared.get(slot, "none") == "none"
-    with pytest.raises(TypeError, match="weak"):
-        run.shared[Slot("number", int, weak=True)] = 3
 
 
 @pytest.mark.parametrize("end", ["in order", "by an error"])
