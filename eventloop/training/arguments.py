@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -14,6 +14,8 @@ import torch
 from eventloop.bus import Bus
 from eventloop.checkpoint import RemotePath, as_path
 from eventloop.errors import ConfigurationError
+
+T = TypeVar("T")
 
 Models = torch.nn.Module | Annotated[Mapping[str, torch.nn.Module], msgspec.Meta(description="a mapping of names to them")]
 Optimizers = (
@@ -35,14 +37,14 @@ Step = Annotated[Callable[[Any, Any], Any], msgspec.Meta(description="a function
 
 
 def checked_work_dir(work_dir: str | Path) -> Path:
-    """Return the directory as a path; raise ConfigurationError if it is a URL."""
-    place = as_path(work_dir)
-    if isinstance(place, RemotePath):
+    """Return the directory as an absolute path; raise ConfigurationError if it is a URL."""
+    path = as_path(work_dir)
+    if isinstance(path, RemotePath):
         raise ConfigurationError(
-            f"work_dir={str(place)!r} is a URL: give a local directory, for logs, and the URL to "
-            f'CheckpointHook(out_dir="{place}")'
+            f"work_dir={str(path)!r} is a URL: give a local directory, for logs, and the URL to "
+            f'CheckpointHook(out_dir="{path}")'
         )
-    return place
+    return path.absolute()
 
 
 def check_step(name: str, step: Callable[..., Any]) -> None:
@@ -57,7 +59,7 @@ def check_step(name: str, step: Callable[..., Any]) -> None:
         raise ConfigurationError(f"{name}{signature} cannot be called as {name}(model, batch): {error}") from None
 
 
-def named(kind: str, things: Any, wanted: type) -> dict[str, Any]:
+def named(kind: str, things: Any, wanted: type[T]) -> dict[str, T]:
     """Return one or several objects as a mapping of names; raise ConfigurationError for one of another type."""
     found = dict(things) if isinstance(things, Mapping) else {kind: things}
     for name, thing in found.items():

@@ -55,7 +55,7 @@ class Bodies:
         if "epoch" in self.scopes:
             self.drop_iteration()
             self.drive.end_epoch()
-        self.training = None
+        self.training, self.left = None, False
 
     def abandon_evaluation(self) -> None:
         """End a validation or test early if one is open, after ``break`` or a stop."""
@@ -67,7 +67,7 @@ class Bodies:
 
     def abandon_epoch(self) -> None:
         """End the open epoch early, if any."""
-        self.training = None
+        self.training, self.left = None, False
         if "epoch" in self.scopes:
             self.drive.abandon_epoch()
 
@@ -259,7 +259,7 @@ class TrainBatches(Batches):
                 "outer epoch by `break` out of its `for` statement"
             )
         bodies.end_epoch()
-        bodies.training, bodies.left = self, False
+        bodies.training = self
         self._drive.begin_epoch(self._feed, endless=self._endless)
 
     def leave(self) -> None:

@@ -49,6 +49,17 @@ def tell_useless(optimizers: Mapping[str, torch.optim.Optimizer], models: Mappin
             )
 
 
+def selected(optimizers: Mapping[str, torch.optim.Optimizer], wanted: str | int | None) -> tuple[str, ...]:
+    """Return the names of all optimizers, or of the one with this name or index; raise ConfigurationError for another."""
+    if not optimizers:
+        raise ConfigurationError("run.set_lr() needs an optimizer: give it to Run(optimizer=...)")
+    chosen = tuple(name for index, name in enumerate(optimizers) if wanted in (None, name, index))
+    if not chosen:
+        names = ", ".join(map(repr, optimizers))
+        raise ConfigurationError(f"optimizer={wanted!r}: the run has {names}; give one of these names, or an index")
+    return chosen
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the learning rate of all parameter groups, and scale the base rates of schedules by the same factor.
 

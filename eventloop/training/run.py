@@ -1,13 +1,4 @@
-"""``Run``: one run of a training, as hooks and your own loop see it.
-
-    with Run(bus, model=model, optimizer=optimizer, work_dir="runs/mine") as run:
-        for epoch in run.epochs(20):
-            for batch in run.train(loader):
-                ...                                  # forward, backward, step: as in any training loop
-                run.report(loss=loss)
-
-publishes the same events around your own loop body as ``TrainLoop``. :mod:`eventloop.training.driver` defines their order.
-"""
+"""``Run``: one run of a training, as hooks and your own loop see it."""
 
 from __future__ import annotations
 
@@ -28,28 +19,13 @@ from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.events import Event, Progress, RunEvent
 from eventloop.events.shared import Shared
-from eventloop.training.arguments import (
-    Config,
-    Data,
-    Limit,
-    Models,
-    OnBus,
-    Optimizers,
-    Rate,
-    Resume,
-    Stateful,
-    check_image,
-    checked_stateful,
-    checked_work_dir,
-    device_of,
-    named,
-)
+from eventloop.training import arguments as given
 from eventloop.training.data import Feeds
 from eventloop.training.distributed.ranks import this_rank, world_size
 from eventloop.training.driver import Driver
 from eventloop.training.iterators import Bodies, Epochs, EvaluationBatches, TrainBatches
 from eventloop.training.metrics import NamedMetrics
-from eventloop.training.optimizers import by_path, options_given, stepping
+from eventloop.training.optimizers import by_path, options_given, selected, stepping
 from eventloop.training.rng import checked_seed
 from eventloop.training.saves.capture import Saves
 from eventloop.training.saves.request import OnError, SaveRequest
@@ -61,10 +37,19 @@ from eventloop.training.update import window_open
 class Run:
     """One run of a training, validation or test: a context manager that opens the bus if it is idle.
 
+        with Run(bus, model=model, optimizer=optimizer, work_dir="runs/mine") as run:
+            for epoch in run.epochs(20):
+                for batch in run.train(loader):
+                    ...                              # forward, backward, step: as in any training loop
+                    run.report(loss=loss)
+
+    :meth:`stop`, :meth:`cancel`, :meth:`pause`, :meth:`resume`, :meth:`set_lr` and :meth:`checkpoint_now` are safe from any
+    thread and from signal handlers. They take effect at the next safe mount point, after the current iteration.
+
     With several ``torch.distributed`` processes, each has its own run, and the runs stay in step:
 
     - A wrapper (``DistributedDataParallel``) keeps the model equal on all ranks. Validation metrics cover all ranks.
-    - If one rank requests a stop, pause or checkpoint, all ranks act after the same iteration. Rank 0 writes the files.
+    - If one rank requests a stop, pause, rate or checkpoint, all ranks act after the same iteration. Rank 0 writes the files.
     - An exception on one rank ends all ranks. A rank waits for another for at most ``init_process_group(timeout=)``. Set a
       timeout longer than anything one rank does alone, such as writing the last checkpoint.
 
@@ -91,28 +76,28 @@ class Run:
     @check_options
     def __init__(
         self,
-        bus: OnBus | None = None,
+        bus: given.OnBus | None = None,
         *,
-        model: Models,
-        optimizer: Optimizers | None = None,
+        model: given.Models,
+        optimizer: given.Optimizers | None = None,
         work_dir: str | Path | None = None,
         device: str | torch.device | None = None,
         seed: int | None = None,
-        stateful: Stateful | None = None,
-        resume: Resume | None = None,
+        stateful: given.Stateful | None = None,
+        resume: given.Resume | None = None,
         strict: bool = True,
         name: str | None = None,
-        config: Config | None = None,
+        config: given.Config | None = None,
         counters: Counters | None = None,
     ) -> None:
         self.bus = bus if bus is not None else Bus()
-        self.models = named("model", model, torch.nn.Module)
-        self.optimizers = named("optimizer", {} if optimizer is None else optimizer, torch.optim.Optimizer)
+        self.models = given.named("model", model, torch.nn.Module)
+        self.optimizers = given.named("optimizer", {} if optimizer is None else optimizer, torch.optim.Optimizer)
         for one in self.optimizers.values():
             stepping(one)  # checks that its steps can be counted
-        self.stateful = checked_stateful(stateful or {})
-        self.work_dir = None if work_dir is None else checked_work_dir(work_dir).absolute()
-        self.device = device_of(device, self.models)
+        self.stateful = given.checked_stateful(stateful or {})
+        self.work_dir = None if work_dir is None else given.checked_work_dir(work_dir)
+        self.device = given.device_of(device, self.models)
         self.seed = None if seed is None else checked_seed(seed)
         self.name = name or (self.work_dir.name if self.work_dir else "run")
         self.config = config or {}
@@ -133,8 +118,7 @@ class Run:
     @property
     def model(self) -> torch.nn.Module:
         """The model, or the first of several."""
-        first: torch.nn.Module = next(iter(self.models.values()))
-        return first
+        return next(iter(self.models.values()))
 
     @property
     def unwrapped_model(self) -> torch.nn.Module:
@@ -189,7 +173,7 @@ class Run:
         return self._driver
 
     @check_options
-    def epochs(self, max_epochs: Limit | None = None, *, max_iters: Limit | None = None) -> Epochs:
+    def epochs(self, max_epochs: given.Limit | None = None, *, max_iters: given.Limit | None = None) -> Epochs:
         """Iterate over the indices of the remaining epochs, between ``before_train`` and ``after_train``.
 
         Args:
@@ -203,11 +187,11 @@ class Run:
         return Epochs(self._bodies)
 
     @check_options
-    def train(self, loader: Data, *, endless: bool = False) -> TrainBatches:
+    def train(self, loader: given.Data, *, endless: bool = False) -> TrainBatches:
         """Iterate over the batches of one epoch on the run's device, and publish its events around the loop body.
 
         ``break`` ends the iteration without its ``after_train_iter``; the next call of the run (a validation, the next epoch)
-        ends the epoch. With ``with run.train(loader) as batches:``, the end of the block does what ``break`` does.
+        ends the epoch. The end of a block ``with run.train(loader) as batches:`` does the same.
 
         Args:
             loader: an iterable of batches that can be iterated again.
@@ -216,7 +200,7 @@ class Run:
         return TrainBatches(self._bodies, self._feeds.for_training(loader), endless=endless)
 
     @check_options
-    def validate(self, loader: Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
+    def validate(self, loader: given.Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
         """Iterate over validation batches in evaluation mode without gradients, and publish the events of a validation.
 
         Reported outputs feed ``metrics``, and scalar ones are averaged; afterwards ``.metrics`` holds the result. Inside
@@ -230,7 +214,7 @@ class Run:
         return EvaluationBatches(self._bodies, feed, self._feeds.metrics(metrics), "val")
 
     @check_options
-    def test(self, loader: Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
+    def test(self, loader: given.Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
         """Iterate over test batches; like :meth:`validate`, with the events of a test."""
         feed = self._feeds.for_evaluation(loader, "test_data")
         return EvaluationBatches(self._bodies, feed, self._feeds.metrics(metrics), "test")
@@ -258,7 +242,7 @@ class Run:
         """
         self.state.check_open("run.report_image()")
         if self.bus.wants(ev.ImageReported):
-            check_image(name, image)
+            given.check_image(name, image)
             self.publish(ev.ImageReported, name=name, image=image)
 
     def publish(self, event: type[Event], **payload: Any) -> None:
@@ -269,11 +253,9 @@ class Run:
                 "bus.publish(...) takes a finished event"
             )
         if self.bus.wants(event):
-            try:
-                made = event(run=self, progress=self.state.progress, **payload)
-            except TypeError:  # a plain Event, or a mistake in the payload
-                if issubclass(event, RunEvent):
-                    raise
+            if issubclass(event, RunEvent):
+                made: Event = event(run=self, progress=self.state.progress, **payload)
+            else:
                 ours = {"run": self, "progress": self.state.progress}
                 made = event(**{name: ours[name] for name in ours if name in event.__struct_fields__}, **payload)
             self.bus.publish(made)
@@ -286,48 +268,45 @@ class Run:
         """End the run at the next safe mount point: after an iteration whose accumulation window is complete.
 
         An epoch or validation that it cuts short does not publish its ``after_x``; ``after_train`` and ``after_run`` follow.
-        Safe from any thread and from signal handlers: it takes no lock and logs nothing. All ranks end after the same
-        iteration, the next one at the latest. If ranks differ in validation batches, they end after the validation.
+        If ranks differ in validation batches, they end after the validation.
 
         Args:
             reason: recorded in ``run.info["stop_reason"]`` before ``after_run``.
         """
         if reason:
-            # Not yet in run.info: a signal handler may interrupt the training thread while that iterates over it.
+            # Not yet in run.info: a signal handler may interrupt the training thread while that iterates over it. For the same
+            # reason nothing in here takes a lock or logs.
             self.state.stop_reason = reason
         self.state.stop = True
         self.state.wake()
 
     def cancel(self) -> None:
-        """Raise :class:`RunCancelled` on the training thread.
+        """Raise :class:`RunCancelled` on the training thread, also in a publish that waits for room in a full lane.
 
-        It is raised at the next safe mount point, or in a publish that waits for room in a full lane. Open scopes do not
-        publish their ``after_x``, and nothing is saved. Safe from any thread and from signal handlers.
+        Open scopes do not publish their ``after_x``, and nothing is saved.
         """
         self.state.cancelled = True
         self.state.wake()
 
     def pause(self) -> None:
-        """Pause the run at the next safe mount point, after the current iteration, until :meth:`resume`.
+        """Pause the run until :meth:`resume`; offloaded handlers keep running.
 
-        Safe from any thread and from signal handlers. :meth:`stop`, :meth:`cancel`, the cancellation of ``await loop.arun()``
-        and Ctrl-C end the pause at once. Offloaded handlers keep running. All ranks pause after the same iteration; only the
-        rank that paused them can resume them.
+        :meth:`stop`, :meth:`cancel`, the cancellation of ``await loop.arun()`` and Ctrl-C end the pause at once. Only the rank
+        that paused a run can resume it.
         """
         self.state.paused = True
 
     def resume(self) -> None:
-        """Continue a paused run. Safe from any thread and from signal handlers."""
+        """Continue a paused run."""
         self.state.paused = False
         self.state.wake()
 
     @check_options
-    def set_lr(self, lr: Rate, optimizer: str | int | None = None) -> None:
-        """Set the learning rate of all parameter groups at the next safe mount point, after the current iteration.
+    def set_lr(self, lr: given.Rate, optimizer: str | int | None = None) -> None:
+        """Set the learning rate of all parameter groups.
 
         ``ParamSchedulerHook`` scales its later rates by the same factor (new rate / old rate). A scheduler that your own code
-        steps may overwrite the rate, if it computes rates from its ``base_lrs`` (``LambdaLR``). Checkpoints hold the new
-        rates. Safe from any thread and from signal handlers; a call on one rank sets the rate on all ranks.
+        steps may overwrite the rate, if it computes rates from its ``base_lrs`` (``LambdaLR``).
 
         Args:
             lr: the new rate.
@@ -336,21 +315,12 @@ class Run:
         Raises:
             ConfigurationError: the rate is not positive and finite, or the run has no such optimizer.
         """
-        names = tuple(self.optimizers)
         if not math.isfinite(lr):
             raise ConfigurationError(f"lr={lr!r}: give a number above 0")
-        if not names:
-            raise ConfigurationError("run.set_lr() needs an optimizer: give it to Run(optimizer=...)")
-        if optimizer is not None:
-            chosen = [name for index, name in enumerate(names) if optimizer in (name, index)]
-            if not chosen:
-                told = ", ".join(map(repr, names))
-                raise ConfigurationError(f"optimizer={optimizer!r}: the run has {told}; give one of these names, or an index")
-            names = tuple(chosen)
-        self.state.rates.append((float(lr), names))
+        self.state.rates.append((float(lr), selected(self.optimizers, optimizer)))
 
     def checkpoint_now(self) -> None:
-        """Save ``iter_<n>.safetensors`` at the next safe mount point. Safe from any thread and from signal handlers.
+        """Save ``iter_<n>.safetensors``.
 
         Raises:
             ConfigurationError: the run has no work dir.
@@ -425,11 +395,10 @@ class Run:
         """Add the whole state of the run, under ``"trainbus"``, to a checkpoint that another program writes.
 
         The entry is a tree of tensors (by reference, as in a ``state_dict()``) and plain values, which
-        ``torch.load(weights_only=True)`` can load. :meth:`apply_state` of another run continues from it bit by bit. All
-        ranks must call it; each gets the states of all ranks.
+        ``torch.load(weights_only=True)`` can load. :meth:`apply_state` of another run continues from it bit by bit.
 
-        Call it on the training thread between iterations: after the ``for`` statement over ``run.train(loader)``, between
-        epochs, in and after validations. Handlers use :meth:`request_save`.
+        Call it on all ranks, on the training thread and between iterations: after the ``for`` statement over
+        ``run.train(loader)``, between epochs, in and after validations. Handlers use :meth:`request_save`.
 
         Raises:
             TrainingError: the call is inside an iteration or a handler, or the run is not open.
@@ -442,7 +411,7 @@ class Run:
                 "run.gather_state() was called by a handler, but later handlers may still change the state: call it in the "
                 "training loop, between iterations, or call run.request_save() in the handler"
             )
-        if self._bodies.left and self._bodies.training is not None:
+        if self._bodies.left:
             self._bodies.drop_iteration()
         if "iter" in self.state.scopes:
             raise TrainingError(
@@ -455,9 +424,8 @@ class Run:
     def apply_state(self, from_: Mapping[str, Any]) -> None:
         """Continue from a checkpoint that holds the entry of :meth:`gather_state`, or has a registered foreign format.
 
-        Call it right after ``with Run(...) as run:``, before ``run.epochs()`` and ``run.train()``, or in a handler of
-        ``before_run``. As with ``resume=``, hooks get ``after_load_checkpoint``, and ``strict=`` applies. The training does
-        not change ``from_``, so several runs can continue from it.
+        Call it right after ``with Run(...) as run:``, or in a handler of ``before_run``. As with ``resume=``, hooks get
+        ``after_load_checkpoint``, and ``strict=`` applies. Several runs can continue from the same ``from_``.
 
         Raises:
             ConfigurationError: ``from_`` is not a mapping.
