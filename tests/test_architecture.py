@@ -77,7 +77,7 @@ def under(package: str) -> Iterator[str]:
     return (name for name in MODULES if name == package or name.startswith(f"{package}."))
 
 
-def test_there_is_something_to_look_at():
+def test_the_checked_packages_have_modules():
     assert {"eventloop.bus", "eventloop.offload.lane", "eventloop.checkpoint.stage", "hooks"} <= set(MODULES)
 
 
@@ -97,7 +97,7 @@ def test_hooks_use_public_names_of_eventloop_only(name):
 
 
 @pytest.mark.parametrize("name", sorted(under("hooks")))
-def test_hooks_touch_no_private_attributes_but_their_own(name):
+def test_hooks_use_no_private_attributes_of_others(name):
     tree = ast.parse(MODULES[name].read_text())
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)} | {"self", "cls"}
     for node in ast.walk(tree):
@@ -120,7 +120,7 @@ def test_only_the_command_knows_trainbus_which_loads_the_packages_when_a_name_is
     assert all(one.lazy or one.typing for one in house("trainbus"))
 
 
-def test_there_are_no_cycles_among_modules_not_even_for_type_checkers():
+def test_modules_have_no_import_cycles_including_type_checking():
     graph = {name: sorted({one.target for one in house(name) if not one.lazy} - {name}) for name in MODULES}
     # The packages' own __init__ gather what stands in them; that a module's package is loaded before it is no arrow.
     done: set[str] = set()

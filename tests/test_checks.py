@@ -48,13 +48,13 @@ class Thing:
         ({"table": 3}, "table=3: give a mapping, or a function, or None"),
     ],
 )
-def test_a_value_that_the_annotation_does_not_allow_is_an_error_that_says_what_to_give(options, said):
+def test_a_value_that_violates_the_annotation_is_an_error_with_advice(options, said):
     with pytest.raises(ConfigurationError) as caught:
         Thing(**options)
     assert str(caught.value) == said
 
 
-def test_what_is_allowed_arrives_as_it_is():
+def test_valid_values_are_passed_unchanged():
     given = {"count": 2, "share": np.float64(0.5), "place": Path("x"), "keys": ["a"], "table": dict, "other": object()}
     assert Thing(**given).given == (
         2,
@@ -70,7 +70,7 @@ def test_what_is_allowed_arrives_as_it_is():
     assert type(Thing(share=given["share"]).given[2]) is np.float64
 
 
-def test_by_position_too_and_the_signature_stays():
+def test_positional_arguments_are_checked_and_the_signature_is_kept():
     with pytest.raises(ConfigurationError, match="flag='yes'"):
         Thing(1, "yes")
     assert list(inspect.signature(Thing).parameters)[:2] == ["count", "flag"]

@@ -38,7 +38,7 @@ def test_the_commands_are_found():
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_every_command_explains_itself_and_its_arguments_in_80_columns(words, capsys, monkeypatch):
+def test_the_help_of_every_command_fits_80_columns(words, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main([*words, "--help"]) == 0
     printed, err = capsys.readouterr()
@@ -48,7 +48,7 @@ def test_every_command_explains_itself_and_its_arguments_in_80_columns(words, ca
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_every_argument_and_option_is_explained(words, capsys):
+def test_every_argument_and_option_has_help(words, capsys):
     app.help_print(words, console=Console(width=400))
     rows = [re.split(r" {2,}", line.strip("│* ")) for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     for name, *explained in rows:
@@ -57,7 +57,7 @@ def test_every_argument_and_option_is_explained(words, capsys):
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_completes_commands_and_options_by_a_script_of_its_own(here, shell):
+def test_completion_scripts_complete_commands_and_options(here, shell):
     assert main(["--install-completion", "--shell", shell, "--output", "script"]) == 0
     script = (here / "script").read_text()
     for word in ("checkpoint", "verify", "dry-run", "epochs"):
@@ -101,13 +101,13 @@ def test_a_second_run_does_not_overwrite_the_first(here):
     assert (here / "runs/digits-2/last_checkpoint").exists()
 
 
-def test_out_that_holds_a_run_is_not_overwritten_either(here):
+def test_a_run_in_out_is_not_overwritten(here):
     main(["demo", "--epochs", "1", "--out", "mine"])
     main(["demo", "--epochs", "1", "--out", "mine"])
     assert {path.name for path in here.iterdir()} == {"mine", "mine-2"}
 
 
-def test_resume_goes_on_from_the_last_checkpoint(here, capsys):
+def test_resume_continues_from_the_last_checkpoint(here, capsys):
     main(["demo", "--epochs", "1", "--out", "mine"])
     capsys.readouterr()
     assert main(["demo", "--epochs", "2", "--out", "mine", "--resume"]) == 0
@@ -122,7 +122,7 @@ def test_resume_of_a_complete_run_tests_it_again(here, capsys):
     assert "averaged weights" in capsys.readouterr().out
 
 
-def test_resume_without_a_run_says_what_is_missing(here, capsys):
+def test_resume_without_a_run_is_an_error(here, capsys):
     assert main(["demo", "--resume"]) == 2
     assert "nothing to resume" in capsys.readouterr().err
 
@@ -148,7 +148,7 @@ def test_the_same_seed_gives_the_same_weights(here):
         [],
     ],
 )
-def test_a_mistake_in_the_call_ends_with_status_2_and_a_hint(arguments, capsys):
+def test_a_usage_error_exits_with_status_2_and_a_hint(arguments, capsys):
     assert main(arguments) == 2
     told = capsys.readouterr().err
     assert (
@@ -170,7 +170,7 @@ def test_a_mistake_in_the_call_ends_with_status_2_and_a_hint(arguments, capsys):
         (["loop.max_epochs=3"], "Unused Tokens: ['loop.max_epochs=3']"),
     ],
 )
-def test_a_wrong_argument_is_told_with_the_option_the_value_and_what_was_expected(arguments, message, capsys):
+def test_the_error_for_an_argument_names_option_value_and_expectation(arguments, message, capsys):
     assert main(["demo", *arguments]) == 2
     told = capsys.readouterr().err
     assert message in told
@@ -178,7 +178,7 @@ def test_a_wrong_argument_is_told_with_the_option_the_value_and_what_was_expecte
 
 
 @pytest.mark.parametrize("out", [".", "", "..", "/"])
-def test_a_folder_that_holds_other_things_and_has_no_name_to_number_is_refused(here, capsys, out):
+def test_a_non_empty_folder_without_a_name_to_number_is_refused(here, capsys, out):
     (here / "notes.txt").touch()
     assert main(["demo", "--out", out]) == 2
     folder = Path(out)
@@ -186,12 +186,12 @@ def test_a_folder_that_holds_other_things_and_has_no_name_to_number_is_refused(h
     assert capsys.readouterr().err.strip() == told if out else "runs" in str(here / "runs")
 
 
-def test_a_name_of_a_folder_that_is_too_long_is_told(here, capsys):
+def test_a_too_long_folder_name_is_an_error(here, capsys):
     assert main(["demo", "--out", "x" * 300]) == 2
     assert f"{'x' * 80}…: cannot be used: File name too long" in capsys.readouterr().err
 
 
-def test_a_terminal_of_another_encoding_gets_what_it_can_show(here, monkeypatch):
+def test_output_is_limited_to_the_terminals_encoding(here, monkeypatch):
     screen = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(screen, encoding="ascii", write_through=True))
     assert main(["events"]) == 0
@@ -199,7 +199,7 @@ def test_a_terminal_of_another_encoding_gets_what_it_can_show(here, monkeypatch)
 
 
 @pytest.mark.parametrize(("struck_at", "hint"), [(1, "before the first checkpoint"), (2, "--resume --out mine")])
-def test_ctrl_c_says_how_to_go_on(here, capsys, monkeypatch, struck_at, hint):
+def test_ctrl_c_prints_how_to_resume(here, capsys, monkeypatch, struck_at, hint):
     from hooks import demo
 
     make_bus = demo.make_bus
@@ -217,7 +217,7 @@ def test_ctrl_c_says_how_to_go_on(here, capsys, monkeypatch, struck_at, hint):
     assert hint in err
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_anything_is_trained(here, capsys):
+def test_an_uncreatable_folder_is_an_error_before_training(here, capsys):
     (here / "file").touch()
     assert main(["demo", "--out", "file/run"]) == 2
     assert "file/run: cannot make this folder: Not a directory" in capsys.readouterr().err

@@ -20,12 +20,12 @@ class Gone:
         return False
 
 
-def test_lines_go_to_stderr_where_nothing_is_configured(capsys):
+def test_lines_go_to_stderr_by_default(capsys):
     get_logger().warning("slow disk", seconds=3)
     assert "slow disk" in capsys.readouterr().err
 
 
-def test_where_stderr_fails_the_line_goes_to_the_processs_own(monkeypatch):
+def test_if_stderr_fails_lines_go_to_the_original_stderr(monkeypatch):
     lines: list[str] = []
     monkeypatch.setattr(sys, "stderr", Gone())
     monkeypatch.setattr(sys, "__stderr__", type("Own", (Gone,), {"write": lambda self, text: lines.append(text)})())
@@ -39,7 +39,7 @@ def test_without_any_stderr_nothing_is_raised(monkeypatch):
     assert get_logger().error("a handler failed") is None
 
 
-def test_a_line_is_one_write_so_that_nothing_comes_in_between(monkeypatch):
+def test_a_line_is_a_single_write(monkeypatch):
     pieces: list[str] = []
     monkeypatch.setattr(sys, "stderr", type("Pipe", (Gone,), {"write": lambda self, text: pieces.append(text)})())
     get_logger().warning("slow disk")

@@ -15,18 +15,18 @@ from eventloop.cli import main
 PUBLIC = {*eventloop.__all__, *eventloop.events.__all__, *hooks.__all__}
 
 
-def test_it_has_the_public_names_of_both_packages_and_the_mount_points():
+def test_it_exports_the_public_names_of_both_packages_and_the_mount_points():
     assert sorted(trainbus.__all__) == sorted(PUBLIC)
     assert set(PUBLIC) < set(dir(trainbus))
     for package in (eventloop, eventloop.events, hooks):
         assert all(getattr(trainbus, name) is getattr(package, name) for name in package.__all__)
 
 
-def test_eventloop_has_few_names_and_its_subpackages_the_others():
+def test_eventloop_exports_few_names_and_its_subpackages_the_others():
     assert len(eventloop.__all__) <= 45
 
 
-def test_names_are_imported_one_by_one_and_all_at_once():
+def test_names_can_be_imported_singly_and_with_star():
     from trainbus import Bus, EMAHook
 
     assert (Bus, EMAHook) == (eventloop.Bus, hooks.EMAHook)
@@ -35,21 +35,21 @@ def test_names_are_imported_one_by_one_and_all_at_once():
     assert set(PUBLIC) < set(names)
 
 
-def test_a_name_that_it_does_not_have_is_an_error():
+def test_an_unknown_name_is_an_error():
     with pytest.raises(AttributeError, match="module 'trainbus' has no attribute 'EMAHok'"):
         _ = trainbus.EMAHok
     with pytest.raises(ImportError, match="cannot import name 'EMAHok'"):
         from trainbus import EMAHok  # noqa: F401
 
 
-def test_importing_it_and_asking_for_its_version_loads_nothing_else():
+def test_import_and_version_load_no_other_module():
     source = (
         "import sys, trainbus; trainbus.__version__; print([m for m in ('torch', 'eventloop', 'hooks') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout == "[]\n"  # noqa: S603
 
 
-def test_its_version_and_that_of_the_command_is_the_distributions(capsys):
+def test_the_version_is_that_of_the_distribution(capsys):
     assert trainbus.__version__ == metadata.version("trainbus")
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"trainbus {trainbus.__version__}\n"
@@ -69,7 +69,7 @@ def test_ctrl_c_while_the_command_is_being_imported_is_no_traceback(monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["EMAHook", "hooks"])
-def test_a_file_hooks_py_beside_a_program_is_named_as_what_hides_the_hooks(tmp_path, monkeypatch, name):
+def test_the_error_names_a_local_hooks_py_that_shadows_the_package(tmp_path, monkeypatch, name):
     file = tmp_path / "hooks.py"
     file.write_text("x = 1")
     spec = spec_from_file_location("hooks", file)

@@ -149,7 +149,7 @@ def test_a_second_run_does_not_overwrite_the_first_and_resume_goes_on(here, proj
     assert {path.name for path in (here / "runs").iterdir()} == {"mine", "mine-2"}
 
 
-def test_resume_without_a_run_says_what_is_missing(here, project, capsys):
+def test_resume_without_a_run_is_an_error(here, project, capsys):
     assert "there is nothing to resume in runs: no last_checkpoint; run without --resume" in said(
         capsys, "run", project, "--resume"
     )
@@ -390,7 +390,7 @@ def test_the_newest_run_is_the_one_that_was_begun_last_also_in_a_copy(here, trai
     assert (here / "runs/mine/last_checkpoint").read_text() == "epoch_1.safetensors"
 
 
-def test_ctrl_c_says_how_to_go_on(here, trained, capsys):
+def test_ctrl_c_prints_how_to_resume(here, trained, capsys):
     parts = here / "configs/user_parts_for_tests.py"
     parts.write_text(parts.read_text() + "\ndef interrupted(model, batch):\n    raise KeyboardInterrupt\n")
     sys.modules.pop("user_parts_for_tests")

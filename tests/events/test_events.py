@@ -53,7 +53,7 @@ FURTHER = [
 ]
 
 
-def test_all_22_mount_points_of_mmengine_and_the_further_ones_exist():
+def test_all_mount_points_of_mmengine_and_the_additional_ones_exist():
     assert len(MMENGINE) == 22
     assert set(MMENGINE) | set(FURTHER) <= set(mount_points())
 
@@ -95,7 +95,7 @@ def test_mount_points_are_listed_in_the_order_of_a_run():
     assert listed == order
 
 
-def test_groups_are_no_mount_points_but_can_be_resolved():
+def test_groups_are_resolvable_but_not_mount_points():
     assert "after_iter" not in mount_points()
     assert resolve("after_iter") is AfterIter
     assert resolve("event") is Event
@@ -118,13 +118,13 @@ def test_an_event_knows_its_mount_point():
     assert AfterTrainIter(progress=Progress()).mount_point == "after_train_iter"
 
 
-def test_events_cannot_be_changed():
+def test_events_are_frozen():
     event = AfterTrainIter(progress=Progress(), batch_idx=1)
     with pytest.raises(AttributeError):
         event.batch_idx = 2
 
 
-def test_events_are_compared_by_identity_so_that_tensors_in_them_do_no_harm():
+def test_events_are_compared_by_identity():
     one = AfterTrainIter(progress=Progress(), outputs={"loss": torch.ones(3)})
     other = AfterTrainIter(progress=Progress(), outputs={"loss": torch.ones(3)})
     assert one != other
@@ -132,7 +132,7 @@ def test_events_are_compared_by_identity_so_that_tensors_in_them_do_no_harm():
     assert len({one, other}) == 2
 
 
-def test_the_repr_is_short_and_leaves_out_what_is_not_there():
+def test_the_repr_is_short_and_omits_absent_fields():
     event = AfterTrainIter(progress=Progress(iter=3), outputs={"logits": torch.zeros(100, 10), "loss": 0.5})
     text = repr(event)
     assert "tensor(100, 10)" in text
@@ -141,17 +141,17 @@ def test_the_repr_is_short_and_leaves_out_what_is_not_there():
     assert len(text) < 300
 
 
-def test_a_typo_gets_the_nearest_names():
+def test_the_error_for_a_typo_suggests_the_nearest_names():
     with pytest.raises(UnknownEventError, match=r"'after_train_iteration'.*did you mean 'after_train_iter'"):
         resolve("after_train_iteration")
 
 
-def test_a_name_that_resembles_nothing_says_how_to_declare_one():
+def test_the_error_for_an_unknown_name_says_how_to_declare_an_event():
     with pytest.raises(UnknownEventError, match=r"subclassing Event.*mount_points"):
         resolve("zzzzzzzz")
 
 
-def test_what_is_neither_class_nor_name_is_refused():
+def test_a_value_that_is_neither_class_nor_name_is_refused():
     with pytest.raises(TypeError, match=r"expected an event class or a mount-point name, got 3"):
         resolve(3)
 
@@ -189,7 +189,7 @@ def test_defining_an_event_again_in_its_module_replaces_it_and_keeps_subscriptio
     assert heard[-1] is new
 
 
-def test_another_module_cannot_take_a_mount_point():
+def test_another_module_cannot_replace_a_mount_point():
     body = {"__module__": "somewhere.else"}
     with pytest.raises(
         EventDefinitionError, match=r"'after_train_iter' is already declared by eventloop.events.mount_points.AfterTrainIter"
@@ -198,7 +198,7 @@ def test_another_module_cannot_take_a_mount_point():
     assert resolve("after_train_iter") is AfterTrainIter
 
 
-def test_another_class_of_the_same_module_cannot_take_a_mount_point(registry):
+def test_another_class_of_the_same_module_cannot_replace_a_mount_point(registry):
     class HttpReady(Event):
         pass
 
@@ -215,11 +215,11 @@ def test_an_event_cannot_be_named_event():
         type(Event)("Event", (Event,), {"__module__": __name__})
 
 
-def test_a_subclass_is_heard_under_the_names_of_its_bases():
+def test_subscribers_of_base_classes_get_a_subclass_event():
     assert lineage(AfterTrainIter) == ["after_train_iter", "after_iter", "run_event", "event"]
 
 
-def test_a_subclass_of_a_group_is_a_mount_point_of_its_own(registry):
+def test_a_subclass_of_a_group_is_a_separate_mount_point(registry):
     class AfterCalibrationIter(AfterIter):
         pass
 

@@ -31,7 +31,7 @@ def train(*found: Hook, **options: Any) -> TrainLoop:
     return loop
 
 
-def test_what_one_hook_puts_there_another_one_takes() -> None:
+def test_a_hook_reads_the_value_that_another_hook_has_set() -> None:
     taken: list[Any] = []
 
     class Gives(Hook):
@@ -48,7 +48,7 @@ def test_what_one_hook_puts_there_another_one_takes() -> None:
     assert taken == [1, 2, 3]
 
 
-def test_an_empty_slot_is_an_error_that_says_where_to_look() -> None:
+def test_reading_an_empty_slot_is_an_error() -> None:
     run = Run(model=torch.nn.Linear(1, 1))
     run.shared[COUNT] = 3
     with pytest.raises(TrainingError, match=r"gradient norm.* is empty.*on the bus.*priority.*shared are count"):
@@ -58,13 +58,13 @@ def test_an_empty_slot_is_an_error_that_says_where_to_look() -> None:
     assert list(run.shared) == [COUNT]
 
 
-def test_another_type_is_an_error_where_it_is_put() -> None:
+def test_setting_a_value_of_another_type_is_an_error() -> None:
     run = Run(model=torch.nn.Linear(1, 1))
     with pytest.raises(TypeError, match=r"count.*int.*Tensor"):
         run.shared[COUNT] = torch.ones(())  # type: ignore[assignment]
 
 
-def test_slots_of_the_same_name_are_two_places() -> None:
+def test_slots_of_the_same_name_are_independent() -> None:
     run = Run(model=torch.nn.Linear(1, 1))
     other = Slot("count", int)
     run.shared[COUNT] = 1
@@ -76,7 +76,7 @@ def test_slots_of_the_same_name_are_two_places() -> None:
 
 
 @pytest.mark.parametrize("end", ["in order", "by an error"])
-def test_everything_is_forgotten_when_the_run_ends(end: str) -> None:
+def test_values_are_cleared_when_the_run_ends(end: str) -> None:
     slot = Slot("thing", Thing)
     bus, model = Bus(), torch.nn.Linear(1, 1)
     thing = Thing()

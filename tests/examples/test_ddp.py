@@ -11,7 +11,7 @@ from eventloop.checkpoint import load
 SCRIPT = Path(__file__).parent.parent.parent / "examples" / "ddp.py"
 
 
-def test_the_same_script_runs_alone_and_under_torchrun_and_the_one_goes_on_from_the_other(example, tmp_path):
+def test_the_same_script_runs_alone_and_under_torchrun_and_resumes_across_both(example, tmp_path):
     example("ddp").make_loop(tmp_path / "alone", epochs=5).run()
     example("ddp").make_loop(tmp_path / "both", epochs=2).run()
     started = subprocess.run(  # noqa: S603 - the interpreter that runs this test

@@ -11,7 +11,7 @@ def test_it_learns_keeps_the_best_and_logs_every_iteration(example, tmp_path):
     assert len((tmp_path / "scalars.jsonl").read_text().splitlines()) >= 200
 
 
-def test_it_goes_on_where_it_was(example, tmp_path):
+def test_it_resumes(example, tmp_path):
     train = example("own_loop").train
     train(tmp_path / "once", epochs=6)
     train(tmp_path / "twice", epochs=3)

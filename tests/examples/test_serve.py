@@ -83,7 +83,7 @@ def serve(example):
     return example("serve")
 
 
-def test_the_page_loads_while_training_goes_on(serve, tmp_path):
+def test_the_page_loads_during_training(serve, tmp_path):
     with served(serve, tmp_path, epochs=1000) as client, told(client) as messages:
         wait_for(messages, "scalars")
         page = client.get("/")
@@ -109,7 +109,7 @@ def test_scalars_metrics_and_checkpoints_come_as_server_sent_events_in_order(ser
     assert "epoch_3.safetensors" in names
 
 
-def test_who_comes_late_or_comes_back_misses_nothing(serve, tmp_path):
+def test_late_and_reconnecting_clients_get_all_events(serve, tmp_path):
     with served(serve, tmp_path, epochs=1) as client:
         with told(client) as messages:
             all_of_it = list(messages)
@@ -119,7 +119,7 @@ def test_who_comes_late_or_comes_back_misses_nothing(serve, tmp_path):
             assert list(messages) == all_of_it[3:]
 
 
-def test_pause_holds_the_run_after_its_iteration_and_resume_lets_it_go_on(serve, tmp_path):
+def test_pause_holds_the_run_after_its_iteration_until_resume(serve, tmp_path):
     with served(serve, tmp_path, epochs=1000) as client, told(client) as messages:
         wait_for(messages, "scalars")
         post(client, "/pause")
@@ -134,7 +134,7 @@ def test_pause_holds_the_run_after_its_iteration_and_resume_lets_it_go_on(serve,
             continue
 
 
-def test_a_new_learning_rate_arrives_with_an_iteration_and_stays(serve, tmp_path):
+def test_a_new_learning_rate_is_set_at_an_iteration_and_kept(serve, tmp_path):
     with served(serve, tmp_path, epochs=1000) as client, told(client) as messages:
         assert wait_for(messages, "scalars")["lr"] == 1e-3
         post(client, "/lr", json={"lr": 0.004})
@@ -154,7 +154,7 @@ REFUSED = {
 }
 
 
-def test_a_learning_rate_that_is_none_is_refused(serve, tmp_path):
+def test_an_invalid_learning_rate_is_refused(serve, tmp_path):
     with served(serve, tmp_path, epochs=1000) as client:
         for status, bodies in REFUSED.items():
             for body in bodies:
@@ -162,21 +162,21 @@ def test_a_learning_rate_that_is_none_is_refused(serve, tmp_path):
         assert "between 0 and 1" in client.post("/lr", content="7").json()["error"]
 
 
-def test_what_a_browser_says_it_has_seen_is_bounded(serve, tmp_path):
+def test_the_last_event_id_of_a_browser_is_bounded(serve, tmp_path):
     with served(serve, tmp_path, epochs=1) as client:
         for seen in ("9" * 5000, "-1", "x", "\u00b2", ""):
             with told(client, **{"Last-Event-ID": seen.encode("latin-1")}) as messages:
                 assert next(messages)[0] == "hello"
 
 
-def test_a_host_that_is_not_this_one_is_refused_also_for_reading(serve, tmp_path):
+def test_requests_for_another_host_are_refused(serve, tmp_path):
     with served(serve, tmp_path, epochs=1000) as client:
         for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "a:b:c", "localhost.evil"):
             for method, path in [("GET", "/"), ("GET", "/events"), ("POST", "/stop")]:
                 assert client.request(method, path, headers={"Host": host}).status_code == 400, (host, path)
 
 
-def test_commands_of_pages_of_other_sites_are_refused_and_those_of_our_own_are_taken(serve, tmp_path):
+def test_commands_of_other_sites_are_refused_and_own_ones_accepted(serve, tmp_path):
     with served(serve, tmp_path, epochs=1000) as client:
         ours = str(client.base_url).rstrip("/")
         port = ours.rpartition(":")[2]
@@ -199,12 +199,12 @@ def test_commands_of_pages_of_other_sites_are_refused_and_those_of_our_own_are_t
         post(client, "/pause", headers={"Host": host, "Origin": f"http://{host}"})
 
 
-def test_no_page_of_another_site_can_show_ours(serve, tmp_path):
+def test_other_sites_cannot_embed_the_page(serve, tmp_path):
     with served(serve, tmp_path, epochs=1000) as client:
         assert client.get("/").headers["x-frame-options"] == "DENY"
 
 
-def test_a_request_that_is_cut_off_is_no_error_of_the_servers(serve, tmp_path, capfd):
+def test_an_interrupted_request_is_not_a_server_error(serve, tmp_path, capfd):
     with served(serve, tmp_path, epochs=1000) as client:
         head = b"POST /lr HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{"
         with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
@@ -213,7 +213,7 @@ def test_a_request_that_is_cut_off_is_no_error_of_the_servers(serve, tmp_path, c
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_visitor_who_does_not_read_holds_nothing_up(serve, tmp_path):
+def test_a_client_that_does_not_read_blocks_nothing(serve, tmp_path):
     with served(serve, tmp_path, patience=1, epochs=1000) as client:
         for _ in range(100):
             client.trainer.bulletin._messages.append(b"data: " + b"x" * 100_000 + b"\n\n")
@@ -238,7 +238,7 @@ def test_checkpoint_now_leaves_a_file_that_loads(serve, tmp_path):
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_stop_ends_the_run_in_order_and_the_server_goes_on(serve, tmp_path, paused):
+def test_stop_ends_the_run_cleanly_and_the_server_continues(serve, tmp_path, paused):
     with served(serve, tmp_path, epochs=1000) as client, told(client) as messages:
         wait_for(messages, "scalars")
         if paused:
@@ -253,12 +253,12 @@ def test_stop_ends_the_run_in_order_and_the_server_goes_on(serve, tmp_path, paus
         assert client.get("/").status_code == 200
 
 
-def test_an_unknown_command_is_none(serve, tmp_path):
+def test_an_unknown_command_is_refused(serve, tmp_path):
     with served(serve, tmp_path, epochs=1000) as client:
         assert client.post("/launch").status_code == 404
 
 
-def test_a_run_that_fails_is_told_and_the_server_goes_on(serve, tmp_path):
+def test_a_failed_run_is_reported_and_the_server_continues(serve, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     with served(serve, blocked, epochs=2) as client, told(client) as messages:
@@ -268,7 +268,7 @@ def test_a_run_that_fails_is_told_and_the_server_goes_on(serve, tmp_path):
         assert client.get("/").status_code == 200
 
 
-def test_shutting_down_ends_the_run_in_order_with_visitors_listening(serve, tmp_path):
+def test_shutdown_ends_the_run_cleanly_with_connected_clients(serve, tmp_path):
     with served(serve, tmp_path, epochs=1000) as client, told(client) as messages:
         wait_for(messages, "scalars")
         post(client, "/pause")
@@ -278,7 +278,7 @@ def test_shutting_down_ends_the_run_in_order_with_visitors_listening(serve, tmp_
     assert (tmp_path / "last_checkpoint").exists()
 
 
-def test_the_one_command_serves_and_ctrl_c_ends_it_in_order(tmp_path):
+def test_the_command_serves_until_ctrl_c_ends_it_cleanly(tmp_path):
     process = subprocess.Popen(  # noqa: S603
         [sys.executable, "examples/serve.py", "--port", "0", "--epochs", "1000", "--pace", "0", "--out", str(tmp_path)],
         cwd=ROOT,

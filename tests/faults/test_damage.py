@@ -14,7 +14,7 @@ from eventloop.checkpoint import load, save, verify
 from eventloop.errors import CheckpointDamagedError
 
 
-def test_every_single_flipped_bit_is_found(tmp_path):
+def test_every_single_bit_flip_is_detected(tmp_path):
     path = tmp_path / "c.safetensors"
     save({"w": list(range(5))}, path)
     good = path.read_bytes()
@@ -71,7 +71,7 @@ def damage(data: bytes, kind: str, at: int, bit: int) -> bytes:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(job, run_dir, data):
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(job, run_dir, data):
     work_dir = run_dir()
     path = work_dir / "iter_6.safetensors"
     good = path.read_bytes()
@@ -94,7 +94,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(job, run_dir, da
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 5000])
-def test_a_run_whose_files_are_all_damaged_says_so_and_does_not_begin_anew(job, run_dir, content):
+def test_a_run_with_only_damaged_checkpoints_is_an_error(job, run_dir, content):
     work_dir = run_dir()
     for path in work_dir.glob("*.safetensors"):
         path.write_bytes(content)

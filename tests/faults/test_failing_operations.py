@@ -35,7 +35,7 @@ def is_whole(path: Path, number: int) -> bool:
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=errno.errorcode.get)
-def test_an_operation_of_a_save_that_fails_is_loud_and_leaves_the_old_file_or_the_new_one(disk, tmp_path, error):
+def test_a_failing_operation_of_a_save_raises_and_leaves_the_old_or_the_new_file(disk, tmp_path, error):
     path = tmp_path / "c.safetensors"
     save(OLD, path)
     refused = set()
@@ -54,7 +54,7 @@ def test_an_operation_of_a_save_that_fails_is_loud_and_leaves_the_old_file_or_th
 
 @pytest.mark.parametrize("error", ERRORS, ids=errno.errorcode.get)
 @pytest.mark.parametrize("piece", [None, 1000, 7])
-def test_a_disk_that_is_full_at_any_offset_also_after_short_writes_keeps_the_old_file(disk, tmp_path, error, piece):
+def test_a_full_disk_at_any_offset_keeps_the_old_file(disk, tmp_path, error, piece):
     path = tmp_path / "c.safetensors"
     save(OLD, path)
     size = path.stat().st_size
@@ -72,13 +72,13 @@ def test_a_disk_that_is_full_at_any_offset_also_after_short_writes_keeps_the_old
 
 
 @pytest.mark.parametrize("piece", [1, 7, 1000])
-def test_short_writes_alone_make_a_good_file(disk, tmp_path, piece):
+def test_short_writes_produce_a_valid_file(disk, tmp_path, piece):
     disk.fill_up(1 << 30, piece)
     save(NEW, tmp_path / "c.safetensors")
     assert is_whole(tmp_path / "c.safetensors", 1)
 
 
-def test_signals_that_interrupt_system_calls_do_not_damage_a_file(tmp_path):
+def test_interrupted_system_calls_do_not_damage_a_file(tmp_path):
     """Python makes an interrupted call again; what was written before it counts."""
     tree = {"w": torch.arange(3_000_000)}
     heard = []
@@ -96,7 +96,7 @@ def test_signals_that_interrupt_system_calls_do_not_damage_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=errno.errorcode.get)
-def test_an_operation_of_a_second_name_or_a_removal_that_fails_costs_no_file(disk, tmp_path, error):
+def test_a_failing_link_or_removal_loses_no_file(disk, tmp_path, error):
     for number, tree in enumerate((OLD, NEW)):
         save(tree, tmp_path / f"{number}")
     best = tmp_path / "best"
@@ -122,7 +122,7 @@ def test_an_operation_of_a_second_name_or_a_removal_that_fails_costs_no_file(dis
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=errno.errorcode.get)
-def test_an_operation_on_a_small_file_that_fails_leaves_the_old_bytes_or_the_new(disk, tmp_path, error):
+def test_a_failing_operation_on_a_small_file_leaves_the_old_or_the_new_bytes(disk, tmp_path, error):
     path = tmp_path / "last_checkpoint"
     commit_bytes(path, b"old")
     for at in range(operations(disk, lambda: commit_bytes(path, b"old"))):
@@ -160,7 +160,7 @@ def run_with_failures(job, disk, work_dir, on_error):
 
 
 @pytest.mark.parametrize("on_error", ["raise", "log"])
-def test_whatever_fails_in_a_run_is_loud_and_costs_nothing_that_was_committed(disk, job, tmp_path, on_error):
+def test_any_failing_operation_in_a_run_raises_and_loses_no_committed_checkpoint(disk, job, tmp_path, on_error):
     refused = []
     for directory, loop, told, failed, raised, logs in run_with_failures(job, disk, tmp_path / "run", on_error):
         refused.append(disk.failed)
@@ -185,7 +185,7 @@ def test_whatever_fails_in_a_run_is_loud_and_costs_nothing_that_was_committed(di
     assert {"mkdir", "open", "write", "fsync", "close", "link", "unlink"} <= set(refused)
 
 
-def test_a_directory_that_is_removed_in_the_middle_of_a_run_is_made_again(job, tmp_path):
+def test_a_directory_removed_during_a_run_is_created_again(job, tmp_path):
     told = []
     loop = job.loop(tmp_path / "run", job.told(told.extend))
 
@@ -199,7 +199,7 @@ def test_a_directory_that_is_removed_in_the_middle_of_a_run_is_made_again(job, t
     assert job.check(tmp_path / "run", []) == job.STEPS
 
 
-def test_a_disk_that_stays_full_costs_no_old_checkpoint_and_the_run_goes_on_if_told_so(disk, job, tmp_path):
+def test_a_full_disk_loses_no_old_checkpoint_and_errors_can_be_logged_only(disk, job, tmp_path):
     """Nothing can be written from the third step on, not only once."""
     told = []
     loop = job.loop(tmp_path / "run", job.told(told.extend), on_error="log")

@@ -56,7 +56,7 @@ def broken(power_cut, job, work_dir, log, keep) -> bool:
     return False
 
 
-def test_the_disk_has_noted_all_that_was_done(disk, job, power_cut, tmp_path):
+def test_the_recording_disk_records_all_operations(disk, job, power_cut, tmp_path):
     work_dir = tmp_path / "run"
     work_dir.mkdir()
     log = record(disk, job, work_dir)
@@ -68,7 +68,7 @@ def test_the_disk_has_noted_all_that_was_done(disk, job, power_cut, tmp_path):
     assert {name: content for name, content in files.items() if content is not None} == there
 
 
-def test_no_power_cut_damages_a_checkpoint_or_costs_one_that_was_told_of(disk, job, power_cut, tmp_path):
+def test_no_power_cut_damages_or_loses_a_reported_checkpoint(disk, job, power_cut, tmp_path):
     work_dir = tmp_path / "run"
     work_dir.mkdir()
     log = record(disk, job, work_dir)
@@ -88,7 +88,7 @@ def test_no_power_cut_damages_a_checkpoint_or_costs_one_that_was_told_of(disk, j
     assert number > 60
 
 
-def test_a_directory_that_the_run_has_made_is_durable_before_anybody_is_told(disk, job, power_cut, tmp_path):
+def test_a_directory_made_by_the_run_is_durable_before_the_commit_is_reported(disk, job, power_cut, tmp_path):
     place = tmp_path / "place"
     place.mkdir()
     work_dir = place / "runs" / "today"
@@ -100,7 +100,7 @@ def test_a_directory_that_the_run_has_made_is_durable_before_anybody_is_told(dis
     assert reports
 
 
-def test_a_directory_that_something_else_has_made_is_durable_before_anybody_is_told(disk, job, power_cut, tmp_path):
+def test_a_directory_made_by_other_code_is_durable_before_the_commit_is_reported(disk, job, power_cut, tmp_path):
     place = tmp_path / "place"
     place.mkdir()
     work_dir = place / "runs" / "today"
@@ -123,7 +123,7 @@ def test_the_model_of_a_power_cut_finds_a_missing_sync(disk, job, power_cut, tmp
     assert broken(power_cut, job, work_dir, log, lambda one: one.kind != "sync" or (one.inode == 0) != (kind == "directory"))
 
 
-def test_one_file_that_is_saved_over_itself_is_always_an_old_or_a_new_one(disk, power_cut, tmp_path):
+def test_an_overwritten_file_is_always_the_old_or_the_new_one(disk, power_cut, tmp_path):
     path = tmp_path / "c.safetensors"
     disk.log.clear()
     for number in range(3):

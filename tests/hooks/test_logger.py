@@ -98,18 +98,18 @@ def bus_with(*writers, **options):
     return bus
 
 
-def test_lines_are_written_when_the_batch_within_its_epoch_is_due(notes):
+def test_lines_are_written_at_multiples_of_the_interval_within_the_epoch(notes):
     make_loop(bus_with(notes, interval=3)).run()
     assert notes.steps() == [3, 6, 10, 13]
     assert [where.batch for _, _, where in notes.scalars()] == [3, 6, 3, 6]
 
 
-def test_the_last_line_of_an_epoch_is_written_if_it_is_wanted(notes):
+def test_ignore_last_false_writes_the_last_line_of_an_epoch(notes):
     make_loop(bus_with(notes, interval=3, ignore_last=False)).run()
     assert notes.steps() == [3, 6, 7, 10, 13, 14]
 
 
-def test_an_epoch_no_longer_than_the_interval_gets_its_line_all_the_same(notes):
+def test_an_epoch_no_longer_than_the_interval_has_a_line(notes):
     make_loop(bus_with(notes)).run()
     assert notes.steps() == [7, 14]
 
@@ -119,7 +119,7 @@ def test_no_line_is_written_twice(notes):
     assert notes.steps() == [7, 14]
 
 
-def test_the_place_in_the_run_is_told(notes):
+def test_writers_get_the_position_in_the_run(notes):
     make_loop(bus_with(notes, interval=7)).run()
     where = notes.scalars()[1][2]
     assert (where.epoch, where.iter, where.batch, where.epoch_length, where.max_epochs) == (2, 14, 7, 7, 2)
@@ -130,20 +130,20 @@ def test_values_are_means_over_the_window(notes):
     assert [scalars["train/loss"] for scalars, _, _ in notes.scalars()] == [5.5, 12.5]
 
 
-def test_a_writer_has_an_interval_of_its_own_and_values_as_they_are_if_it_is_1(notes):
+def test_a_writer_can_have_its_own_interval_and_gets_raw_values_with_1(notes):
     every = Notes(interval=1)
     make_loop(bus_with(notes, every, interval=7), step=counting()).run()
     assert notes.steps() == [7, 14]
     assert [scalars["train/loss"] for scalars, _, _ in every.scalars()] == list(range(14))
 
 
-def test_windows_of_the_users_own_are_written_too(notes):
+def test_custom_windows_are_written(notes):
     best = {"data_src": "loss", "log_name": "best", "method_name": "min", "window_size": "global"}
     make_loop(bus_with(notes, interval=1, custom_cfg=[best]), step=counting(range(20, 0, -1))).run()
     assert [scalars["train/best"] for scalars, _, _ in notes.scalars()] == list(range(20, 6, -1))
 
 
-def test_whatever_hooks_report_is_written_and_only_scalars(notes):
+def test_reported_scalars_are_written_and_other_values_are_not(notes):
     bus = bus_with(notes, interval=7)
     bus.on("after_train_iter", lambda event: event.run.report(mine=3, text="no", tensor=torch.ones(2)), priority=50)
     make_loop(bus).run()
@@ -165,7 +165,7 @@ def test_a_tensor_or_array_of_one_element_is_a_scalar(notes):
         assert [scalars[f"{stage}/{name}"] for name in ("tensor", "array", "number")] == [0.5, 0.25, 2.0]
 
 
-def test_the_targets_of_a_last_batch_of_one_are_no_scalar(notes):
+def test_targets_of_a_last_batch_of_one_are_not_scalars(notes):
     def step(model, batch):
         return {"loss": model(batch).mean(), "target": batch[:, 0], "array": batch[:, 0].numpy()}
 
@@ -175,18 +175,18 @@ def test_the_targets_of_a_last_batch_of_one_are_no_scalar(notes):
     assert {name for scalars, _, _ in notes.scalars("val") for name in scalars} == {"val/loss"}
 
 
-def test_metrics_are_written_with_the_epochs_done(notes):
+def test_the_step_of_metrics_is_the_number_of_epochs(notes):
     make_loop(bus_with(notes), val_data=DATA[:2]).run()
     assert notes.steps("val") == [1, 2]
     assert [set(scalars) for scalars, _, _ in notes.scalars("val")] == [{"val/loss"}] * 2
 
 
-def test_metrics_are_written_with_the_iterations_done_if_asked_to(notes):
+def test_log_metric_by_epoch_false_uses_iterations_as_step(notes):
     make_loop(bus_with(notes, log_metric_by_epoch=False), val_data=DATA[:2]).run()
     assert notes.steps("val") == [7, 14]
 
 
-def test_metrics_of_an_iteration_based_run_are_written_with_iterations(notes):
+def test_metrics_of_an_iteration_based_run_have_iterations_as_step(notes):
     make_loop(bus_with(notes, interval=4), max_iters=10, val_interval=5, val_data=DATA[:2]).run()
     assert notes.steps("val") == [5, 10]
     assert notes.steps() == [4, 8]
@@ -199,7 +199,7 @@ def test_without_training_the_step_is_0(notes, stage):
     assert notes.steps(stage) == [0]
 
 
-def test_the_times_of_a_validation_are_on_its_line(notes):
+def test_the_line_of_a_validation_includes_its_times(notes):
     bus = bus_with(notes)
     bus.add(IterTimerHook())
     make_loop(bus, val_data=DATA[:2]).run()
@@ -238,7 +238,7 @@ def test_everything_written_is_flushed_before_closing(notes):
     assert [call[0] for call in notes.calls[-2:]] == ["flush", "close"]
 
 
-def test_the_name_of_the_experiment_is_written_now_and_then(notes):
+def test_the_experiment_name_is_written_at_its_interval(notes):
     make_loop(bus_with(notes, interval_exp_name=5), name="digits").run()
     assert [call[1:] for call in notes.calls if call[0] == "text"] == [
         ("experiment", "digits", 5),
@@ -288,7 +288,7 @@ def test_training_does_not_wait_for_a_slow_writer(notes):
     assert slow.steps() == list(range(1, 351))
 
 
-def test_a_writer_that_hangs_does_not_hold_up_training_for_ever():
+def test_a_hanging_writer_blocks_training_only_until_it_is_retired():
     free, bus = threading.Event(), Bus()
 
     class Hangs(Notes):
@@ -306,7 +306,7 @@ def test_a_writer_that_hangs_does_not_hold_up_training_for_ever():
     assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["a handler failed"] * 3 + ["handler retired"]
 
 
-def test_a_writer_that_goes_on_after_it_has_hung_loses_nothing():
+def test_a_writer_that_continues_after_a_timeout_loses_nothing():
     class HangsOnce(Notes):
         def write_scalars(self, scalars, step, where):
             while not [entry for entry in logs if "took longer than its timeout" in str(entry.get("exc_info"))]:
@@ -329,7 +329,7 @@ class Broken(Notes):
         raise OSError("disk full")
 
 
-def test_a_writer_that_fails_ends_neither_the_run_nor_the_other_writers(notes, capsys):
+def test_a_failing_writer_ends_neither_the_run_nor_other_writers(notes, capsys):
     broken = Broken()
     make_loop(bus_with(broken, notes, interval=1)).run()
     assert notes.steps() == list(range(1, 15))
@@ -363,7 +363,7 @@ class OutOfOrder(Notes):
 
 
 @pytest.mark.parametrize("broken", ["write", "flush"])
-def test_a_writer_in_trouble_is_tried_again_and_loses_nothing(broken):
+def test_a_failing_writer_is_retried_and_loses_nothing(broken):
     trained = threading.Event()
     writer = OutOfOrder(lambda call, step: call == broken and step > 50 and not trained.is_set())
     bus = bus_with(writer)
@@ -376,7 +376,7 @@ def test_a_writer_in_trouble_is_tried_again_and_loses_nothing(broken):
     assert all(entry["lost"] == 0 for entry in logs)
 
 
-def test_a_writer_that_does_not_recover_says_how_much_it_has_lost_and_keeps_a_bounded_number(monkeypatch):
+def test_a_writer_that_does_not_recover_logs_its_losses_and_keeps_a_bounded_number(monkeypatch):
     monkeypatch.setattr("hooks.writers.target.MOST_KEPT", 20)
     writer = OutOfOrder(lambda call, step: call == "write")
     with capture_logs() as logs:
@@ -390,7 +390,7 @@ def test_a_writer_that_does_not_recover_says_how_much_it_has_lost_and_keeps_a_bo
     assert all(entry.get("kept", 0) <= 21 for entry in logs)
 
 
-def test_what_a_writer_does_not_take_does_not_stand_in_the_way_of_the_rest():
+def test_a_call_that_always_fails_is_dropped():
     writer = OutOfOrder(lambda call, step: (call, step) == ("write", 3))
     with capture_logs() as logs:
         make_loop(bus_with(writer), step=counting()).run()
@@ -398,7 +398,7 @@ def test_what_a_writer_does_not_take_does_not_stand_in_the_way_of_the_rest():
     assert [entry["lost"] for entry in logs if entry["event"] == "a writer has lost data"] == [1]
 
 
-def test_a_writer_that_cannot_be_opened_at_first_gets_everything_later(tmp_path):
+def test_a_writer_that_cannot_be_opened_at_first_gets_all_data_later(tmp_path):
     (tmp_path / "out").write_text("a file where a folder should be")
     bus = bus_with(JSONLinesWriter("out/scalars.jsonl", interval=1))
     bus.on("after_train", lambda event: (bus.drain(), (tmp_path / "out").unlink()))
@@ -407,7 +407,7 @@ def test_a_writer_that_cannot_be_opened_at_first_gets_everything_later(tmp_path)
     assert len((tmp_path / "out" / "scalars.jsonl").read_text().splitlines()) == 14
 
 
-def test_the_next_run_begins_with_a_clean_slate(notes):
+def test_waiting_calls_do_not_carry_over_to_the_next_run(notes):
     writer = OutOfOrder(lambda call, step: call == "write" and not tests)
     tests = []
     with capture_logs():
@@ -420,7 +420,7 @@ def test_the_next_run_begins_with_a_clean_slate(notes):
 
 
 @pytest.mark.parametrize("writer", [JSONLinesWriter, CSVWriter])
-def test_lines_of_a_committed_checkpoint_outlive_a_kill(script, tmp_path, writer):
+def test_lines_of_a_committed_checkpoint_survive_a_kill(script, tmp_path, writer):
     """SIGKILL in the moment of the commit: nothing that the checkpoint has seen is missing, and a resumed run leaves no gap."""
     source = f"""
         import os, signal, torch
@@ -462,7 +462,7 @@ def logged_steps(work_dir):
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def test_writers_are_made_durable_before_a_commit_and_a_hanging_one_does_not_hold_it_up_for_ever(tmp_path):
+def test_writers_are_synced_before_a_commit_and_a_hanging_one_delays_it_only_briefly(tmp_path):
     class Durable(Notes):
         def sync(self):
             self.note("sync")
@@ -490,7 +490,7 @@ def test_writers_are_made_durable_before_a_commit_and_a_hanging_one_does_not_hol
     assert "no longer waits" in logs[0]["event"]
 
 
-def test_the_scalars_are_those_of_the_moment_though_their_tensors_are_used_again(notes):
+def test_scalars_are_captured_before_their_tensors_are_reused(notes):
     """A step under CUDA graphs returns the same tensor every time."""
     total = torch.zeros(())
     bus = bus_with(notes, interval=1)
@@ -502,7 +502,7 @@ def test_the_scalars_are_those_of_the_moment_though_their_tensors_are_used_again
     assert [scalars["train/total"] for scalars, _, _ in notes.scalars()] == list(range(1, 51))
 
 
-def test_two_loggers_keep_to_themselves():
+def test_two_loggers_are_independent():
     first, second = Notes(), Notes()
     bus = bus_with(first, interval=7)
     bus.add(LoggerHook(interval=1, writers=[second]))
@@ -526,7 +526,7 @@ def test_console_and_json_lines_are_the_default(tmp_path, capsys):
     assert [(line["step"], line["iter"]) for line in lines] == [(7, 7), (1, 7), (14, 14), (2, 14)]
 
 
-def test_a_resumed_run_goes_on_in_the_same_file(tmp_path):
+def test_a_resumed_run_appends_to_the_same_file(tmp_path):
     def one(**options):
         bus = bus_with(JSONLinesWriter(interval=1))
         loop = make_loop(bus, work_dir=tmp_path, **options)
@@ -556,7 +556,7 @@ def test_files_are_copied_when_the_run_is_over(tmp_path):
     assert len((copy / "scalars.jsonl").read_text().splitlines()) == 14
 
 
-def test_copies_do_not_go_where_a_symbolic_link_leads(tmp_path):
+def test_copies_do_not_follow_symbolic_links(tmp_path):
     (tmp_path / "precious").write_text("mine")
     copy = tmp_path / "archive" / "digits" / "scalars.jsonl"
     copy.parent.mkdir(parents=True)
@@ -566,7 +566,7 @@ def test_copies_do_not_go_where_a_symbolic_link_leads(tmp_path):
     assert len(copy.read_text().splitlines()) == 14
 
 
-def test_local_files_go_if_they_are_not_to_be_kept_and_later_lines_are_added_to_the_copy(tmp_path):
+def test_keep_local_false_deletes_local_files_and_appends_later_lines_to_the_copy(tmp_path):
     bus = bus_with(JSONLinesWriter(interval=1), out_dir=tmp_path / "archive", keep_local=False)
     work_dir = tmp_path / "digits"
     loop = make_loop(bus, work_dir=work_dir, val_data=DATA[:1], max_epochs=1)
@@ -577,7 +577,7 @@ def test_local_files_go_if_they_are_not_to_be_kept_and_later_lines_are_added_to_
     assert len((tmp_path / "archive" / "digits" / "scalars.jsonl").read_text().splitlines()) == 7 + 1 + 1
 
 
-def test_a_run_that_failed_keeps_its_files_where_they_are(tmp_path):
+def test_files_of_a_failed_run_are_not_copied(tmp_path):
     bus = bus_with(JSONLinesWriter(interval=1), out_dir=tmp_path / "archive", keep_local=False)
 
     @bus.on("after_train_iter", once=3, priority=90)
@@ -601,14 +601,14 @@ def test_only_files_with_a_matching_suffix_are_copied(tmp_path):
     assert sorted(str(path.relative_to(copy)) for path in copy.rglob("*.*")) == ["a.txt", "deep/c.txt"]
 
 
-def test_a_console_that_is_gone_does_not_end_the_run(capsys):
+def test_a_closed_console_does_not_end_the_run(capsys):
     stream = io.StringIO()
     stream.close()
     make_loop(bus_with(ConsoleWriter(Console(file=stream)), interval=1)).run()
     assert "a writer failed" in "".join(capsys.readouterr())
 
 
-def test_a_pipe_that_nobody_reads_any_more_does_not_end_the_run(script, tmp_path):
+def test_a_broken_pipe_does_not_end_the_run(script, tmp_path):
     done = script(
         f"""
         import os, torch
@@ -649,6 +649,6 @@ def test_a_pipe_that_nobody_reads_any_more_does_not_end_the_run(script, tmp_path
         ({"writers": "tensorboard"}, r"writers='tensorboard': give writer objects in a list, .* TensorBoardWriter\(\)\]"),
     ],
 )
-def test_options_that_cannot_work_are_named(options, message):
+def test_invalid_options_are_named_in_the_error(options, message):
     with pytest.raises(ConfigurationError, match=message):
         LoggerHook(**options)

@@ -87,6 +87,6 @@ def test_a_nan_shows_in_the_mean():
         ({"custom_cfg": [{"data_src": "loss"}, {"data_src": "loss"}]}, "log_name"),
     ],
 )
-def test_options_that_cannot_work_are_named(options, message):
+def test_invalid_options_are_named_in_the_error(options, message):
     with pytest.raises(ConfigurationError, match=message):
         Smoother(**options)

@@ -79,7 +79,7 @@ def stop(work_dir: str) -> Any:
     return seen
 
 
-def test_a_stop_and_a_checkpoint_that_one_rank_asks_for_are_made_by_all_after_the_same_iteration(ranks, tmp_path):
+def test_all_ranks_stop_and_save_after_the_same_iteration(ranks, tmp_path):
     first, second = ranks(stop, str(tmp_path))
     assert first == second == [0, 1, 2, 3, 4, "enough"]
     assert [file.name for file in tmp_path.glob("*.safetensors")] == ["iter_5.safetensors"]
@@ -91,7 +91,7 @@ def stop_sometime(work_dir: str) -> Any:
     return loop.counters.iter
 
 
-def test_where_iterations_are_short_ranks_agree_every_now_and_then(ranks, tmp_path):
+def test_ranks_with_short_iterations_agree_periodically(ranks, tmp_path):
     first, second = ranks(stop_sometime, str(tmp_path))
     assert first == second
     assert 4 <= first < 400
@@ -134,7 +134,7 @@ def ask() -> Any:
     return paused, rates.index(0.25), jobs.weights(loop.model)
 
 
-def test_a_pause_and_a_learning_rate_that_one_rank_asks_for_are_those_of_all_after_the_same_iteration(ranks):
+def test_all_ranks_pause_and_set_the_learning_rate_after_the_same_iteration(ranks):
     first, second = ranks(ask)
     assert first[:2] == second[:2]
     paused, changed, weights = first
@@ -161,7 +161,7 @@ def stop_in_validation(uneven: bool) -> Any:
     return seen
 
 
-def test_a_stop_in_a_validation_ends_it_on_all_ranks_where_they_go_in_step_else_it_is_finished(ranks):
+def test_a_stop_ends_a_validation_on_all_ranks_only_if_they_are_in_step(ranks):
     assert ranks(stop_in_validation, False) == [[0, 1, 2, 3]] * 2
     assert ranks(stop_in_validation, True) == [[*range(10), "over"], [*range(8), "over"]]
 
@@ -195,7 +195,7 @@ def odd_metrics() -> Any:
     return loop.val()
 
 
-def test_a_metric_that_cannot_be_merged_is_rank_0s_on_all_ranks_with_a_warning(outcomes):
+def test_an_unmergeable_metric_is_taken_from_rank_0_with_a_warning(outcomes):
     first, second = outcomes(odd_metrics)
     assert first.value == second.value
     assert first.value["alone"] == 0.0
@@ -211,7 +211,7 @@ def plain_model() -> None:
     get_logger().info("told once")
 
 
-def test_a_model_that_nothing_keeps_the_same_is_warned_of(outcomes):
+def test_a_model_that_is_not_synchronised_is_warned_of(outcomes):
     first, second = outcomes(plain_model)
     for outcome in (first, second):
         assert outcome.exitcode == 0, outcome.output
@@ -251,7 +251,7 @@ def with_dropout(work_dir: str, epochs: int, resume: str | None) -> Any:
     return jobs.weights(loop.model)
 
 
-def test_every_rank_goes_on_with_its_own_random_numbers(ranks, tmp_path):
+def test_every_rank_resumes_its_own_random_state(ranks, tmp_path):
     straight = ranks(with_dropout, str(tmp_path / "straight"), 2, None)
     ranks(with_dropout, str(tmp_path / "resumed"), 1, None)
     resumed = ranks(with_dropout, str(tmp_path / "resumed"), 2, "auto")

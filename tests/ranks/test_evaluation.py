@@ -67,7 +67,7 @@ def means() -> list[Any]:
     return [(one["loss"], one["merged"], one["alone"]) for one in found]
 
 
-def test_what_a_distributed_sampler_repeats_does_not_count(ranks):
+def test_repeated_samples_of_a_distributed_sampler_do_not_count(ranks):
     first, second = ranks(means)
     assert first == second == [(3.0, 3.0, 2.0)] * 6 + [(3.0, 1.0, 1.0)] * 3
 
@@ -103,7 +103,7 @@ class Unsized:
 
 @pytest.mark.parametrize("batches", [[2, 0], [1, 3]])
 @pytest.mark.parametrize("sized", [True, False])
-def test_ranks_may_have_other_numbers_of_batches_or_none_with_buffers_to_send_too(ranks, batches, sized):
+def test_ranks_may_have_different_numbers_of_batches_with_buffers_to_broadcast(ranks, batches, sized):
     (first, kept), (second, theirs) = ranks(uneven, batches, sized)
     values = [float(10 * rank + index) for rank, number in enumerate(batches) for index in range(number)]
     assert first == second
@@ -123,7 +123,7 @@ def refused(batches: list[int], shard: bool) -> None:
     [([0, 0], False, "val_data yielded no batch"), ([2, 1], True, "rank 0: 2, rank 1: 1")],
     ids=["none at all", "a sharded model"],
 )
-def test_what_cannot_be_evaluated_is_an_error_on_all_ranks(outcomes, batches, shard, told):
+def test_an_evaluation_error_is_raised_on_all_ranks(outcomes, batches, shard, told):
     for one in outcomes(refused, batches, shard):
         assert "TrainingError" in one.error
         assert told in one.error
@@ -144,7 +144,7 @@ def plain() -> list[tuple[str, str]]:
     return [(entry["data"], entry["event"]) for entry in logs if "data" in entry]
 
 
-def test_a_loader_that_gives_every_process_all_of_the_data_is_warned_of_by_rank_0(ranks):
+def test_rank_0_warns_about_a_loader_that_is_not_shared(ranks):
     first, second = ranks(plain)
     assert [data for data, _ in first] == ["val_data", "train_data"]
     assert all("every process iterates over all of this data" in told and "DistributedSampler" in told for _, told in first)

@@ -44,7 +44,7 @@ def breaks(work_dir: str, where: str, shard: bool) -> None:
         ("offloaded", False),
     ],
 )
-def test_an_exception_on_one_rank_ends_the_other_and_is_shown_there_too(outcomes, tmp_path, where, shard):
+def test_an_exception_on_one_rank_ends_the_others_with_its_message(outcomes, tmp_path, where, shard):
     first, second = outcomes(breaks, str(tmp_path), where, shard)
     assert (first.exitcode, second.exitcode) == (1, 1)
     assert "ValueError: one process has had enough" in "\n".join([second.error, *second.notes])
@@ -68,7 +68,7 @@ def finishes(work_dir: str) -> Any:
     return jobs.weights(loop.model)
 
 
-def test_a_process_killed_in_a_save_ends_the_other_and_the_checkpoint_before_resumes(outcomes, ranks, tmp_path):
+def test_a_process_killed_in_a_save_ends_the_others_and_the_previous_checkpoint_resumes(outcomes, ranks, tmp_path):
     place = tmp_path / "run"
     first, second = outcomes(dies_in_a_save, str(place))
     assert first.exitcode == -signal.SIGKILL
@@ -107,7 +107,7 @@ def stands_still(work_dir: str) -> None:
 
 
 @pytest.mark.parametrize("how", [dies_before_it_joins, stands_still])
-def test_no_rank_waits_longer_than_the_users_timeout_and_the_error_names_who_did_not_answer(outcomes, tmp_path, how):
+def test_ranks_wait_at_most_the_users_timeout_and_the_error_names_missing_ranks(outcomes, tmp_path, how):
     arguments = [str(tmp_path / "run")] if how is stands_still else []
     first, second = outcomes(how, *arguments, group_timeout=3)
     assert second.exitcode == (3 if how is dies_before_it_joins else -signal.SIGKILL)
@@ -131,7 +131,7 @@ def fails_twice() -> list[str]:
     return told
 
 
-def test_a_later_run_is_not_told_the_failure_of_an_earlier_one(ranks):
+def test_a_later_run_does_not_raise_the_failure_of_an_earlier_one(ranks):
     for first, second in ranks(fails_twice):
         assert "first" in first
         assert "first" not in second.replace("failed first", "")
@@ -154,7 +154,7 @@ def reduces_offloaded(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["async", "thread", "timeout"])
-def test_a_collective_in_an_offloaded_handler_is_refused_with_the_way_out(outcomes, kind):
+def test_a_collective_in_an_offloaded_handler_is_an_error_with_advice(outcomes, kind):
     for outcome in outcomes(reduces_offloaded, kind):  # the one that is first ends the other
         told = "\n".join([outcome.error, *outcome.notes])
         assert "OffloadError" in told
@@ -172,7 +172,7 @@ def trains(work_dir: str) -> None:
     jobs.make_loop(work_dir).run()
 
 
-def test_ranks_share_the_lock_on_their_work_dir_and_all_are_refused_one_that_is_in_use(outcomes, ranks, tmp_path):
+def test_ranks_share_the_work_dir_lock_and_all_are_refused_a_locked_one(outcomes, ranks, tmp_path):
     lock = DirectoryLock(tmp_path)
     for outcome in outcomes(trains, str(tmp_path)):
         assert outcome.exitcode == 1

@@ -37,7 +37,7 @@ def trains(folder: str, part: str, shard: bool = False) -> Any:
     return [value.tolist() for value in jobs.weights(model).values()], torch.rand(3).tolist()
 
 
-def test_every_rank_goes_on_bit_by_bit_from_what_rank_0_has_written(ranks, tmp_path):
+def test_every_rank_resumes_bitwise_from_the_state_of_rank_0(ranks, tmp_path):
     whole = ranks(trains, str(tmp_path), "whole")
     ranks(trains, str(tmp_path), "half")
     assert len(torch.load(tmp_path / "host.pt", weights_only=True)["trainbus"]["ranks"]) == 2
@@ -52,7 +52,7 @@ def refused(folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_sharded_model_is_refused_with_the_way_out(ranks, tmp_path):
+def test_a_sharded_model_is_an_error_with_advice(ranks, tmp_path):
     for message in ranks(refused, str(tmp_path)):
         assert "does not support sharded models" in message
         assert "run.request_save()" in message

@@ -20,7 +20,7 @@ def alone(tmp_path):
         dist.destroy_process_group()
 
 
-def test_a_group_is_made_once_and_gone_when_torch_destroys_it_whoever_has_used_it(alone):
+def test_a_group_is_created_once_and_forgotten_when_torch_destroys_it(alone):
     ranks = Ranks(control_group())
     group = weakref.ref(ranks.group)
     assert control_group() is group()
@@ -34,6 +34,6 @@ def test_a_group_is_made_once_and_gone_when_torch_destroys_it_whoever_has_used_i
         ranks.gather(1)
 
 
-def test_our_groups_have_the_timeout_of_the_users(alone):
+def test_groups_have_the_users_timeout(alone):
     for group in (control_group(), saves_group()):
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)

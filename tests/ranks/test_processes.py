@@ -30,7 +30,7 @@ def passes() -> dict[str, list[list[int]]]:
     return {name: list(loader) for name, loader in found.items()}
 
 
-def test_a_data_loader_gives_each_process_its_share_and_is_else_the_same(ranks):
+def test_a_data_loader_is_rebuilt_with_the_share_of_each_process(ranks):
     first, second = ranks(passes)
     assert first["ordered"] == [[0, 2], [4, 6], [8]]
     assert second["ordered"] == [[1, 3], [5, 7], [9]]
@@ -57,7 +57,7 @@ def left_alone() -> list[str]:
     return [entry["data"] for entry in logs]
 
 
-def test_what_is_no_plain_data_loader_is_left_alone_with_a_warning(ranks):
+def test_another_loader_is_unchanged_with_a_warning(ranks):
     first, second = ranks(left_alone)
     assert first == ["list", "replacing", "batches", "unbatched", "subclass"]
     assert second == []
@@ -69,5 +69,5 @@ def wrapped() -> list[bool]:
     return [is_parallel(one) for one in (model, frozen, nn.parallel.DistributedDataParallel(model))]
 
 
-def test_a_model_that_is_wrapped_or_has_nothing_to_train_is_not_wrapped_again(ranks):
+def test_wrapped_or_frozen_models_are_not_wrapped(ranks):
     assert ranks(wrapped) == [[False, True, True]] * 2

@@ -40,7 +40,7 @@ def asks_alone(work_dir: str, mount_point: str, rank: int, shard: bool = False) 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("shard", [False, True])
-def test_a_save_that_one_rank_alone_asks_for_in_an_epoch_is_an_error_and_not_a_hang(outcomes, tmp_path, rank, shard):
+def test_a_save_requested_by_one_rank_within_an_epoch_is_an_error(outcomes, tmp_path, rank, shard):
     ended = outcomes(asks_alone, str(tmp_path / "run"), "after_train_iter", rank, shard)
     assert [one.exitcode for one in ended] == [1, 1]
     told = "\n".join(text for one in ended for text in (one.error, *one.notes))
@@ -52,7 +52,7 @@ def test_a_save_that_one_rank_alone_asks_for_in_an_epoch_is_an_error_and_not_a_h
 
 
 @pytest.mark.parametrize("shard", [False, True])
-def test_at_the_end_of_an_epoch_rank_0_decides_and_a_wish_of_another_rank_alone_is_an_error(ranks, outcomes, tmp_path, shard):
+def test_at_an_epochs_end_rank_0_decides_and_a_request_of_another_rank_alone_is_an_error(ranks, outcomes, tmp_path, shard):
     ranks(asks_alone, str(tmp_path / "first"), "after_train_epoch", 0, shard)
     assert load_whole(tmp_path / "first" / "mine.safetensors")["state_dict"]["0.weight"].shape == (16, 4)
     for one in outcomes(asks_alone, str(tmp_path / "second"), "after_train_epoch", 1, shard):
@@ -70,7 +70,7 @@ def asks_between_exchanges(work_dir: str) -> None:
     loop.run()
 
 
-def test_a_rank_that_waits_for_others_to_save_says_so_and_what_they_ask_for_ends_it(outcomes, tmp_path):
+def test_a_rank_that_waits_for_others_logs_it_until_they_request_the_save(outcomes, tmp_path):
     first, second = outcomes(asks_between_exchanges, str(tmp_path))
     assert "waiting for the other ranks to request this checkpoint" in first.output
     assert "mine.safetensors" in first.output
@@ -106,7 +106,7 @@ def test_saves_in_the_middle_of_an_epoch_are_made_by_all_ranks(ranks, tmp_path, 
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_sharded_saves_that_are_due_while_a_rank_is_writing_are_left_out_by_all(ranks, tmp_path, slow):
+def test_sharded_saves_due_while_a_rank_is_writing_are_skipped_by_all(ranks, tmp_path, slow):
     first, second = ranks(saves_by_iterations, str(tmp_path), True, "skip", slow)
     assert first == second
     assert first

@@ -60,7 +60,7 @@ def test_training_equals_the_single_process_and_resumes_on_2_1_and_2_processes(r
 
 
 @pytest.mark.parametrize("others", [(), (Changes(),)])
-def test_files_and_their_directories_come_and_go_together(ranks, tmp_path, others):
+def test_shards_and_their_directories_are_created_and_removed_together(ranks, tmp_path, others):
     ranks(train, str(tmp_path), 4, None, True, *others)
     files = {file.name for file in tmp_path.glob("*.safetensors")}
     assert {"epoch_3.safetensors", "epoch_4.safetensors"} <= files
@@ -116,7 +116,7 @@ def stumbles(work_dir: str, rank: int, step: str, dies: bool, on_error: str = "r
     [(0, "makes the directory"), (1, "writes its part"), (0, "writes its part"), (0, "writes the file")],
 )
 @pytest.mark.parametrize("dies", [True, False])
-def test_a_save_that_one_process_does_not_finish_is_no_checkpoint(outcomes, ranks, tmp_path, rank, step, dies):
+def test_a_save_that_one_process_does_not_finish_is_not_a_checkpoint(outcomes, ranks, tmp_path, rank, step, dies):
     ended = outcomes(stumbles, str(tmp_path), rank, step, dies)
     assert ended[1 - rank].exitcode == 1, ended[1 - rank].output
     assert ended[rank].exitcode == (-signal.SIGKILL if dies else 1)
@@ -129,7 +129,7 @@ def test_a_save_that_one_process_does_not_finish_is_no_checkpoint(outcomes, rank
 
 
 @pytest.mark.parametrize(("rank", "step"), [(0, "makes the directory"), (1, "writes its part"), (0, "writes the file")])
-def test_where_errors_of_saves_are_only_told_all_processes_go_on_to_the_next_one(ranks, tmp_path, rank, step):
+def test_with_logged_save_errors_all_processes_continue_to_the_next_save(ranks, tmp_path, rank, step):
     for failed in ranks(stumbles, str(tmp_path), rank, step, False, "log"):
         assert len(failed) == 1
         assert "OSError: the disk is full" in failed[0]
@@ -157,7 +157,7 @@ def refused(work_dir: str, options: dict[str, Any]) -> str:
         ({"out_dir": "memory://bucket"}, "a directory that all processes share"),
     ],
 )
-def test_options_that_need_one_writer_are_refused_with_the_way_out(ranks, tmp_path, options, way_out):
+def test_options_that_need_one_writer_are_errors_with_advice(ranks, tmp_path, options, way_out):
     for message in ranks(refused, str(tmp_path), options):
         assert "sharded" in message
         assert way_out in message

@@ -56,7 +56,7 @@ def single(ranks: Any, tmp_path: Any) -> Any:
     return losses, raw, averaged
 
 
-def test_the_average_is_that_of_one_process_lent_to_validations_saved_and_resumed_on_2_1_and_2(ranks, tmp_path, single):
+def test_sharded_averages_equal_those_of_one_process_in_validation_and_after_resuming(ranks, tmp_path, single):
     losses, raw, averaged = single
     place = tmp_path / "sharded"
     begun = ranks(train, str(place), 2, None, True)
@@ -87,7 +87,7 @@ def sharded(tmp_path: Any) -> Any:
 
 
 @pytest.mark.parametrize("copies", [0, 1, 2, 3])
-def test_sharded_weights_are_back_wherever_ctrl_c_strikes_while_they_are_exchanged(sharded, monkeypatch, copies):
+def test_ctrl_c_during_an_exchange_restores_sharded_weights(sharded, monkeypatch, copies):
     average = ExponentialMovingAverage(sharded, momentum=0.5)
     average.update_parameters(sharded)
     raw = sharded.weight.full_tensor().clone()

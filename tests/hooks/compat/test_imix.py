@@ -7,11 +7,11 @@ IMIX = {"HIGHEST": 0, "HIGHER": 10, "HIGH": 20, "NORMAL": 30, "LOW": 40, "LOWER"
 
 
 @pytest.mark.parametrize(("name", "number"), IMIX.items())
-def test_the_names_of_imix_have_a_scale_of_their_own(name, number):
+def test_imix_priority_names_have_their_own_scale(name, number):
     assert imix_priority(name) == imix_priority(name.lower()) == number
 
 
-def test_names_that_only_the_other_scale_has_are_refused():
+def test_priority_names_of_trainbus_are_refused_on_the_imix_scale():
     with pytest.raises(SubscribeError, match="'VERY_HIGH' is not a priority name"):
         imix_priority("VERY_HIGH")
     assert Priority.parse("VERY_HIGH") == 10

@@ -95,13 +95,13 @@ def test_every_hook_of_every_system_is_in_the_table_once(system: str) -> None:
 
 
 @pytest.mark.parametrize("entry", TABLE, ids=lambda entry: f"{entry.system}-{entry.name}")
-def test_every_option_of_theirs_is_accounted_for(entry) -> None:
+def test_every_option_has_an_entry(entry) -> None:
     if entry.ours:
         assert set(entry.options) == set(THEIRS[entry.system][entry.name].split())
 
 
 @pytest.mark.parametrize("entry", TABLE, ids=lambda entry: f"{entry.system}-{entry.name}")
-def test_everything_it_names_is_here(entry) -> None:
+def test_every_named_class_and_option_exists(entry) -> None:
     found = [getattr(hooks, name, None) or getattr(eventloop, name) for name in entry.ours]
     options = {option for cls in found for option in inspect.signature(cls).parameters}
     named = {entry.renamed(option) for option in entry.options} | set(entry.preset)
@@ -110,12 +110,12 @@ def test_everything_it_names_is_here(entry) -> None:
 
 
 @pytest.mark.parametrize("entry", TABLE, ids=lambda entry: f"{entry.system}-{entry.name}")
-def test_an_option_that_is_not_here_says_what_to_write_instead(entry) -> None:
+def test_a_missing_option_has_advice(entry) -> None:
     gone = [change for change in entry.options.values() if isinstance(change, OptionChange) and not change.ours]
     assert all(change.instead or change.says_nothing is None for change in gone)
 
 
-def test_what_we_do_not_have_says_why() -> None:
+def test_a_missing_hook_has_a_reason() -> None:
     assert [entry.name for entry in TABLE if not entry.ours] == ["NaiveVisualizationHook", "PrepareTTAHook", "NPUProfilerHook"]
     assert all(entry.note.startswith("none: ") for entry in TABLE if not entry.ours)
 
@@ -125,7 +125,7 @@ def test_what_we_do_not_have_says_why() -> None:
     [one for one in TABLE if one.ours and one.name not in ("Hook", "Writer", "CallBackHook")],
     ids=lambda entry: f"{entry.system}-{entry.name}",
 )
-def test_a_configuration_can_use_the_name_of_the_other_system(entry) -> None:
+def test_names_of_other_systems_are_registered(entry) -> None:
     writers = {"CommonMetricLogger", "JSONLogger", "TensorboardLogger", "TensorboardWriter"}
     for name in (entry.name, *entry.aliases):
         assert find("writer" if entry.name in writers else "hook", name) is getattr(hooks, entry.ours[0])
@@ -139,7 +139,7 @@ def test_a_configuration_can_use_the_name_of_the_other_system(entry) -> None:
         ("CheckpointHook", "needs `rule=`"),
     ],
 )
-def test_an_option_of_the_same_name_that_differs_in_a_case_says_so(name: str, says: str) -> None:
+def test_differences_of_options_with_the_same_name_are_in_the_table(name: str, says: str) -> None:
     (row,) = [row for row in markdown(TABLE).splitlines() if row.startswith(f"| MMEngine `{name}`")]
     assert says in row
 
@@ -149,7 +149,7 @@ def test_the_readme_shows_the_table() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what MMEngine imports
-def test_the_lists_are_those_of_mmengine() -> None:
+def test_the_lists_match_the_installed_mmengine() -> None:
     if importlib.util.find_spec("mmengine") is None:
         pytest.skip("mmengine is not installed")
     theirs = importlib.import_module("mmengine.hooks")

@@ -81,7 +81,7 @@ def test_an_imported_file_has_the_averaged_weights_for_inference(path, was):
     assert same(model, weights(was, "averaged"))
 
 
-def test_a_run_goes_on_with_the_trained_weights_the_averages_and_the_optimizer(path, was):
+def test_a_run_resumes_with_raw_weights_averages_and_optimizer(path, was):
     hook, seen = EMAHook(), []
 
     def look(run: Any) -> None:
@@ -100,19 +100,19 @@ def test_a_run_goes_on_with_the_trained_weights_the_averages_and_the_optimizer(p
     assert (end.epoch, end.iter) == (3, 6)
 
 
-def test_the_learning_rate_is_the_one_of_the_file(path):
+def test_the_learning_rate_comes_from_the_file(path):
     rates = []
     resumed(path, max_epochs=3, seen=lambda run: rates.append(run.optimizers["optimizer"].param_groups[0]["lr"]))
     assert rates == [pytest.approx(1e-3)]
 
 
-def test_without_an_ema_hook_a_run_goes_on_with_the_averaged_weights(path, was):
+def test_without_an_ema_hook_a_run_resumes_with_the_averaged_weights(path, was):
     seen = []
     resumed(path, max_epochs=3, seen=lambda run: seen.append(same(run.model, weights(was, "averaged"))))
     assert seen == [True]
 
 
-def test_random_states_are_those_of_the_new_run(path):
+def test_random_states_are_not_restored(path):
     torch.manual_seed(7)
     state = torch.get_rng_state()
     Net()  # as `resumed` makes one
@@ -123,32 +123,32 @@ def test_random_states_are_those_of_the_new_run(path):
     assert seen[0].equal(expected)
 
 
-def test_what_only_mmengine_understands_is_kept_apart(tree):
+def test_entries_that_only_mmengine_uses_are_kept_separately(tree):
     state = from_mmengine(tree)
     assert state["mmengine"].keys() == {"meta", "message_hub", "param_schedulers"}
     assert "param_schedulers" not in state
 
 
-def test_a_checkpoint_of_another_model_names_the_keys(path):
+def test_the_error_for_another_model_names_the_keys(path):
     model = torch.nn.Linear(2, 2)
     loop = TrainLoop(model, torch.optim.SGD(model.parameters(), 0.1), step=step, train_data=[1], bus=Bus(), max_epochs=3)
     with pytest.raises(Exception, match=r"another model: missing: bias, weight; unexpected: layers\.0\.bias"):
         loop.run(resume=path)
 
 
-def test_a_checkpoint_without_averages_has_none_afterwards(tree):
+def test_a_checkpoint_without_averages_is_converted_without(tree):
     state = from_mmengine({key: value for key, value in tree.items() if key != "ema_state_dict"})
     assert "ema_state_dict" not in state
     assert state["bus"] == {"hooks": {}, "publishes": {}}
 
 
 @pytest.mark.parametrize("steps", [torch.ones(2, dtype=torch.int64), torch.tensor(float("nan")), "four", None, -1])
-def test_averages_without_a_count_of_updates_begin_anew(tree, steps):
+def test_averages_without_a_valid_step_count_start_at_0(tree, steps):
     state = from_mmengine({**tree, "ema_state_dict": {**tree["ema_state_dict"], "steps": steps}})
     assert state["bus"]["hooks"] == {"EMAHook": {"steps": 0}}
 
 
-def test_several_optimizers_keep_their_names_and_a_loss_scaler_stays_with_mmengine(tree):
+def test_several_optimizers_keep_their_names_and_loss_scalers_are_kept_separately(tree):
     one = tree["optimizer"]
     state = from_mmengine({**tree, "optimizer": {"G": {**one, "loss_scaler": {"scale": 2.0}}, "D": one}})
     assert state["optimizer"].keys() == {"G", "D"}
@@ -156,7 +156,7 @@ def test_several_optimizers_keep_their_names_and_a_loss_scaler_stays_with_mmengi
     assert state["mmengine"]["optimizer"] == {"G": {"loss_scaler": {"scale": 2.0}}}
 
 
-def test_a_checkpoint_without_an_optimizer_has_none_afterwards(tree):
+def test_a_checkpoint_without_an_optimizer_is_converted_without(tree):
     state = from_mmengine({key: value for key, value in tree.items() if key != "optimizer"})
     assert "optimizer" not in state
 
@@ -172,6 +172,6 @@ def test_a_checkpoint_without_an_optimizer_has_none_afterwards(tree):
         {"state_dict": {}, "meta": {"mmengine_version": "0.10.7", "epoch": "one"}},
     ],
 )
-def test_other_trees_are_not_taken_for_mmengines(other, tree):
+def test_other_trees_are_not_recognised(other, tree):
     assert is_mmengine(tree)
     assert not is_mmengine(other)

@@ -37,7 +37,7 @@ class Broken(Writer):
 @pytest.mark.parametrize("cls", ALL)
 @pytest.mark.usefixtures("offline")
 @pytest.mark.filterwarnings("ignore")  # MLflow's use of SQLAlchemy
-def test_a_writer_is_called_from_its_lane_only(logged, tmp_path, cls):
+def test_a_writer_is_called_from_one_background_thread(logged, tmp_path, cls):
     if cls in NEEDS:
         pytest.importorskip(NEEDS[cls])
     writer = logged.watched(cls)()
@@ -62,13 +62,13 @@ def test_without_a_work_dir_nothing_is_written(logged, tmp_path, monkeypatch, cl
     assert {line["event"] for line in lines} <= {"none of the writers takes the reported image; add a TensorBoardWriter"}
 
 
-def test_a_writer_may_take_scalars_one_by_one(logged):
+def test_a_writer_can_define_write_scalar_only(logged):
     writer = OneByOne()
     logged.loop(writer, max_epochs=1, val_data=None, metrics=None, val_step=None).run()
     assert writer.scalars == [("train/loss", 1.0, 1), ("train/loss", 2.0, 2), ("train/loss", 3.0, 3)]
 
 
-def test_a_writer_that_takes_many_can_be_given_one(tmp_path):
+def test_write_scalar_calls_write_scalars_by_default(tmp_path):
     class Many(Writer):
         def write_scalars(self, scalars, step, where):
             self.last = (scalars, step, where.stage)
@@ -78,12 +78,12 @@ def test_a_writer_that_takes_many_can_be_given_one(tmp_path):
     assert writer.last == ({"val/accuracy": 0.5}, 3, "val")
 
 
-def test_a_writer_that_takes_no_scalars_says_what_to_define():
+def test_a_writer_without_scalar_methods_is_an_error():
     with pytest.raises(NotImplementedError, match="Writer must define write_scalars or write_scalar"):
         Writer().write_scalars({"a": 1.0}, 1, None)
 
 
-def test_the_others_go_on_when_one_writer_fails(logged, tmp_path):
+def test_a_failing_writer_does_not_affect_other_writers(logged, tmp_path):
     broken, other = Broken(), OneByOne()
     with structlog.testing.capture_logs() as lines:
         logged.loop(broken, CSVWriter(), other, work_dir=tmp_path).run()
@@ -101,7 +101,7 @@ def steps(path):
 
 
 @pytest.mark.parametrize(("cls", "file"), [(JSONLinesWriter, "scalars.jsonl"), (CSVWriter, "scalars.csv")])
-def test_a_work_dir_that_is_removed_and_made_again_gets_what_comes_then(logged, tmp_path, cls, file):
+def test_a_recreated_work_dir_gets_later_lines(logged, tmp_path, cls, file):
     def remove(event):
         if event.progress.iter == 3:
             loop.bus.drain()
@@ -117,7 +117,7 @@ def test_a_work_dir_that_is_removed_and_made_again_gets_what_comes_then(logged, 
 
 
 @pytest.mark.parametrize(("cls", "file"), [(JSONLinesWriter, "scalars.jsonl"), (CSVWriter, "scalars.csv")])
-def test_a_disk_that_is_full_for_a_while_costs_no_line_and_leaves_no_half_one(script, tmp_path, cls, file):
+def test_a_temporarily_full_disk_loses_no_line_and_leaves_no_incomplete_line(script, tmp_path, cls, file):
     done = script(
         f"""
         import resource, torch
@@ -143,7 +143,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line_and_leaves_no_half_one(sc
 
 
 @pytest.mark.parametrize(("cls", "file"), [(JSONLinesWriter, "scalars.jsonl"), (CSVWriter, "scalars.csv")])
-def test_a_symbolic_link_is_not_written_through(logged, tmp_path, cls, file):
+def test_symbolic_links_are_not_followed(logged, tmp_path, cls, file):
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "out").mkdir()
     for name in (file, f"{file}.tmp"):
@@ -154,7 +154,7 @@ def test_a_symbolic_link_is_not_written_through(logged, tmp_path, cls, file):
     assert lines[-1]["event"] == "a writer has lost data"
 
 
-def test_writers_hear_that_an_exception_has_ended_the_run(logged):
+def test_aborted_is_called_if_an_exception_ends_the_run(logged):
     class Fate(OneByOne):
         fate = ()
 
@@ -176,11 +176,11 @@ def test_writers_hear_that_an_exception_has_ended_the_run(logged):
 
 
 @pytest.mark.parametrize("cls", ALL)
-def test_a_configuration_can_name_it(cls):
+def test_writers_are_registered_by_name(cls):
     assert find("writer", cls.__name__) is cls
 
 
 @pytest.mark.parametrize("cls", [cls for cls in ALL if cls not in NEEDS])
-def test_an_interval_is_positive(cls):
+def test_a_non_positive_interval_is_an_error(cls):
     with pytest.raises(ConfigurationError, match="interval=0"):
         cls(interval=0)

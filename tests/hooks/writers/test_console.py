@@ -27,34 +27,34 @@ def writer(output):
     return ConsoleWriter(Console(file=output, width=40))
 
 
-def test_a_line_of_training(writer, output):
+def test_training_line(writer, output):
     writer.write_scalars(SCALARS, 154, Where("train", epoch=3, iter=154, batch=40, epoch_length=57, max_epochs=20))
     assert output.getvalue() == (
         "epoch  3/20  iter 40/57  lr 1.2e-03  loss 0.1234  grad_norm 2.5000  time 0.0021  data_time 0.0003  eta 0:00:12\n"
     )
 
 
-def test_a_line_of_iteration_based_training(writer, output):
+def test_training_line_of_an_iteration_based_run(writer, output):
     writer.write_scalars({"train/loss": 1.0}, 400, Where("train", epoch=1, iter=400, batch=400, max_iters=5000))
     assert output.getvalue() == "iter  400/5000  loss 1.0000\n"
 
 
-def test_a_line_of_a_loader_without_a_length(writer, output):
+def test_training_line_without_epoch_length(writer, output):
     writer.write_scalars({"train/loss": 1.0}, 40, Where("train", epoch=1, iter=40, batch=40, max_epochs=2))
     assert output.getvalue() == "epoch 1/2  iter 40  loss 1.0000\n"
 
 
-def test_a_line_of_a_validation(writer, output):
+def test_validation_line(writer, output):
     writer.write_scalars({"val/accuracy": 0.9722}, 3, Where("val", epoch=3, iter=171, max_epochs=20))
     assert output.getvalue() == "epoch  3/20  val  accuracy 0.9722\n"
 
 
-def test_a_line_of_a_test_without_training(writer, output):
+def test_test_line_without_training(writer, output):
     writer.write_scalars({"test/accuracy": 0.9722}, 0, Where("test", epoch=0, iter=0))
     assert output.getvalue() == "test  accuracy 0.9722\n"
 
 
-def test_names_that_look_like_markup_are_printed_as_they_are(writer, output):
+def test_markup_in_names_is_printed_literally(writer, output):
     writer.write_scalars({"val/[red]": 1.0, "val/:smile:": 1.0}, 0, Where("val", epoch=0, iter=0))
     assert output.getvalue() == "val  [red] 1.0000  :smile: 1.0000\n"
 
@@ -76,7 +76,7 @@ def test_names_that_look_like_markup_are_printed_as_they_are(writer, output):
         ("eta", math.nan, "nan"),
     ],
 )
-def test_numbers_are_short(name, value, text):
+def test_numbers_are_formatted_compactly(name, value, text):
     assert format_number(name, value) == text
 
 

@@ -22,7 +22,7 @@ def write(work_dir, *moments):
     writer.close()
 
 
-def test_a_run_can_be_read_by_the_csv_module(logged, tmp_path):
+def test_scalars_of_a_run_are_readable_by_the_csv_module(logged, tmp_path):
     logged.loop(CSVWriter(), work_dir=tmp_path).run()
     found = rows(tmp_path / "scalars.csv")
     assert list(found[0]) == ["step", "epoch", "iter", "train/loss", "val/accuracy"]
@@ -35,7 +35,7 @@ def test_a_run_can_be_read_by_the_csv_module(logged, tmp_path):
     ]
 
 
-def test_a_name_that_comes_late_gets_a_column_and_earlier_rows_an_empty_cell(tmp_path):
+def test_a_new_name_adds_a_column_with_empty_cells_in_earlier_rows(tmp_path):
     write(tmp_path, (1, {"a": 1.0}), (2, {"a": 2.0, "b,\n": 3.0}), (3, {"c": 4.0}), (4, {"a": 5.0}))
     found = rows(tmp_path / "scalars.csv")
     assert [(row["a"], row["b,\n"], row["c"]) for row in found] == [
@@ -53,14 +53,14 @@ def test_every_row_has_all_columns(tmp_path):
     assert {line.count(",") for line in lines} == {5}
 
 
-def test_a_resumed_run_goes_on_without_a_second_header(tmp_path):
+def test_a_resumed_run_writes_no_second_header(tmp_path):
     write(tmp_path, (1, {"a": 1.0}))
     write(tmp_path, (2, {"b": 2.0}), (3, {"a": 3.0}))
     found = rows(tmp_path / "scalars.csv")
     assert [(row["step"], row["a"], row["b"]) for row in found] == [("1", "1.0", ""), ("2", "", "2.0"), ("3", "3.0", "")]
 
 
-def test_half_a_row_of_a_process_that_died_is_cut_off(tmp_path):
+def test_an_incomplete_last_row_is_cut_off(tmp_path):
     write(tmp_path, (1, {"a": 1.0}))
     with (tmp_path / "scalars.csv").open("a") as file:
         file.write("2,1,2,12" + "9" * 5000)
@@ -68,13 +68,13 @@ def test_half_a_row_of_a_process_that_died_is_cut_off(tmp_path):
     assert [row["a"] for row in rows(tmp_path / "scalars.csv")] == ["1.0", "2.0"]
 
 
-def test_a_file_without_a_whole_line_is_begun_anew(tmp_path):
+def test_a_file_without_a_complete_line_is_overwritten(tmp_path):
     (tmp_path / "scalars.csv").write_text("step,ep")
     write(tmp_path, (1, {"a": 1.0}))
     assert [row["a"] for row in rows(tmp_path / "scalars.csv")] == ["1.0"]
 
 
-def test_what_is_not_finite_and_all_digits_come_back(tmp_path):
+def test_nan_infinities_and_all_digits_are_kept(tmp_path):
     values = [math.nan, math.inf, -math.inf, 1 / 3, 1e300, 10**20, True]
     write(tmp_path, *((step, {"a": value}) for step, value in enumerate(values)))
     found = [row["a"] for row in rows(tmp_path / "scalars.csv")]
@@ -83,7 +83,7 @@ def test_what_is_not_finite_and_all_digits_come_back(tmp_path):
     assert found[-1] == "1"
 
 
-def test_rows_can_be_read_after_a_flush(tmp_path):
+def test_rows_are_readable_after_a_flush(tmp_path):
     writer = CSVWriter("made/here.csv", interval=3)
     writer.open(RunFacts("digits", tmp_path))
     writer.write_scalar("train/loss", 0.5, 7)
@@ -92,12 +92,12 @@ def test_rows_can_be_read_after_a_flush(tmp_path):
     writer.close()
 
 
-def test_without_a_name_making_one_says_what_to_give():
+def test_an_empty_file_name_is_an_error():
     with pytest.raises(ConfigurationError, match="filename=''"):
         CSVWriter("")
 
 
-def test_the_rows_of_a_later_run_are_added_to_the_copy_when_local_files_are_deleted(tmp_path):
+def test_rows_of_a_later_run_are_appended_to_the_copy_when_local_files_are_deleted(tmp_path):
     for step, name in ((1, "a"), (2, "b")):
         write(tmp_path / "run", (step, {name: float(step)}))
         (copy,) = send(tmp_path / "run", tmp_path / "out", (".csv",), keep_local=False)
@@ -105,7 +105,7 @@ def test_the_rows_of_a_later_run_are_added_to_the_copy_when_local_files_are_dele
     assert [(row["step"], row["a"], row["b"]) for row in rows(copy)] == [("1", "1.0", ""), ("2", "", "2.0")]
 
 
-def test_a_table_that_cannot_be_read_leaves_the_other_closed(tmp_path):
+def test_a_missing_source_table_leaves_the_target_closed(tmp_path):
     with pytest.raises(FileNotFoundError):
         add_rows(tmp_path / "none.csv", tmp_path / "target.csv")
     writer = CSVWriter("target.csv")

@@ -33,7 +33,7 @@ def report(*writers, image=None):
     return run
 
 
-def test_images_come_with_their_stage_and_its_steps():
+def test_images_have_their_stage_and_its_step():
     album = Album()
     report(album)
     steps = [
@@ -47,7 +47,7 @@ def test_images_come_with_their_stage_and_its_steps():
     assert [(name, step) for name, step, _ in album.images] == steps
 
 
-def test_a_writer_gets_bytes_of_height_width_and_channels():
+def test_a_writer_gets_uint8_of_height_width_channels():
     album = Album()
     report(album)
     noise, digits = album.images[0][2], album.images[2][2]
@@ -55,7 +55,7 @@ def test_a_writer_gets_bytes_of_height_width_and_channels():
     assert (digits.shape, digits.dtype, digits.min()) == ((4, 5, 1), np.uint8, 255)
 
 
-def test_an_image_may_be_changed_once_it_is_reported():
+def test_an_image_is_copied_when_reported():
     album = Album()
     image = torch.ones(1, 2, 2, requires_grad=True)
     bus = Bus()
@@ -69,7 +69,7 @@ def test_an_image_may_be_changed_once_it_is_reported():
     assert album.images[0][2].min() == 255
 
 
-def test_a_handler_hears_reported_images_too():
+def test_a_handler_gets_reported_images():
     heard = []
     bus = Bus()
     bus.on("image_reported", lambda event: heard.append((event.name, event.progress.iter, event.image.shape)))
@@ -90,7 +90,7 @@ def test_a_hook_reports_images_through_its_event():
     assert [(name, step) for name, step, _ in album.images] == [("train/batch", 1)]
 
 
-def test_without_a_writer_that_takes_images_it_is_said_once(tmp_path):
+def test_a_missing_image_writer_is_warned_of_once(tmp_path):
     with structlog.testing.capture_logs() as lines:
         report(CSVWriter())
     assert [line["image"] for line in lines if "none of the writers takes" in line["event"]] == ["noise"]
@@ -107,24 +107,24 @@ def test_without_a_writer_that_takes_images_it_is_said_once(tmp_path):
         (np.zeros((4, 4), dtype=complex), "complex128: give uint8"),
     ],
 )
-def test_what_is_no_image_is_an_error_where_it_is_reported(image, message):
+def test_an_invalid_image_is_an_error_when_reported(image, message):
     with pytest.raises(ValueError, match=message):
         report(Album(), image=image)
 
 
-def test_another_object_is_an_error_that_says_what_to_give():
+def test_an_object_of_another_type_is_a_type_error():
     with pytest.raises(TypeError, match=r"numpy.asarray\(picture\)"):
         report(Album(), image="picture.png")
 
 
-def test_channels_are_found_first_or_last():
+def test_channels_are_detected_first_or_last():
     pixels = np.arange(2 * 4 * 3, dtype=np.uint8).reshape(2, 4, 3)
     assert np.array_equal(as_image(pixels), pixels)
     assert np.array_equal(as_image(np.moveaxis(pixels, -1, 0)), pixels)
     assert as_image(np.zeros((3, 7, 3))).shape == (7, 3, 3)
 
 
-def test_floats_are_scaled_and_cut_off_and_nan_is_black():
+def test_floats_are_scaled_and_clipped_and_nan_is_black():
     image = as_image(torch.tensor([[0.0, 0.5, 1.0], [-1.0, 2.0, math.nan]], dtype=torch.bfloat16))
     assert image[..., 0].tolist() == [[0, 128, 255], [0, 255, 0]]
     assert as_image(torch.tensor([[True, False]]))[..., 0].tolist() == [[255, 0]]

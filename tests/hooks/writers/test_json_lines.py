@@ -26,18 +26,18 @@ def write(writer, work_dir, *losses):
     writer.close()
 
 
-def test_a_line_is_an_object_with_its_place_in_the_run(writer, tmp_path):
+def test_a_line_is_an_object_with_step_epoch_and_iter(writer, tmp_path):
     write(writer, tmp_path, 0.5)
     assert lines(tmp_path / "scalars.jsonl") == [{"step": 0, "epoch": 2, "iter": 7, "train/loss": 0.5}]
 
 
-def test_a_second_run_goes_on_at_the_end_of_the_file(writer, tmp_path):
+def test_a_second_run_appends_to_the_file(writer, tmp_path):
     write(writer, tmp_path, 0.5)
     write(writer, tmp_path, 0.25)
     assert [line["train/loss"] for line in lines(tmp_path / "scalars.jsonl")] == [0.5, 0.25]
 
 
-def test_half_a_line_of_a_process_that_died_does_not_swallow_the_next(writer, tmp_path):
+def test_an_incomplete_last_line_is_cut_off(writer, tmp_path):
     path = tmp_path / "scalars.jsonl"
     path.write_text('{"step": 0}\n{"st')
     write(writer, tmp_path, 0.5)
@@ -46,7 +46,7 @@ def test_half_a_line_of_a_process_that_died_does_not_swallow_the_next(writer, tm
 
 
 @pytest.mark.parametrize(("value", "spelled"), [(math.nan, "NaN"), (math.inf, "Infinity"), (-math.inf, "-Infinity")])
-def test_what_is_not_finite_is_spelled_out(writer, tmp_path, value, spelled):
+def test_nan_and_infinities_are_written_as_words(writer, tmp_path, value, spelled):
     write(writer, tmp_path, value)
     text = (tmp_path / "scalars.jsonl").read_text()
     assert f'"train/loss":{spelled}' in text
@@ -54,12 +54,12 @@ def test_what_is_not_finite_is_spelled_out(writer, tmp_path, value, spelled):
     assert str(json.loads(text)["train/loss"]) == str(value)
 
 
-def test_numbers_keep_all_their_digits(writer, tmp_path):
+def test_numbers_keep_all_digits(writer, tmp_path):
     write(writer, tmp_path, 1 / 3, 1e300)
     assert [line["train/loss"] for line in lines(tmp_path / "scalars.jsonl")] == [1 / 3, 1e300]
 
 
-def test_test_metrics_go_to_a_file_of_their_own(writer, tmp_path):
+def test_test_metrics_go_to_a_separate_file(writer, tmp_path):
     writer.open(RunFacts("digits", tmp_path))
     writer.write_scalars({"test/accuracy": 0.75}, 3, Where("test", epoch=3, iter=9))
     writer.close()
@@ -67,7 +67,7 @@ def test_test_metrics_go_to_a_file_of_their_own(writer, tmp_path):
     assert not (tmp_path / "scalars.jsonl").exists()
 
 
-def test_the_configuration_is_written_if_there_is_one(writer, tmp_path):
+def test_a_non_empty_configuration_is_written(writer, tmp_path):
     writer.open(RunFacts("digits", tmp_path))
     writer.write_config({})
     assert not (tmp_path / "config.json").exists()
@@ -76,7 +76,7 @@ def test_the_configuration_is_written_if_there_is_one(writer, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["test_metrics.json", "config.json"])
-def test_a_symbolic_link_in_the_place_of_a_small_file_is_replaced(writer, tmp_path, name):
+def test_a_symbolic_link_is_replaced_by_a_small_file(writer, tmp_path, name):
     (tmp_path / "precious").write_text("mine")
     (tmp_path / name).symlink_to(tmp_path / "precious")
     writer.open(RunFacts("digits", tmp_path))
@@ -87,7 +87,7 @@ def test_a_symbolic_link_in_the_place_of_a_small_file_is_replaced(writer, tmp_pa
     assert json.loads((tmp_path / name).read_text())
 
 
-def test_what_is_synced_is_on_disk(writer, tmp_path, monkeypatch):
+def test_sync_calls_fsync_after_flushing(writer, tmp_path, monkeypatch):
     synced = []
     writer.open(RunFacts("digits", tmp_path))
     writer.write_scalars({"train/loss": 0.5}, 1, AT)
@@ -111,6 +111,6 @@ def test_lines_are_visible_after_a_flush(writer, tmp_path):
     ("options", "message"),
     [({"interval": 0}, "interval=0"), ({"filename": ""}, "filename=")],
 )
-def test_options_that_cannot_work_are_named(options, message):
+def test_invalid_options_are_named_in_the_error(options, message):
     with pytest.raises(ConfigurationError, match=message):
         JSONLinesWriter(**options)

@@ -34,7 +34,7 @@ def history(client, run, name):
     return [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name)]
 
 
-def test_what_a_run_has_logged_can_be_read_by_the_client(client, logged, tmp_path):
+def test_logged_data_is_readable_by_the_mlflow_client(client, logged, tmp_path):
     config = {"lr": 0.1, "model": {"depth": 3, "names": ["a"]}}
     logged.loop(MLflowWriter(experiment="digits"), work_dir=tmp_path, name="first", config=config).run()
     found = client(tmp_path)
@@ -56,7 +56,7 @@ def test_images_are_artifacts_of_the_run(client, logged, tmp_path):
     assert all("train~noise" in name for name in names)
 
 
-def test_a_resumed_run_goes_on_and_keeps_its_parameters(client, tmp_path):
+def test_a_resumed_run_continues_and_keeps_its_parameters(client, tmp_path):
     for step, lr in ((1, 0.1), (2, 0.2)):
         writer = MLflowWriter()
         writer.open(RunFacts("digits", tmp_path))
@@ -71,7 +71,7 @@ def test_a_resumed_run_goes_on_and_keeps_its_parameters(client, tmp_path):
     assert run.data.params == {"lr": "0.1", "new 1": "1", "new 2": "2"}
 
 
-def test_a_run_that_the_store_no_longer_has_is_begun_anew(client, tmp_path):
+def test_a_run_missing_from_the_store_is_created_again(client, tmp_path):
     (tmp_path / "mlflow_run_id").write_text("0123456789abcdef0123456789abcdef\n")
     writer = MLflowWriter()
     writer.open(RunFacts("digits", tmp_path))
@@ -80,7 +80,7 @@ def test_a_run_that_the_store_no_longer_has_is_begun_anew(client, tmp_path):
     assert (tmp_path / "mlflow_run_id").read_text() == f"{run.info.run_id}\n"
 
 
-def test_numbers_come_back_and_infinity_as_the_largest_that_mlflows_database_has(client, tmp_path):
+def test_numbers_are_kept_and_infinity_is_stored_as_the_largest_double(client, tmp_path):
     writer = MLflowWriter()
     writer.open(RunFacts("digits", tmp_path))
     for step, value in enumerate([math.nan, math.inf, -math.inf, 1 / 3, True]):
@@ -93,7 +93,7 @@ def test_numbers_come_back_and_infinity_as_the_largest_that_mlflows_database_has
     assert values[1:] == [sys.float_info.max, -sys.float_info.max, 1 / 3, 1.0]
 
 
-def test_more_scalars_than_one_call_takes_and_names_that_mlflow_refuses_are_written(client, tmp_path):
+def test_large_batches_are_split_and_invalid_names_are_replaced(client, tmp_path):
     writer = MLflowWriter()
     writer.open(RunFacts("digits", tmp_path))
     for step in range(600):
@@ -106,7 +106,7 @@ def test_more_scalars_than_one_call_takes_and_names_that_mlflow_refuses_are_writ
     assert len(found.get_metric_history(run.info.run_id, "val/_")) == 600
 
 
-def test_a_store_that_does_not_answer_for_a_while_gets_everything_later(client, logged, tmp_path, monkeypatch):
+def test_a_store_that_was_unavailable_gets_all_data_later(client, logged, tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     answers, log_batch = [], mlflow.MlflowClient.log_batch
 
@@ -125,7 +125,7 @@ def test_a_store_that_does_not_answer_for_a_while_gets_everything_later(client, 
     assert history(found, runs(found)[0], "train/loss") == [(step, float(step)) for step in range(1, 7)]
 
 
-def test_a_store_of_several_runs_can_be_named(client, logged, tmp_path):
+def test_several_runs_can_share_a_store(client, logged, tmp_path):
     uri = f"sqlite:///{tmp_path}/all.db"
     found = client(uri)
     found.create_experiment("digits", artifact_location=(tmp_path / "artifacts").as_uri())
@@ -134,7 +134,7 @@ def test_a_store_of_several_runs_can_be_named(client, logged, tmp_path):
     assert {run.info.run_name for run in runs(found)} == {"first", "second"}
 
 
-def test_an_aborted_run_has_failed(client, logged, tmp_path):
+def test_an_aborted_run_is_marked_as_failed(client, logged, tmp_path):
     def fail(event):
         raise ValueError("no")
 
@@ -146,18 +146,18 @@ def test_an_aborted_run_has_failed(client, logged, tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"tracking_uri": ""}, {"experiment": ""}])
-def test_options_are_no_empty_names(options):
+def test_empty_names_are_refused(options):
     with pytest.raises(ConfigurationError, match=next(iter(options))):
         MLflowWriter(**options)
 
 
-def test_without_mlflow_making_one_says_what_to_install(monkeypatch):
+def test_without_mlflow_the_error_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(ConfigurationError, match=r'pip install "trainbus\[mlflow\]"'):
         MLflowWriter()
 
 
-def test_without_what_a_local_store_needs_making_one_says_what_to_install(client, monkeypatch):
+def test_without_packages_for_local_stores_the_error_names_them(client, monkeypatch):
     monkeypatch.setattr("hooks.writers.mlflow.find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match="needs sqlalchemy and alembic for a local store"):
         MLflowWriter()

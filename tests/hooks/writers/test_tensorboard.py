@@ -33,7 +33,7 @@ def scalars(found, tag):
     return [(event.step, event.value) for event in found.Scalars(tag)]
 
 
-def test_tensorboard_reads_what_a_run_has_logged(events, tmp_path):
+def test_tensorboard_reads_logged_data(events, tmp_path):
     bus = Bus()
     bus.add(LoggerHook(interval=1, interval_exp_name=4, writers=[TensorBoardWriter()]))
     with Run(bus, model=torch.nn.Linear(1, 1), work_dir=tmp_path / "digits", config={"lr": 0.5}) as run:
@@ -50,7 +50,7 @@ def test_tensorboard_reads_what_a_run_has_logged(events, tmp_path):
     assert (name.step, name.tensor_proto.string_val[0]) == (4, b"digits")
 
 
-def test_what_is_written_can_be_read_after_a_flush(events, tmp_path):
+def test_scalars_are_readable_after_a_flush(events, tmp_path):
     writer = TensorBoardWriter("tb")
     writer.open(RunFacts("digits", tmp_path))
     writer.write_scalars({"train/loss": 0.5, "train/nan": math.nan, "train/inf": -math.inf}, 3, AT)
@@ -62,7 +62,7 @@ def test_what_is_written_can_be_read_after_a_flush(events, tmp_path):
     writer.close()
 
 
-def test_a_second_run_adds_to_the_first(events, tmp_path):
+def test_a_second_run_appends_to_the_first(events, tmp_path):
     writer = TensorBoardWriter()
     for step in (1, 2):
         writer.open(RunFacts("digits", tmp_path))
@@ -71,7 +71,7 @@ def test_a_second_run_adds_to_the_first(events, tmp_path):
     assert scalars(events(tmp_path / "tensorboard"), "train/loss") == [(1, 1.0), (2, 2.0)]
 
 
-def test_iterations_that_a_resumed_run_makes_again_are_seen_once(events, tmp_path):
+def test_repeated_iterations_of_a_resumed_run_appear_once(events, tmp_path):
     writer = TensorBoardWriter()
     for first, last, loss in ((1, 6, 1.0), (4, 5, 2.0)):
         writer.open(RunFacts("digits", tmp_path))
@@ -86,7 +86,7 @@ def test_iterations_that_a_resumed_run_makes_again_are_seen_once(events, tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
-def test_a_folder_that_is_removed_is_made_again_for_what_comes_then(events, logged, tmp_path):
+def test_a_removed_folder_is_created_again_for_later_data(events, logged, tmp_path):
     def remove(event):
         if event.progress.iter == 3:
             loop.bus.drain()
@@ -100,7 +100,7 @@ def test_a_folder_that_is_removed_is_made_again_for_what_comes_then(events, logg
     assert scalars(events(tmp_path / "tensorboard"), "train/loss") == [(step, float(step)) for step in (4, 5, 6)]
 
 
-def test_a_validation_alone_hides_nothing_of_the_training(events, tmp_path):
+def test_a_validation_alone_hides_no_training_scalars(events, tmp_path):
     writer = TensorBoardWriter()
     for stage, step in (("train", 1), ("train", 2), ("val", 0), ("test", 0)):
         writer.open(RunFacts("digits", tmp_path))
@@ -110,7 +110,7 @@ def test_a_validation_alone_hides_nothing_of_the_training(events, tmp_path):
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_images_can_be_read(events, tmp_path, channels):
+def test_images_are_readable(events, tmp_path, channels):
     pillow = pytest.importorskip("PIL.Image")
     writer = TensorBoardWriter()
     writer.open(RunFacts("digits", tmp_path))
@@ -123,7 +123,7 @@ def test_images_can_be_read(events, tmp_path, channels):
     assert picture.getpixel((0, 0)) == (7,) * max(3, channels)  # TensorBoard makes grey RGB
 
 
-def test_what_the_logger_hands_over_at_once_does_not_wait_for_the_disk(events, tmp_path, monkeypatch):
+def test_a_batch_of_scalars_does_not_wait_for_the_disk(events, tmp_path, monkeypatch):
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     free, write = threading.Event(), RecordWriter.write
@@ -142,13 +142,13 @@ def test_what_the_logger_hands_over_at_once_does_not_wait_for_the_disk(events, t
     assert len(scalars(events(tmp_path / "tensorboard"), "train/loss")) == 5000
 
 
-def test_without_tensorboard_making_one_says_what_to_install(monkeypatch):
+def test_without_tensorboard_the_error_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigurationError, match=r'pip install "trainbus\[tensorboard\]"'):
         TensorBoardWriter()
 
 
 @pytest.mark.parametrize(("options", "message"), [({"interval": 0}, "interval=0"), ({"directory": ""}, "directory=''")])
-def test_options_that_cannot_work_are_named(options, message):
+def test_invalid_options_are_named_in_the_error(options, message):
     with pytest.raises(ConfigurationError, match=message):
         TensorBoardWriter(**options)

@@ -70,7 +70,7 @@ def column(found, name):
     return [(row["_step"], row[name]) for row in found if name in row]
 
 
-def test_what_a_run_has_logged_can_be_read_from_its_file(wandb, logged, tmp_path):
+def test_logged_data_is_readable_from_the_wandb_file(wandb, logged, tmp_path):
     logged.loop(WandbWriter("digits"), work_dir=tmp_path, name="first", config={"lr": 0.1, "model": {"depth": 3}}).run()
     (path,) = files(tmp_path)
     found = rows(path)
@@ -97,7 +97,7 @@ def test_the_configuration_is_written(wandb, tmp_path):
     assert updates["model"] == {"depth": 3}
 
 
-def test_images_are_written_and_named_in_the_history(wandb, logged, tmp_path):
+def test_images_are_files_named_in_the_history(wandb, logged, tmp_path):
     from PIL import Image
 
     def report(event):
@@ -114,7 +114,7 @@ def test_images_are_written_and_named_in_the_history(wandb, logged, tmp_path):
     assert [step for step, _ in column(rows(path), "train/grey/path")] == [2]
 
 
-def test_what_is_not_finite_comes_back(wandb, tmp_path):
+def test_nan_and_infinities_are_kept(wandb, tmp_path):
     writer = WandbWriter()
     writer.open(RunFacts("digits", tmp_path))
     values = [math.nan, math.inf, -math.inf, 1 / 3]
@@ -126,7 +126,7 @@ def test_what_is_not_finite_comes_back(wandb, tmp_path):
     assert found[1:] == values[1:]
 
 
-def test_a_resumed_run_has_the_same_id_and_goes_on_with_its_steps(wandb, tmp_path):
+def test_a_resumed_run_keeps_its_id_and_continues_its_steps(wandb, tmp_path):
     for step in (1, 2):
         writer = WandbWriter()
         writer.open(RunFacts("digits", tmp_path))
@@ -138,7 +138,7 @@ def test_a_resumed_run_has_the_same_id_and_goes_on_with_its_steps(wandb, tmp_pat
     assert column(rows(second), "train/loss") == [(2, 0.5)]
 
 
-def test_a_folder_that_is_removed_is_made_again_for_what_comes_then(wandb, logged, tmp_path):
+def test_a_removed_folder_is_created_again_for_later_data(wandb, logged, tmp_path):
     def remove(event):
         if event.progress.iter == 3:
             loop.bus.drain()
@@ -152,7 +152,7 @@ def test_a_folder_that_is_removed_is_made_again_for_what_comes_then(wandb, logge
     assert column(rows(path), "train/loss")[-3:] == [(step, float(step)) for step in (4, 5, 6)]
 
 
-def test_two_runs_of_one_second_have_a_folder_each(wandb, logged, tmp_path):
+def test_two_runs_within_a_second_have_separate_folders(wandb, logged, tmp_path):
     loop = logged.loop(WandbWriter(), work_dir=tmp_path)
     loop.run()
     loop.val()
@@ -161,7 +161,7 @@ def test_two_runs_of_one_second_have_a_folder_each(wandb, logged, tmp_path):
     assert [value for _, value in column(rows(second), "val/accuracy")] == [1.25]
 
 
-def test_an_aborted_run_has_failed(wandb, logged, tmp_path):
+def test_an_aborted_run_is_marked_as_failed(wandb, logged, tmp_path):
     def fail(event):
         raise ValueError("no")
 
@@ -173,7 +173,7 @@ def test_an_aborted_run_has_failed(wandb, logged, tmp_path):
     assert ends == [1]
 
 
-def test_a_run_of_the_users_own_is_left_alone(wandb, tmp_path):
+def test_the_users_own_wandb_run_is_not_changed(wandb, tmp_path):
     writer = WandbWriter()
     with wandb.init(mode="offline", dir=str(tmp_path), settings=wandb.Settings(console="off", silent=True)) as mine:
         writer.open(RunFacts("digits", tmp_path / "run"))
@@ -182,7 +182,7 @@ def test_a_run_of_the_users_own_is_left_alone(wandb, tmp_path):
         mine.log({"a": 1})
 
 
-def test_without_wandb_making_one_says_what_to_install(monkeypatch):
+def test_without_wandb_the_error_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigurationError, match=r'pip install "trainbus\[wandb\]"'):
         WandbWriter()
