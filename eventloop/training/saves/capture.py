@@ -21,7 +21,7 @@ from eventloop import events as ev
 from eventloop.bus import Bus
 from eventloop.checkpoint import AnyPath, Overlap, StageBuffer, as_path, is_sharded, stage, weights_only, without_wrappers
 from eventloop.errors import ConfigurationError
-from eventloop.events import Event
+from eventloop.events import RunView
 from eventloop.training.data import Feeds
 from eventloop.training.distributed.ranks import Ranks, saves_group
 from eventloop.training.optimizers import forget_options, stepping
@@ -35,21 +35,14 @@ FORMAT = 1
 """Version of the state's layout, saved as ``"format"`` in every checkpoint."""
 
 
-class SavedRun(Protocol):
+class SavedRun(RunView, Protocol):
     """The part of a run that saving and restoring use."""
 
     bus: Bus
     state: RunState
-    models: dict[str, torch.nn.Module]
-    optimizers: dict[str, torch.optim.Optimizer]
     stateful: dict[str, Any]
-    info: dict[str, Any]
     options: dict[str, Any]
-    work_dir: Path | None
     resumed_from: AnyPath | None
-
-    def publish(self, event: type[Event], **payload: Any) -> None:
-        """Publish an event of the run."""
 
 
 class Saves:
@@ -80,7 +73,7 @@ class Saves:
         if self.sharded and ranks is not None:
             saves_group()  # a collective: all ranks are here
         self._overlap = Overlap(map(stepping, run.optimizers.values()))
-        self._writer = CheckpointWriter(run.bus, run.work_dir)
+        self._writer = CheckpointWriter(run, run.bus)
         if run.state.agreement is not None:
             run.state.agreement.asked = lambda: [request.path.name for request in self._requests]
         run.state.scopes.defer(self._overlap.close)
@@ -128,8 +121,7 @@ class Saves:
             return  # the usual case
         if not state.has_trained or (not force and window_open(self._run.bus.hooks)):
             return
-        if self._take_save_now():
-            self.request(self._asked_now())
+        self._add_asked_now()
         standing = None if self.ranks is None else self._agree(self.ranks, force=force)
         if self._requests:
             self._save(standing)
@@ -138,8 +130,9 @@ class Saves:
         """Save the last requests and wait until all files are written. A run that has not trained skips them."""
         self.save_if_asked(force=True)
         if not self._run.state.has_trained:
+            self._add_asked_now()
             asked, self._requests = self._requests, []
-            for request in [*asked, self._asked_now()] if self._take_save_now() else asked:
+            for request in asked:
                 self._refuse(request)
         self.wait()  # even if the bus stays open: the next run may resume from the file
 
@@ -168,19 +161,15 @@ class Saves:
         reason = "only a training saves, and this run has not trained"
         self._opened().skip(SaveJob(request, [request.path], self._run.state.progress, given_up=reason))
 
-    def _asked_now(self) -> SaveRequest:
-        return SaveRequest(self.directory() / f"iter_{self._run.state.counters.iter}.safetensors")
-
-    def _take_save_now(self) -> bool:
-        """Return True once after ``checkpoint_now`` was called on any rank."""
+    def _add_asked_now(self) -> None:
+        """Queue a request, once, if ``checkpoint_now`` was called on any rank."""
         state = self._run.state
-        if state.agreement is None:
-            asked, state.save_now = state.save_now, False
-            return asked
-        if not state.agreement.save:
-            return False
-        state.agreement.save = state.save_now = False
-        return True
+        if not (state.save_now if state.agreement is None else state.agreement.save):
+            return
+        state.save_now = False
+        if state.agreement is not None:
+            state.agreement.save = False
+        self._requests.append(SaveRequest(self.directory() / f"iter_{state.counters.iter}.safetensors"))
 
     def _agree(self, ranks: Ranks, *, force: bool) -> tuple[bool, bool] | None:
         """Make all ranks save the same files, with all random states; if sharded, return their joint :meth:`_standing`."""
@@ -214,7 +203,7 @@ class Saves:
         if held and self._last is not None:
             paths = [path for path in paths if path not in self._names or path in writer.failed]
             if paths:
-                self._hand_over(writer, SaveJob(wanted, paths, progress, source=self._last))
+                writer.hand_over(SaveJob(wanted, paths, progress, source=self._last))
                 self._names.update(paths)
         elif wanted.busy == "skip" and busy:
             writer.skip(SaveJob(wanted, paths, progress, given_up="another checkpoint is being written"))
@@ -229,16 +218,8 @@ class Saves:
             # In a validation hooks may have swapped in averaged weights, which only a copy made now holds.
             overlap = self._overlap if wanted.staging == "overlap" and progress.stage == "train" else None
             job.staged = stage(state, self._buffer, overlap=overlap)
-            self._hand_over(writer, job)
+            writer.hand_over(job)
             self._last, self._names = job, set(paths)  # last: after Ctrl-C above, no file may hold this state
-
-    def _hand_over(self, writer: CheckpointWriter, job: SaveJob) -> None:
-        try:
-            writer.enter(job)
-            self._run.publish(ev.CheckpointStaged, path=str(job.paths[0]), job=job)
-        except BaseException:
-            writer.call_off(job)
-            raise
 
     def _standing(self, wanted: SaveRequest) -> tuple[bool, bool]:
         """Return whether the last file satisfies ``wanted`` for the current state, and whether the writer is busy."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +27,10 @@ from eventloop.training.state import Counters, how_far
 
 _MOST: Final = 1 << 16  # bytes to read of a last_checkpoint file
 
+Read = Callable[[AnyPath], Any]
+Found = tuple[AnyPath, Any]
+"""The path of a checkpoint, and its tree."""
+
 log = get_logger()
 
 
@@ -43,17 +47,7 @@ def peek(path: str | os.PathLike[str] | AnyPath) -> Progress:
         CheckpointDamagedError: the header is damaged, or those of all checkpoints in the directory are.
         CheckpointError: the file is not a checkpoint of a run, the directory holds none, or the store does not answer.
     """
-    file = as_path(path)
-    if file.is_dir():
-        found = _first_good([file], (), outline)
-        if found is None:
-            raise CheckpointError(f"{file} has no checkpoint of a run")
-        file, state = found
-    else:
-        try:
-            state = outline(file)
-        except FileNotFoundError as error:
-            raise CheckpointNotFoundError(f"{file} does not exist; give a checkpoint, or a directory with some") from error
+    file, state = read_checkpoint(as_path(path), outline, "give a checkpoint, or a directory with some")
     if lacking(state) or not how_far(state):
         raise CheckpointError(f"{file} is not a checkpoint of a run, so it has no progress")
     counters = Counters()
@@ -61,20 +55,17 @@ def peek(path: str | os.PathLike[str] | AnyPath) -> Progress:
     return counters.snapshot("val", 0) if counters.phase == "val" else counters.snapshot()
 
 
-def find_checkpoint(*directories: AnyPath, known: Iterable[AnyPath] = ()) -> tuple[AnyPath, dict[str, Any]] | None:
-    """Load the newest good checkpoint in some directories; return None if they have no checkpoint.
-
-    The file that ``last_checkpoint`` names comes first, then the files with the most progress. The progress is read from the
-    files, because their times may be those of copies. A file that cannot be read (damaged, a link, a FIFO, a device) is
-    logged, and the previous one is tried.
-
-    ``last_checkpoint`` may name a file in any of ``directories`` and ``known``.
-
-    Raises:
-        CheckpointDamagedError: there are checkpoints, but none can be read.
-        CheckpointError: a remote directory does not answer.
-    """
-    return _first_good(directories, known, _loaded)
+def read_checkpoint(path: AnyPath, read: Read, way_out: str, known: Iterable[AnyPath] = ()) -> Found:
+    """``read`` a checkpoint, or the newest good one in a directory; an error ends with the ``way_out``."""
+    if not path.is_dir():
+        try:
+            return path, read(path)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f"{path} does not exist; {way_out}") from error
+    found = find_checkpoint(path, known=known, read=read)
+    if found is None:
+        raise CheckpointError(f"{path} has no checkpoint of a run; {way_out}")
+    return found
 
 
 def lacking(state: Any) -> list[str]:
@@ -83,13 +74,24 @@ def lacking(state: Any) -> list[str]:
     return [key for key in ("format", "state_dict", "progress", "bus", "rng") if key not in there]
 
 
-def _loaded(path: AnyPath) -> Any:
+def load_verified(path: AnyPath) -> Any:
+    """Load a checkpoint, and verify its sharded tensors if it has any."""
     state = load(path)
     verify_shards(state, path)
     return state
 
 
-def _first_good(directories: Iterable[AnyPath], known: Iterable[AnyPath], read: Any) -> tuple[AnyPath, dict[str, Any]] | None:
+def find_checkpoint(*directories: AnyPath, known: Iterable[AnyPath] = (), read: Read = load_verified) -> Found | None:
+    """Read the newest good checkpoint in some directories; return None if they have no checkpoint.
+
+    The file that ``last_checkpoint`` names, in any of ``directories`` and ``known``, comes first, then the files with the most
+    progress. The progress is read from the files, because their times may be those of copies. A file that cannot be read
+    (damaged, a link, a FIFO, a device) is logged, and the previous one is tried.
+
+    Raises:
+        CheckpointDamagedError: there are checkpoints, but none can be read.
+        CheckpointError: a remote directory does not answer.
+    """
     damage: list[str] = []
     for path in _newest_first(directories, known, damage):
         try:

@@ -12,14 +12,14 @@ import torch
 from torch.utils._pytree import tree_map
 
 from eventloop import events as ev
-from eventloop.checkpoint import AnyPath, as_path, convert_foreign, has_shards, load, verify_shards
-from eventloop.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, TrainingError
+from eventloop.checkpoint import AnyPath, as_path, convert_foreign, has_shards, load
+from eventloop.errors import CheckpointError, ConfigurationError, TrainingError
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import this_rank, world_size
 from eventloop.training.optimizers import forget_options, stepping, tell_changed
 from eventloop.training.rng import other_rng_state, set_rng_state
 from eventloop.training.saves.capture import FORMAT, SavedRun, Saves, checkpoint_keys, unwrapped_state
-from eventloop.training.saves.discover import find_checkpoint, lacking
+from eventloop.training.saves.discover import find_checkpoint, lacking, load_verified, read_checkpoint
 from eventloop.training.state import Count, Counters
 
 HOSTED: Final = "trainbus"
@@ -142,21 +142,11 @@ class Restore:
     def _find_here(self) -> tuple[AnyPath, Any] | None:
         if self._source == "auto":
             return find_checkpoint(*self._saves.directories)
-        path = as_path(self._source or "")
-        if path.is_dir():
-            found = find_checkpoint(path, known=self._saves.directories)
-            if found is None:
-                raise CheckpointError(f'{path} has no checkpoint of a run; resume="auto" begins a new run if it finds none')
-            return found
-        try:
-            state = load(path)
-        except FileNotFoundError as error:
-            raise CheckpointNotFoundError(
-                f"resume={str(path)!r} does not exist; give the path or URL of a checkpoint, or of a directory with some. "
-                'resume="auto" takes the newest one in the work dir, and begins a new run if it finds none'
-            ) from error
-        verify_shards(state, path)
-        return path, state
+        way_out = (
+            'give the path or URL of a checkpoint, or of a directory with some; resume="auto" takes the newest one in the work '
+            "dir, and begins a new run if it finds none"
+        )
+        return read_checkpoint(as_path(self._source or ""), load_verified, way_out, known=self._saves.directories)
 
     def _with_shards(self, state: Mapping[str, Any], path: Any) -> dict[str, Any]:
         from eventloop.checkpoint.sharded import put_shards, spread  # takes a second; only for sharded models

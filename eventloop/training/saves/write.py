@@ -13,7 +13,7 @@ from eventloop.bus import Bus
 from eventloop.bus.priority import Priority
 from eventloop.bus.subscription import Subscription
 from eventloop.checkpoint import AnyPath, RemotePath, StagedTree, Turns, commit_bytes, link, make_directory, write
-from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointSkipped, CheckpointStaged, Progress
+from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointSkipped, CheckpointStaged, Progress, RunView
 from eventloop.log import get_logger
 from eventloop.offload import Deadline, Owned, collectives_allowed
 from eventloop.training.saves.request import SaveRequest
@@ -43,21 +43,20 @@ class SaveJob(msgspec.Struct, eq=False):
     """This process's part of a sharded state."""
 
     def release(self) -> None:
-        """Release the memory of the staged state, if any."""
+        """Release the memory of the staged state."""
         if self.staged is not None:
             self.staged.release()
 
 
 class CheckpointWriter:
-    """Write jobs in order on a lane of the bus.
+    """Write jobs in order on a lane of the bus. A later job may replace one that has not begun.
 
-    The training thread enters a job and publishes it as ``checkpoint_staged``; the lane begins and ends it. A later job may
-    replace one that has not begun. The work dir gets a pointer to the newest checkpoint in any directory.
+    The work dir gets a pointer to the newest checkpoint in any directory.
     """
 
-    def __init__(self, bus: Bus, work_dir: Path | None) -> None:
+    def __init__(self, run: RunView, bus: Bus) -> None:
+        self._view = run
         self._bus = bus
-        self._work_dir = work_dir
         self.turns: Turns[SaveJob] = Turns()
         self.made: set[AnyPath] = set()
         """Directories that exist durably: a power cut cannot remove them."""
@@ -69,15 +68,16 @@ class CheckpointWriter:
 
     # --------------------------------------------------------------------------------------- on the training thread
 
-    def enter(self, job: SaveJob) -> None:
-        """Enter a job before it is published; one with a staged state can be replaced until it begins."""
-        self.turns.enter(job, can_wait=job.staged is not None)
-
-    def call_off(self, job: SaveJob) -> None:
-        """Drop a job whose event did not reach the lane, unless the lane has begun it."""
-        if job.staged is None or self.turns.begin(job):
-            job.release()
-            self.turns.end(job)
+    def hand_over(self, job: SaveJob) -> None:
+        """Publish a job to the lane; drop it after an error, unless the lane has begun it."""
+        try:
+            self.turns.enter(job, can_wait=job.staged is not None)
+            self._view.publish(CheckpointStaged, path=str(job.paths[0]), job=job)
+        except BaseException:
+            if job.staged is None or self.turns.begin(job):
+                job.release()
+                self.turns.end(job)
+            raise
 
     def replace(self, path: AnyPath) -> None:
         """Skip the waiting job, if any, in favour of ``path``."""
@@ -97,7 +97,7 @@ class CheckpointWriter:
     # ----------------------------------------------------------------------------------------------- on the lane
 
     def run(self, job: SaveJob) -> None:
-        """Make one job durable, unless it was replaced."""
+        """Write one job, unless it was replaced."""
         if job.staged is not None and not self.turns.begin(job):
             return
         done: list[AnyPath] = []
@@ -165,7 +165,7 @@ class CheckpointWriter:
         def write_file() -> int:
             self._make(path.parent)
             size = write(staged, path).bytes
-            self._point_to(path, home=self._work_dir)
+            self._point_to(path, home=self._view.work_dir)
             return size
 
         if job.parts is None:
@@ -188,7 +188,10 @@ class CheckpointWriter:
         """Point ``last_checkpoint`` to ``path``, in its directory and in the work dir ``home``."""
         for directory in dict.fromkeys((path.parent, home or path.parent)):
             self._make(directory)
-            commit_bytes(directory / LAST, _pointer(directory, path))
+            name = path.name
+            if directory != path.parent:
+                name = str(path) if isinstance(path, RemotePath) else os.path.relpath(path, str(directory))
+            commit_bytes(directory / LAST, os.fsencode(name))
 
     def _make(self, directory: AnyPath) -> None:
         # A local directory may have been removed; an object store has none to remove.
@@ -200,10 +203,3 @@ class CheckpointWriter:
 
 def _job(event: CheckpointStaged) -> Any:
     return Owned(event.job)  # staged already: no copy
-
-
-def _pointer(directory: AnyPath, path: AnyPath) -> bytes:
-    """Return the content of a ``last_checkpoint`` in ``directory`` that points to ``path``."""
-    if directory == path.parent:
-        return os.fsencode(path.name)
-    return str(path).encode() if isinstance(path, RemotePath) else os.fsencode(os.path.relpath(path, str(directory)))
