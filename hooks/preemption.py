@@ -109,7 +109,7 @@ class PreemptionHook(Hook):
 
     def _undo(self) -> None:
         self._restore_handlers()
-        self._workers.heed()
+        self._workers.restore()
 
     def _restore_handlers(self) -> None:
         while self._previous:

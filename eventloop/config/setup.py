@@ -19,8 +19,8 @@ from eventloop.config.names import Imports, priority_scales, registered, registr
 from eventloop.config.read import check_keys, did_you_mean, inside, kind_of, parsed, settle, wrong
 from eventloop.errors import ConfigurationError, SubscribeError
 from eventloop.training.arguments import device_of
-from eventloop.training.distributed.launch import is_parallel, own_device, shared
-from eventloop.training.distributed.ranks import world_size
+from eventloop.training.distributed.launch import own_device, shared
+from eventloop.training.distributed.ranks import is_parallel, world_size
 from eventloop.training.loop import TrainLoop
 from eventloop.training.rng import checked_seed, seed_everything
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -94,11 +95,9 @@ class DirectoryLock:
 
     def _holder(self) -> tuple[str, str]:
         """Return the holder of the lock and how to end it."""
-        try:
-            with self._file.open("rb") as file:
-                told = file.read(_MOST).decode(errors="replace")
-        except OSError:
-            told = ""
+        told = ""
+        with suppress(OSError), self._file.open("rb") as file:
+            told = file.read(_MOST).decode(errors="replace")
         if told == _this_process():
             return f"another run of this process ({os.getpid()})", (
                 "leave the `with` block of that run; if a notebook cell was interrupted inside it, call "

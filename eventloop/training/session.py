@@ -118,8 +118,7 @@ class Session:
         state.agreement = join_ranks(
             self._bus,
             run.models,
-            lambda: Wishes(state.stop, state.save_now, state.cancelled, state.paused, bool(state.rates)),
-            lambda: state.stop_reason,
+            lambda: Wishes(state.stop, state.save_now, state.cancelled, state.paused, bool(state.rates), state.stop_reason),
             trains=bool(run.optimizers),
         )
         state.scopes.defer(run.resume)  # so that a run entered again does not begin paused

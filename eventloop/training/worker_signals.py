@@ -13,6 +13,7 @@ import signal
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from typing import Any
 
@@ -23,18 +24,15 @@ from eventloop.training.loaders import has_workers, start_persistent_workers
 
 
 class WorkerSignals:
-    """Make the workers that DataLoaders start after :meth:`ignore` ignore signals until :meth:`heed`.
+    """Make the workers that DataLoaders start after :meth:`ignore` ignore ``signals`` until :meth:`restore`.
 
     It covers every ``DataLoader`` of this process (subclasses and wrapped ones too) and all start methods. The next iteration
     of a loader replaces persistent workers that were started earlier; an iteration under way keeps its workers.
-
-    Args:
-        signals: the signals to ignore.
     """
 
     def __init__(self, signals: Collection[signal.Signals]) -> None:
         self._signals = frozenset(signals)
-        self._ignored: torch.Tensor | None = None  # in shared memory: persistent workers must see heed()
+        self._ignored: torch.Tensor | None = None  # in shared memory: persistent workers must see restore()
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         self._originals: list[tuple[type, str, Any]] = []
 
@@ -43,12 +41,14 @@ class WorkerSignals:
         if self._ignored is not None:
             self._ignored.fill_(True)
         # Loaders start their workers in this method; torchdata's loader overrides it.
-        for kind in (DataLoader, *_subclasses(DataLoader)):
+        kinds: list[type] = [DataLoader]
+        for kind in kinds:
+            kinds += kind.__subclasses__()
             if original := vars(kind).get("_get_iterator"):
                 self._replace(kind, "_get_iterator", self._making(original))
         self._replace(DataLoader, "__iter__", self._iterating(DataLoader.__iter__))
 
-    def heed(self) -> None:
+    def restore(self) -> None:
         """Let the signals end workers again."""
         while self._originals:
             setattr(*self._originals.pop())
@@ -92,28 +92,26 @@ class WorkerSignals:
         return iterate
 
 
+@dataclass
 class _Ignore:
     """A ``worker_init_fn``: the worker calls it after torch has installed its own handlers."""
 
-    def __init__(
-        self, signals: Collection[signal.Signals], blocked: Collection[signal.Signals], ignored: Any, own: Any
-    ) -> None:
-        self._signals = signals
-        self._blocked = blocked
-        self._ignored = ignored
-        self._own = own
+    signals: Collection[signal.Signals]
+    blocked: Collection[signal.Signals]
+    ignored: torch.Tensor
+    own: Callable[[int], None] | None
 
     def __call__(self, worker: int) -> None:
-        for number in self._signals:
+        for number in self.signals:
             # A handler instead of SIG_IGN, which programs started by the dataset would inherit.
-            signal.signal(number, self._heard)
+            signal.signal(number, self._on_signal)
             signal.siginterrupt(number, False)  # do not interrupt reads in C code
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._blocked)
-        if self._own is not None:
-            self._own(worker)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.blocked)
+        if self.own is not None:
+            self.own(worker)
 
-    def _heard(self, number: int, frame: object) -> None:
-        if self._ignored:
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self.ignored:
             return
         if number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -129,10 +127,3 @@ def _blocked(signals: Collection[signal.Signals]) -> Iterator[Collection[signal.
         yield [number for number in signals if number not in before]
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _subclasses(kind: type) -> Iterator[type]:
-    one: type
-    for one in kind.__subclasses__():
-        yield one
-        yield from _subclasses(one)

@@ -10,7 +10,8 @@ from structlog.testing import capture_logs
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from eventloop.training.distributed.launch import is_parallel, shared
+from eventloop.training.distributed.launch import shared
+from eventloop.training.distributed.ranks import is_parallel
 
 DATA = TensorDataset(torch.arange(10))
 

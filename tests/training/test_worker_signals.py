@@ -40,7 +40,7 @@ def ignored(signals):
     try:
         yield
     finally:
-        signals.heed()
+        signals.restore()
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_worker_outlives_the_signal_and_what_it_starts_does_not_have_it_blocke
     assert not blocked
 
 
-def test_persistent_workers_heed_the_signal_when_they_are_told_to_and_ignore_it_again(signals):
+def test_persistent_workers_react_to_the_signal_after_restore_and_ignore_it_again(signals):
     data = loader(persistent_workers=True)
     with ignored(signals):
         pid, _ = first(iter(data))

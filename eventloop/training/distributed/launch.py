@@ -9,10 +9,8 @@ from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import distributed
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from eventloop.checkpoint import is_sharded
 from eventloop.errors import TrainbusError
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import this_rank, world_size
@@ -34,15 +32,10 @@ def process_group() -> Iterator[None]:
         yield
         return
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     distributed.init_process_group()
     yield
     distributed.destroy_process_group()
-
-
-def local_rank() -> int:
-    """Return the rank of this process on its machine, as set by ``torchrun``."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def from_first(find: Callable[[], T]) -> T:
@@ -65,12 +58,6 @@ def own_device(device: Any) -> Any:
     if distributed.is_initialized() and str(device) == "cuda" and torch.cuda.is_available():
         return f"cuda:{torch.cuda.current_device()}"
     return device
-
-
-def is_parallel(model: torch.nn.Module) -> bool:
-    """Return True for a model that is wrapped or sharded already, or has nothing to train."""
-    trains = any(parameter.requires_grad for parameter in model.parameters())
-    return not trains or isinstance(model, DistributedDataParallel) or is_sharded(model)
 
 
 def shared(loader: Iterable[Any], name: str, seed: int) -> Iterable[Any]:

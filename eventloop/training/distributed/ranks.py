@@ -53,15 +53,10 @@ def world_size() -> int:
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
-def check_initialized() -> None:
-    """Raise ConfigurationError if ``torchrun`` started this process but ``torch.distributed`` is not initialised."""
-    if not (distributed.is_available() and distributed.is_torchelastic_launched()) or distributed.is_initialized():
-        return
-    raise ConfigurationError(
-        "torchrun started this process, but torch.distributed is not initialised, so every process would train alone and write "
-        "the same files: call torch.distributed.init_process_group() before the run, and wrap the model in "
-        "DistributedDataParallel (or fully_shard it)"
-    )
+def is_parallel(model: torch.nn.Module) -> bool:
+    """Return True for a model that is wrapped or sharded, or has nothing to train."""
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    return not trains or is_sharded(model) or any(isinstance(one, DistributedDataParallel) for one in model.modules())
 
 
 class Ranks:
@@ -100,13 +95,14 @@ class Ranks:
 
 
 class Wishes(NamedTuple):
-    """The requests of one rank, or of all ranks together."""
+    """The requests of one rank, or of all ranks together, and the reason of a stop."""
 
     stop: bool = False
     save: bool = False
     cancelled: bool = False
     paused: bool = False
     rates: bool = False
+    reason: str = ""
 
 
 class Agreement:
@@ -119,18 +115,16 @@ class Agreement:
     Each exchange also compares the files that hooks request. All ranks must request the same files, or the run would hang: one
     rank would wait in its save, and the others in their next collective.
 
-    ``wishes`` returns the requests of this rank, and ``reason`` the reason of its stop request.
+    ``wishes`` returns the requests of this rank.
     """
 
-    def __init__(self, ranks: Ranks, wishes: Callable[[], Wishes], reason: Callable[[], str]) -> None:
+    def __init__(self, ranks: Ranks, wishes: Callable[[], Wishes]) -> None:
         self.ranks = ranks
-        self.stop, self.save, self.cancelled, self.paused, self.rates = Wishes()
-        self.reason = ""
+        self.stop, self.save, self.cancelled, self.paused, self.rates, self.reason = Wishes()
         self.asked: Callable[[], list[str]] = list
         """Returns the names of the files to save next."""
         self._wishes = wishes
-        self._reason = reason
-        self._flags = torch.zeros(len(Wishes._fields) + 3, dtype=torch.int32)
+        self._flags = torch.zeros(len(Wishes._fields) + 2, dtype=torch.int32)
         self._told: list[str] = []
         self._every = 1
         self._since = 0
@@ -170,7 +164,7 @@ class Agreement:
         digest = zlib.crc32("/".join(asked).encode()) >> 1
         # The exchange takes the maximum over ranks. The pace is negated to get the smallest one. The digest is sent with both
         # signs: if all ranks have the same, both come back unchanged.
-        flags = (*self._wishes(), -self._pace(), digest, -digest)
+        flags = (*self._wishes()[:-1], -self._pace(), digest, -digest)
         self._flags.copy_(torch.tensor(flags, dtype=torch.int32))
         self._under_way = distributed.all_reduce(
             self._flags, op=distributed.ReduceOp.MAX, group=self.ranks.group, async_op=True
@@ -194,7 +188,7 @@ class Agreement:
             raise TrainingError(f"the ranks request different checkpoints at the same time: {mine}. {_TOGETHER}")
         self._every = -fewest
         if stop and not self.stop:
-            self.reason = next(filter(None, self.ranks.gather(self._reason())), "")
+            self.reason = next(filter(None, self.ranks.gather(self._wishes().reason)), "")
         self.stop = self.stop or bool(stop)
         self.save = self.save or bool(save)
         self.cancelled = self.cancelled or bool(cancelled)
@@ -212,38 +206,36 @@ class Agreement:
 
 
 def join_ranks(
-    bus: Bus, models: Mapping[str, torch.nn.Module], wishes: Callable[[], Wishes], reason: Callable[[], str], *, trains: bool
+    bus: Bus, models: Mapping[str, torch.nn.Module], wishes: Callable[[], Wishes], *, trains: bool
 ) -> Agreement | None:
     """Join a new run with those of the other ranks, and set the rank of the bus. A collective.
 
-    Return None if there is only one process. ``wishes`` and ``reason`` are those of :class:`Agreement`. ``trains`` is False
-    for a run without an optimizer.
+    Return None if there is only one process. ``wishes`` is that of :class:`Agreement`. ``trains`` is False for a run without
+    an optimizer; else warn about models whose weights are not synchronised between ranks.
 
     Raises:
         ConfigurationError: ``torchrun`` started this process, but ``torch.distributed`` is not initialised.
     """
     global _runs
-    check_initialized()
+    if distributed.is_available() and distributed.is_torchelastic_launched() and not distributed.is_initialized():
+        raise ConfigurationError(
+            "torchrun started this process, but torch.distributed is not initialised, so every process would train alone and "
+            "write the same files: call torch.distributed.init_process_group() before the run, and wrap the model in "
+            "DistributedDataParallel (or fully_shard it)"
+        )
     bus.set_rank(this_rank(), world_size())
     if world_size() == 1:
         return None
     _runs += 1
-    agreement = Agreement(Ranks(control_group()), wishes, reason)
-    if trains:
-        warn_if_apart(models)
-    return agreement
-
-
-def warn_if_apart(models: Mapping[str, torch.nn.Module]) -> None:
-    """Warn about trainable models whose weights are not synchronised between ranks."""
+    agreement = Agreement(Ranks(control_group()), wishes)
     for name, model in models.items():
-        trained = any(parameter.requires_grad for parameter in model.parameters())
-        if trained and not is_sharded(model) and not any(isinstance(one, DistributedDataParallel) for one in model.modules()):
+        if trains and not is_parallel(model):
             log.warning(
                 "each process trains its own copy of this model: wrap it in DistributedDataParallel or shard it, unless you "
                 "average gradients yourself",
                 model=name,
             )
+    return agreement
 
 
 def control_group() -> distributed.ProcessGroup:
@@ -259,18 +251,13 @@ def saves_group() -> distributed.ProcessGroup:
 def _group_for(purpose: str) -> distributed.ProcessGroup:
     found = _groups.get((purpose, distributed.group.WORLD))
     if found is None:
-        found = distributed.new_group(backend="gloo", timeout=_timeout())
+        # With the timeout given to init_process_group, which torch has no public way to get. Ours must not be longer: the
+        # interpreter cannot exit before a collective under way has failed. None if the backend does not expose it.
+        world: Any = distributed.group.WORLD
+        options = getattr(world._get_backend(world._device_types[0]), "options", None)
+        found = distributed.new_group(backend="gloo", timeout=getattr(options, "_timeout", None))
         _groups[purpose, distributed.group.WORLD] = found
     return found
-
-
-def _timeout() -> timedelta | None:
-    """Return the timeout given to ``init_process_group``; None if its backend does not expose it."""
-    # torch has no public way to get it. Our groups must not have a longer one: the interpreter cannot exit before a collective
-    # under way has failed.
-    world: Any = distributed.group.WORLD
-    backend = world._get_backend(world._device_types[0])
-    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 # Weak: only torch may keep the groups, so that destroy_process_group() ends their threads. A thread that needs the GIL while
