@@ -22,8 +22,8 @@ log = get_logger()
 class Evaluated(RunEvent, kw_only=True):
     """The ``metrics`` of an evaluation by ``hook``, after ``epoch`` epochs and ``iter`` iterations.
 
-    ``EvaluateHook`` publishes it after each call of its function. Your own hook may publish it, too (``run.publish(Evaluated,
-    hook=self.label, epoch=..., iter=..., metrics=...)``). Loggers write the metrics as ``eval/<name>``.
+    Your own hook may publish it, too: ``run.publish(Evaluated, hook=self.label, epoch=..., iter=..., metrics=...)``. Loggers
+    write the metrics as ``eval/<name>``.
     """
 
     hook: str
@@ -64,7 +64,6 @@ class EvaluateHook(Hook):
         name: key of this hook in checkpoints, needed if there are several of its kind.
 
     Raises:
-        ConfigurationError: an option is invalid.
         TrainingError: later: the function did not return a mapping of numbers, or the mapping lacks ``monitor``.
     """
 
@@ -92,7 +91,6 @@ class EvaluateHook(Hook):
         self._function = function
         self._json_file = json_file
         self._evaluated_at: int | None = None
-        self._warned = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"monitor": self.monitor, "best": None if self.best is None else msgspec.to_builtins(self.best)}
@@ -100,7 +98,7 @@ class EvaluateHook(Hook):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the best result, unless it is the best by another metric."""
         if self.monitor is None or self.monitor == state["monitor"]:
-            self.monitor = state["monitor"]
+            self._follow(state["monitor"])
             self.best = None if state["best"] is None else msgspec.convert(state["best"], Result)
 
     def before_train(self, event: BeforeTrain) -> None:
@@ -156,25 +154,23 @@ class EvaluateHook(Hook):
     def _keep(self, run: RunView, result: Result) -> None:
         metrics = result.metrics
         run.info.update({f"eval/{name}": value for name, value in metrics.items()})
-        self.monitor = self.monitor or next(iter(metrics))
+        if self.monitor is None:
+            self._follow(next(iter(metrics)))
         if self.monitor not in metrics:
             raise TrainingError(f"{self.label}: monitor={self.monitor!r}, but the function returned only {', '.join(metrics)}")
-        rule = self.rule = self.rule or self._inferred_rule(self.monitor)
         best = None if self.best is None else self.best.metrics[self.monitor]
-        if rule is not None and is_better(rule, metrics[self.monitor], best):
+        if self.rule is not None and is_better(self.rule, metrics[self.monitor], best):
             self.best = result
         work_dir = None if run.work_dir is None else str(run.work_dir)
         run.publish(Evaluated, hook=self.label, epoch=result.epoch, iter=result.iter, metrics=dict(metrics), work_dir=work_dir)
 
-    def _inferred_rule(self, monitor: str) -> Rule | None:
-        """Return the rule of a metric; if its name does not tell, warn once and return None."""
+    def _follow(self, monitor: str | None) -> None:
+        """Set the metric that decides, and its rule; if the name does not tell the rule, keep no best result."""
+        self.monitor = monitor
         try:
-            return find_rule(monitor)
+            self.rule = self.rule or (None if monitor is None else find_rule(monitor))
         except ConfigurationError as error:
-            if not self._warned:
-                log.warning("the best evaluation is not kept", hook=self.label, reason=str(error))
-            self._warned = True
-            return None
+            log.warning("the best evaluation is not kept", hook=self.label, reason=str(error))
 
 
 def _flat(label: str, metrics: Any, prefix: str = "") -> Iterator[tuple[str, float]]:

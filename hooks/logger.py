@@ -1,9 +1,9 @@
 """``LoggerHook``: write scalars to the terminal, to JSON lines and to the user's writers, off the training thread.
 
 Each subscription has its own lane and thread, so separately offloaded handlers could overtake each other: a validation's line
-could come before the last training line. Therefore one method gets everything from one lane, in order: the training
-iterations, and a :class:`LogRecord` for each other mount point, which the inline methods publish. The lane detaches events, so
-the training thread never waits for a device or a disk.
+could come before the last training line. Therefore one method gets everything from one lane, in order: training iterations,
+and a :class:`LogRecord` where a mount point needs facts that only the run has, which the inline methods publish. The lane
+detaches events, so the training thread never waits for a device or a disk.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from eventloop import ConfigurationError, Hook, Priority, Progress, Scalars, check_options, events, get_logger, mount, register
+from eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
 from eventloop.config import registered
-from eventloop.events import AfterTrainIter, CheckpointStaged, ImageReported, RunEvent, RunView, Slot
+from eventloop.events import AfterTrainIter, CheckpointStaged, Event, ImageReported, Progress, RunEvent, RunView, Scalars, Slot
 from hooks.evaluate import Evaluated
 from hooks.options import PositiveInt, one_or_more
 from hooks.smoothing import Smoother
@@ -42,7 +42,7 @@ class LogRecord(RunEvent, kw_only=True):
     """A task for a logger, in order with the scalars. ``logger`` identifies one of several loggers on a bus."""
 
     logger: int
-    kind: Literal["open", "begin_epoch", "end_epoch", "metrics", "line", "close"]
+    kind: Literal["open", "begin_epoch", "metrics", "line"]
     facts: dict[str, Any]
     outputs: Scalars
 
@@ -65,8 +65,7 @@ class LoggerHook(Hook):
 
     Args:
         interval: iterations between lines, for writers without an interval of their own.
-        ignore_last: leave out the line at the end of an epoch whose length is not a multiple of the interval, unless the
-            epoch is no longer than the interval.
+        ignore_last: leave out the line at the end of an epoch, unless the epoch is no longer than the interval.
         interval_exp_name: iterations between lines with the experiment's name.
         out_dir: after the run, copy the work dir's files into a subfolder of this folder with the name of the work dir.
         out_suffix: suffixes of the files to copy.
@@ -76,9 +75,6 @@ class LoggerHook(Hook):
         mean_pattern: regular expression; scalars whose names contain a match are averaged.
         custom_cfg: further windows; see :class:`hooks.smoothing.Smoother`.
         writers: writer objects; by default the terminal and ``scalars.jsonl`` in the work dir.
-
-    Raises:
-        ConfigurationError: an option is invalid.
     """
 
     priority = Priority.BELOW_NORMAL
@@ -134,29 +130,15 @@ class LoggerHook(Hook):
     def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
         self._record(event.run, "begin_epoch", epoch_length=event.run.epoch_length)
 
-    def after_train_epoch(self, event: events.AfterTrainEpoch) -> None:
-        self._record(event.run, "end_epoch")
-
-    def after_val_epoch(self, event: events.AfterValEpoch) -> None:
-        self._record_metrics(event)
-
-    def after_test_epoch(self, event: events.AfterTestEpoch) -> None:
-        self._record_metrics(event)
-
-    def on_exception(self, event: events.OnException) -> None:
-        self._record(event.run, "close", finished=False)
-
-    def after_run(self, event: events.AfterRun) -> None:
-        self._record(event.run, "close", finished=True)
+    @mount("after_val_epoch", "after_test_epoch")
+    def evaluated(self, event: events.AfterValEpoch | events.AfterTestEpoch) -> None:
+        stage, info = event.progress.stage, event.run.info
+        times = {name: info[f"{stage}/{name}"] for name in ("time", "data_time") if f"{stage}/{name}" in info}
+        self._record(event.run, "metrics", {**event.metrics, **times})
 
     def log_line(self, run: RunView, line: str, **facts: Any) -> None:
         """Log a line below all scalars so far, for hooks that find this logger in ``run.shared[LOGGER]``."""
         self._record(run, "line", line=line, facts=facts)
-
-    def _record_metrics(self, event: events.AfterValEpoch | events.AfterTestEpoch) -> None:
-        stage, info = event.progress.stage, event.run.info
-        times = {name: info[f"{stage}/{name}"] for name in ("time", "data_time") if f"{stage}/{name}" in info}
-        self._record(event.run, "metrics", {**event.metrics, **times})
 
     def _record(self, run: RunView, kind: str, outputs: Mapping[str, Any] | None = None, **facts: Any) -> None:
         run.publish(LogRecord, logger=self._token, kind=kind, facts=facts, outputs=outputs or {})
@@ -167,6 +149,9 @@ class LoggerHook(Hook):
     # A long linger, because this thread shares the GIL with training: in large batches a line costs a third.
     @mount(
         AfterTrainIter,
+        events.AfterTrainEpoch,
+        events.AfterRun,
+        events.OnException,
         LogRecord,
         ImageReported,
         Evaluated,
@@ -177,10 +162,10 @@ class LoggerHook(Hook):
         timeout=attrgetter("timeout"),
         on_error="log",
     )
-    def write(self, events: list[AfterTrainIter | LogRecord | ImageReported | Evaluated | CheckpointStaged]) -> None:
+    def write(self, batch: list[Event]) -> None:
         with self._writing:
             durable = False
-            for event in events:
+            for event in batch:
                 if isinstance(event, AfterTrainIter):
                     self._fanout.train(_numbers(event.outputs), _where(event.progress, event.batch_idx + 1, self._epoch_length))
                 elif isinstance(event, LogRecord):
@@ -192,8 +177,12 @@ class LoggerHook(Hook):
                 elif isinstance(event, Evaluated):
                     where = msgspec.structs.replace(_where(event.progress), stage="eval", epoch=event.epoch, iter=event.iter)
                     self._fanout.evaluated(event.metrics, event.iter, where)
-                else:
+                elif isinstance(event, CheckpointStaged):
                     durable = True  # the checkpoint is committed after this method returns
+                elif isinstance(event, events.AfterTrainEpoch):
+                    self._fanout.end_epoch()
+                else:
+                    self._close(finished=isinstance(event, events.AfterRun))
             if self._facts is not None:
                 self._fanout.flush(durable=durable)
 
@@ -201,8 +190,6 @@ class LoggerHook(Hook):
         match event.kind:
             case "begin_epoch":
                 self._epoch_length = facts["epoch_length"]
-            case "end_epoch":
-                self._fanout.end_epoch()
             case "metrics":
                 where = _where(event.progress)
                 self._fanout.evaluated(_numbers(event.outputs), self._step(where), where)
@@ -213,8 +200,6 @@ class LoggerHook(Hook):
                 work_dir = None if facts["work_dir"] is None else Path(facts["work_dir"])
                 self._facts = RunFacts(facts["name"], work_dir, facts["seed"], facts["config"])
                 self._fanout.open(self._facts)
-            case "close":
-                self._close(finished=facts["finished"])
 
     def _step(self, where: Where) -> int:
         by_epoch = where.stage != "train" and self._by_epoch and where.max_iters is None
@@ -252,7 +237,7 @@ def _numbers(outputs: Mapping[str, Any]) -> Mapping[str, float]:
 
 def _plain(value: Any) -> Any:
     """Return ``value`` in types of JSON; any other object becomes its repr."""
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, int | float | str):
         return value
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}

@@ -18,15 +18,9 @@ from hooks.options import PositiveInt
 class Smoother:
     """Collect the scalars of every iteration, and return the values to log.
 
-    Args:
-        window_size: number of iterations of the mean.
-        mean_pattern: regular expression; keys that contain a match are averaged, other keys are logged unchanged.
-        custom_cfg: mappings with ``data_src`` (the scalar's name), ``method_name`` (``"mean"``, ``"min"``, ``"max"``,
-            ``"current"``), ``window_size`` (iterations, ``"epoch"`` or ``"global"``, the default) and ``log_name`` (by
-            default the window replaces ``data_src``).
-
-    Raises:
-        ConfigurationError: an option is invalid.
+    The arguments are options of ``LoggerHook``. ``custom_cfg`` has mappings with ``data_src`` (the scalar's name),
+    ``method_name`` (``"mean"``, ``"min"``, ``"max"``, ``"current"``), ``window_size`` (iterations, ``"epoch"`` or ``"global"``,
+    the default) and ``log_name`` (by default the window replaces ``data_src``).
     """
 
     @check_options
@@ -42,10 +36,10 @@ class Smoother:
         except re.error as error:
             raise ConfigurationError(f"mean_pattern={mean_pattern!r} is not a regular expression: {error}") from None
         self._customs = [_Window(_custom(entry)) for entry in custom_cfg]
+        self.customised = bool(self._customs)
         names = [custom.options.log_name for custom in self._customs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ConfigurationError(f"custom_cfg: two windows have the name {twice[0]!r}; give one of them another log_name")
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigurationError(f"custom_cfg: two windows have the name {twice!r}; give one of them another log_name")
         self.begin_run()
 
     def begin_run(self) -> None:
@@ -58,10 +52,6 @@ class Smoother:
         for custom in self._customs:
             custom.clear()
 
-    @property
-    def customised(self) -> bool:
-        return bool(self._customs)
-
     def begin_epoch(self) -> None:
         for custom in self._customs:
             if custom.options.window_size == "epoch":
@@ -72,12 +62,10 @@ class Smoother:
         for key, value in scalars.items():
             self._latest[key] = value
             self._seen[key] = self.count
-            try:
-                window = self._windows[key]
-            except KeyError:
+            if key not in self._windows:
                 averaged = self._mean_pattern.search(key) is not None
-                window = self._windows[key] = deque(maxlen=self._window_size) if averaged else None
-            if window is not None:
+                self._windows[key] = deque(maxlen=self._window_size) if averaged else None
+            if (window := self._windows[key]) is not None:
                 window.append(value)
         for custom in self._customs:
             if custom.options.data_src in scalars:
@@ -86,9 +74,7 @@ class Smoother:
     def read(self, since: int = 0, *, smooth: bool = True) -> dict[str, float]:
         """Return the values to log of the keys that were reported after the first ``since`` iterations.
 
-        Args:
-            since: :attr:`count` at the last log line. Some keys (a gradient norm) are not reported in every iteration.
-            smooth: False returns the latest values without means, and the user's windows.
+        Some keys (a gradient norm) are not reported in every iteration. Without ``smooth`` the latest values replace the means.
         """
         values = {}
         for key, seen in self._seen.items():
@@ -136,7 +122,6 @@ def _custom(entry: Mapping[str, Any]) -> _WindowOptions:
     try:
         return msgspec.convert({"log_name": entry["data_src"], **entry}, _WindowOptions)
     except (KeyError, TypeError, msgspec.ValidationError) as error:
-        raise ConfigurationError(
-            f"custom_cfg: {entry!r}: {error}; give a mapping with data_src (the scalar's name) and any of log_name, "
-            'method_name (mean, min, max or current) and window_size ("epoch", "global" or a number of iterations)'
-        ) from None
+        options = 'method_name (mean, min, max or current) and window_size ("epoch", "global" or a number of iterations)'
+        advice = f"give a mapping with data_src (the scalar's name) and any of log_name, {options}"
+        raise ConfigurationError(f"custom_cfg: {entry!r}: {error}; {advice}") from None
