@@ -51,7 +51,6 @@ class Lifecycle:
         self._training: tuple[_TrainingThread, ...] = ()  # those that failures are raised on
         self._backend: Backend = backend
         self._runtime: Runtime | None = None
-        self._host: HostLoop | None = None
         self._inert = False  # in a forked child
         self._over = False  # closed, and not opened again
         self._closer = 0  # the thread that closes it
@@ -121,27 +120,17 @@ class Lifecycle:
     async def __aenter__(self) -> Self:
         host = HostLoop()
         runtime = Runtime(host, self._interrupt)
-        await host.open()
         try:
             await in_thread(partial(self._open, runtime), "trainbus opens", cancelled=lambda: None)  # it is over in a moment
         except BaseException:
-            try:
-                if self._runtime is runtime:  # cancelled meanwhile
-                    await self.aclose(abort=True)
-            finally:
-                host.end()
-                await host.close()
+            if self._runtime is runtime:  # cancelled meanwhile
+                await self.aclose(abort=True)
+            host.stop(0)
             raise
-        self._host = host
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        host, self._host = self._host, None
-        try:
-            await self.aclose(abort=error is not None)
-        finally:
-            if host is not None:
-                await host.close()
+        await self.aclose(abort=error is not None)
 
     # ------------------------------------------------------------------------- for subscriptions, lanes and runs
 
@@ -189,7 +178,6 @@ class Lifecycle:
             one.forked(self._refuse_in_fork)
         self._training, self._failures = (), {}
         self._runtime = None
-        self._host = None
         self.state = "idle"
         self._routes.clear()
         for subscription in self.subscriptions:

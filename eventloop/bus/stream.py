@@ -89,9 +89,9 @@ class _Inbox:
         try:
             arrived = await arrive_async(items[0])
         except BaseException:  # cancelled, most likely
-            self._lane.dropped(1)
+            self._lane.count(dropped=1)
             raise
-        self._lane.delivered(1)
+        self._lane.count(delivered=1)
         return arrived
 
     def leave(self) -> None:

@@ -17,7 +17,7 @@ from eventloop.errors import HandlerTimeoutError, SubscribeError, WorkerDiedErro
 from eventloop.events import Event
 from eventloop.events.event import moment, name_of
 from eventloop.log import get_logger
-from eventloop.offload import Delivery, LaneStats, Runtime, Sources, importable_of, is_plain
+from eventloop.offload import Delivery, DrainReport, Runtime, Sources, importable_of, is_plain
 
 _MOST_TIMEOUTS = 3  # handlers that hang in threads left behind, or worker processes that do not start, before it is retired
 _OFFLOADED = "in the offloaded"  # begins the note on an error of an offloaded handler
@@ -30,7 +30,7 @@ class _Bus(Protocol):
     def remove(self, *subscriptions: Any) -> None: ...
 
 
-class Stats(LaneStats, frozen=True):
+class Stats(DrainReport, frozen=True):
     """Counts of one subscription: ``published``, ``delivered``, ``failed``, ``dropped``, ``pending`` and the fields below.
 
     ``published == delivered + failed + dropped + pending`` at every moment. Offloaded ones count always; inline ones count
@@ -105,7 +105,7 @@ class Subscription:
             calls, failed, seconds = self._calls, self._failed, self._nanoseconds / 1e9
         if self.lane is None:
             # A timed call that raises is not in calls.
-            return Stats(calls + failed, calls, failed, calls=calls, seconds=seconds)
+            return Stats(delivered=calls, failed=failed, calls=calls, seconds=seconds)
         return Stats(**msgspec.structs.asdict(self.lane.stats), bytes=self.lane.bytes, calls=calls, seconds=seconds)
 
     def __repr__(self) -> str:

@@ -3,12 +3,12 @@
 from eventloop.offload.collectives import collectives_allowed
 from eventloop.offload.consumers import Delivery, Reader, Sources, arrive_async
 from eventloop.offload.detach import detach, detacher, from_json, from_msgpack, is_plain
+from eventloop.offload.drain import Deadline, DrainReport
 from eventloop.offload.importable import importable_of
 from eventloop.offload.lane import FULL, Full, Lane
 from eventloop.offload.loops import Backend, HostLoop, in_thread, threadsafe_call
 from eventloop.offload.runtime import Runtime
 from eventloop.offload.sized import SizedLane
-from eventloop.offload.slots import Deadline, DrainReport, LaneStats
 from eventloop.offload.snapshot import Owned
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "Full",
     "HostLoop",
     "Lane",
-    "LaneStats",
     "Owned",
     "Reader",
     "Runtime",

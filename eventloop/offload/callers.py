@@ -23,13 +23,6 @@ class OwnedThread(threading.Thread):
         self.owner = owner
 
 
-def ended(thread: threading.Thread, grace: float) -> bool:
-    """Wait ``grace`` seconds for ``thread``; return True if it has ended."""
-    if thread is not threading.current_thread():
-        thread.join(grace)
-    return not thread.is_alive()
-
-
 class Caller:
     """Calls a blocking handler for its lane's thread; subclasses do it where that thread can give up on it."""
 

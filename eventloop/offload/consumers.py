@@ -1,13 +1,13 @@
 """The consumers of lanes: one daemon thread for a blocking handler, one task for an async one.
 
-Both take what is queued and deliver it, look again after ``linger``, and sleep after an empty look. They end when their lane
-is closed or retired and empty. A ring starts them again for an event that was published just before.
+Both take the items of their lane and deliver them, look again after ``linger``, and sleep after an empty look. They end when
+the lane is closed or retired and empty. A ring starts them again for an event that was published just before.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextvars import Context
 from itertools import zip_longest
 from typing import Any
@@ -21,8 +21,7 @@ from eventloop.events import Event
 from eventloop.offload.callers import Caller, OwnedThread, timed_out
 from eventloop.offload.importable import Importable
 from eventloop.offload.lane import Lane
-from eventloop.offload.loops import Loop, await_through, enter_loop, in_trio
-from eventloop.offload.slots import LaneStats
+from eventloop.offload.loops import Loop, await_through, handling, in_trio, set_library
 from eventloop.offload.snapshot import Snapshot
 
 _COPY_POLL = 0.0005  # seconds between looks at a copy from a GPU; waiting for it would block the loop
@@ -32,13 +31,13 @@ Sources = list[tuple[type[Event], Any]]
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """What to deliver to which handler, and whom to tell how it went.
+    """A lane, its handler, and the functions to call after a failure.
 
     Args:
         lane: brings the items.
         handler: gets one item of the lane, or with ``batch`` a list of them.
-        failed: gets every exception of the handler, and the events of that call, before the failure is counted.
-        broken: gets what ended the consumer (``SystemExit`` raised by a handler, say), which delivers nothing more.
+        failed: called with every exception of the handler, and the events of that call, before the failure is counted.
+        broken: called with the error that ended the consumer (``SystemExit`` raised by a handler, say).
         batch: most items per call.
         loud: whether items left when the bus closes are an error; else they are logged.
         is_async: whether the handler is a coroutine function.
@@ -58,23 +57,24 @@ class Delivery(msgspec.Struct, frozen=True):
 
 
 class Consumer:
-    """Counts the items that it holds, and tells how their delivery went.
+    """Takes the items of a lane, and accounts for each that it has taken."""
 
-    Args:
-        delivery: what it does.
-        began: called when it starts, or starts again.
-        ended: called when it ends because its lane is finished.
-    """
-
-    def __init__(self, delivery: Delivery, began: Callable[[Consumer], None], ended: Callable[[Consumer], None]) -> None:
+    def __init__(self, delivery: Delivery) -> None:
         self.delivery = delivery
         self.lane = delivery.lane
-        self.before: LaneStats = self.lane.stats  # what the lane had counted before this bus session, or when last reported
-        self._began = began
-        self._ended = ended
+        self.before = self.lane.stats
+        """The counts of the lane before this bus session, or when last reported."""
         self._abandoned = False
         self._ended_at: Sources = []
         self._held = 0  # items that were taken and are not accounted for yet
+
+    def wake(self) -> None:
+        """Have it look at its lane, from any thread; starts it if it has not begun, or has ended."""
+        raise NotImplementedError
+
+    def ended(self, grace: float = 0.0) -> bool:
+        """Wait ``grace`` seconds for its thread; return True if its thread or task has ended."""
+        raise NotImplementedError
 
     def abandon(self, *, now: bool) -> None:
         """Deliver nothing more after the item in progress; ``now``: the bus waits no longer."""
@@ -88,34 +88,21 @@ class Consumer:
             return []
         return items
 
-    def _calls(self, items: list[Any]) -> Iterator[tuple[Context, list[Any]]]:
-        """Split what was taken into calls of the handler: the context variables it sees, and what it gets."""
+    def _calls(self, items: list[Any]) -> list[tuple[Context, list[Any]]]:
+        """Split items into calls of the handler: the context variables of each call, and its items."""
         if self.delivery.batch is not None:
-            yield self.lane.context.copy(), items
-            return
-        for item in items:
-            context, value = item if self.lane.contextual else (self.lane.context.copy(), item)
-            yield context, [value]
-
-    def _argument(self, arrived: list[Any]) -> Any:
-        return arrived if self.delivery.batch is not None else arrived[0]
-
-    def _done(self, number: int) -> None:
-        self._held -= number
-        self.lane.delivered(number)
+            return [(self.lane.context.copy(), items)]
+        if self.lane.contextual:
+            return [(context, [item]) for context, item in items]
+        return [(self.lane.context.copy(), [item]) for item in items]
 
     def _count_failed(self, number: int) -> None:
         self._held -= number
-        self.lane.failed(number)
+        self.lane.count(failed=number)
 
     def _fail(self, error: Exception, items: list[Any], arrived: list[Any]) -> None:
         # Told before it is counted: a drain that saw the count must find the error.
         self.delivery.failed(error, _sources(items, arrived))
-        self._count_failed(len(items))
-
-    def _fail_and_end(self, items: list[Any], arrived: list[Any]) -> None:
-        """Count the events of a call that ends the consumer; :meth:`_break` tells of it."""
-        self._ended_at = _sources(items, arrived)
         self._count_failed(len(items))
 
     def _break(self, error: BaseException) -> None:
@@ -125,12 +112,12 @@ class Consumer:
         self.lane.detach()
 
     def _drop_held(self) -> None:
-        self.lane.dropped(self._held)
+        self.lane.count(dropped=self._held)
         self._held = 0
 
 
 def _sources(items: list[Any], arrived: list[Any]) -> Sources:
-    """Return of which events ``items`` of a lane are; ``arrived`` holds those that have arrived."""
+    """Return the events of ``items`` of a lane; ``arrived`` holds those that have arrived."""
     found: Sources = []
     for item, value in zip_longest(items, arrived):
         if isinstance(item, Snapshot) and item.source is not None:
@@ -146,27 +133,19 @@ def _sources(items: list[Any], arrived: list[Any]) -> Sources:
 class ThreadConsumer(Consumer):
     """Delivers a lane's items to a blocking handler on a thread of its own."""
 
-    def __init__(
-        self,
-        delivery: Delivery,
-        began: Callable[[Consumer], None],
-        ended: Callable[[Consumer], None],
-        *,
-        caller: Caller,
-        owner: object,
-    ) -> None:
-        super().__init__(delivery, began, ended)
+    def __init__(self, delivery: Delivery, caller: Caller, owner: object) -> None:
+        super().__init__(delivery)
         self._bell = threading.Lock()  # taken: asleep until a ring releases it; a raw lock cannot be left half set
         self._bell.acquire()
         self._starting = threading.Lock()
         self._caller = caller
         self._owner = owner
-        self.thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
 
-    def ring(self) -> None:
-        """Wake the thread, or start it; harmless if it is awake."""
+    def wake(self) -> None:
+        """Wake the thread, or start it."""
         with self._starting:
-            if self.thread is None and not self._abandoned:
+            if self._thread is None and not self._abandoned:
                 self._start()
         try:
             self._bell.release()
@@ -177,22 +156,23 @@ class ThreadConsumer(Consumer):
         """Deliver nothing more after the item in progress, which a worker process does not finish."""
         super().abandon(now=now)
         self._caller.interrupt(now=now)
-        self.ring()
+        self.wake()
+
+    def ended(self, grace: float = 0.0) -> bool:
+        """Wait for the thread; return True if it has ended."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(grace)
+        return thread is None or not thread.is_alive()
 
     def _start(self) -> None:
-        self._began(self)
-        try:
-            self.thread = OwnedThread(self._owner, self._run, f"trainbus {self.lane.label}")
-            self.thread.start()
-        except BaseException:
-            # "can't start new thread", or Ctrl-C, after which the thread may run all the same: it finds that it is not ours.
-            self.thread = None
-            self._ended(self)
-            raise
+        thread = OwnedThread(self._owner, self._run, f"trainbus {self.lane.label}")
+        thread.start()
+        self._thread = thread  # after start(): where Ctrl-C strikes in there, the thread may run all the same, but not as ours
 
     def _run(self) -> None:
         with self._starting:
-            if self.thread is not threading.current_thread():
+            if self._thread is not threading.current_thread():
                 return
         try:
             self._serve()
@@ -227,37 +207,33 @@ class ThreadConsumer(Consumer):
         with self._starting:
             if not self.lane.finished():
                 return False
-            self.thread = None  # a ring from now on starts another
-            self._ended(self)
+            self._thread = None  # a ring from now on starts another
             return True
 
-    def _deliver(self, items: list[Any]) -> None:
-        for context, values in self._calls(items):
+    def _deliver(self, taken: list[Any]) -> None:
+        for context, items in self._calls(taken):
             if self._abandoned or self.lane.given_up:
                 self._drop_held()
                 return
-            self._call(context, values)
-
-    def _call(self, context: Context, items: list[Any]) -> None:
-        arrived: list[Any] = []
-        try:
-            arrived = [arrive(item) for item in items]
-            context.run(self._caller.call, self._argument(arrived))
-        except Exception as error:  # noqa: BLE001 - whatever a handler raises is reported, and the lane goes on
-            if self._abandoned:
-                self._count_failed(len(items))  # the bus has closed and said so
-            else:
+            arrived: list[Any] = []
+            try:
+                arrived = [item.resolve() if isinstance(item, Snapshot) else item for item in items]
+                context.run(self._caller.call, arrived[0] if self.delivery.batch is None else arrived)
+            except Exception as error:  # noqa: BLE001 - whatever a handler raises is reported, and the lane goes on
                 self._fail(error, items, arrived)
-        except BaseException:
-            self._fail_and_end(items, arrived)
-            raise
+            except BaseException:
+                self._ended_at = _sources(items, arrived)
+                self._count_failed(len(items))
+                raise
+            else:
+                self._held -= len(items)
+                self.lane.count(delivered=len(items))
+
+    def _fail(self, error: Exception, items: list[Any], arrived: list[Any]) -> None:
+        if self._abandoned:
+            self._count_failed(len(items))  # the bus has closed and said so
         else:
-            self._done(len(items))
-
-
-def arrive(item: Any) -> Any:
-    """Return what the handler gets for an item of its lane, after waiting for its copies."""
-    return item.resolve() if isinstance(item, Snapshot) else item
+            super()._fail(error, items, arrived)
 
 
 # -------------------------------------------------------------------------------------------------------------- tasks
@@ -266,76 +242,60 @@ def arrive(item: Any) -> Any:
 class TaskConsumer(Consumer):
     """Delivers a lane's items to an async handler in a task of the bus's event loop; cancels a call after its timeout."""
 
-    def __init__(
-        self,
-        delivery: Delivery,
-        began: Callable[[Consumer], None],
-        ended: Callable[[Consumer], None],
-        *,
-        mark: object,
-        loop: Loop,
-    ) -> None:
-        super().__init__(delivery, began, ended)
-        self._mark = mark  # of the runtime, for code that runs in its handlers
-        self._library = ""
+    def __init__(self, delivery: Delivery, loop: Loop, mark: object) -> None:
+        super().__init__(delivery)
         self._loop = loop
+        self._mark = mark  # of the runtime, for code that runs in its handlers
         self._running = False
         self._reader: Reader | None = None
-        self.alive = False  # whether its task is there, if only because a handler goes on after its cancellation
 
     def wake(self) -> None:
-        """Ring on the loop's thread, from any thread."""
-        # Also here, before the loop gets to it: a drain must know of a task that starts again. A task that ends in this moment
-        # finds the event pending that it is woken for, and stays known.
-        if not self._running:
-            self._began(self)
-        self._loop.call_soon(self.ring)
-        if self._loop.stopping:  # it may not get to it any more
-            self.lane.detach()
+        """Wake the task, or start it."""
+        self._loop.call_soon(self._ring)
 
-    def ring(self) -> None:
-        """Wake the task, or start it; must be called on the loop's thread and never raises (trio's rule for callbacks)."""
+    def ended(self, grace: float = 0.0) -> bool:
+        """Return True if the task has ended; does not wait."""
+        return not self._running
+
+    def _ring(self) -> None:
+        """Wake the task, or start it; on the loop's thread. Never raises (trio's rule for callbacks)."""
         if not self._running:
             self._running = True
-            self._began(self)
-            self._loop.spawn(self.run)
+            self._loop.spawn(self._run)
         elif self._reader is not None:
             self._reader.ring()
 
-    async def run(self) -> None:
-        """Serve the lane until it is closed or retired and empty."""
-        self._library = "trio" if in_trio() else "asyncio"
-        self.alive = True
+    async def _run(self) -> None:
+        self._reader = Reader(self.lane)
         try:
-            await self._serve(Reader(self.lane))
+            await self._serve(self._reader)
         except anyio.get_cancelled_exc_class():
             self._drop_held()
             raise
         except BaseException as error:  # noqa: BLE001 - SystemExit from a handler, a logger that raises: told, never hung
             self._break(error)
-        else:
-            self._running = False  # a ring from now on starts another task; no await since the lane was seen to be finished
-            self._ended(self)
         finally:
-            self.alive = False
+            # A ring from now on starts another task. There was no await since the lane was seen to be finished.
+            self._running = False
 
     async def _serve(self, reader: Reader) -> None:
-        self._reader = reader
-        while items := await reader.next(self._take):
-            for context, values in self._calls(items):
+        library = "trio" if in_trio() else "asyncio"
+        while taken := await reader.next(self._take):
+            for context, items in self._calls(taken):
                 if self.lane.given_up:
                     self._drop_held()
                     break
-                enter_loop(context, self._mark, self._library)
-                await self._call(context, values)
+                context.run(handling.set, self._mark)
+                set_library(context, library)
+                await self._call(context, items)
             await anyio.lowlevel.checkpoint()  # a handler that never waits must not starve the other lanes
 
     async def _call(self, context: Context, items: list[Any]) -> None:
         arrived: list[Any] = []
         try:
             arrived = [await arrive_async(item) for item in items]
-            called = await_through(context.run, self.delivery.handler(self._argument(arrived)))
-            await self._limited(called)
+            argument = arrived[0] if self.delivery.batch is None else arrived
+            await self._limited(await_through(context.run, self.delivery.handler(argument)))
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is reported, and the lane goes on
             self._fail(error, items, arrived)
         except anyio.get_cancelled_exc_class() as error:
@@ -346,10 +306,12 @@ class TaskConsumer(Consumer):
             stray.__cause__ = error
             self._fail(stray, items, arrived)
         except BaseException:
-            self._fail_and_end(items, arrived)
+            self._ended_at = _sources(items, arrived)
+            self._count_failed(len(items))
             raise
         else:
-            self._done(len(items))
+            self._held -= len(items)
+            self.lane.count(delivered=len(items))
 
     async def _limited(self, called: Awaitable[object]) -> None:
         timeout = self.delivery.timeout
@@ -392,7 +354,9 @@ class Reader:
 
 
 async def arrive_async(item: Any) -> Any:
-    """Like :func:`arrive`, without blocking the event loop."""
-    while isinstance(item, Snapshot) and not item.ready:  # noqa: ASYNC110 - a GPU sets no event of ours
+    """Return the value of an item of a lane, after waiting for its copies without blocking the event loop."""
+    if not isinstance(item, Snapshot):
+        return item
+    while not item.ready:  # noqa: ASYNC110 - a GPU sets no event of ours
         await anyio.sleep(_COPY_POLL)
-    return arrive(item)
+    return item.resolve()

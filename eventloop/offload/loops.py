@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import anyio
 
 from eventloop.errors import BusStateError
-from eventloop.offload.callers import OwnedThread, ended, settle
+from eventloop.offload.callers import OwnedThread, settle
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.stopping = False
-        self._call_soon: CallSoon = _not_running
+        self._call_soon: CallSoon = lambda callback: None  # until it runs: then it looks at ``stopping`` first
         self._arrivals: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
         self._bell: anyio.Event
         self._over = threading.Event()
@@ -71,13 +71,16 @@ class Loop:
 
     async def _serve(self) -> None:
         # Tasks are started from in here: anyio's task groups cannot be used from a bare callback of the loop.
-        async with anyio.create_task_group() as group:
-            while not self.stopping:
-                while self._arrivals:
-                    group.start_soon(self._arrivals.popleft())
-                await self._bell.wait()
-                self._bell = anyio.Event()
-            group.cancel_scope.cancel()
+        try:
+            async with anyio.create_task_group() as group:
+                while not self.stopping:
+                    while self._arrivals:
+                        group.start_soon(self._arrivals.popleft())
+                    await self._bell.wait()
+                    self._bell = anyio.Event()
+                group.cancel_scope.cancel()
+        finally:
+            self._over.set()
 
 
 class LoopThread(Loop):
@@ -108,7 +111,9 @@ class LoopThread(Loop):
     def stop(self, grace: float) -> bool:
         """End the loop and its thread."""
         self.stopping = True  # also where Ctrl-C came while the thread was started, and it is not alive yet
-        return not self._thread.is_alive() or (super().stop(grace) and ended(self._thread, grace))
+        if self._thread.is_alive() and super().stop(grace):
+            self._thread.join(grace)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         options = {"use_uvloop": find_spec("uvloop") is not None} if self._backend == "asyncio" else {}
@@ -117,7 +122,6 @@ class LoopThread(Loop):
         except BaseException as error:  # noqa: BLE001 - handed to start(), which raises it on the caller's thread
             self._failure = error
             self._ready.set()
-        finally:
             self._over.set()
 
     async def _main(self) -> None:
@@ -139,45 +143,19 @@ class HostLoop(Loop):
     def __init__(self) -> None:
         super().__init__()
         self._ident = threading.get_ident()
-        self._ended: anyio.Event
-        self._task: object = None
-
-    async def open(self) -> None:
-        """Begin to take tasks."""
         self._prepare()
-        self._ended = anyio.Event()
-        self._task = start_task(self._run)  # held here: asyncio holds no task
+        self._task: object  # held here: asyncio holds no task
+        if in_trio():
+            import trio
 
-    def end(self) -> None:
-        """Cancel the tasks, without waiting for them; inside the loop."""
-        self.stopping = True
-        self._ring()
-
-    async def close(self) -> None:
-        """Wait a moment for the cancelled tasks to end; inside the loop."""
-        with anyio.move_on_after(CANCEL_GRACE, shield=True):
-            await self._ended.wait()
+            self._task = trio.lowlevel.spawn_system_task(self._serve, context=copy_context())
+        else:
+            self._task = asyncio.get_running_loop().create_task(self._serve())
 
     @property
     def here(self) -> bool:
         """True on the loop's thread, which must not wait, also in the host's own code."""
         return threading.get_ident() == self._ident
-
-    async def _run(self) -> None:
-        try:
-            await self._serve()
-        finally:
-            self._over.set()
-            self._ended.set()
-
-
-def start_task(function: Callable[[], Coroutine[Any, Any, None]]) -> object:
-    """Start a task of the running loop without a parent, and return it."""
-    if in_trio():
-        import trio
-
-        return trio.lowlevel.spawn_system_task(function, context=copy_context())
-    return asyncio.get_running_loop().create_task(function())
 
 
 def threadsafe_call() -> CallSoon:
@@ -215,7 +193,6 @@ async def in_thread(function: Callable[[], T], name: str, *, cancelled: Callable
     outcome: Future[T] = Future()
     over = anyio.Event()
     work = partial(_work, function, outcome, threadsafe_call(), over)
-
     context = copy_context()
     set_library(context, None)  # that thread runs no event loop
     threading.Thread(target=context.run, args=(work,), name=name, daemon=True).start()
@@ -241,20 +218,10 @@ def _work(function: Callable[[], T], outcome: Future[T], call_soon: CallSoon, ov
         call_soon(over.set)
 
 
-def _not_running(callback: Callable[[], object]) -> None:
-    raise BusStateError("the event loop of the bus is not running")
-
-
 # ---------------------------------------------------------------------------------------------------- context variables
 
 handling: ContextVar[object] = ContextVar("trainbus_handling", default=None)
 """Set in async handlers, and in whatever they start: identifies the runtime whose handler it is."""
-
-
-def enter_loop(context: Context, mark: object, library: str) -> None:
-    """Prepare ``context``, a copy of some thread's, for a handler of the runtime ``mark`` in a loop of ``library``."""
-    context.run(handling.set, mark)
-    set_library(context, library)
 
 
 def set_library(context: Context, library: str | None) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from eventloop.log import get_logger
-from eventloop.offload.callers import Caller, OwnedThread, TimedCaller, ended
+from eventloop.offload.callers import Caller, OwnedThread, TimedCaller
 from eventloop.offload.collectives import refuses_collectives
 from eventloop.offload.consumers import Consumer, Delivery, TaskConsumer, ThreadConsumer
+from eventloop.offload.drain import Deadline, DrainReport
 from eventloop.offload.loops import CANCEL_GRACE, Backend, HostLoop, LoopThread, handling
 from eventloop.offload.process import ProcessCaller
-from eventloop.offload.slots import Deadline, DrainReport
 
 log = get_logger()
 
@@ -27,11 +28,10 @@ class Runtime:
     """
 
     def __init__(self, loop: HostLoop | Backend = "asyncio", interrupt: Callable[[], object] = lambda: None) -> None:
-        self._host = loop if isinstance(loop, HostLoop) else None
         self._loop = loop if isinstance(loop, HostLoop) else LoopThread(loop, self)
         self._interrupt = interrupt
         self._mark = object()
-        self._consumers: set[Consumer] = set()
+        self._consumers: set[Consumer] = set()  # that run, or have ended since the last look at them
         self._past = DrainReport()  # of consumers that have ended
         self._lock = threading.Lock()
 
@@ -41,8 +41,14 @@ class Runtime:
         if delivery.target is None:
             handler = refuses_collectives(delivery.handler, lane.label, is_async=delivery.is_async)
             delivery = msgspec.structs.replace(delivery, handler=handler)
-        wake = self._task_of(delivery) if delivery.is_async else self._thread_of(delivery)
-        lane.attach(wake, self._must_not_wait)
+        consumer: Consumer
+        if delivery.is_async:
+            self._loop.start()
+            consumer = TaskConsumer(delivery, self._loop, self._mark)
+        else:
+            consumer = ThreadConsumer(delivery, self._caller_of(delivery), self)
+        self._serving()  # forgets those that have ended
+        lane.attach(partial(self._wake, consumer), self._must_not_wait)
         lane.wake()
 
     @property
@@ -54,12 +60,12 @@ class Runtime:
     @property
     def hosted(self) -> bool:
         """True if async handlers run in the host's event loop."""
-        return self._host is not None
+        return isinstance(self._loop, HostLoop)
 
     @property
     def in_host_loop(self) -> bool:
         """True on the thread of the host's event loop, which no call may block."""
-        return self._host is not None and self._host.here
+        return isinstance(self._loop, HostLoop) and self._loop.here
 
     def drain(self, deadline: Deadline) -> DrainReport:
         """Wait until all that was published before this call is delivered, dropped or failed."""
@@ -111,10 +117,9 @@ class Runtime:
             log.warning("events were not delivered before the bus closed", events=quiet)
         for consumer in consumers:
             consumer.abandon(now=abandon)
-        threads = [(one.lane.label, one.thread) for one in consumers if isinstance(one, ThreadConsumer)]
-        behind = [label for label, thread in threads if thread is not None and not ended(thread, deadline.left)]
+        behind = [one.lane.label for one in consumers if isinstance(one, ThreadConsumer) and not one.ended(deadline.left)]
         if not self._loop.stop(max(CANCEL_GRACE, deadline.left)):  # threads that hang may have left no time
-            tasks = [one.lane.label for one in consumers if isinstance(one, TaskConsumer) and one.alive]
+            tasks = [one.lane.label for one in consumers if isinstance(one, TaskConsumer) and not one.ended()]
             behind += [f"{label}, which goes on after it was cancelled" for label in tasks] or [self._loop.name]
         # Also those that a late publisher has woken: its wake-up sees that the loop stops, or is seen here.
         for consumer in {*consumers, *self._serving()}:
@@ -123,19 +128,18 @@ class Runtime:
             log.warning("offloaded handlers did not end and were left behind", handlers=behind)
         return left
 
-    def _task_of(self, delivery: Delivery) -> Callable[[], None]:
-        """Return what wakes the task of an async handler."""
-        self._loop.start()
-        return TaskConsumer(delivery, self._began, self._ended, mark=self._mark, loop=self._loop).wake
-
-    def _thread_of(self, delivery: Delivery) -> Callable[[], None]:
-        """Return what wakes the thread of a blocking handler."""
+    def _caller_of(self, delivery: Delivery) -> Caller:
         handler, label, timeout = delivery.handler, delivery.lane.label, delivery.timeout
-        caller = Caller(handler) if timeout is None else TimedCaller(handler, timeout, label, self)
         if delivery.target is not None:
-            batched = delivery.batch is not None
-            caller = ProcessCaller(delivery.target, handler, label, batched=batched, timeout=timeout)
-        return ThreadConsumer(delivery, self._began, self._ended, caller=caller, owner=self).ring
+            return ProcessCaller(delivery.target, handler, label, batched=delivery.batch is not None, timeout=timeout)
+        return Caller(handler) if timeout is None else TimedCaller(handler, timeout, label, self)
+
+    def _wake(self, consumer: Consumer) -> None:
+        with self._lock:
+            self._consumers.add(consumer)  # it may have ended; a drain must know of it before it starts again
+        consumer.wake()
+        if self._loop.stopping:  # nothing may be left to wake
+            consumer.lane.detach()
 
     def _must_not_wait(self) -> bool:
         """True where waiting for a slot in a lane could be a deadlock."""
@@ -143,18 +147,13 @@ class Runtime:
         return self.inside or self.in_host_loop
 
     def _serving(self) -> list[Consumer]:
+        """Return the consumers that have not ended, and forget the others."""
         with self._lock:
+            for one in list(self._consumers):
+                # In this order. A publish under way has a slot and so the lane is not finished; or it has none yet, and wakes
+                # the consumer later, which adds it again.
+                if one.lane.finished() and not (now := one.lane.stats).pending and one.ended():
+                    self._past += now.since(one.before)
+                    one.before = now
+                    self._consumers.discard(one)
             return list(self._consumers)
-
-    def _began(self, consumer: Consumer) -> None:
-        with self._lock:
-            self._consumers.add(consumer)
-
-    def _ended(self, consumer: Consumer) -> None:
-        with self._lock:
-            now = consumer.lane.stats
-            if now.pending:
-                return  # came just now, by a publish that was under way: its publisher rings, and so does every drain
-            self._past += now.since(consumer.before)
-            consumer.before = now
-            self._consumers.discard(consumer)

@@ -32,14 +32,8 @@ class SizedLane(Lane):
         super().__init__(label, self._captured, **options)
         self._picks = picks
         self.max_bytes = max_bytes
-        self._bytes = 0
         self._own = _Own()
         self._in_hand: deque[int] = deque()  # sizes of what was taken and is not accounted for, oldest first
-
-    @property
-    def bytes(self) -> int:
-        """Size of the captured tensors that are pending."""
-        return self._bytes
 
     def put(self, event: Any) -> None:
         """Queue a copy of what the capture picks, as the policy allows for slots and for bytes.
@@ -52,7 +46,7 @@ class SizedLane(Lane):
             super().put(event)
         except _Refused:  # its slot was given back; now the event counts as published and dropped
             with self._lock:
-                self._refuse()
+                self._refused += 1
 
     def _captured(self, event: Any) -> Snapshot:
         picked = self._picks(event)
@@ -68,12 +62,12 @@ class SizedLane(Lane):
         while True:
             with self._lock:
                 bell = None
-                if self._bytes + size > budget:
-                    what = f"{self._bytes:,} of max_bytes={budget:,} wait, and {size:,} more came"
+                if self.bytes + size > budget:
+                    what = f"{self.bytes:,} of max_bytes={budget:,} wait, and {size:,} more came"
                     bell = self._make_room(what, "max_bytes", partial(self._drop_for, size, budget), waited=waited)
                 if bell is None:
                     # Without a call in between: Ctrl-C finds both, or neither.
-                    self._bytes += size
+                    self.bytes += size
                     self._own.bytes = size
                     break
             if bell is DROPPED:
@@ -88,17 +82,17 @@ class SizedLane(Lane):
     def _give_back(self) -> None:
         # Not undone where it was reserved: Ctrl-C may strike after that call has returned (it does where torch.compile has
         # replaced the interpreter's way to call functions).
-        self._bytes -= self._own.bytes
+        self.bytes -= self._own.bytes
         self._own.bytes = 0
 
     def _drop_for(self, size: int, budget: float) -> bool:
         # Only what is queued can make room: not what the handler or another publisher holds.
         queued = [self._size(index) for index in range(len(self._queue))]
-        if sum(queued) < self._bytes + size - budget:
+        if sum(queued) < self.bytes + size - budget:
             return False
         if self.full == "latest":
             self._drop(len(queued))
-        while self._bytes + size > budget:
+        while self.bytes + size > budget:
             self._drop(1)
         return True
 
@@ -111,7 +105,7 @@ class SizedLane(Lane):
         for _ in range(min(most, len(self._queue))):
             size = self._size(0)
             # Without a call in between, as in the lane's own.
-            self._bytes -= size
+            self.bytes -= size
             super()._drop(1)
 
     def take(self, most: int) -> list[Any]:
@@ -120,10 +114,12 @@ class SizedLane(Lane):
         self._in_hand.extend((item[1] if self.contextual else item).nbytes for item in items)
         return items
 
-    def _let_go(self, number: int) -> None:
-        # The consumer accounts for items in the order in which it took them.
-        for _ in range(number):
-            self._bytes -= self._in_hand.popleft()
+    def count(self, *, delivered: int = 0, dropped: int = 0, failed: int = 0) -> None:
+        """Count items that the consumer took, oldest first, and free their bytes."""
+        with self._lock:
+            for _ in range(delivered + dropped + failed):
+                self.bytes -= self._in_hand.popleft()
+        super().count(delivered=delivered, dropped=dropped, failed=failed)
 
 
 class _Own(threading.local):

@@ -79,7 +79,7 @@ def test_the_table_fits_a_terminal_of_80_columns(bus):
 def test_where_80_columns_are_too_few_filters_take_two_lines_and_figures_stay_whole():
     bus = Bus()
     bus.on("after_train_iter", lambda event: None, every=100, after=20000, before=90000, priority=59, offload="thread")
-    bus.subscriptions[0].lane.delivered(12345)
+    bus.subscriptions[0].lane.count(delivered=12345)
     console = Console(width=80, color_system=None)
     with console.capture() as captured:
         console.print(bus.describe(stats=True))

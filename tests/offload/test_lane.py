@@ -5,7 +5,7 @@ import pytest
 
 from eventloop import LaneFullError
 from eventloop.errors import LaneClosedError
-from eventloop.offload import Deadline, Lane, LaneStats
+from eventloop.offload import Deadline, DrainReport, Lane
 
 
 def make(capacity: int = 3, full: str = "block", prepare=lambda event: event) -> Lane:
@@ -54,11 +54,11 @@ def test_items_come_out_in_the_order_they_went_in_and_no_more_than_asked_for():
 def test_the_counts_always_add_up():
     lane = make(capacity=2, full="drop_old")
     fill(lane, 5)
-    assert lane.stats == LaneStats(published=5, dropped=3, pending=2)
+    assert lane.stats == DrainReport(dropped=3, pending=2)
     lane.take(2)
-    lane.delivered(1)
-    lane.failed(1)
-    assert lane.stats == LaneStats(published=5, delivered=1, failed=1, dropped=3)
+    lane.count(delivered=1)
+    lane.count(failed=1)
+    assert lane.stats == DrainReport(delivered=1, failed=1, dropped=3)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_publisher_who_waits_is_released_when_the_lane_ends(end):
     thread.join()
     assert isinstance(result[0], LaneClosedError)
     assert lane._reason in str(result[0])
-    assert lane.stats == LaneStats(published=1, pending=1)
+    assert lane.stats == DrainReport(pending=1)
 
 
 def test_waiting_on_a_thread_of_ones_own_bus_would_be_a_deadlock_and_is_an_error():
@@ -125,7 +125,7 @@ def test_a_failing_capture_gives_its_place_back():
     for _ in range(3):
         with pytest.raises(ValueError, match="no logits"):
             lane.put(0)
-    assert lane.stats == LaneStats()
+    assert lane.stats == DrainReport()
 
 
 def test_capture_runs_once_a_place_is_secured_and_not_for_dropped_events():
@@ -160,11 +160,11 @@ def test_publishers_who_pass_each_other_at_every_instruction_neither_lose_a_coun
         most = max(most, len(lane._queue))
         items = lane.take(2)
         taken += len(items)
-        lane.delivered(len(items))
+        lane.count(delivered=len(items))
     for thread in threads:
         thread.join()
     assert most <= 5
-    assert lane.stats == LaneStats(published=12_000, delivered=12_000)
+    assert lane.stats == DrainReport(delivered=12_000)
     lane.close()
     assert lane.finished()
 
@@ -184,7 +184,7 @@ def test_an_event_that_goes_as_it_is_meets_the_same_policy():
     for i in range(5):
         lane.put_as_is(i)
     assert lane.take(9) == [3, 4]
-    assert lane.stats == LaneStats(published=5, dropped=3, pending=2)
+    assert lane.stats == DrainReport(dropped=3, pending=2)
 
 
 def test_the_consumer_must_not_sleep_when_something_came_in():
@@ -217,9 +217,9 @@ def test_join_waits_for_what_was_published_before_it_and_not_for_later_events():
     wait_until_waiting(lane)
     lane.put(2)
     lane.take(2)
-    lane.delivered(1)
+    lane.count(delivered=1)
     assert thread.is_alive()
-    lane.failed(1)
+    lane.count(failed=1)
     thread.join()
     assert result == [True]
     assert lane.stats.pending == 1
@@ -239,7 +239,7 @@ def test_join_is_not_misled_by_refused_or_returned_events():
     fill(lane, 3)
     assert not lane.join(Deadline(0))
     lane.take(1)
-    lane.delivered(1)
+    lane.count(delivered=1)
     assert lane.join(Deadline(0))
 
 
@@ -253,7 +253,7 @@ def test_what_is_left_when_the_consumer_goes_is_dropped_and_counted():
     lane = make()
     fill(lane, 3)
     lane.detach()
-    assert lane.stats == LaneStats(published=3, dropped=3)
+    assert lane.stats == DrainReport(dropped=3)
     assert lane.join(Deadline(0))
 
 
@@ -266,7 +266,7 @@ def test_an_event_appended_after_the_consumer_has_gone_is_dropped_and_counted():
 
     lane = make(prepare=prepare)
     lane.put(0)
-    assert lane.stats == LaneStats(published=1, dropped=1)
+    assert lane.stats == DrainReport(dropped=1)
 
 
 def test_a_retired_lane_takes_what_is_under_way_and_finishes_when_empty():
@@ -283,7 +283,7 @@ def test_a_cancelled_subscription_counts_what_comes_after_the_bus_closed_as_drop
     lane.retire("cancelled")
     lane.close("the bus has closed")
     lane.put(0)
-    assert lane.stats == LaneStats(published=1, dropped=1)
+    assert lane.stats == DrainReport(dropped=1)
 
 
 def test_a_closed_lane_is_not_finished_while_a_publisher_prepares():

@@ -358,8 +358,8 @@ def test_cancelled_lanes_leave_no_thread_and_nothing_to_report_twice():
         deadline = threading.Event()
         while len([one for one in threading.enumerate() if one.name.startswith("trainbus")]) > 0:
             assert not deadline.wait(0.005)
-        assert not bus._runtime._consumers
         assert bus.drain().delivered == 30
+        assert not bus._runtime._consumers
 
 
 # ---------------------------------------------------------------------------------------------------------- policies

@@ -1,0 +1,56 @@
+"""How long a drain may wait, and what it reports."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import msgspec
+
+
+class Deadline:
+    """A moment until which a thread waits; another thread may move it nearer meanwhile.
+
+    Args:
+        seconds: from now on; None waits for as long as it takes.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._at = math.inf if seconds is None else time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds left, never below 0; infinity without a limit."""
+        return max(0.0, self._at - time.monotonic())
+
+    def shorten(self, seconds: float) -> None:
+        """Wait for at most ``seconds`` from now on."""
+        self._at = min(self._at, time.monotonic() + seconds)
+
+
+class DrainReport(msgspec.Struct, frozen=True):
+    """Counts of events at one moment: of one lane, or summed over the lanes of a bus since it opened."""
+
+    delivered: int = 0
+    dropped: int = 0
+    failed: int = 0
+    pending: int = 0
+
+    @property
+    def published(self) -> int:
+        """The sum of the others."""
+        return self.delivered + self.dropped + self.failed + self.pending
+
+    def __add__(self, other: DrainReport) -> DrainReport:
+        return DrainReport(
+            self.delivered + other.delivered,
+            self.dropped + other.dropped,
+            self.failed + other.failed,
+            self.pending + other.pending,
+        )
+
+    def since(self, before: DrainReport) -> DrainReport:
+        """Return the counts since ``before``, and the events that are pending now."""
+        return DrainReport(
+            self.delivered - before.delivered, self.dropped - before.dropped, self.failed - before.failed, self.pending
+        )
