@@ -151,7 +151,7 @@ def header_bytes(prefix: bytes, file_bytes: int) -> int:
     return length
 
 
-def decode(text: bytes) -> tuple[dict[str, str], dict[str, TensorInfo]]:
+def decode(text: bytes | memoryview) -> tuple[dict[str, str], dict[str, TensorInfo]]:
     """Return the metadata and the tensors of the header of any safetensors file."""
     try:
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
@@ -161,7 +161,7 @@ def decode(text: bytes) -> tuple[dict[str, str], dict[str, TensorInfo]]:
         raise CheckpointDamagedError(f"the header cannot be read: {error}") from error
 
 
-def parse(text: bytes, data_bytes: int) -> Header:
+def parse(text: bytes | memoryview, data_bytes: int) -> Header:
     """Read the JSON header of a checkpoint and check all its promises about the data; raise NewerError for a newer version."""
     metadata, tensors = decode(text)
     if metadata.get("format") != FORMAT:
@@ -212,13 +212,8 @@ def write_sealed(descriptor: int, pieces: Pieces) -> int:
         write_all(descriptor, piece)
     small = sum(map(len, pieces)) < _ALONE
     crc = crc32(pieces) if small else _digest_during_sync(descriptor, pieces)
-    write_all(descriptor, stored(crc))
+    write_all(descriptor, crc.to_bytes(DIGEST_BYTES, "little"))
     return crc
-
-
-def stored(crc: int) -> bytes:
-    """Return a digest as it stands at the end of a file."""
-    return crc.to_bytes(DIGEST_BYTES, "little")
 
 
 def _digest_during_sync(descriptor: int, pieces: Pieces) -> int:

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from eventloop.checkpoint.container import FOREIGN_NAMES, RESERVED, SAFE_NAMES, ForeignInfo, TensorInfo, render_start
-from eventloop.checkpoint.tree import FlatTree, join
+from eventloop.checkpoint.tree import FlatTree
 from eventloop.errors import CheckpointValueError
 
 _BATCH: Final = 256
@@ -63,17 +63,30 @@ class Layout:
             key=lambda index: (-self._dtypes[index].itemsize, str(self._dtypes[index]), self._row(index)),
         )
         self.batches = list(self._batches(tensors))
-        self._pick_aliases = _picker([index for index, original in enumerate(self._originals) if index != original])
-        self._alias_facts = _facts(self._pick_aliases(tensors))
         self._pick_neighbours = _picker(_neighbours(tensors))
-        self._neighbour_forms = [_form(tensor) for tensor in self._pick_neighbours(tensors)]
-        self.bytes, infos = self._infos(flat)
-        self.start = render_start(infos)
-        #: The parts of the packed tree that stay the same: for each tensor its rank in the file, and the dtypes that
-        #: safetensors lacks.
-        self.packed_slots, self.packed_foreign = self._packed()
+        neighbours = self._pick_neighbours(tensors)
+        self._neighbour_facts, self._neighbour_forms = _facts(neighbours), list(map(_form, neighbours))
         #: Whether there are tensors on CUDA devices, which are copied faster, and without waiting, into pinned memory.
         self.pinned = _any_cuda(tensors)
+        self._describe(flat)
+
+    def _describe(self, flat: FlatTree) -> None:
+        """Make the parts of the header and of the packed tree that stay the same."""
+        infos: dict[str, TensorInfo] = {}
+        foreign: dict[int, ForeignInfo] = {}
+        self.bytes = 0
+        for rank, index in enumerate(self.order):
+            shape, dtype = self._shapes[index], self._dtypes[index]
+            begin, self.bytes = self.bytes, self.bytes + math.prod(shape) * dtype.itemsize
+            stored = shape
+            if dtype not in SAFE_NAMES:
+                stored, foreign[rank] = (self.bytes - begin,), ForeignInfo(FOREIGN_NAMES[dtype], shape)
+            name = _unique_name(flat.path(index), infos)
+            infos[name] = TensorInfo(SAFE_NAMES.get(dtype, "U8"), stored, (begin, self.bytes))
+        self.start = render_start(infos)
+        ranks = {index: rank for rank, index in enumerate(self.order)}
+        self.packed_slots = msgspec.Raw(_pack([ranks[original] for original in self._originals]))
+        self.packed_foreign = msgspec.Raw(_pack(foreign))
 
     def check_paths(self, flat: FlatTree) -> None:
         """Raise Changed unless the tree has its tensors under the same paths."""
@@ -102,11 +115,12 @@ class Layout:
             if batch.joined is not None and tuple(sources[0].shape[1:]) != batch.joined[1:]:
                 raise Changed
             yield batch, sources
-        moved |= _compare(_facts(self._pick_aliases(flat.tensors)), self._alias_facts)
+        neighbours = self._pick_neighbours(flat.tensors)
+        moved |= _compare(_facts(neighbours), self._neighbour_facts)
         # Where nothing moved, and nothing else did either, there are the same aliases.
         if moved and (_originals(flat.tensors) != self._originals or _any_cuda(flat.tensors) != self.pinned):
             raise Changed
-        if not moved and [_form(tensor) for tensor in self._pick_neighbours(flat.tensors)] != self._neighbour_forms:
+        if not moved and list(map(_form, neighbours)) != self._neighbour_forms:
             raise Changed  # a weight was tied to another, and now it is that one transposed
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
@@ -150,26 +164,6 @@ class Layout:
             yield from [(False, others), (True, members)]
             others = []
         yield False, others
-
-    def _infos(self, flat: FlatTree) -> tuple[int, dict[str, TensorInfo]]:
-        infos: dict[str, TensorInfo] = {}
-        end = 0
-        for index in self.order:
-            shape, dtype = self._shapes[index], self._dtypes[index]
-            begin, end = end, end + math.prod(shape) * dtype.itemsize
-            stored = shape if dtype in SAFE_NAMES else (end - begin,)
-            name = _unique_name(join(flat.parents[index], flat.keys[index]), infos)
-            infos[name] = TensorInfo(SAFE_NAMES.get(dtype, "U8"), stored, (begin, end))
-        return end, infos
-
-    def _packed(self) -> tuple[msgspec.Raw, msgspec.Raw]:
-        ranks = {index: rank for rank, index in enumerate(self.order)}
-        foreign = {
-            rank: ForeignInfo(FOREIGN_NAMES[self._dtypes[index]], self._shapes[index])
-            for index, rank in ranks.items()
-            if self._dtypes[index] not in SAFE_NAMES
-        }
-        return msgspec.Raw(_pack([ranks[original] for original in self._originals])), msgspec.Raw(_pack(foreign))
 
 
 def _facts(tensors: Tensors) -> list[Any]:
@@ -219,7 +213,7 @@ def _originals(tensors: Tensors) -> list[int]:
 
 
 def _neighbours(tensors: Tensors) -> list[int]:
-    """The tensors that begin at the address of another, and so are its aliases or not by their form alone."""
+    """The tensors that begin at the address of another: aliases of it, or not, by their form alone."""
     counts = Counter(tensor.data_ptr() for tensor in tensors)
     return [index for index, tensor in enumerate(tensors) if (at := tensor.data_ptr()) and counts[at] > 1]
 
@@ -233,7 +227,7 @@ def _is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _check(flat: FlatTree) -> None:
-    for tensor, parent, key in zip(flat.tensors, flat.parents, flat.keys, strict=True):
+    for index, tensor in enumerate(flat.tensors):
         if tensor.layout is not torch.strided:
             problem, way_out = str(tensor.layout).removeprefix("torch."), "x.to_dense(), or its indices and values"
         elif tensor.is_quantized:
@@ -244,9 +238,7 @@ def _check(flat: FlatTree) -> None:
             problem, way_out = str(tensor.dtype).removeprefix("torch."), "x.view(torch.uint8)"
         else:
             continue
-        raise CheckpointValueError(
-            f"{join(parent, key) or 'the tree'}: cannot store a {problem} tensor; the way out: {way_out}"
-        )
+        raise CheckpointValueError(f"{flat.path(index) or 'the tree'}: cannot store a {problem} tensor; the way out: {way_out}")
 
 
 def _unique_name(path: str, taken: dict[str, TensorInfo]) -> str:

@@ -116,7 +116,7 @@ def outline(path: AsPath) -> Any:
     with _opened(path) as (file, _, header, _):
         start, end = header.tree
         file.seek(header.bytes + start)
-        packed = memoryview(_read(file, end - start))
+        packed = _read(file, end - start)
         with _rebuilding():
             body = _body(packed)
             tensors = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape, _, _ in _forms(header, body)]
@@ -185,8 +185,7 @@ def _read_checked(file: BinaryIO, crc: int, size: int, into: memoryview | None =
     buffer = memoryview(bytearray(min(size, CHUNK))) if into is None else into
     for start in range(0, size, CHUNK):
         length = min(CHUNK, size - start)
-        part = buffer[:length] if into is None else into[start : start + length]
-        _fill(file, part)
+        part = _read(file, length, buffer[:length] if into is None else into[start : start + length])
         crc = crc32((part,), crc)  # while the chunk is still in the processor's cache
     if crc != (written := _read_digest(file)):
         raise CheckpointDamagedError(f"its bytes give {readable(crc)}, written was {readable(written)}")
@@ -196,18 +195,15 @@ def _read_digest(file: BinaryIO) -> int:
     return int.from_bytes(_read(file, DIGEST_BYTES), "little")
 
 
-def _read(file: BinaryIO, size: int) -> bytes:
-    data = bytearray(size)
-    _fill(file, memoryview(data))
-    return bytes(data)
-
-
-def _fill(file: BinaryIO, buffer: memoryview) -> None:
-    while buffer:
-        count = file.readinto(buffer)  # type: ignore[attr-defined]  # typeshed leaves it out of BinaryIO
+def _read(file: BinaryIO, size: int, into: memoryview | None = None) -> memoryview:
+    """Return the next ``size`` bytes, read ``into`` memory of that size."""
+    data = rest = memoryview(bytearray(size)) if into is None else into
+    while rest:
+        count = file.readinto(rest)  # type: ignore[attr-defined]  # typeshed leaves it out of BinaryIO
         if not count:
             raise CheckpointDamagedError("the file ended while it was being read")
-        buffer = buffer[count:]
+        rest = rest[count:]
+    return data
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from concurrent.futures import Future
-from functools import partial
 from typing import Final
 
 import msgspec
@@ -13,7 +12,7 @@ import torch
 from eventloop.checkpoint.container import DIGEST_BYTES, Pieces, render
 from eventloop.checkpoint.layout import Batch, Changed, Layout
 from eventloop.checkpoint.overlap import Overlap, Pair, by_device, copy, end_of_queue
-from eventloop.checkpoint.tree import FlatTree, join
+from eventloop.checkpoint.tree import FlatTree
 from eventloop.errors import CheckpointError
 
 _pack: Final = msgspec.msgpack.Encoder().encode
@@ -104,7 +103,7 @@ class StageBuffer:
             if device.type == "cuda":
                 memory.events.append(end_of_queue(device))
         if overlap is not None and later:
-            memory.late = overlap.start(later, partial(_path, flat, layout))
+            memory.late = overlap.start(later, lambda position: flat.path(layout.order[position]))
         return layout, memory
 
 
@@ -182,8 +181,3 @@ def _copy_batch(target: list[torch.Tensor] | torch.Tensor, sources: tuple[torch.
         torch.cat(sources, out=target)
     else:
         torch.stack(sources, out=target)
-
-
-def _path(flat: FlatTree, layout: Layout, position: int) -> str:
-    index = layout.order[position]
-    return join(flat.parents[index], flat.keys[index])

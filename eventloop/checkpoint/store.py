@@ -1,4 +1,7 @@
-"""Where checkpoints are: on a local file system, or in a store that fsspec reaches. The same functions serve both."""
+"""Where checkpoints are: on a local file system, or in a store that fsspec reaches. The same functions serve both.
+
+Those that change files raise CheckpointError from the error of the step that failed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import BinaryIO, Final, TypeGuard
 from urllib.parse import unquote, urlsplit
 
 from eventloop.checkpoint.commit import CHUNK, chunks, commit_file, failing, sync_directory, temporary_name, write_all
-from eventloop.checkpoint.container import Pieces, crc32, stored, write_sealed
+from eventloop.checkpoint.container import DIGEST_BYTES, Pieces, crc32, write_sealed
 from eventloop.checkpoint.remote import RemotePath
 from eventloop.errors import CheckpointDamagedError
 
@@ -46,17 +49,14 @@ def write_pieces(path: AnyPath, size: int, pieces: Pieces) -> int:
     """Create or replace a checkpoint of ``size`` bytes, digest included; return the digest."""
     if isinstance(path, RemotePath):
         crc = crc32(pieces)
-        path.upload(size, (chunk for piece in (*pieces, stored(crc)) for chunk in chunks(piece)))
+        sealed = (*pieces, crc.to_bytes(DIGEST_BYTES, "little"))
+        path.upload(size, (chunk for piece in sealed for chunk in chunks(piece)))
         return crc
     return commit_file(path, size, lambda descriptor: write_sealed(descriptor, pieces))
 
 
 def commit_bytes(path: AsPath, data: bytes) -> None:
-    """Create or replace a small file, atomically and durably.
-
-    Raises:
-        CheckpointError: from the error of the step that failed.
-    """
+    """Create or replace a small file, atomically and durably."""
     path = as_path(path)
     if isinstance(path, RemotePath):
         path.write_bytes(data)
@@ -65,11 +65,7 @@ def commit_bytes(path: AsPath, data: bytes) -> None:
 
 
 def link(existing: AsPath, new: AsPath) -> None:
-    """Give the file ``existing`` the second name ``new``, replacing what had it: by a hard link if possible, else by a copy.
-
-    Raises:
-        CheckpointError: from the error of the step that failed.
-    """
+    """Give the file ``existing`` the second name ``new``, replacing what had it: by a hard link if possible, else by a copy."""
     existing, new = as_path(existing), as_path(new)
     if isinstance(new, RemotePath):
         new.copy_from(existing)
@@ -105,11 +101,7 @@ def _link(existing: Path, new: Path) -> bool:
 
 
 def remove(path: AsPath) -> None:
-    """Remove a file, durably. A missing one is fine.
-
-    Raises:
-        CheckpointError: from the error of the step that failed.
-    """
+    """Remove a file, durably. A missing one is fine."""
     path = as_path(path)
     if isinstance(path, RemotePath):
         path.remove()
@@ -124,9 +116,6 @@ def make_directory(directory: AsPath) -> None:
 
     Existing local directories are synced into their parents as well, since their maker may not have done so; parents that
     this process may not read are left out.
-
-    Raises:
-        CheckpointError: from the error of the step that failed.
     """
     directory = as_path(directory)
     if isinstance(directory, RemotePath):

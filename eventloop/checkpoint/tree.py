@@ -1,4 +1,4 @@
-"""The tree of a checkpoint: everything but the tensors, as MessagePack bytes with extension types. `rebuild` is the way back.
+"""The tree of a checkpoint: everything but the tensors, as MessagePack bytes. `rebuild` is the way back.
 
 What MessagePack holds exactly is stored natively (None, bool, 64-bit integers, float, ASCII text, bytes, list, dict
 with ASCII keys). Every other type is an extension whose payload is again MessagePack. A tensor is an extension without
@@ -71,6 +71,10 @@ class FlatTree:
                 "more than 4 GB of arrays, bytes or text in one value; the way out: torch.from_numpy(...) of the arrays"
             ) from error
 
+    def path(self, index: int) -> str:
+        """Return the dotted path of a tensor."""
+        return join(self.parents[index], self.keys[index])
+
     def _children(self, parent: str, keys: Iterable[object], values: Collection[object]) -> list[object]:
         """Encode the values of a container; every tensor passes here."""
         self._values += len(values)
@@ -106,13 +110,9 @@ class FlatTree:
         if encode_container is not None:
             self._open.append(value)
             if len(self._open) > MAX_DEPTH:
-                cyclic = len({id(each) for each in self._open}) < len(self._open)
-                problem = (
-                    "the tree contains itself; break the reference cycle"
-                    if cyclic
-                    else (f"nested deeper than {MAX_DEPTH} levels; flatten the state")
-                )
-                raise CheckpointValueError(f"{short(path)}: {problem}")
+                if len({id(each) for each in self._open}) < len(self._open):
+                    raise CheckpointValueError(f"{short(path)}: the tree contains itself; break the reference cycle")
+                raise CheckpointValueError(f"{short(path)}: nested deeper than {MAX_DEPTH} levels; flatten the state")
             encoded = encode_container(self, path, value)
             self._open.pop()
             return encoded
@@ -137,9 +137,6 @@ class FlatTree:
         if hidden := [name for name in vars(values) if hasattr(OrderedDict, name)]:
             raise CheckpointValueError(f"{path}: attributes of an OrderedDict hide its methods; remove {', '.join(hidden)}")
         return Ext(Code.ORDERED, _pack((self._dict(path, values), self._dict(f"{path}(attributes)", vars(values)))))
-
-    def _counter(self, path: str, values: Counter[object]) -> object:
-        return Ext(Code.COUNTER, _pack(self._dict(path, values)))
 
     def _default(self, path: str, values: defaultdict[object, object]) -> object:
         factory = values.default_factory
@@ -177,7 +174,7 @@ _ENCODE_CONTAINER: Final[dict[type, Callable[[FlatTree, str, Any], object]]] = {
     list: FlatTree._list,
     dict: FlatTree._dict,
     OrderedDict: FlatTree._ordered,
-    Counter: FlatTree._counter,
+    Counter: lambda tree, path, values: Ext(Code.COUNTER, _pack(tree._dict(path, values))),
     defaultdict: FlatTree._default,
     tuple: partial(FlatTree._sequence, code=Code.TUPLE),
     torch.Size: partial(FlatTree._sequence, code=Code.SIZE),

@@ -253,7 +253,7 @@ def test_a_disk_that_cannot_read_a_file_has_damaged_it(good, path, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     path.write_bytes(good)
-    monkeypatch.setattr(sys.modules[load.__module__], "_fill", fail)
+    monkeypatch.setattr(sys.modules[load.__module__], "_read", fail)
     for read in (load, verify, inspect):
         with pytest.raises(CheckpointDamagedError, match=r"damaged\.safetensors.*Input/output error"):
             read(path)

@@ -87,8 +87,9 @@ class Restore:
                 )
             state = converted[0]
         # Weights are copied when they are loaded. Optimizers and hooks keep what they get, and training changes it in place.
-        own = {key: value if key == "state_dict" else _copied(value) for key, value in state.items()}
-        self._apply(state_of_rank(own, this_rank(), world_size()), "")
+        kept = {key: value for key, value in state.items() if key != "state_dict"}
+        own = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf), kept)
+        self._apply(state_of_rank({**state, **own}, this_rank(), world_size()), "")
 
     def _apply(self, state: Mapping[str, Any], path: str) -> None:
         """Load ``state`` into the run; set the random states last, so that no other step draws from them."""
@@ -155,10 +156,6 @@ class Restore:
         if not has_shards(state):
             return spread(state, like)
         return put_shards(state, path, like, None if self._saves.ranks is None else self._saves.ranks.group)
-
-
-def _copied(tree: Any) -> Any:
-    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf), tree)
 
 
 def placement(
