@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,7 @@ from eventloop.training.loaders import (
     own_generators,
     passes_made,
     random_states,
-    restore_passes,
-    set_generators,
+    restore_loader,
     set_random_states,
     skip_batches,
 )
@@ -156,8 +155,8 @@ class Feed:
             state["loader"] = self.loader.state_dict() if self._position is _MISSING else self._position
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any], but: Collection[torch.Generator] = ()) -> None:
-        """Make the next :meth:`begin` continue from ``state``; generators in ``but`` are restored already."""
+    def load_state_dict(self, state: Mapping[str, Any], restored: set[torch.Generator]) -> None:
+        """Make the next :meth:`begin` continue from ``state``; generators in ``restored`` are restored already."""
         self.used = int(state["used"])
         self.passes = int(state["passes"])
         self.resuming = True
@@ -170,11 +169,7 @@ class Feed:
                 now=self.length,
                 used=self.used,
             )
-        restore_passes(self.loader, state, workers=self.start is not None)
-        if not self.used or not has_state(self.loader):
-            set_generators(self.loader, state["generators"], but)
-        if "loader" in state and has_state(self.loader):
-            self.loader.load_state_dict(state["loader"])
+        restore_loader(self.loader, state, restored, workers=self.start is not None)
 
     def _pull(self) -> Any:
         """Return the next batch of the loader, or ``_END``."""
@@ -218,7 +213,6 @@ class Feeds:
         self._evaluated: list[Iterable[Any]] = []  # loaders of validations and tests, in order of first use
         self._position: Mapping[str, Any] | None = None
         self._positions: list[Mapping[str, Any]] = []  # their positions in the checkpoint
-        # Two loaders may share a generator: restore it once, or it would repeat its draws.
         self._restored: set[torch.Generator] = set()
 
     def for_training(self, loader: Iterable[Any]) -> Feed:
@@ -230,7 +224,6 @@ class Feeds:
             warn_if_all(loader, "train_data")
             if self._position is not None:
                 self.train.load_state_dict(self._position, self._restored)
-                self._note(loader)
                 self._position = None
         return self.train
 
@@ -241,12 +234,12 @@ class Feeds:
             return loader
         self.evaluated = Feed(loader, self._device, name)
         if not any(known is loader for known in self._evaluated):
+            index = len(self._evaluated)
             self._evaluated.append(loader)
             warn_if_all(loader, name)
-            for position in self._positions[len(self._evaluated) - 1 : len(self._evaluated)]:
-                restore_passes(loader, position, workers=position["workers"])
-                set_generators(loader, position["generators"], self._restored)
-                self._note(loader)
+            if index < len(self._positions):
+                position = self._positions[index]
+                restore_loader(loader, position, self._restored, workers=position["workers"])
         return self.evaluated
 
     def metrics(self, metrics: NamedMetrics | None) -> Metrics:
@@ -258,20 +251,21 @@ class Feeds:
 
         None before the first epoch and the first validation.
         """
-        feed = self.evaluated if validating else None
-        began = feed.start if feed is not None else None
         instead: dict[Any, Any] = {}
-        if feed is not None and began is not None:
-            instead = dict(zip(own_generators(feed.loader), began["generators"], strict=True))
+        workers: dict[int, bool] = {}
+        if validating and (feed := self.evaluated) is not None and feed.start is not None:
+            instead = dict(zip(own_generators(feed.loader), feed.start["generators"], strict=True))
+            workers = {id(feed.loader): feed.start["workers"]}
         # A resumed run may have no training epoch yet.
         position = (self._position or {}) if self.train is None else self.train.state_dict(instead)
-        evaluated: list[Mapping[str, Any]] = []
-        for loader in self._evaluated:
-            now = (
-                began if began is not None and feed is not None and loader is feed.loader else {"workers": has_workers(loader)}
-            )
-            generators, counted = generator_states(loader, instead), passes_made(loader)
-            evaluated.append({"generators": generators, "workers": now["workers"], "counted": counted})
+        evaluated: list[Mapping[str, Any]] = [
+            {
+                "generators": generator_states(loader, instead),
+                "workers": workers.get(id(loader), has_workers(loader)),
+                "counted": passes_made(loader),
+            }
+            for loader in self._evaluated
+        ]
         evaluated += self._positions[len(evaluated) :]
         return {**position, "evaluated": evaluated} if position or evaluated else None
 
@@ -287,9 +281,6 @@ class Feeds:
         # would end before its iterator, and torch would wait 5 s for each worker.
         self.train = None
         self._evaluated.clear()
-
-    def _note(self, loader: Iterable[Any]) -> None:
-        self._restored.update(generator for generator in own_generators(loader) if generator is not None)
 
 
 def _of_a_sample(end: StopIteration) -> bool:

@@ -73,12 +73,17 @@ def passes_made(loader: Iterable[Any]) -> int | None:
     return getattr(loader, "iteration", None) if _held(loader) is not loader else None
 
 
-def restore_passes(loader: Any, state: Mapping[str, Any], *, workers: bool) -> None:
-    """Make the next pass follow those of a saved run, whose persistent workers were running if ``workers``."""
+def restore_loader(loader: Any, state: Mapping[str, Any], restored: set[torch.Generator], *, workers: bool) -> None:
+    """Make the next pass follow those of a saved run, except for generators in ``restored`` (loaders may share one)."""
     if workers:
         start_persistent_workers(loader)
     if (count := state.get("counted")) is not None and _held(loader) is not loader:  # not in older checkpoints
         loader.iteration = count
+    if not (state.get("used") and has_state(loader)):
+        set_generators(loader, state["generators"], restored)
+    if "loader" in state and has_state(loader):
+        loader.load_state_dict(state["loader"])
+    restored.update(filter(None, own_generators(loader)))
 
 
 def _held(loader: Iterable[Any]) -> Iterable[Any]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from eventloop.training.distributed.ranks import Ranks, control_group, saves_group
+from eventloop.training.distributed.ranks import Ranks, own_group
 
 
 @pytest.fixture
@@ -21,9 +21,9 @@ def alone(tmp_path):
 
 
 def test_a_group_is_created_once_and_forgotten_when_torch_destroys_it(alone):
-    ranks = Ranks(control_group())
+    ranks = Ranks(own_group("control"))
     group = weakref.ref(ranks.group)
-    assert control_group() is group()
+    assert own_group("control") is group()
     gc.disable()
     try:
         dist.destroy_process_group()
@@ -35,5 +35,5 @@ def test_a_group_is_created_once_and_forgotten_when_torch_destroys_it(alone):
 
 
 def test_groups_have_the_users_timeout(alone):
-    for group in (control_group(), saves_group()):
+    for group in (own_group("control"), own_group("saves")):
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import distributed
@@ -227,7 +227,7 @@ def join_ranks(
     if world_size() == 1:
         return None
     _runs += 1
-    agreement = Agreement(Ranks(control_group()), wishes)
+    agreement = Agreement(Ranks(own_group("control")), wishes)
     for name, model in models.items():
         if trains and not is_parallel(model):
             log.warning(
@@ -238,17 +238,8 @@ def join_ranks(
     return agreement
 
 
-def control_group() -> distributed.ProcessGroup:
-    """Return the process group for agreements. A collective the first time."""
-    return _group_for("control")
-
-
-def saves_group() -> distributed.ProcessGroup:
-    """Return the process group of the thread that writes checkpoints. A collective the first time."""
-    return _group_for("saves")
-
-
-def _group_for(purpose: str) -> distributed.ProcessGroup:
+def own_group(purpose: Literal["control", "saves"]) -> distributed.ProcessGroup:
+    """Return our process group for agreements, or for the thread that writes checkpoints. A collective the first time."""
     found = _groups.get((purpose, distributed.group.WORLD))
     if found is None:
         # With the timeout given to init_process_group, which torch has no public way to get. Ours must not be longer: the

@@ -23,7 +23,7 @@ from eventloop.checkpoint import AnyPath, Overlap, StageBuffer, as_path, is_shar
 from eventloop.errors import ConfigurationError
 from eventloop.events import RunView
 from eventloop.training.data import Feeds
-from eventloop.training.distributed.ranks import Ranks, saves_group
+from eventloop.training.distributed.ranks import Ranks, own_group
 from eventloop.training.optimizers import forget_options, stepping
 from eventloop.training.rng import get_rng_state
 from eventloop.training.saves.request import SaveRequest, merged
@@ -71,7 +71,7 @@ class Saves:
         self.ranks = ranks
         self.sharded = any(map(is_sharded, run.models.values()))
         if self.sharded and ranks is not None:
-            saves_group()  # a collective: all ranks are here
+            own_group("saves")  # a collective: all ranks are here
         self._overlap = Overlap(map(stepping, run.optimizers.values()))
         self._writer = CheckpointWriter(run, run.bus)
         if run.state.agreement is not None:
@@ -279,7 +279,7 @@ class Saves:
     def _take_shards(self, state: dict[str, Any], path: Any) -> tuple[dict[str, Any], Any]:
         from eventloop.checkpoint.sharded import take_shards  # takes a second; only for sharded models
 
-        group = None if self.ranks is None else saves_group()
+        group = None if self.ranks is None else own_group("saves")
         return take_shards(state, path, self._token or secrets.token_hex(4), group)
 
 
