@@ -24,7 +24,7 @@ def test_handlers_run_in_order_of_priority_and_of_registration_among_equals():
     assert log == ["c", "e", "a", "d", "b"]
 
 
-def test_class_name_group_and_event_hear_the_same_publish_in_one_order():
+def test_subscriptions_by_class_name_group_and_event_share_one_order():
     log: list[str] = []
     bus = Bus()
     bus.on(Event, recorder(log, "everything"), priority=1)
@@ -46,13 +46,13 @@ def test_publish_returns_nothing_and_passes_the_very_event():
     assert heard[0] is EVENT
 
 
-def test_subscribing_to_an_unknown_name_gets_the_nearest():
+def test_subscribing_to_an_unknown_name_suggests_the_nearest():
     with pytest.raises(UnknownEventError, match="did you mean 'after_train_iter'"):
         Bus().on("after_trian_iter", print)
 
 
 @pytest.mark.parametrize("what", [3, "after_run", AfterRun, None])
-def test_publishing_what_is_no_event_is_an_error(what):
+def test_publishing_another_object_is_an_error(what):
     bus = Bus()
     bus.on(Event, print)
     with pytest.raises(TypeError, match=r"bus.publish takes an event"):
@@ -146,7 +146,7 @@ def test_publishing_works_from_any_thread():
     assert [i for i in heard if i < 500] == list(range(500))
 
 
-def test_subscribing_and_publishing_at_once_from_several_threads_loses_nothing_of_the_others():
+def test_concurrent_subscribing_and_publishing_loses_no_subscription():
     heard = []
     bus = Bus()
     bus.on("after_train_iter", lambda event: heard.append(event.batch_idx))
@@ -169,7 +169,7 @@ def test_subscribing_and_publishing_at_once_from_several_threads_loses_nothing_o
     assert len(bus.subscriptions) == 1
 
 
-def test_wants_says_whether_somebody_hears_an_event():
+def test_wants_returns_whether_an_event_has_subscribers():
     bus = Bus()
     assert not bus.wants(AfterTrainIter)
     assert not bus.wants("after_train_iter")
@@ -180,7 +180,7 @@ def test_wants_says_whether_somebody_hears_an_event():
     assert not bus.wants(AfterTrainIter)
 
 
-def test_wants_knows_names_and_classes_only():
+def test_wants_accepts_names_and_classes_only():
     with pytest.raises(UnknownEventError):
         Bus().wants("after_trian_iter")
     with pytest.raises(TypeError, match="expected an event class"):
@@ -219,7 +219,7 @@ def test_state_of_hooks_that_are_missing_on_either_side_is_a_warning():
     assert logs[0]["log_level"] == "warning"
 
 
-def test_an_event_published_by_a_handler_runs_at_once():
+def test_an_event_published_by_a_handler_is_handled_immediately():
     log: list[str] = []
     bus = Bus()
     bus.on("after_run", recorder(log, "inner"))
@@ -229,7 +229,7 @@ def test_an_event_published_by_a_handler_runs_at_once():
     assert log == ["inner", "outer"]
 
 
-def test_two_busses_know_nothing_of_each_other():
+def test_two_buses_are_independent():
     log: list[str] = []
     one, other = Bus(), Bus()
     one.on("after_train_iter", recorder(log, "one"))
@@ -320,7 +320,7 @@ def test_after_a_fork_the_childs_copy_is_inert(script):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_run_in_a_forked_process_says_that_its_bus_is_deaf(script):
+def test_a_run_in_a_forked_process_warns_that_its_bus_is_inert(script):
     done = script("""
         import asyncio, os, sys, torch
         from eventloop import Bus, BusStateError, Run, TrainLoop

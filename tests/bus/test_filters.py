@@ -84,7 +84,7 @@ def test_filters_agree_with_their_formula(every, after, before, once):
         (AfterVal, {"validation": 4, "epoch": 99}, {"validation": 3, "epoch": 4}),
     ],
 )
-def test_what_is_counted_depends_on_the_event(event, at, before_it):
+def test_the_counter_depends_on_the_event(event, at, before_it):
     calls: list[Event] = []
     bus = Bus()
     bus.on(event, calls.append, once=5)
@@ -94,7 +94,7 @@ def test_what_is_counted_depends_on_the_event(event, at, before_it):
     assert len(calls) == 1
 
 
-def test_counts_come_from_the_progress_so_a_resumed_run_goes_on_where_it_was():
+def test_filters_count_progress_across_a_resume():
     assert heard({"every": 10}, range(18, 31)) == [20, 30]
 
 
@@ -113,7 +113,7 @@ def test_other_events_count_their_publishes_and_the_bus_saves_the_count():
     assert publish(second, 6) == [2, 5]
 
 
-def test_every_seconds_fires_at_once_and_then_not_before_its_time_is_up(monkeypatch):
+def test_every_seconds_fires_first_and_then_after_its_interval(monkeypatch):
     now = 100.0
     monkeypatch.setattr("eventloop.bus.filters.time.monotonic", lambda: now)
     calls: list[float] = []
@@ -124,7 +124,7 @@ def test_every_seconds_fires_at_once_and_then_not_before_its_time_is_up(monkeypa
     assert calls == [100.0, 110.0, 130.0]
 
 
-def test_an_interval_goes_on_when_somebody_else_subscribes_or_another_mount_point_is_heard(monkeypatch):
+def test_new_subscriptions_do_not_restart_an_interval(monkeypatch):
     now = 100.0
     monkeypatch.setattr("eventloop.bus.filters.time.monotonic", lambda: now)
     calls: list[tuple[float, str]] = []
@@ -139,7 +139,7 @@ def test_an_interval_goes_on_when_somebody_else_subscribes_or_another_mount_poin
     assert calls == [(100.0, "before_run"), (110.0, "after_run")]
 
 
-def test_every_seconds_is_asked_last_so_that_other_filters_do_not_use_up_its_turn():
+def test_every_seconds_is_evaluated_after_other_filters():
     calls: list[Event] = []
     bus = Bus()
     bus.on(AfterTrainIter, calls.append, every_seconds=3600, every=5)

@@ -77,7 +77,7 @@ def test_a_subclass_can_take_a_method_out():
         ("after_iter", [AfterTrainIter, AfterValIter, AfterTestIter]),
     ],
 )
-def test_generic_methods_hear_all_three_stages(method, events):
+def test_generic_methods_are_called_in_all_three_stages(method, events):
     heard = []
     kind = type("Generic", (Hook,), {method: lambda self, event: heard.append(type(event))})
     bus = Bus()
@@ -103,7 +103,7 @@ def test_a_misspelt_method_is_an_error_with_the_nearest_name(method, near):
         Bus().add(kind())
 
 
-def test_other_methods_reach_mount_points_that_users_declared(registry):
+def test_methods_named_like_user_events_subscribe_to_them(registry):
     class Densify(Event):
         points: int
 
@@ -163,7 +163,7 @@ def test_a_class_instead_of_an_object_is_an_error_that_shows_the_call():
         Bus().add(Recorder)
 
 
-def test_something_else_than_a_hook_is_an_error():
+def test_adding_another_object_is_an_error():
     with pytest.raises(SubscribeError, match=r"not function; derive the class from eventloop.Hook"):
         Bus().add(subscribed)
 
@@ -213,7 +213,7 @@ def test_the_priority_of_an_object_goes_before_that_of_its_class():
     assert priorities(bus)["after_run"] == 81
 
 
-def test_mount_gives_one_method_filters_and_another_name():
+def test_mount_sets_filters_and_name_of_a_method():
     class Mounted(Recorder):
         @mount("after_train_iter", every=2)
         def histogram(self, event):
@@ -287,7 +287,7 @@ class Counter(Hook):
         self.count = state["count"]
 
 
-def test_state_that_is_saved_and_never_loaded_or_the_other_way_round_is_an_error():
+def test_defining_only_one_of_state_dict_and_load_state_dict_is_an_error():
     class Heard(Hook):
         def after_run(self, event): ...
 
@@ -345,7 +345,7 @@ class Diary(Hook):
         self.seen += [event.mount_point for event in events]
 
 
-def test_a_method_mounted_at_several_points_hears_them_on_one_lane_in_their_order():
+def test_a_method_mounted_at_several_points_has_one_lane_in_order():
     bus, diary = Bus(), Diary()
     bus.add(diary)
     order = [BeforeTrainEpoch, AfterTrainIter, AfterTrainIter, AfterTrainEpoch] * 20
@@ -358,7 +358,7 @@ def test_a_method_mounted_at_several_points_hears_them_on_one_lane_in_their_orde
     assert subscription.stats.delivered == len(order)
 
 
-def test_a_method_mounted_at_several_points_stands_at_each_of_them_and_leaves_all_at_once():
+def test_a_method_mounted_at_several_points_is_listed_and_cancelled_at_all():
     bus, diary = Bus(), Diary()
     bus.add(diary)
     assert [row.mount_point for row in bus.describe().rows] == [
@@ -369,7 +369,7 @@ def test_a_method_mounted_at_several_points_stands_at_each_of_them_and_leaves_al
     assert not any(bus.wants(event) for event in (AfterTrainIter, BeforeTrainEpoch, AfterTrainEpoch))
 
 
-def test_an_event_that_is_heard_under_two_names_is_heard_once():
+def test_an_event_matching_two_names_of_a_mount_is_delivered_once():
     class Twice(Hook):
         def __init__(self):
             self.count = 0
@@ -437,12 +437,12 @@ def test_a_hook_for_rank0_is_not_called_on_other_ranks():
     assert "rank0" in str(bus.describe())
 
 
-def test_an_unknown_place_for_a_handler_is_an_error_when_subscribing():
+def test_an_unknown_value_of_ranks_is_an_error_when_subscribing():
     with pytest.raises(SubscribeError, match=r'ranks=.rank1.: give "all" or "rank0"'):
         Bus().on("after_run", lambda event: None, ranks="rank1")
 
 
-def test_unused_may_be_one_name_and_an_error_lists_the_methods_there_are():
+def test_unused_accepts_a_name_and_its_error_lists_the_methods():
     class One(Sparing):
         def unused(self):
             return "after_train_iter"

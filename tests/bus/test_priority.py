@@ -15,11 +15,11 @@ def test_names_have_the_numbers_of_mmengine_in_any_case(name, number):
     assert Priority.parse(name) == Priority.parse(name.lower()) == Priority.parse(name.title()) == number
 
 
-def test_there_are_no_other_names():
+def test_unknown_names_are_refused():
     assert {name: int(member) for name, member in Priority.__members__.items()} == MMENGINE
 
 
-def test_names_of_another_scale_are_taken_where_that_scale_is_given():
+def test_names_of_a_given_scale_are_accepted():
     assert Priority.parse("lower", {"LOWER": 50}) == 50
     with pytest.raises(SubscribeError, match="'HIGH' is not a priority name; use an integer from 0 to 100 or one of LOWER"):
         Priority.parse("HIGH", {"LOWER": 50})
@@ -31,7 +31,7 @@ def test_names_of_imix_are_not_guessed():
 
 
 @pytest.mark.parametrize("number", [0, 1, 55, 100, Priority.LOW])
-def test_integers_from_0_to_100_are_taken_as_they_are(number):
+def test_integers_from_0_to_100_are_accepted(number):
     parsed = Priority.parse(number)
     assert parsed == number
     assert type(parsed) is int

@@ -42,7 +42,7 @@ def test_every_event_reaches_its_own_handlers_however_many_each_has(numbers):
             assert log == [f"{kind.__name__} {index}" for index in range(number)]
 
 
-def test_a_call_that_means_to_have_the_event_made_shows_how():
+def test_publishing_a_class_is_an_error_showing_the_call():
     bus = Bus()
     bus.on("after_train_iter", lambda event: None)
     for _ in range(3):
@@ -51,7 +51,7 @@ def test_a_call_that_means_to_have_the_event_made_shows_how():
         warm(bus)
 
 
-def test_what_is_subscribed_and_cancelled_is_heard_from_the_next_publish_on():
+def test_subscribing_and_cancelling_take_effect_at_the_next_publish():
     log: list[str] = []
     bus = Bus()
     bus.on("after_train_iter", recorder(log, "a"))
@@ -89,7 +89,7 @@ def test_a_handler_that_subscribes_does_not_change_the_publish_under_way():
     assert log == ["first", "last", "first", "late"]
 
 
-def test_a_bound_method_that_somebody_holds_publishes_as_the_bus_does():
+def test_a_stored_bound_publish_uses_new_subscriptions():
     log: list[str] = []
     bus = Bus()
     held = [bus.publish]
@@ -162,7 +162,7 @@ def test_timing_starts_and_ends_with_the_next_publish():
     assert subscription.stats.calls == 3
 
 
-def test_what_an_offloaded_handler_left_is_raised_by_the_next_publish_before_anybody_hears_it():
+def test_an_offloaded_failure_is_raised_by_the_next_publish_before_its_handlers():
     log: list[str] = []
     failing = threading.Event()
 
@@ -190,7 +190,7 @@ def test_what_an_offloaded_handler_left_is_raised_by_the_next_publish_before_any
         assert log == ["inline"] * 3
 
 
-def test_a_group_heard_by_many_events_changes_them_all():
+def test_subscribing_to_a_group_changes_the_routes_of_its_events():
     log: list[str] = []
     bus = Bus()
     for kind in KINDS:
@@ -249,7 +249,7 @@ def test_two_buses_keep_their_handlers_to_themselves_when_both_have_published():
 
 
 @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_bus_cannot_be_copied_or_pickled_and_says_so(take):
+def test_copying_or_pickling_a_bus_is_an_error(take):
     with pytest.raises(TypeError, match="a bus cannot be copied or pickled"):
         take(Bus())
 
@@ -307,7 +307,7 @@ def test_publish_may_be_patched_on_the_class_before_a_bus_publishes(monkeypatch)
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_an_abandoned_bus_leaves_nothing(opened):
+def test_a_dropped_bus_is_collected(opened):
     class Model: ...
 
     def use() -> list[weakref.ref]:
@@ -324,7 +324,7 @@ def test_an_abandoned_bus_leaves_nothing(opened):
     assert [one() for one in left] == [None] * 2
 
 
-def test_a_handler_that_is_cancelled_is_let_go_at_once():
+def test_a_cancelled_handler_is_released_immediately():
     class Handler:
         def __call__(self, event): ...
 
@@ -343,7 +343,7 @@ def test_a_handler_that_is_cancelled_is_let_go_at_once():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_forked_child_hears_nothing_of_what_the_parent_had_published(script):
+def test_a_forked_child_gets_no_events_of_the_parent(script):
     source = """
         import os
         from eventloop import Bus, Progress

@@ -15,7 +15,7 @@ def iteration(i: int, **fields) -> AfterTrainIter:
     return AfterTrainIter(progress=Progress(iter=i), batch_idx=i, **fields)
 
 
-async def test_it_yields_what_the_filter_lets_through_and_ends_when_the_bus_closes():
+async def test_a_stream_yields_filtered_events_and_ends_when_the_bus_closes():
     bus = Bus()
     async with bus:
         stream = bus.stream("after_train_iter", every=10)
@@ -25,7 +25,7 @@ async def test_it_yields_what_the_filter_lets_through_and_ends_when_the_bus_clos
     assert bus.subscriptions == ()
 
 
-async def test_it_ends_at_once_where_the_bus_has_closed_and_hears_the_next_session_where_it_is_open_again():
+async def test_a_stream_ends_on_a_closed_bus_and_works_after_reopening():
     bus = Bus()
     early = bus.stream("after_train_iter")
     async with bus:
@@ -79,7 +79,7 @@ async def test_a_reader_in_another_task_gets_events_of_another_thread():
 
 
 @pytest.mark.parametrize(("options", "kept"), [({}, [7, 8, 9]), ({"full": "latest"}, [9]), ({"full": "drop_new"}, [0, 1, 2])])
-async def test_a_slow_reader_misses_events_and_holds_up_nobody(options, kept):
+async def test_a_slow_reader_misses_events_and_blocks_no_publisher(options, kept):
     bus = Bus()
     async with bus:
         stream = bus.stream("after_train_iter", queue=3, **options)
@@ -125,7 +125,7 @@ async def test_leaving_it_cancels_the_subscription(how):
     bus.publish(iteration(2))
 
 
-async def test_a_publisher_that_waits_for_a_slow_reader_goes_on_when_the_reader_leaves():
+async def test_a_publisher_waiting_for_a_reader_continues_when_it_leaves():
     bus = Bus()
     waits = threading.Event()
 
@@ -142,7 +142,7 @@ async def test_a_publisher_that_waits_for_a_slow_reader_goes_on_when_the_reader_
     assert stream.stats.published == stream.stats.dropped == 2
 
 
-async def test_a_cancelled_reader_may_go_on():
+async def test_a_stream_can_be_read_after_a_cancellation():
     bus = Bus()
     stream = bus.stream("after_train_iter")
     with anyio.move_on_after(0.02):

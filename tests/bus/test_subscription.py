@@ -31,7 +31,7 @@ def test_called_with_a_function_on_returns_its_subscription():
     assert repr(subscription) == "<Subscription ready_made to after_train_iter, priority 30, inline>"
 
 
-def test_cancel_ends_it_and_may_be_called_again():
+def test_cancel_ends_a_subscription_and_is_idempotent():
     heard = []
     bus = Bus()
     subscription = bus.on("after_train_iter", heard.append)
@@ -44,7 +44,7 @@ def test_cancel_ends_it_and_may_be_called_again():
     assert bus.subscriptions == ()
 
 
-def test_as_a_context_manager_it_ends_with_the_block_whatever_happens():
+def test_a_subscription_ends_with_its_block_also_after_an_error():
     bus = Bus()
     with pytest.raises(KeyError), bus.on("after_train_iter", ready_made) as subscription:
         assert subscription.active
@@ -102,7 +102,7 @@ def test_async_callables_are_offloaded_by_nature(handler):
 @pytest.mark.parametrize(
     ("offload", "advice"), [("inline", "publishing never awaits"), ("thread", 'needs no offload="thread"')]
 )
-def test_an_async_function_cannot_be_asked_to_run_elsewhere(offload, advice):
+def test_an_async_function_with_offload_thread_or_process_is_an_error(offload, advice):
     with pytest.raises(SubscribeError, match=f"cannot subscribe asynchronous to after_train_iter: .*{advice}"):
         Bus().on("after_train_iter", asynchronous, offload=offload)
 
@@ -134,13 +134,13 @@ def test_a_handler_of_the_wrong_arity_is_an_error_when_subscribing(handler: Call
         Bus().on("after_train_iter", handler)
 
 
-def test_a_batched_handler_of_the_wrong_arity_is_told_of_the_list():
+def test_the_error_for_a_batched_handler_of_wrong_arity_mentions_the_list():
     with pytest.raises(SubscribeError, match=r"one argument, a list of events"):
         Bus().on("after_train_iter", lambda: None, offload="thread", batch=3)
 
 
 @pytest.mark.parametrize("handler", [3, "after_run"])
-def test_what_cannot_be_called_is_refused(handler):
+def test_a_handler_that_is_not_callable_is_refused(handler):
     with pytest.raises(SubscribeError, match=r"a handler is a function"):
         Bus().on("after_train_iter", handler)
 
@@ -170,7 +170,7 @@ def test_options_that_cannot_work_are_errors_that_name_them(options, message):
         Bus().on("after_train_iter", ready_made, **options)
 
 
-def test_subscribing_what_a_function_returned_is_an_error_that_shows_the_call():
+def test_subscribing_the_result_of_a_call_is_an_error_showing_the_call():
     with pytest.raises(SubscribeError, match=r"subscribes what f has returned, which is None; write bus.on\(..., f\)"):
         Bus().on("after_train_iter", ready_made(EVENT))
 
@@ -276,7 +276,7 @@ def test_off_takes_one_subscription():
     assert len(bus.subscriptions) == 1
 
 
-def test_off_of_what_is_not_there_is_an_error():
+def test_off_without_a_matching_subscription_is_an_error():
     with pytest.raises(SubscribeError, match=r"ready_made.*is not subscribed"):
         Bus().off(ready_made)
 

@@ -121,7 +121,7 @@ def test_watching_changes_neither_outputs_nor_gradients(bus, model, inputs, hear
         assert torch.equal(grad, other)
 
 
-def test_nothing_is_attached_while_nobody_subscribes(bus, model, inputs):
+def test_nothing_is_attached_without_subscribers(bus, model, inputs):
     bus.watch(model)
     bus.on("after_train_iter", lambda event: None)
     assert hooks_on(model) == []
@@ -147,7 +147,7 @@ def test_each_kind_of_event_is_attached_on_its_own(bus, model):
 
 
 @pytest.mark.parametrize("event", [Event, "module_event"])
-def test_who_hears_a_group_hears_modules_too(bus, model, inputs, event):
+def test_subscribers_of_a_group_get_module_events(bus, model, inputs, event):
     names = []
     bus.on(event, lambda one: names.append(one.mount_point))
     bus.watch(model, "head")
@@ -280,7 +280,7 @@ def test_an_error_in_the_backward_pass_keeps_its_type_and_notes(bus, model, inpu
     assert "published by the watched module 'head' (Linear)" in caught.value.__notes__
 
 
-def test_an_isolated_error_lets_the_model_go_on(bus, model, inputs):
+def test_the_model_continues_after_an_isolated_error(bus, model, inputs):
     bus.on("after_module_forward", lambda event: 1 / 0, on_error="log")
     bus.watch(model, "head")
     assert model(inputs).shape == (5, 2)
@@ -408,7 +408,7 @@ def test_a_compiled_model_publishes(bus, model, inputs, heard, how):
 
 @HOW
 @QUIET
-def test_a_compiled_model_publishes_from_when_somebody_subscribes_until_nobody_does(bus, model, inputs, how):
+def test_a_compiled_model_publishes_while_there_are_subscribers(bus, model, inputs, how):
     made = compiled(model, how)
     bus.watch(made, "head")
     made(inputs).sum().backward()
@@ -423,7 +423,7 @@ def test_a_compiled_model_publishes_from_when_somebody_subscribes_until_nobody_d
 
 
 @QUIET
-def test_compiled_without_graph_breaks_watching_is_an_error_that_says_why(bus, model, inputs):
+def test_watching_a_model_compiled_with_fullgraph_is_an_error(bus, model, inputs):
     torch.compiler.reset()
     made = torch.compile(model, backend="eager", fullgraph=True)
     bus.watch(made, "head")

@@ -219,7 +219,7 @@ def test_a_failure_while_linking_leaves_the_old_name_and_no_debris(tmp_path, fau
         assert load(best)["n"] == (2 if at > steps.index("replace") or steps[at] == "link" else 1)
 
 
-def test_linking_what_is_not_there_is_an_error(tmp_path):
+def test_linking_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="nothing") as caught:
         link(tmp_path / "nothing", tmp_path / "best")
     assert isinstance(caught.value.__cause__, FileNotFoundError)
@@ -247,7 +247,7 @@ def large():
 
 
 @needs_fdatasync
-def test_a_file_that_was_synced_while_its_digest_was_made_is_whole(large, tmp_path):
+def test_a_file_synced_during_its_digest_is_complete(large, tmp_path):
     save(large, tmp_path / "a.safetensors")
     verify(tmp_path / "a.safetensors")
     assert torch.equal(load(tmp_path / "a.safetensors")["weights"], large["weights"])
@@ -269,7 +269,7 @@ def test_an_error_of_that_sync_is_loud_though_a_later_one_would_succeed(large, t
 
 
 @needs_fdatasync
-def test_where_no_thread_can_be_started_the_file_is_written_all_the_same(large, tmp_path, monkeypatch):
+def test_a_file_is_written_even_if_no_thread_can_be_started(large, tmp_path, monkeypatch):
     def refuse(self: object) -> None:
         raise RuntimeError("can't start new thread")
 

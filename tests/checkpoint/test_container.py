@@ -111,12 +111,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(tree=trees)
-def test_every_tree_comes_back_bit_for_bit(file, tree):
+def test_every_tree_round_trips_bitwise(file, tree):
     assert canonical(round_trip(tree, file)) == canonical(tree)
 
 
 @given(first=trees, second=trees)
-def test_a_buffer_that_saw_another_tree_changes_nothing(file, first, second):
+def test_a_buffer_can_be_reused_for_another_tree(file, first, second):
     buffer = StageBuffer()
     for tree in (first, second, second, first):
         write(stage(tree, buffer), file)
@@ -125,7 +125,7 @@ def test_a_buffer_that_saw_another_tree_changes_nothing(file, first, second):
 
 @pytest.mark.parametrize("dtype", DENSE, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (7,), (2, 3)], ids=str)
-def test_every_dense_dtype_and_shape_comes_back(file, dtype, shape):
+def test_every_dense_dtype_and_shape_round_trips(file, dtype, shape):
     tensor = random_tensor(dtype, shape, seed=1)
     assert canonical(round_trip([b"", tensor], file)) == canonical([b"", tensor])
 
@@ -173,18 +173,18 @@ def test_every_other_dtype_of_torch_is_refused_with_its_path(dtype):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_unusual_values_come_back(file, value):
+def test_unusual_values_round_trip(file, value):
     assert canonical(round_trip(value, file)) == canonical(value)
 
 
-def test_module_versions_in_a_state_dict_come_back(file):
+def test_module_versions_in_a_state_dict_round_trip(file):
     state = torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict()
     loaded = round_trip(state, file)
     assert loaded._metadata == state._metadata
     assert canonical(loaded) == canonical(state)
 
 
-def test_parameters_come_back_as_plain_tensors(file):
+def test_parameters_are_loaded_as_plain_tensors(file):
     loaded = round_trip(torch.nn.Parameter(torch.ones(2)), file)
     assert type(loaded) is torch.Tensor
     assert not loaded.requires_grad
@@ -213,7 +213,7 @@ def stepped(kind: type) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_the_state_of_every_torch_optimizer_comes_back(file, kind):
+def test_the_state_of_every_torch_optimizer_round_trips(file, kind):
     state = stepped(kind).state_dict()
     assert state["state"]
     loaded = round_trip(state, file)
@@ -243,7 +243,7 @@ def make_scheduler(kind: type, optimizer: torch.optim.Optimizer) -> Any:
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_the_state_of_every_torch_scheduler_comes_back(file, kind):
+def test_the_state_of_every_torch_scheduler_round_trips(file, kind):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
     scheduler = make_scheduler(kind, optimizer)
     optimizer.step()
@@ -274,7 +274,7 @@ def test_safetensors_opens_the_file_and_returns_the_same_tensors(file):
 
 
 @given(tree=trees)
-def test_safetensors_opens_whatever_is_written(file, tree):
+def test_safetensors_opens_every_written_file(file, tree):
     save(tree, file)
     assert {"__tree__", "__digest__"} <= set(load_file(file))
 

@@ -65,7 +65,7 @@ def test_tensors_of_every_dtype_and_the_dtype_itself_are_exported(tmp_path, dtyp
     ],
     ids=repr,
 )
-def test_what_weights_only_can_hold_is_exported_as_it_is(tmp_path, value):
+def test_types_allowed_by_weights_only_are_exported_unchanged(tmp_path, value):
     back = exported({"value": value}, tmp_path)["value"]
     assert type(back) is type(value)
     assert back == value
@@ -93,7 +93,7 @@ def test_attributes_of_an_ordered_state_dict_are_exported(tmp_path):
     ],
     ids=repr,
 )
-def test_what_weights_only_cannot_hold_is_converted(tmp_path, value, becomes):
+def test_types_refused_by_weights_only_are_converted(tmp_path, value, becomes):
     back = exported([value], tmp_path)[0]
     assert type(back) is type(becomes)
     assert back == becomes
@@ -121,7 +121,7 @@ def test_arrays_become_tensors_with_the_same_numbers(tmp_path, kind, shape):
     ],
     ids=["int", "key", "item", "bytes", "array", "scalar"],
 )
-def test_what_cannot_be_converted_is_an_error_with_its_path_and_leaves_no_file(tmp_path, value, says):
+def test_unconvertible_values_are_errors_with_their_path_and_leave_no_file(tmp_path, value, says):
     with pytest.raises(CheckpointValueError, match=says):
         exported(value, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
@@ -153,7 +153,7 @@ RUN = {"state_dict": {"w": AVERAGED}, "trained": {"w": TRAINED}, "progress": {"e
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_weights_are_the_averages_and_nothing_else(tmp_path, suffix):
+def test_exported_weights_are_only_the_averages(tmp_path, suffix):
     weights = weights_of(RUN, tmp_path, suffix)
     assert list(weights) == ["w"]
     assert weights["w"].equal(AVERAGED)
@@ -177,7 +177,7 @@ def test_a_model_loads_its_exported_weights(tmp_path, suffix):
     assert all(each.equal(other.state_dict()[name]) for name, each in model.state_dict().items())
 
 
-def test_safetensors_of_every_dtype_that_it_knows_are_as_its_own_package_writes_them(tmp_path):
+def test_safetensors_exports_equal_those_of_the_safetensors_package(tmp_path):
     state = {str(dtype): torch.zeros(3, 2, dtype=dtype) for dtype in SAFE}
     state |= {"empty": torch.zeros(0, 4), "scalar": torch.tensor(2.5), "turned": torch.arange(6.0).view(2, 3).t()}
     weights = weights_of({"state_dict": state}, tmp_path, ".safetensors")
@@ -209,14 +209,14 @@ def test_tied_weights_are_under_each_name_in_safetensors_and_tied_in_pth(tmp_pat
     ],
     ids=["dtype", "extra", "metadata", "surrogate", "number"],
 )
-def test_what_safetensors_cannot_hold_is_an_error_with_its_name_and_pth_holds_it(tmp_path, state, says):
+def test_dtypes_missing_in_safetensors_are_errors_and_are_exported_to_pth(tmp_path, state, says):
     with pytest.raises(CheckpointValueError, match=says):
         weights_of({"state_dict": state}, tmp_path, ".safetensors")
     assert not (tmp_path / "weights.safetensors").exists()
     assert weights_of({"state_dict": state}, tmp_path, ".pth").keys() == state.keys()
 
 
-def test_names_of_wrappers_are_left_out_on_request(tmp_path):
+def test_wrapper_prefixes_are_removed_on_request(tmp_path):
     state = {"state_dict": {"module._orig_mod.w": AVERAGED, "head.module.b": TRAINED, "modules.c": TRAINED}}
     assert list(weights_of(state, tmp_path)) == ["module._orig_mod.w", "head.module.b", "modules.c"]
     assert list(weights_of(state, tmp_path, strip=True)) == ["w", "head.b", "modules.c"]
@@ -242,7 +242,7 @@ def test_of_several_models_one_is_named(tmp_path):
     ("tree", "says"),
     [({"a": 1}, "no weights .state_dict. but 'a'"), ([1], "no keys"), ({"state_dict": {}}, "no tensors under .state_dict.")],
 )
-def test_a_checkpoint_without_weights_is_an_error_that_says_what_is_there(tmp_path, tree, says):
+def test_a_checkpoint_without_weights_is_an_error_naming_its_entries(tmp_path, tree, says):
     with pytest.raises(CheckpointError, match=says):
         weights_of(tree, tmp_path)
 
@@ -262,7 +262,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_a_disk_that_is_full_costs_nothing_that_was_there(tmp_path, monkeypatch, suffix):
+def test_a_full_disk_keeps_the_existing_file(tmp_path, monkeypatch, suffix):
     save(RUN, tmp_path / "a.safetensors")
     out = tmp_path / f"out{suffix}"
     out.write_text("before")
@@ -278,7 +278,7 @@ def test_a_disk_that_is_full_costs_nothing_that_was_there(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("room", [0, 5_000, 500_000])
-def test_a_disk_that_fills_up_in_the_middle_is_told_by_its_own_error(tmp_path, monkeypatch, room):
+def test_a_disk_filling_up_during_an_export_raises_its_own_error(tmp_path, monkeypatch, room):
     save({"state_dict": {"a": torch.randn(100_000), "b": torch.randn(100_000)}}, tmp_path / "a.safetensors")
     write, left = os.write, [room]
 
@@ -328,7 +328,7 @@ def test_an_outline_reads_only_header_and_tree(tmp_path):
         load(tmp_path / "a.safetensors")
 
 
-def test_an_outline_of_a_damaged_file_is_a_typed_error_whatever_byte_it_is(tmp_path):
+def test_the_outline_of_a_damaged_file_is_a_typed_error_for_any_byte(tmp_path):
     save({"w": torch.zeros(3), "c": torch.ones(2, dtype=torch.complex64), "n": (1, "é")}, tmp_path / "a.safetensors")
     data = (tmp_path / "a.safetensors").read_bytes()
     for offset in range(len(data)):

@@ -37,7 +37,7 @@ def number_of(path):
 
 
 @pytest.mark.parametrize("busy", ["wait", "skip", "replace"])
-def test_thousands_of_interrupts_of_saves_cost_no_file_and_hang_nothing(busy, tmp_path, ctrl_c, no_thread_is_left):
+def test_thousands_of_interrupts_of_saves_lose_no_file_and_do_not_hang(busy, tmp_path, ctrl_c, no_thread_is_left):
     delays = random.Random(5)
     futures = {}
     with AsyncSaver(busy=busy) as saver:
@@ -90,7 +90,7 @@ def lines_of(*methods):
     return strike
 
 
-def test_an_interrupt_at_any_line_of_a_save_leaves_a_saver_that_goes_on(tmp_path, no_thread_is_left):
+def test_a_saver_works_after_an_interrupt_at_any_line_of_a_save(tmp_path, no_thread_is_left):
     strike = lines_of("save", "wait", "_finish", "_give_up_waiting", "_raise_failures")
     for busy in ("wait", "skip", "replace"):
         for at in itertools.count():
@@ -105,7 +105,7 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_a_saver_that_goes_on(tmp_path
         assert at > 10
 
 
-def test_an_interrupt_at_any_line_of_closing_is_made_up_for_by_closing_again(tmp_path, no_thread_is_left):
+def test_closing_again_completes_an_interrupted_close(tmp_path, no_thread_is_left):
     strike = lines_of("close", "_finish", "_raise_failures")
     for at in itertools.count():
         one = AsyncSaver()
@@ -177,7 +177,7 @@ def test_an_interrupt_of_a_plain_save_leaves_the_file_that_was_there(place, tmp_
     assert number_of(path) == 3
 
 
-def test_thousands_of_interrupts_find_a_turn_taken_or_not_and_nothing_in_between(ctrl_c):
+def test_thousands_of_interrupts_leave_turns_consistent(ctrl_c):
     delays = random.Random(7)
     turns: Turns[object] = Turns()
 

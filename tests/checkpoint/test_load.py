@@ -112,7 +112,7 @@ def test_an_absurd_header_length_allocates_nothing(good, path, length):
         tracemalloc.stop()
 
 
-def test_files_of_others_are_refused(path):
+def test_files_of_other_formats_are_refused(path):
     safetensors.torch.save_file({"w": torch.ones(3)}, path)
     assert_damaged(path, path.read_bytes(), "does not say that it is a checkpoint of trainbus")
     torch.save({"w": torch.ones(3)}, path)
@@ -236,7 +236,7 @@ def test_a_tree_that_promises_a_tensor_more_memory_than_it_has_is_refused(path, 
         load(path)
 
 
-def test_a_name_in_a_tree_makes_torch_import_nothing(path):
+def test_names_in_a_tree_are_not_imported(path):
     """In a process of its own: this one may have everything imported already."""
     path.write_bytes(sealed_tree(msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(15, b"_dynamo")])))
     script = (
@@ -259,7 +259,7 @@ def test_a_disk_that_cannot_read_a_file_has_damaged_it(good, path, monkeypatch):
             read(path)
 
 
-def test_a_missing_file_stays_file_not_found(tmp_path):
+def test_a_missing_file_is_a_file_not_found_error(tmp_path):
     for read in (load, verify, inspect):
         with pytest.raises(FileNotFoundError):
             read(tmp_path / "nothing")

@@ -237,6 +237,6 @@ def test_damage_without_a_right_digest_is_always_found(good, path, data):
     assert not found.loaded or damaged == good
 
 
-def test_what_was_not_damaged_is_read(good, path):
+def test_undamaged_files_are_read(good, path):
     assert read(path, good) == (True, [])
     assert read(path, with_tree(good, tree_of(good))) == (True, [])

@@ -87,7 +87,7 @@ def test_many_small_weights_are_of_the_same_moment_as_large_ones(late, tmp_path)
     overlap.close()
 
 
-def test_what_no_optimizer_has_is_copied_at_once(job, overlap, late, tmp_path):
+def test_tensors_outside_of_optimizers_are_copied_at_the_save_point(job, overlap, late, tmp_path):
     staged = stage(job.tree(), overlap=overlap)
     job.buffer.add_(1)
     late.set()
@@ -95,7 +95,7 @@ def test_what_no_optimizer_has_is_copied_at_once(job, overlap, late, tmp_path):
     assert torch.equal(load(tmp_path / "c")["buffer"], torch.zeros(3))
 
 
-def test_a_weight_that_something_else_changes_during_the_copy_fails_the_save_by_name(job, overlap, late, tmp_path):
+def test_a_weight_changed_during_the_copy_fails_the_save_and_is_named(job, overlap, late, tmp_path):
     staged = stage({"model": job.tree()}, overlap=overlap)
     with torch.no_grad():
         job.weight.add_(1)
@@ -105,7 +105,7 @@ def test_a_weight_that_something_else_changes_during_the_copy_fails_the_save_by_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_an_optimizer_keeps_is_copied_late_and_guarded_as_its_weights_are(job, overlap, late, tmp_path):
+def test_optimizer_state_is_copied_late_and_guarded_like_weights(job, overlap, late, tmp_path):
     staged = stage(job.tree(), overlap=overlap)
     job.optimizer.state[job.weight]["momentum_buffer"].zero_()
     late.set()
@@ -113,7 +113,7 @@ def test_what_an_optimizer_keeps_is_copied_late_and_guarded_as_its_weights_are(j
         write(staged, tmp_path / "c")
 
 
-def test_weights_that_count_no_versions_are_copied_at_once(late, tmp_path):
+def test_weights_without_versions_are_copied_at_the_save_point(late, tmp_path):
     """Those made in inference mode: torch counts no changes of them."""
     with torch.inference_mode():
         weight = torch.nn.Parameter(torch.zeros(1000), requires_grad=False)
@@ -127,7 +127,7 @@ def test_weights_that_count_no_versions_are_copied_at_once(late, tmp_path):
     overlap.close()
 
 
-def test_memory_is_not_used_again_while_a_released_copy_still_goes_on(job, overlap, late, tmp_path):
+def test_memory_is_not_reused_while_a_released_copy_is_running(job, overlap, late, tmp_path):
     buffer = StageBuffer()
     stage(job.tree(), buffer, overlap=overlap).release()
     second = stage(job.tree(), buffer, overlap=overlap)
@@ -150,7 +150,7 @@ def test_parameters_that_are_replaced_during_the_copy_leave_the_old_ones_in_the_
     assert torch.equal(load(tmp_path / "c")["weight"], torch.full((1000,), -1.0))
 
 
-def test_a_step_hears_nothing_of_a_copy_that_failed(job, overlap, late):
+def test_a_failed_copy_does_not_affect_the_step(job, overlap, late):
     staged = stage(job.tree(), overlap=overlap)
     with torch.no_grad():
         job.weight.add_(1)
@@ -169,7 +169,7 @@ def test_closing_leaves_the_optimizer_as_it_was(job):
     assert dict(job.optimizer._optimizer_step_pre_hooks) == hooks
 
 
-def test_the_number_of_threads_that_torch_uses_stays(job, overlap):
+def test_the_number_of_torch_threads_is_unchanged(job, overlap):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

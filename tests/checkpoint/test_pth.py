@@ -99,7 +99,7 @@ def test_its_message_hub_is_plain_data():
     assert type(tree["param_schedulers"][1]["milestones"]) is Counter
 
 
-def test_a_checkpoint_holds_what_was_read(tmp_path):
+def test_a_pth_tree_round_trips_through_a_checkpoint(tmp_path):
     tree = load_pth(MMENGINE)
     save(tree, tmp_path / "again")
     again = load(tmp_path / "again")
@@ -166,7 +166,7 @@ def test_the_format_of_before_torch_1_6_is_read(tmp_path):
     assert load_pth(path)["w"].tolist() == [0, 1, 2]
 
 
-def test_the_stand_ins_are_gone_afterwards_also_after_an_error(tmp_path):
+def test_the_stand_ins_are_removed_also_after_an_error(tmp_path):
     before = set(torch.serialization.get_safe_globals())
     load_pth(MMENGINE)
     with pytest.raises(CheckpointError):
@@ -189,7 +189,7 @@ def test_the_stand_ins_are_gone_afterwards_also_after_an_error(tmp_path):
     ],
     ids=repr,
 )
-def test_arrays_and_scalars_of_numpy_come_back_as_they_were(tmp_path, array):
+def test_numpy_arrays_and_scalars_are_read_unchanged(tmp_path, array):
     back = load_pth(saved([array], tmp_path / "a.pth"))[0]
     assert type(back) is type(array)
     assert back.dtype == array.dtype
@@ -203,7 +203,7 @@ def test_an_array_of_anything_but_numbers_is_refused_with_its_path(tmp_path, arr
         load_pth(saved({"info": {"names": array}}, tmp_path / "a.pth"))
 
 
-def test_bytes_come_back_as_bytes(tmp_path):
+def test_bytes_are_read_as_bytes(tmp_path):
     assert load_pth(saved([b"", b"\xff", bytearray(b"a")], tmp_path / "a.pth")) == [b"", b"\xff", b"a"]
 
 
@@ -226,14 +226,14 @@ def test_every_truncation_is_detected(tmp_path):
             load_pth(tmp_path / "b.pth")
 
 
-def test_what_torch_has_not_written_is_said_to_be_that(tmp_path):
+def test_files_not_written_by_torch_are_errors(tmp_path):
     (tmp_path / "a.pth").write_text("hello")
     with pytest.raises(CheckpointError, match=r"a\.pth is not a file that torch\.save wrote"):
         load_pth(tmp_path / "a.pth")
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_another_pickle_protocol_is_an_error_that_says_what_is_in_the_way(tmp_path):
+def test_another_pickle_protocol_is_an_error_naming_the_cause(tmp_path):
     torch.save({"w": 1}, tmp_path / "a.pth", pickle_protocol=4)
     with pytest.raises(CheckpointError, match=r"a\.pth cannot be read without running it: .*Unsupported operand 149"):
         load_pth(tmp_path / "a.pth")
@@ -246,7 +246,7 @@ def test_a_list_within_itself_is_an_error(tmp_path):
         load_pth(saved(endless, tmp_path / "a.pth"))
 
 
-def test_lists_that_repeat_each_other_without_end_are_an_error_and_fill_no_memory(tmp_path, monkeypatch):
+def test_recursively_repeated_lists_are_an_error_and_use_no_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("eventloop.checkpoint.pth.MAX_VALUES", 10_000)
     bomb: list[Any] = [0]
     for _ in range(40):
@@ -296,7 +296,7 @@ class Calls:
     ids=["new", "bytes", "spread", "beyond", "offset"],
 )
 @pytest.mark.filterwarnings("ignore:TypedStorage")
-def test_a_pickle_that_asks_for_more_memory_than_the_file_has_bytes_is_refused(tmp_path, call):
+def test_tensors_larger_than_the_file_are_refused(tmp_path, call):
     with pytest.raises(CheckpointError):
         load_pth(saved({"w": Calls(*call)}, tmp_path / "a.pth"))
 

@@ -46,7 +46,7 @@ def saved(directory):
     return {path.name: load(path)["w"][0].item() for path in directory.iterdir()}
 
 
-def test_what_is_saved_is_the_state_of_that_moment_and_durable_after_wait(tmp_path):
+def test_a_save_is_a_snapshot_and_durable_after_wait(tmp_path):
     state = tree(0)
     with AsyncSaver() as saver:
         for number in range(5):
@@ -56,13 +56,13 @@ def test_what_is_saved_is_the_state_of_that_moment_and_durable_after_wait(tmp_pa
         assert saved(tmp_path) == {str(number): number for number in range(5)}
 
 
-def test_a_future_tells_of_the_file(tmp_path):
+def test_a_future_returns_the_file(tmp_path):
     with AsyncSaver() as saver:
         info = saver.save(tree(1), tmp_path / "c").result(30)
     assert (info.path, info.bytes) == (tmp_path / "c", (tmp_path / "c").stat().st_size)
 
 
-def test_wait_is_the_default_and_leaves_nothing_out(disk, tmp_path):
+def test_wait_is_the_default_and_skips_nothing(disk, tmp_path):
     with AsyncSaver() as saver:
         saver.save(tree(0), tmp_path / "0")
         threading.Timer(0.02, disk.go.set).start()
@@ -71,7 +71,7 @@ def test_wait_is_the_default_and_leaves_nothing_out(disk, tmp_path):
     assert saved(tmp_path) == {"0": 0, "1": 1}
 
 
-def test_skip_leaves_out_what_comes_while_another_is_written(disk, tmp_path):
+def test_skip_drops_saves_due_during_a_write(disk, tmp_path):
     with AsyncSaver(busy="skip") as saver:
         first = saver.save(tree(0), tmp_path / "0")
         second = saver.save(tree(1), tmp_path / "1")
@@ -112,7 +112,7 @@ def test_a_save_that_failed_is_raised_by_the_next_call(disk, tmp_path, call):
         assert saved(tmp_path) == {"2": 2}  # neither debris of the first nor the second, which was not taken
 
 
-def test_an_error_in_the_block_is_what_the_caller_sees_with_a_note_about_the_save(disk, tmp_path):
+def test_an_error_in_the_block_is_raised_with_a_note_about_the_save(disk, tmp_path):
     disk.error = OSError(5, "Input/output error")
     disk.go.set()
     with pytest.raises(ValueError, match="mine") as caught, AsyncSaver() as saver:
@@ -121,7 +121,7 @@ def test_an_error_in_the_block_is_what_the_caller_sees_with_a_note_about_the_sav
     assert any("Input/output error" in note for note in caught.value.__notes__)
 
 
-def test_a_tree_that_does_not_fit_is_refused_at_once_and_the_saver_goes_on(tmp_path):
+def test_an_unsupported_tree_is_refused_and_the_saver_continues(tmp_path):
     with AsyncSaver() as saver:
         with pytest.raises(CheckpointValueError, match=r"^odd: cannot store"):
             saver.save({"odd": object()}, tmp_path / "0")
@@ -138,7 +138,7 @@ def test_a_cancelled_future_is_not_written(disk, tmp_path):
     assert saved(tmp_path) == {"0": 0}
 
 
-def test_a_closed_saver_says_so(tmp_path):
+def test_saving_with_a_closed_saver_is_an_error(tmp_path):
     saver = AsyncSaver()
     saver.close()
     saver.close()
@@ -171,7 +171,7 @@ def test_with_overlap_an_optimizer_that_the_caller_steps_waits_for_the_copy(tmp_
         assert torch.equal(load(tmp_path / f"{number}")["w"], torch.full((300_000,), float(number)))
 
 
-def test_what_is_unwritten_when_the_interpreter_exits_is_written(script, tmp_path):
+def test_pending_saves_are_written_at_interpreter_exit(script, tmp_path):
     done = script(
         f"""
         import torch
@@ -183,7 +183,7 @@ def test_what_is_unwritten_when_the_interpreter_exits_is_written(script, tmp_pat
     assert saved(tmp_path) == {"c": 3.0}
 
 
-def test_a_save_that_fails_when_the_interpreter_exits_is_told(script, tmp_path):
+def test_a_save_that_fails_at_interpreter_exit_is_reported(script, tmp_path):
     done = script(
         f"""
         from eventloop.checkpoint import AsyncSaver

@@ -110,7 +110,7 @@ def assert_refused(place: Path, says: str = "") -> None:
             read(path)
 
 
-def test_what_was_written_is_read_and_holds_no_pickle_of_torch(place):
+def test_shards_round_trip_without_torch_pickles(place):
     state = load_whole(place / "a.safetensors")["state_dict"]
     assert state.keys() == WEIGHTS.keys()
     assert all(state[name].equal(WEIGHTS[name]) for name in WEIGHTS)
@@ -225,7 +225,7 @@ def test_pieces_that_share_their_bytes_promise_no_more_than_the_files_have(place
 @pytest.mark.parametrize(
     "name", ["../copy.shards", "/etc", "", "..", "a\0.shards", "other", 7, ["a.shards"], None, "link.shards", "fifo.shards"]
 )
-def test_a_directory_elsewhere_is_not_read(place, name):
+def test_directories_outside_are_not_read(place, name):
     real = shards(place)
     shutil.copytree(real, place.parent / "copy.shards")
     (place / "link.shards").symlink_to(place.parent / "copy.shards")
@@ -237,7 +237,7 @@ def test_a_directory_elsewhere_is_not_read(place, name):
 
 
 @pytest.mark.parametrize("names", [{"../a.safetensors": "crc32:0"}, {"fifo": "crc32:0"}, ["x"], {"index.json": 1}, "deep"])
-def test_digests_of_other_files_are_not_looked_at(place, names):
+def test_digests_of_other_files_are_ignored(place, names):
     os.mkfifo(shards(place) / "fifo")
     text = "[" * 100_000 if names == "deep" else json.dumps(names)
     (shards(place) / "more.digests.json").write_text(text)
@@ -269,7 +269,7 @@ def test_two_places_for_one_sharded_tensor_are_refused(place):
     assert_refused(place, "do not agree")
 
 
-def test_a_run_whose_model_is_not_sharded_runs_no_code_either_and_goes_on_from_the_file_before(tmp_path):
+def test_a_run_without_shards_executes_no_pickle_and_uses_the_previous_file(tmp_path):
     def loop(epochs: int) -> TrainLoop:
         model = torch.nn.Linear(2, 1)
         step = lambda model, batch: model(batch).sum()  # noqa: E731

@@ -55,14 +55,14 @@ def test_a_leased_buffer_is_never_written(tmp_path):
     assert [load(tmp_path / name)["w"][0].item() for name in ("one", "two", "three")] == [1, 2, 3]
 
 
-def test_a_forgotten_staged_gives_its_memory_back():
+def test_a_dropped_staged_tree_releases_its_memory():
     buffer = StageBuffer()
     for _ in range(3):
         stage(make_tree(), buffer)
     assert buffer.bytes == 36
 
 
-def test_clearing_a_buffer_leaves_what_is_staged_intact(tmp_path):
+def test_clearing_a_buffer_keeps_staged_trees(tmp_path):
     buffer = StageBuffer()
     staged = stage(make_tree(), buffer)
     buffer.clear()
@@ -214,7 +214,7 @@ class Mapping(dict):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_does_not_fit_is_refused_with_its_path_and_the_way_out(value, says):
+def test_unsupported_values_are_refused_with_their_path_and_advice(value, says):
     with pytest.raises(CheckpointValueError, match=rf"^hooks\.EMAHook\.3\.model: cannot store an? .*{says}"):
         stage({"hooks": OrderedDict(EMAHook=[1, "x", (), {"model": value}])})
 
@@ -267,7 +267,7 @@ def test_tensors_on_a_cuda_device_are_copied_as_they_were(tmp_path):
             assert (each == number + 1).all()
 
 
-def test_a_tree_too_deep_for_the_stack_that_is_left_is_refused():
+def test_a_tree_too_deep_for_the_stack_is_refused():
     tree: Any = 1
     for _ in range(90):
         tree = (tree,)
@@ -332,7 +332,7 @@ def test_memory_for_tensors_on_a_cuda_device_is_pinned():
     "other", [torch.Tensor.t, torch.Tensor.conj, lambda w: w.view(2, 2)], ids=["transposed", "conjugated", "tied"]
 )
 @pytest.mark.parametrize("tied_first", [True, False])
-def test_a_buffer_follows_when_what_was_tied_becomes_another_view_of_the_same_memory(tmp_path, other, tied_first):
+def test_a_buffer_follows_when_tied_tensors_become_different_views(tmp_path, other, tied_first):
     weight = torch.tensor([[1 + 1j, 2 + 2j], [3 + 3j, 4 + 4j]])
     trees = [{"a": weight, "b": weight}, {"a": weight, "b": other(weight)}]
     buffer = StageBuffer()

@@ -62,7 +62,7 @@ def tree(value: float = 1.0) -> dict[str, Any]:
     return {"weight": torch.full((300, 100), value), "step": 3, "none": torch.empty(0)}
 
 
-def test_what_is_saved_under_a_url_is_loaded_verified_and_described_from_it(memory: MemoryFileSystem) -> None:
+def test_a_url_can_be_saved_loaded_verified_and_described(memory: MemoryFileSystem) -> None:
     info = save(tree(), "memory://bucket/run/a.safetensors")
     assert str(info.path) == "memory://bucket/run/a.safetensors"
     assert info.bytes == memory.info("/bucket/run/a.safetensors")["size"]
@@ -89,13 +89,13 @@ def test_damage_in_a_store_is_found(memory: MemoryFileSystem) -> None:
         load("memory://bucket/a.safetensors")
 
 
-def test_what_is_missing_in_a_store_is_a_file_that_is_not_found() -> None:
+def test_a_missing_remote_file_is_a_file_not_found_error() -> None:
     with pytest.raises(FileNotFoundError):
         load("memory://bucket/nothing.safetensors")
 
 
 @pytest.mark.parametrize("error", [TimeoutError("no answer"), OSError(5, "down"), RuntimeError("HTTP 503")])
-def test_a_write_that_fails_anywhere_leaves_what_had_the_name(memory: MemoryFileSystem, error: Exception) -> None:
+def test_a_failed_write_keeps_the_existing_file(memory: MemoryFileSystem, error: Exception) -> None:
     url = "failing://bucket/a.safetensors"
     save(tree(1.0), url)
     Failing.error = error
@@ -150,7 +150,7 @@ def test_a_second_name_is_copied_within_the_store_and_moved_between_places(memor
     assert memory.cat_file("/b/best.safetensors") == local.read_bytes()
 
 
-def test_removing_what_is_not_there_is_fine_and_a_store_that_refuses_is_an_error() -> None:
+def test_removing_a_missing_file_is_allowed_and_a_refusal_is_an_error() -> None:
     path = as_path("failing://bucket/a.safetensors")
     remove(path)
     Failing.calls.clear()
@@ -159,7 +159,7 @@ def test_removing_what_is_not_there_is_fine_and_a_store_that_refuses_is_an_error
         remove(path)
 
 
-def test_a_bucket_that_is_not_there_is_a_failed_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_bucket_is_a_write_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*args: Any, **options: Any) -> Any:
         raise FileNotFoundError("the bucket does not exist")
 
@@ -180,7 +180,7 @@ def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     verify(tmp_path / "a b.safetensors")
 
 
-def test_a_remote_path_has_parts_and_goes_to_other_processes() -> None:
+def test_a_remote_path_has_parts_and_is_picklable() -> None:
     path = as_path("memory://bucket/run/") / "epoch_3.safetensors"
     assert isinstance(path, RemotePath)
     assert (path.name, path.stem, path.suffix, str(path.parent)) == (
@@ -193,7 +193,7 @@ def test_a_remote_path_has_parts_and_goes_to_other_processes() -> None:
     assert len({path, as_path("memory://bucket/run/epoch_3.safetensors")}) == 1
 
 
-def test_without_fsspec_a_url_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_fsspec_the_error_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(ConfigurationError, match=r'pip install "trainbus\[remote\]"'):
         as_path("s3://bucket/run")

@@ -73,7 +73,7 @@ def cut(path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------------- ls
 
 
-def test_ls_shows_how_far_each_file_has_come_oldest_first(trainbus):
+def test_ls_shows_the_progress_of_each_file_oldest_first(trainbus):
     make("epoch_10.safetensors", 10)
     make("epoch_9.safetensors", 9, age=60)
     result = trainbus("ls", ".")
@@ -104,7 +104,7 @@ def test_ls_marks_the_newest_and_shows_all_names_of_one_file(trainbus):
     assert lines[4] == "→ last_checkpoint: epoch_2.safetensors"
 
 
-def test_ls_says_so_when_last_checkpoint_names_a_file_that_is_not_there(trainbus):
+def test_ls_reports_a_last_checkpoint_naming_a_missing_file(trainbus):
     make("epoch_1.safetensors")
     Path("last_checkpoint").write_text("epoch_2.safetensors")
     assert "→ last_checkpoint: epoch_2.safetensors (which is not there)" in trainbus("ls", ".").out
@@ -120,7 +120,7 @@ def test_ls_of_a_work_dir_names_the_newest_in_another_directory(trainbus):
 
 
 @pytest.mark.parametrize("command", ["ls", "verify"])
-def test_fifos_and_devices_in_a_directory_are_told_of_and_not_opened(trainbus, command):
+def test_fifos_and_devices_in_a_directory_are_reported_and_not_opened(trainbus, command):
     make("epoch_1.safetensors")
     os.mkfifo("fifo.safetensors")
     os.mkfifo("last_checkpoint")
@@ -152,7 +152,7 @@ def test_only_ls_with_verify_finds_a_flipped_bit(trainbus):
     assert trainbus("ls", ".", "--verify").out.splitlines()[1].rstrip().endswith("verified")
 
 
-def test_ls_shows_other_weights_and_what_a_killed_process_has_left(trainbus):
+def test_ls_shows_other_weights_and_leftovers_of_a_killed_process(trainbus):
     save_file({"w": torch.ones(2)}, "weights.safetensors")
     Path(".trainbus-0123.tmp").touch()
     result = trainbus("ls", ".")
@@ -172,7 +172,7 @@ def test_ls_fits_into_80_columns_with_long_names(trainbus, monkeypatch):
     assert all(len(line) <= 80 for line in lines)
 
 
-def test_ls_lists_the_others_where_a_pipe_has_the_name_of_a_checkpoint(trainbus):
+def test_ls_lists_other_files_beside_a_pipe_named_like_a_checkpoint(trainbus):
     make("epoch_1.safetensors")
     os.mkfifo("pipe.safetensors")
     result = trainbus("ls", ".")
@@ -224,7 +224,7 @@ def test_verify_takes_several_files(trainbus):
     assert result.out.splitlines()[-1] == "2 of 2 files verified"
 
 
-def test_to_verify_nothing_at_all_is_a_mistake(trainbus):
+def test_verify_without_checkpoints_is_an_error(trainbus):
     assert trainbus("verify", ".") == (2, "", "trainbus checkpoint verify: no checkpoints in .\n")
     save_file({"w": torch.ones(2)}, "weights.safetensors")
     assert trainbus("verify", ".").status == 2
@@ -249,7 +249,7 @@ def test_show_has_names_shapes_dtypes_numbers_and_which_are_tied(trainbus):
     assert not any("param_groups" in line for line in lines)  # it is a level deeper
 
 
-def test_show_goes_as_deep_as_it_is_told(trainbus):
+def test_show_descends_to_the_given_depth(trainbus):
     make("a.safetensors")
     assert "param_groups" in trainbus("show", "a.safetensors", "--depth", 3).out
     assert "head.weight" not in trainbus("show", "a.safetensors", "--depth", 1).out
@@ -279,14 +279,14 @@ def test_show_of_a_key_shows_that_part(trainbus, key, shows):
         ("progress.epoch.x", "nothing under 'progress.epoch': that is a leaf"),
     ],
 )
-def test_show_of_a_key_that_is_not_there_says_what_is(trainbus, key, says):
+def test_show_of_a_missing_key_names_the_existing_ones(trainbus, key, says):
     make("a.safetensors")
     result = trainbus("show", "a.safetensors", "--key", key)
     assert result.status == 2
     assert says in result.err
 
 
-def test_show_of_a_large_checkpoint_is_short_and_says_how_to_see_the_rest(trainbus):
+def test_show_of_a_large_checkpoint_is_short_with_advice(trainbus):
     save({"state_dict": {f"layer{i}": torch.ones(1) for i in range(300)}}, "a.safetensors")
     out = trainbus("show", "a.safetensors").out
     assert len(out.splitlines()) < 30
@@ -320,7 +320,7 @@ def test_show_of_a_shape_is_its_numbers(trainbus):
     assert json.loads(trainbus("show", "a.safetensors", "--json").out)["tree"] == {"shape": [2, 3]}
 
 
-def test_show_of_integers_that_python_makes_no_digits_of(trainbus):
+def test_show_of_integers_beyond_pythons_digit_limit(trainbus):
     save({"n": 2**20000, 2**20000: 1, "l": [2**20000, 1], "m": 2**64}, "a.safetensors")
     assert "n: 0x1000000" in trainbus("show", "a.safetensors").out
     shown = json.loads(trainbus("show", "a.safetensors", "--json").out)["tree"]
@@ -398,7 +398,7 @@ def test_not_even_force_replaces_the_file_that_is_read(trainbus):
         (["a.safetensors", "."], ". is a directory"),
     ],
 )
-def test_a_mistake_in_an_export_ends_with_status_2_and_leaves_nothing(trainbus, arguments, says):
+def test_a_usage_error_of_export_exits_with_status_2_and_leaves_no_file(trainbus, arguments, says):
     make("a.safetensors")
     result = trainbus("export", *arguments)
     assert (result.status, result.out) == (2, "")
@@ -406,7 +406,7 @@ def test_a_mistake_in_an_export_ends_with_status_2_and_leaves_nothing(trainbus, 
     assert [path.name for path in Path().iterdir()] == ["a.safetensors"]
 
 
-def test_raw_weights_of_a_checkpoint_without_averages_are_a_mistake_that_says_so(trainbus):
+def test_exporting_raw_weights_without_averages_is_an_error(trainbus):
     save({"state_dict": {"w": torch.ones(2)}}, "a.safetensors")
     result = trainbus("export", "a.safetensors", "w.pth", "--weights", "--raw")
     assert result.status == 2
@@ -416,7 +416,7 @@ def test_raw_weights_of_a_checkpoint_without_averages_are_a_mistake_that_says_so
 # ------------------------------------------------------------------------------------------------------------- import
 
 
-def test_import_of_an_mmengine_checkpoint_says_what_resumes_and_what_does_not(trainbus):
+def test_import_of_an_mmengine_checkpoint_reports_the_resumable_parts(trainbus):
     result = trainbus("import", MMENGINE, "out.safetensors")
     assert (result.status, result.err) == (0, "")
     lines = dict(line.split(maxsplit=1) for line in result.out.splitlines())
@@ -446,7 +446,7 @@ def test_import_of_a_plain_state_dict_makes_weights_that_load(trainbus):
     ],
     ids=["weights", "dict", "list"],
 )
-def test_import_of_anything_else_keeps_the_tree_and_says_that_it_resumes_nothing(trainbus, content, says):
+def test_import_of_another_file_keeps_the_tree_and_warns(trainbus, content, says):
     torch.save(content, "a.pth")
     assert says in trainbus("import", "a.pth", "a.safetensors").out
     assert repr(load("a.safetensors")) == repr(content)
@@ -457,7 +457,7 @@ class Runs:
         return os.system, ("touch ran",)
 
 
-def test_import_runs_no_code_and_says_how_to_keep_the_rest(trainbus):
+def test_import_runs_no_code_and_gives_advice(trainbus):
     torch.save({"state_dict": {"w": torch.ones(1)}, "x": Runs()}, "a.pth")
     result = trainbus("import", "a.pth", "a.safetensors")
     assert result.status == 2
@@ -480,7 +480,7 @@ def test_import_of_a_tensor_that_no_checkpoint_holds_names_its_path(trainbus):
     assert "state_dict.w: cannot store a sparse_coo tensor" in result.err
 
 
-def test_import_makes_files_that_a_run_finds_only(trainbus):
+def test_import_accepts_only_names_that_a_run_finds(trainbus):
     result = trainbus("import", MMENGINE, "out.pth")
     assert result.status == 2
     assert "ends in .safetensors" in result.err
@@ -497,7 +497,7 @@ def bucket() -> Iterator[Any]:
     file_system.pseudo_dirs[:] = [""]
 
 
-def test_ls_and_verify_of_a_url_list_what_is_there(trainbus, bucket):
+def test_ls_and_verify_of_a_url_list_its_files(trainbus, bucket):
     for epoch in (9, 10):
         save(tree(epoch), f"memory://bucket/run/epoch_{epoch}.safetensors")
     bucket.pipe_file("/bucket/run/last_checkpoint", b"epoch_10.safetensors")
@@ -570,7 +570,7 @@ def test_ls_names_the_newest_in_a_store_without_asking_there(trainbus):
     ("url", "says"),
     [("nowhere://bucket/a", "cannot reach nowhere://bucket/a"), ("memory://bucket/a", "memory://bucket/a: no such")],
 )
-def test_a_url_with_nothing_behind_it_is_a_mistake(trainbus, bucket, command, url, says):
+def test_a_url_without_files_is_an_error(trainbus, bucket, command, url, says):
     result = trainbus(command[0], url, *command[1:])
     assert result.status == 2
     assert says in " ".join(result.err.split())
@@ -614,7 +614,7 @@ def test_a_missing_file_is_a_mistake(trainbus, command):
         ("notes.txt", "is not a checkpoint; their names end in .safetensors"),
     ],
 )
-def test_a_file_that_is_something_else_is_a_mistake_and_not_damage(trainbus, command, name, says):
+def test_another_kind_of_file_is_a_usage_error_and_not_damage(trainbus, command, name, says):
     torch.save({"w": 1}, "a.pth")
     save_file({"w": torch.ones(1)}, "plain.safetensors")
     Path("notes.txt").write_text("hello, this is a text")

@@ -123,7 +123,7 @@ def test_the_demo_as_a_configuration_trains_the_same_weights_as_the_demo(here):
     assert all(one[key].equal(other[key]) for key in one)
 
 
-def test_a_run_leaves_what_its_hooks_leave_and_says_where(here, capsys):
+def test_a_run_prints_where_its_files_are(here, capsys):
     assert main(["run", DIGITS, "loop.max_epochs=2"]) == 0
     files = {path.name for path in (here / "runs/digits").iterdir()}
     assert {"epoch_2.safetensors", "last_checkpoint", "scalars.jsonl", "config.json", "test_metrics.json"} <= files
@@ -139,7 +139,7 @@ def test_own_hook_writer_and_event_from_a_file_beside_the_configuration_are_pick
     assert (here / "lines.txt").read_text().split() == ["1", "2", "3", "4"]
 
 
-def test_a_second_run_does_not_overwrite_the_first_and_resume_goes_on(here, project, capsys):
+def test_a_second_run_does_not_overwrite_the_first_and_resume_continues(here, project, capsys):
     for _ in range(2):
         main(["run", project])
     assert {path.name for path in (here / "runs").iterdir()} == {"mine", "mine-2"}
@@ -155,7 +155,7 @@ def test_resume_without_a_run_is_an_error(here, project, capsys):
     )
 
 
-def test_a_dry_run_shows_the_hook_table_and_leaves_nothing(here, project, capsys):
+def test_a_dry_run_shows_the_hook_table_and_writes_nothing(here, project, capsys):
     assert main(["run", project, "--dry-run", "custom_hooks[0]=GrowerForTests", "default_hooks.checkpoint=false"]) == 0
     printed = capsys.readouterr().out
     for words in ("Hooks in the order of a run", "densified_for_tests", "CounterForTests", "OptimizerHook", "not trained"):
@@ -164,7 +164,7 @@ def test_a_dry_run_shows_the_hook_table_and_leaves_nothing(here, project, capsys
     assert not (here / "runs").exists()
 
 
-def test_changes_may_stand_before_and_behind_options(here, project, capsys):
+def test_overrides_can_precede_and_follow_options(here, project, capsys):
     assert main(["run", project, "model.width=5", "--dry-run", "loop.max_epochs=2"]) == 0
     assert main(["run", project, "--dry-run", "loop.max_epochs=2"]) == 0
 
@@ -194,13 +194,11 @@ def test_changes_may_stand_before_and_behind_options(here, project, capsys):
         ("loop.work_dir=.", ". is not empty, and a run needs a folder of its own, such as run"),
     ],
 )
-def test_a_mistake_ends_with_status_2_and_says_where_what_and_the_nearest(project, capsys, change, message):
+def test_a_configuration_error_exits_with_status_2_and_suggestions(project, capsys, change, message):
     assert said(capsys, "run", project, "--dry-run", change).startswith(f"trainbus run: {message}")
 
 
-def test_a_file_hooks_py_of_the_users_is_never_taken_for_the_package_and_asked_to_be_renamed_where_it_is_named(
-    here, project, capsys
-):
+def test_a_local_hooks_py_is_never_imported_as_the_package(here, project, capsys):
     (here / "configs/hooks.py").write_text("raise AssertionError")
     assert main(["run", project, "--dry-run"]) == 0
     capsys.readouterr()
@@ -219,7 +217,7 @@ def test_a_file_hooks_py_of_the_users_is_never_taken_for_the_package_and_asked_t
         ),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_told_without_a_traceback(here, project, capsys, text, message):
+def test_an_import_error_is_reported_without_a_traceback(here, project, capsys, text, message):
     (here / "configs/broken.py").write_text(text)
     assert said(capsys, "run", project, "imports=['broken']") == f"trainbus run: {message.format(here)}"
 
@@ -251,7 +249,7 @@ def test_an_unknown_option_names_the_nearest(project, capsys):
 
 
 @pytest.mark.parametrize("arguments", [["run"], ["run", "x.toml", "--nonsense"], ["demo", "loop.max_epochs=3"]])
-def test_a_mistake_in_the_call_says_how_to_see_the_options(arguments, capsys):
+def test_a_usage_error_says_how_to_list_the_options(arguments, capsys):
     assert said(capsys, *arguments).endswith(f"trainbus {arguments[0]} --help shows the options")
 
 
@@ -280,7 +278,7 @@ def test_hooks_of_a_users_module_are_listed_with_it(project, capsys, monkeypatch
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_events_lists_the_mount_points_in_order_with_what_they_hold(here, capsys, monkeypatch, width):
+def test_events_lists_the_mount_points_in_order_with_their_fields(here, capsys, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     assert main(["events"]) == 0
     printed = capsys.readouterr().out
@@ -322,14 +320,14 @@ def trained(here, project, capsys):
         ["loop.work_dir=runs/mine", "--resume", "loop.max_epochs=3"],
     ],
 )
-def test_resume_goes_on_in_the_run_that_is_named(here, trained, capsys, arguments):
+def test_resume_continues_the_named_run(here, trained, capsys, arguments):
     assert main(["run", trained, *arguments]) == 0
     assert "12 iterations" in capsys.readouterr().out
     assert (here / "runs/mine/last_checkpoint").read_text() == "epoch_3.safetensors"
     assert (here / "runs/mine-2/last_checkpoint").read_text() == "epoch_1.safetensors"
 
 
-def test_a_change_that_the_checkpoint_overrides_is_told(here, trained, capsys):
+def test_an_override_replaced_by_the_checkpoint_is_reported(here, trained, capsys):
     assert main(["run", trained, "--resume", "optimizer.lr=0.5", "loop.max_epochs=2"]) == 0
     told = "your options differ from the checkpoint"
     assert told in (err := capsys.readouterr().err)
@@ -339,12 +337,12 @@ def test_a_change_that_the_checkpoint_overrides_is_told(here, trained, capsys):
 
 
 @pytest.mark.parametrize("arguments", [["--resume", "configs/mine.toml"], ["--resume", "auto", "configs/mine.toml"]])
-def test_resume_may_stand_before_the_configuration(here, trained, capsys, arguments):
+def test_resume_can_precede_the_configuration(here, trained, capsys, arguments):
     assert main(["run", *arguments, "loop.max_epochs=2"]) == 0
     assert (here / "runs/mine-2/last_checkpoint").read_text() == "epoch_2.safetensors"
 
 
-def test_resume_from_a_checkpoint_goes_on_in_a_new_folder(here, trained, capsys):
+def test_resume_from_a_checkpoint_continues_in_a_new_folder(here, trained, capsys):
     assert main(["run", trained, "--resume", "runs/mine/epoch_1.safetensors", "loop.max_epochs=2"]) == 0
     assert "8 iterations" in capsys.readouterr().out
     assert {path.name for path in (here / "runs/mine-3").glob("*.safetensors")} == {"epoch_2.safetensors"}
@@ -371,7 +369,7 @@ def test_resume_from_a_checkpoint_in_a_store(here, trained, capsys):
         ("configs/user_parts_for_tests.py", "configs/user_parts_for_tests.py is not a checkpoint"),
     ],
 )
-def test_a_mistake_in_what_to_resume_is_told_before_there_is_a_folder(here, trained, capsys, resume, message):
+def test_a_resume_error_is_reported_before_a_folder_is_created(here, trained, capsys, resume, message):
     assert message in said(capsys, "run", trained, "--resume", resume)
     assert {path.name for path in (here / "runs").iterdir()} == {"mine", "mine-2"}
 

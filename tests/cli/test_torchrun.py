@@ -76,7 +76,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: torch.as_tensor(value) for name, value in load(file)["state_dict"].items()}
 
 
-def test_two_processes_train_what_one_trains_on_the_same_global_batches(trainbus, tmp_path):
+def test_two_processes_equal_one_on_the_same_global_batches(trainbus, tmp_path):
     alone = trainbus("loop.work_dir=alone", processes=0)
     both = trainbus("loop.work_dir=both", "data.train.batch_size=4")
     assert (alone.returncode, both.returncode) == (0, 0), alone.stderr + both.stderr
@@ -98,13 +98,13 @@ def test_lines_and_files_are_written_once_and_a_resume_takes_another_number_of_p
     assert [line["step"] for line in lines if "train/loss" in line] == [4, 8, 12, 16, 20, 24]
 
 
-def test_a_function_of_the_users_may_shard_the_model_instead(trainbus, tmp_path):
+def test_a_user_function_can_shard_the_model(trainbus, tmp_path):
     both = trainbus("wrap=parts:shard", "loop.max_epochs=1")
     assert both.returncode == 0, both.stderr
     assert list((tmp_path / "runs/mine").glob("*.shards"))
 
 
-def test_a_mistake_is_told_by_each_rank_and_nobody_waits(trainbus):
+def test_an_error_is_reported_by_each_rank_without_waiting(trainbus):
     both = trainbus("--resume", "runs/nothing")
     assert both.returncode == 1
     for rank in (0, 1):

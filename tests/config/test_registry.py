@@ -17,7 +17,7 @@ def test_a_registered_hook_is_found_by_the_name_of_its_class():
     assert next(entry for entry in registered("hook") if entry.cls is cls).name == "FoundByName"
 
 
-def test_a_name_of_ones_own_and_aliases():
+def test_a_registered_name_and_its_aliases():
     cls = make("Named", name="named_hook", aliases=("NamedHook", "named"))
     assert {find("hook", name) for name in ("named_hook", "NamedHook", "named")} == {cls}
     with pytest.raises(UnknownNameError):
@@ -26,7 +26,7 @@ def test_a_name_of_ones_own_and_aliases():
 
 
 @pytest.mark.parametrize(("base", "kind"), [(Writer, "writer"), (ExponentialMovingAverage, "average"), (EMAHook, "hook")])
-def test_what_a_class_derives_from_says_its_kind(base, kind):
+def test_the_base_class_determines_the_kind(base, kind):
     assert find(kind, make(f"Mine{kind}", base).__name__).__mro__[1] is base
 
 
@@ -40,7 +40,7 @@ def test_registering_a_class_of_the_same_module_and_name_again_replaces_it():
 
 
 @pytest.mark.parametrize("taken", ["TakenName", "TakenAlias"])
-def test_another_modules_class_cannot_take_a_name_or_an_alias(taken):
+def test_a_class_of_another_module_cannot_replace_a_name_or_alias(taken):
     first = make("TakenName", aliases=("TakenAlias",))
     message = rf"the hook '{taken}' is already registered by {__name__}.TakenName; give elsewhere.Thief another name"
     with pytest.raises(RegistrationError, match=message):
@@ -56,7 +56,7 @@ def test_a_class_of_no_kind_cannot_be_registered():
 
 
 @pytest.mark.parametrize("name", ["a:b", ""])
-def test_names_have_no_colon_which_tells_them_from_references(name):
+def test_names_with_a_colon_are_refused(name):
     with pytest.raises(RegistrationError, match="without a colon"):
         make("Colon", name=name, aliases=("Colons",)) if name else make("Colon", aliases=("",))
 
@@ -73,7 +73,7 @@ def test_a_name_far_from_all_others_lists_what_is_registered():
         find("writer", "zzz")
 
 
-def test_where_nothing_is_registered_the_error_says_what_to_import():
+def test_the_error_without_registered_names_says_what_to_import():
     @registrable("nobody_of_these_tests")
     class Base:
         pass
@@ -88,7 +88,7 @@ def test_an_unknown_kind_is_an_error():
         registered("hooks")
 
 
-def test_a_kind_of_ones_own():
+def test_a_user_defined_kind():
     @registrable("sampler_for_a_test")
     class Sampler:
         pass
@@ -115,7 +115,7 @@ def test_every_public_hook_and_writer_is_registered():
     assert {one.__name__ for one in wanted - known} - bases == set()
 
 
-def test_a_class_that_is_made_anew_in_another_function_replaces_the_first_too():
+def test_a_class_redefined_in_another_function_replaces_the_first():
     def one():
         @register
         class MadeAnew(Hook):

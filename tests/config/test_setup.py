@@ -91,7 +91,7 @@ def said(**parts):
     return str(caught.value)
 
 
-def test_what_is_described_trains():
+def test_a_described_loop_trains():
     loop = make(
         model={"type": f"{PARTS}:Net", "width": 5},
         data={"train": {"type": f"{PARTS}:loader", "batches": 3}, "val": f"{PARTS}:loader"},
@@ -138,7 +138,7 @@ def hooks_with(changes):
     return Setup(config(default_hooks=changes), default_hooks=DEFAULTS).make().bus.hooks
 
 
-def test_default_hooks_come_first_and_in_their_order():
+def test_default_hooks_are_added_first_in_order():
     hooks = Setup(config(custom_hooks=["EMAHook"]), default_hooks=DEFAULTS).make().bus.hooks
     assert [type(hook) for hook in hooks] == [OptimizerHook, LoggerHook, CheckpointHook, EMAHook]
 
@@ -170,7 +170,7 @@ def test_an_unknown_default_hook_names_the_nearest(change):
         hooks_with({"loger": change})
 
 
-def test_mmengines_default_hooks_are_accepted_as_they_are():
+def test_mmengines_default_hooks_are_accepted_unchanged():
     scheduler = {"type": "torch.optim.lr_scheduler:StepLR", "step_size": 2}
     hooks = hooks_with(
         dict(  # noqa: C408 - as people write it
@@ -255,6 +255,6 @@ def test_a_mistake_is_named_with_its_position(change, message):
     assert said(**change).startswith(message), said(**change)
 
 
-def test_a_part_whose_name_is_a_number_as_yaml_may_have_it_is_none():
+def test_a_part_with_a_number_as_name_is_an_error():
     with pytest.raises(ConfigurationError, match="1: a configuration has no option '1'; there are imports, model"):
         Setup({1: 2})

@@ -26,7 +26,9 @@ def test_a_gradient_that_is_nan_is_an_error_that_names_the_operation(job: Simple
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize("end", ["in order", "by an error"])
-def test_it_is_set_while_training_and_put_back_afterwards(job: SimpleNamespace, before: bool, mode: bool, end: str) -> None:
+def test_anomaly_detection_is_set_during_training_and_restored(
+    job: SimpleNamespace, before: bool, mode: bool, end: str
+) -> None:
     seen: list[bool] = []
 
     def look(event: Any) -> None:
@@ -48,7 +50,7 @@ def test_it_is_set_while_training_and_put_back_afterwards(job: SimpleNamespace, 
 
 
 @pytest.mark.parametrize("mode", [None, 1, "on"])
-def test_a_mode_that_is_no_flag_is_an_error(mode: Any) -> None:
+def test_a_non_boolean_mode_is_an_error(mode: Any) -> None:
     with pytest.raises(ConfigurationError, match="mode"):
         AutogradAnomalyDetectHook(mode)
 
@@ -112,7 +114,7 @@ def test_wrong_options_are_errors_when_the_hook_is_made(options: dict[str, Any],
         AutogradProfilerHook(**({"enable_predicate": lambda event: True} | options))
 
 
-def test_cuda_where_there_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_cuda_without_cuda_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(ConfigurationError, match="use_cuda"):
         AutogradProfilerHook(lambda event: True, use_cuda=True)

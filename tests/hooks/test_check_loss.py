@@ -51,7 +51,7 @@ def test_other_outputs_can_be_named(job: SimpleNamespace) -> None:
         loop.run()
 
 
-def test_nothing_to_check_is_an_error_that_names_what_there_is(job: SimpleNamespace) -> None:
+def test_a_missing_output_is_an_error_naming_the_outputs(job: SimpleNamespace) -> None:
     loop = job.loop(CheckInvalidLossHook(interval=1, keys="los"), step=breaking(job, 0, 1.0))
     with pytest.raises(TrainingError, match=r"'los'.*'aux_loss'"), capture_logs():
         loop.run()

@@ -71,7 +71,7 @@ def test_iterations_after_which_it_saves(job: SimpleNamespace, tmp_path: Path) -
     assert load(tmp_path / "model_5.safetensors")["progress"]["iter"] == 5
 
 
-def test_a_stopped_run_saves_where_it_was(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_stopped_run_saves_its_position(job: SimpleNamespace, tmp_path: Path) -> None:
     job.loop(CheckpointHook(interval=1), job.StopAfter(6), work_dir=tmp_path).run()
     assert files(tmp_path) == {"epoch_1", "iter_6"}
 
@@ -85,7 +85,7 @@ def test_a_save_within_an_accumulation_window_waits_for_its_step(job: SimpleName
     assert (tmp_path / "iter_4.safetensors").samefile(tmp_path / "iter_6.safetensors")
 
 
-def test_parts_of_the_state_can_be_left_out(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_parts_of_the_state_can_be_omitted(job: SimpleNamespace, tmp_path: Path) -> None:
     from hooks.schedule import ParamSchedulerHook
 
     model = job.model()
@@ -107,7 +107,7 @@ def test_another_directory_is_found_again_from_the_work_dir(job: SimpleNamespace
     assert (out / "work" / "last_checkpoint").read_text() == "epoch_2.safetensors"
 
 
-def test_runs_with_one_out_dir_keep_out_of_each_others_way(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_runs_with_the_same_out_dir_have_separate_subfolders(job: SimpleNamespace, tmp_path: Path) -> None:
     """Neither overwrites or removes the other's files, nor goes on from them."""
     began: list[int] = []
     for name, epochs in (("one", 1), ("other", 2), ("one", 2)):
@@ -121,7 +121,7 @@ def test_runs_with_one_out_dir_keep_out_of_each_others_way(job: SimpleNamespace,
 
 
 @pytest.mark.parametrize("work_dir", [None, "out", "out/run"])
-def test_an_out_dir_that_is_of_one_run_is_taken_as_it_is(
+def test_an_out_dir_of_one_run_is_used_unchanged(
     job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work_dir: str | None
 ) -> None:
     """Without a work dir, or where that is the same or in it."""
@@ -130,7 +130,7 @@ def test_an_out_dir_that_is_of_one_run_is_taken_as_it_is(
     assert files(tmp_path / (work_dir or "out")) == {"epoch_1", "epoch_2"}
 
 
-def test_a_directory_whose_name_is_no_utf_8_is_found_again_from_the_work_dir(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_directory_with_a_non_utf_8_name_is_found_from_the_work_dir(job: SimpleNamespace, tmp_path: Path) -> None:
     elsewhere = tmp_path / os.fsdecode(b"caf\xe9")
     job.loop(CheckpointHook(out_dir=elsewhere), work_dir=tmp_path / "run").run()
     assert (tmp_path / "run" / "last_checkpoint").read_bytes() == b"../caf\xe9/run/epoch_2.safetensors"
@@ -191,7 +191,7 @@ def test_a_value_that_cannot_be_saved_is_an_error_at_the_first_iteration(job: Si
 @pytest.mark.parametrize(
     ("options", "last"), [({"save_begin": 3}, "epoch 2"), ({"by_epoch": False, "save_begin": 9}, "iteration 8"), ({}, None)]
 )
-def test_a_first_save_that_the_training_does_not_come_to_is_a_warning(
+def test_a_save_begin_beyond_the_training_is_a_warning(
     job: SimpleNamespace, tmp_path: Path, options: dict[str, Any], last: str | None
 ) -> None:
     with capture_logs() as logs:
@@ -225,7 +225,7 @@ def test_nan_is_never_the_best(job: SimpleNamespace, tmp_path: Path) -> None:
     assert files(tmp_path) == {"best_acc_epoch_2"}
 
 
-def test_auto_is_the_first_named_metric_and_not_what_the_step_returns(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_auto_is_the_first_metric_and_not_an_output_of_the_step(job: SimpleNamespace, tmp_path: Path) -> None:
     hook = CheckpointHook(save_best="auto", rule="greater", save_last=False)
     best_loop(job, tmp_path, hook, 0.5, max_epochs=1, val_step=lambda model, batch: {"loss": torch.tensor(1.0)}).run()
     assert files(tmp_path) == {"best_acc_epoch_1"}
@@ -262,7 +262,7 @@ def test_several_metrics_have_a_best_each(job: SimpleNamespace, tmp_path: Path) 
     assert len([name for name in best if name.startswith("best_loss_epoch_")]) == 1
 
 
-def test_a_metric_that_is_not_there_is_an_error_that_names_the_others(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_missing_metric_is_an_error_naming_the_others(job: SimpleNamespace, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="'acc', 'loss'"):
         best_loop(job, tmp_path, CheckpointHook(save_best="accuracy"), 0.5).run()
 
@@ -316,7 +316,7 @@ class Calibrates(Hook):
 
 @pytest.mark.parametrize("by_epoch", [True, False])
 @pytest.mark.parametrize("mount_point", ["after_train_epoch", "before_val", "after_val_iter", "after_val_epoch"])
-def test_the_best_is_what_was_validated_whatever_a_hook_changed_since_the_file_before_it(
+def test_the_best_file_has_the_validated_weights(
     job: SimpleNamespace, tmp_path: Path, mount_point: str, by_epoch: bool
 ) -> None:
     hook = CheckpointHook(interval=1, by_epoch=by_epoch, save_best="acc", save_last=False)
@@ -351,7 +351,7 @@ def test_files_of_an_epoch_and_of_its_last_iteration_differ_if_a_hook_changed_st
     assert job.same(load(tmp_path / "epoch_1.safetensors")["state_dict"], job.weights(loop.model))
 
 
-def test_what_the_body_of_a_loop_of_ones_own_changes_is_in_the_best_file(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_changes_by_the_body_of_a_users_own_loop_are_in_the_best_file(job: SimpleNamespace, tmp_path: Path) -> None:
     model, bus = job.model(), Bus()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bus.add(CheckpointHook(interval=1, save_best="loss", save_last=False))
@@ -368,7 +368,7 @@ def test_what_the_body_of_a_loop_of_ones_own_changes_is_in_the_best_file(job: Si
     assert not job.same(load(tmp_path / "epoch_1.safetensors")["state_dict"], job.weights(model))
 
 
-def test_hooks_that_observe_leave_the_best_another_name_of_the_file_before_it(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_with_observing_hooks_the_best_is_another_name_of_the_previous_file(job: SimpleNamespace, tmp_path: Path) -> None:
     """Loggers, timers, averages that are lent for a validation: those that are in default_hooks, and a user's own."""
 
     class Mine(Hook):
@@ -421,7 +421,7 @@ def test_rules_are_inferred_from_names(metric: str, rule: str) -> None:
 
 
 @pytest.mark.parametrize("metric", ["val/topk_loss", "accumulated_loss", "auc_loss", "LossAcc"])
-def test_a_name_that_says_both_is_an_error_that_asks_for_the_rule(metric: str) -> None:
+def test_an_ambiguous_metric_name_is_an_error_asking_for_rule(metric: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{metric}.*'loss'.*rule="):
         find_rule(metric)
     with pytest.raises(ConfigurationError, match=metric):
@@ -494,7 +494,7 @@ def test_a_failed_save_costs_no_file(job: SimpleNamespace, tmp_path: Path) -> No
     assert files(out) == {"epoch_1"}
 
 
-def test_a_failed_save_ends_the_run_unless_told_otherwise(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_failed_save_ends_the_run_by_default(job: SimpleNamespace, tmp_path: Path) -> None:
     out = tmp_path / "out"
     hook = CheckpointHook(interval=1, max_keep_ckpts=1, out_dir=out)
     with pytest.raises(CheckpointError), capture_logs():
@@ -520,7 +520,7 @@ def test_a_lower_score_is_the_best_where_the_higher_one_could_not_be_saved(job: 
     assert files(out / tmp_path.name) == {"best_acc_epoch_3"}
 
 
-def test_leftovers_of_a_killed_process_are_swept_but_not_what_is_being_written(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed_but_not_files_being_written(job: SimpleNamespace, tmp_path: Path) -> None:
     old, new = tmp_path / f"{TEMPORARY_PREFIX}old.tmp", tmp_path / f"{TEMPORARY_PREFIX}new.tmp"
     for path in (old, new):
         path.touch()
@@ -543,7 +543,7 @@ def test_the_best_score_survives_a_resume(job: SimpleNamespace, tmp_path: Path) 
     assert files(tmp_path) == {"epoch_5", "best_acc_epoch_5"}
 
 
-def test_a_best_file_that_is_gone_is_not_remembered(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_missing_best_file_is_forgotten(job: SimpleNamespace, tmp_path: Path) -> None:
     best_loop(job, tmp_path, CheckpointHook(save_best="acc", save_last=False), 0.9, max_epochs=1).run()
     (tmp_path / "best_acc_epoch_1.safetensors").rename(tmp_path / "mine.safetensors")
     hook = CheckpointHook(save_best="acc", save_last=False)
@@ -551,7 +551,7 @@ def test_a_best_file_that_is_gone_is_not_remembered(job: SimpleNamespace, tmp_pa
     assert files(tmp_path) == {"mine", "best_acc_epoch_2"}
 
 
-def test_what_a_killed_process_did_not_come_to_delete_goes_later(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_removals_missed_by_a_killed_process_are_made_later(job: SimpleNamespace, tmp_path: Path) -> None:
     class Killed(CheckpointHook):
         def checkpoint_committed(self, event: Any) -> None: ...
 
@@ -569,9 +569,7 @@ def test_what_a_killed_process_did_not_come_to_delete_goes_later(job: SimpleName
         *("last_checkpoint", "link.safetensors", "fifo.safetensors", "x\0.safetensors", 7, None, ["epoch_1.safetensors"]),
     ],
 )
-def test_names_in_a_checkpoint_that_the_hook_cannot_have_given_are_told_of_and_left_alone(
-    job: SimpleNamespace, tmp_path: Path, name: Any
-) -> None:
+def test_foreign_names_in_a_checkpoint_are_reported_and_not_removed(job: SimpleNamespace, tmp_path: Path, name: Any) -> None:
     place = tmp_path / "run"
     best_loop(job, place, CheckpointHook(1, save_best="acc", name="saver"), 0.9, max_epochs=1).run()
     (place / "sub").mkdir()
@@ -651,7 +649,7 @@ class Unplugs(Hook):
         self.ended.append("last")
 
 
-def test_what_cannot_be_published_ends_no_run_that_only_logs_errors(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_failed_publication_with_on_error_log_does_not_end_the_run(job: SimpleNamespace, tmp_path: Path) -> None:
     out = tmp_path / "out"
     hook = CheckpointHook(out_dir=out, published_keys="state_dict", on_error="log")
     unplugs = Unplugs(out)
@@ -661,7 +659,7 @@ def test_what_cannot_be_published_ends_no_run_that_only_logs_errors(job: SimpleN
     assert [entry["hook"] for entry in logs if entry["event"] == "cannot publish a checkpoint"] == ["CheckpointHook"]
 
 
-def test_what_cannot_be_published_is_an_error_otherwise(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_failed_publication_is_an_error_by_default(job: SimpleNamespace, tmp_path: Path) -> None:
     out = tmp_path / "out"
     hook = CheckpointHook(out_dir=out, published_keys="state_dict")
     with pytest.raises((CheckpointError, OSError)), capture_logs():
@@ -669,9 +667,7 @@ def test_what_cannot_be_published_is_an_error_otherwise(job: SimpleNamespace, tm
 
 
 @pytest.mark.parametrize("on_error", ["raise", "log"])
-def test_keys_to_publish_that_no_checkpoint_has_are_told_at_the_first_update(
-    job: SimpleNamespace, tmp_path: Path, on_error: Any
-) -> None:
+def test_unknown_published_keys_are_reported_at_the_first_update(job: SimpleNamespace, tmp_path: Path, on_error: Any) -> None:
     hook = CheckpointHook(published_keys=["optimizer", "ema"], save_optimizer=False, on_error=on_error)
     loop = job.loop(hook, job.StopAfter(1), work_dir=tmp_path)
     told = "CheckpointHook has no key optimizer, ema to publish; its keys are .*state_dict"
@@ -701,7 +697,7 @@ def test_resuming_is_not_misled_by_a_published_copy(job: SimpleNamespace, tmp_pa
     assert loop.counters.iter == 8
 
 
-def test_what_was_built_is_usable_for_inference(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_published_files_are_usable_for_inference(job: SimpleNamespace, tmp_path: Path) -> None:
     loop = job.loop(CheckpointHook(published_keys="state_dict"), work_dir=tmp_path)
     loop.run()
     (published,) = (path for path in tmp_path.glob("*-*.safetensors"))

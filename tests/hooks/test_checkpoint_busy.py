@@ -82,7 +82,7 @@ def train(job: SimpleNamespace, tmp_path: Path, disk: Disk, iterations: int = 8,
 
 
 @pytest.mark.parametrize("staging", ["block", "overlap"])
-def test_skip_leaves_out_what_is_due_while_another_is_written(
+def test_skip_drops_saves_due_during_a_write(
     job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: Any
 ) -> None:
     disk = Disk(monkeypatch, until=4)
@@ -110,13 +110,13 @@ def test_replace_writes_the_newest_next(
     assert {n: load(tmp_path / f"iter_{n}.safetensors")["progress"]["iter"] for n in (1, 4, 5)} == {1: 1, 4: 4, 5: 5}
 
 
-def test_wait_leaves_nothing_out(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_wait_skips_nothing(job: SimpleNamespace, tmp_path: Path) -> None:
     job.loop(CheckpointHook(interval=1, by_epoch=False, busy="wait"), work_dir=tmp_path, max_iters=6).run()
     assert files(tmp_path) == {f"iter_{n}" for n in range(1, 7)}
 
 
 @pytest.mark.parametrize("busy", ["skip", "replace"])
-def test_what_was_left_out_pushes_no_file_out(
+def test_a_skipped_save_evicts_no_file(
     job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: Any
 ) -> None:
     """With two files to keep: those that are durable count, not those that were due."""
@@ -138,7 +138,7 @@ def test_what_was_left_out_pushes_no_file_out(
 
 
 @pytest.mark.parametrize("busy", ["skip", "replace"])
-def test_the_last_save_of_a_training_is_never_left_out(
+def test_the_last_save_of_a_training_is_never_skipped(
     job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: Any
 ) -> None:
     class Release(Hook):
@@ -152,7 +152,7 @@ def test_the_last_save_of_a_training_is_never_left_out(
     assert load(tmp_path / "iter_4.safetensors")["progress"]["iter"] == 4
 
 
-def test_a_best_score_whose_save_was_left_out_is_forgotten(
+def test_a_best_score_with_a_skipped_save_is_forgotten(
     job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lower score is the best then, since there is no file with the higher one."""
@@ -186,7 +186,7 @@ def test_the_events_of_every_save_add_up(job: SimpleNamespace, tmp_path: Path, m
     assert files(tmp_path) == {Path(name).stem for event in disk.committed for name in event.names}
 
 
-def test_checkpoint_now_is_never_left_out(job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_now_is_never_skipped(job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Now(Hook):
         def before_train_iter(self, event: Any) -> None:
             if event.progress.iter == 2:

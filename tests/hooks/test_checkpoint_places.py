@@ -30,7 +30,7 @@ def scored(job: SimpleNamespace, directory: Path, hook: CheckpointHook, *scores:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_file_stays_as_long_as_one_of_several_hooks_keeps_it(job: SimpleNamespace, tmp_path: Path, order: int) -> None:
+def test_a_file_is_kept_while_one_of_several_hooks_keeps_it(job: SimpleNamespace, tmp_path: Path, order: int) -> None:
     """The newest to go on from, and every second one for good."""
     hooks = [
         CheckpointHook(1, max_keep_ckpts=1, name="newest"),
@@ -40,7 +40,7 @@ def test_a_file_stays_as_long_as_one_of_several_hooks_keeps_it(job: SimpleNamesp
     assert files(tmp_path) == {"epoch_4", "epoch_6", "epoch_7"}
 
 
-def test_it_stays_after_a_resume_too(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_shared_file_is_kept_after_a_resume(job: SimpleNamespace, tmp_path: Path) -> None:
     def run(max_epochs: int, resume: str | None = None) -> None:
         newest = CheckpointHook(1, max_keep_ckpts=1, name="newest")
         for_good = CheckpointHook(2, save_last=False, name="for good")
@@ -61,9 +61,7 @@ def test_the_best_of_two_hooks_is_removed_once_neither_keeps_it(job: SimpleNames
 # -------------------------------------------------------------------------------------------- one in several directories
 
 
-def test_a_hook_that_goes_to_another_directory_forgets_the_files_and_scores_of_the_one_before(
-    job: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_a_hook_with_another_directory_forgets_earlier_files_and_scores(job: SimpleNamespace, tmp_path: Path) -> None:
     """As in cross-validation, with one hook for all parts."""
     hook = CheckpointHook(1, max_keep_ckpts=1, save_best="acc")
     scored(job, tmp_path / "a", hook, 0.5, 0.9).run()
@@ -97,7 +95,7 @@ def test_one_directory_named_in_two_ways_is_one(job: SimpleNamespace, tmp_path: 
     assert files(tmp_path / "run") == {"epoch_3"}
 
 
-def test_the_directory_is_not_listed_for_what_no_sharded_model_has_left(
+def test_the_directory_is_not_listed_without_sharded_models(
     job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook = CheckpointHook(1, by_epoch=False, max_keep_ckpts=1, save_best="acc")
@@ -118,9 +116,7 @@ def test_the_directory_is_not_listed_for_what_no_sharded_model_has_left(
 # --------------------------------------------------------------------------------------------------- from where it goes on
 
 
-def test_a_run_that_goes_on_from_elsewhere_and_has_nothing_left_to_train_saves_all_the_same(
-    job: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_a_finished_run_resumed_from_elsewhere_saves_a_checkpoint(job: SimpleNamespace, tmp_path: Path) -> None:
     job.loop(CheckpointHook(1), work_dir=tmp_path / "a").run()
     hook = CheckpointHook(published_keys="state_dict")
     job.loop(hook, work_dir=tmp_path / "b").run(resume=tmp_path / "a" / "epoch_2.safetensors")
@@ -128,7 +124,7 @@ def test_a_run_that_goes_on_from_elsewhere_and_has_nothing_left_to_train_saves_a
     assert len(files(tmp_path / "b")) == 2
 
 
-def test_one_that_goes_on_here_and_has_nothing_left_to_train_writes_nothing(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_finished_run_resumed_in_place_saves_nothing(job: SimpleNamespace, tmp_path: Path) -> None:
     job.loop(CheckpointHook(1), work_dir=tmp_path).run()
     committed: list[Any] = []
     loop = job.loop(CheckpointHook(1), work_dir=tmp_path)
@@ -152,7 +148,7 @@ class Remembers(Hook):
 @pytest.mark.parametrize("length", [{"max_epochs": 4}, {"max_iters": 16, "val_interval": 3}])
 @pytest.mark.parametrize(("interval", "by_metric"), [(-1, True), (1, True), (1, False)])
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_from_the_best_file_its_validation_is_made_again_and_all_ends_the_same(
+def test_resuming_from_the_best_file_repeats_its_validation(
     job: SimpleNamespace, tmp_path: Path, length: dict[str, int], interval: int, by_metric: bool, elsewhere: bool
 ) -> None:
     """The best is another name of a file written before, unless the validation changes state. Nothing is counted twice."""

@@ -49,7 +49,9 @@ def test_files_and_the_best_stay_as_in_a_directory(job: SimpleNamespace, tmp_pat
     assert load(f"{URL}/best_acc_epoch_2.safetensors")["progress"]["epoch"] == 2
 
 
-def test_the_newest_is_named_there_and_in_the_work_dir(job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem) -> None:
+def test_last_checkpoint_is_written_to_the_store_and_the_work_dir(
+    job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem
+) -> None:
     job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "run").run()
     assert memory.cat_file("/bucket/run/last_checkpoint") == b"epoch_2.safetensors"
     assert (tmp_path / "run" / "last_checkpoint").read_text() == f"{URL}/epoch_2.safetensors"
@@ -57,7 +59,7 @@ def test_the_newest_is_named_there_and_in_the_work_dir(job: SimpleNamespace, tmp
 
 @pytest.mark.parametrize("resume", ["auto", f"{URL}/epoch_2.safetensors"])
 @pytest.mark.parametrize("place", ["the same", "a new machine"])
-def test_a_run_goes_on_from_a_url(job: SimpleNamespace, tmp_path: Path, resume: str, place: str) -> None:
+def test_a_run_resumes_from_a_url(job: SimpleNamespace, tmp_path: Path, resume: str, place: str) -> None:
     job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "the same" / "run").run()
     job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / place / "run", max_epochs=3).run(resume=resume)
     straight = job.loop(CheckpointHook(1), work_dir=tmp_path / "straight" / "run", max_epochs=3)
@@ -87,9 +89,7 @@ def test_a_damaged_newest_file_is_reported_and_the_one_before_it_is_used(
     assert load(f"{URL}/epoch_3.safetensors")["progress"]["iter"] == 12
 
 
-def test_names_in_a_checkpoint_that_lead_out_of_the_directory_are_left_alone(
-    job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem
-) -> None:
+def test_names_outside_of_the_directory_are_not_removed(job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem) -> None:
     job.loop(CheckpointHook(1, out_dir=OUT, name="saver"), work_dir=tmp_path / "run", max_epochs=1).run()
     memory.pipe_file("/bucket/mine.safetensors", b"")
     tree = load(f"{URL}/epoch_1.safetensors")
@@ -103,7 +103,7 @@ def test_names_in_a_checkpoint_that_lead_out_of_the_directory_are_left_alone(
     assert sum("did not write" in entry["event"] for entry in logs) == 3
 
 
-def test_a_last_checkpoint_in_the_store_that_names_another_one_is_not_followed(
+def test_a_remote_last_checkpoint_naming_another_store_is_ignored(
     job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem
 ) -> None:
     job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "run", max_epochs=1).run()
@@ -174,13 +174,15 @@ def test_staging_and_busy_are_those_of_a_directory(
     assert busy != "wait" or len(there()) == 7
 
 
-def test_published_copies_go_there_too(job: SimpleNamespace, tmp_path: Path, there: Any) -> None:
+def test_published_copies_are_written_to_the_store(job: SimpleNamespace, tmp_path: Path, there: Any) -> None:
     job.loop(CheckpointHook(1, out_dir=OUT, published_keys="state_dict"), work_dir=tmp_path / "run").run()
     (published,) = (name for name in there() if name.startswith("epoch_2-"))
     assert list(load(f"{URL}/{published}.safetensors")) == ["state_dict"]
 
 
-def test_two_hooks_save_here_and_there_by_one_write(job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem) -> None:
+def test_two_hooks_save_locally_and_remotely_with_one_write(
+    job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem
+) -> None:
     here = CheckpointHook(1, name="here")
     job.loop(here, CheckpointHook(1, out_dir=OUT, name="there"), work_dir=tmp_path / "run").run()
     assert memory.cat_file("/bucket/run/epoch_2.safetensors") == (tmp_path / "run" / "epoch_2.safetensors").read_bytes()

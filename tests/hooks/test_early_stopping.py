@@ -57,7 +57,7 @@ def test_the_rule_goes_by_the_name_of_the_metric(metric: str, rule: str) -> None
     assert EarlyStoppingHook(metric).rule == rule
 
 
-def test_a_stop_is_in_order_and_says_why(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_stop_is_clean_and_logs_the_reason(job: SimpleNamespace, tmp_path: Path) -> None:
     hook = EarlyStoppingHook("accuracy", patience=1)
     loop = training(job, hook, [0.5] * 4, CheckpointHook(interval=-1, save_best="accuracy"), work_dir=tmp_path)
     seen: list[str] = []
@@ -104,7 +104,7 @@ def test_the_wait_count_is_in_the_checkpoint(job: SimpleNamespace, tmp_path: Pat
     assert job.same(job.weights(second.model), job.weights(straight.model))
 
 
-def test_a_training_that_was_stopped_stays_stopped_when_it_is_resumed(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_stopped_training_remains_stopped_after_resuming(job: SimpleNamespace, tmp_path: Path) -> None:
     saver = CheckpointHook(1)
     first = training(job, EarlyStoppingHook("accuracy", patience=2), [0.5] * 9, saver, work_dir=tmp_path)
     first.run()
@@ -115,14 +115,14 @@ def test_a_training_that_was_stopped_stays_stopped_when_it_is_resumed(job: Simpl
     assert torch.equal(final["state_dict"]["0.weight"], again.model.state_dict()["0.weight"])
 
 
-def test_more_patience_goes_on_where_less_had_stopped(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_resuming_with_more_patience_continues(job: SimpleNamespace, tmp_path: Path) -> None:
     training(job, EarlyStoppingHook("accuracy", patience=2), [0.5] * 9, CheckpointHook(), work_dir=tmp_path).run()
     more = training(job, EarlyStoppingHook("accuracy", patience=4), [0.5] * 9, CheckpointHook(), work_dir=tmp_path)
     more.run(resume="auto")
     assert more.counters.epoch == 5
 
 
-def test_a_new_training_with_the_same_hook_begins_afresh(job: SimpleNamespace) -> None:
+def test_a_new_training_resets_the_hook(job: SimpleNamespace) -> None:
     hook = EarlyStoppingHook("accuracy", patience=2)
     for _ in range(2):
         loop = training(job, hook, [0.5] * 9)
@@ -138,7 +138,7 @@ def test_validations_outside_of_a_training_do_not_count(job: SimpleNamespace) ->
     assert hook.wait_count == 1
 
 
-def test_without_the_metric_it_warns_and_goes_on(job: SimpleNamespace) -> None:
+def test_a_missing_metric_is_a_warning(job: SimpleNamespace) -> None:
     loop = training(job, EarlyStoppingHook("accuracy", patience=1), [0.5] * 3, metric="acc_of_it")
     with capture_logs() as logs:
         loop.run()
@@ -163,7 +163,7 @@ def test_a_value_of_none_is_skipped(job: SimpleNamespace) -> None:
     assert loop.counters.epoch == 5
 
 
-def test_a_value_that_is_no_number_is_an_error(job: SimpleNamespace) -> None:
+def test_a_non_numeric_value_is_an_error(job: SimpleNamespace) -> None:
     loop = training(job, EarlyStoppingHook("accuracy"), ["much"])
     with pytest.raises(TrainingError, match=r"accuracy.*str"), capture_logs():
         loop.run()

@@ -83,7 +83,7 @@ def test_buffers_are_the_models_own_unless_they_are_averaged() -> None:
     assert torch.equal(average.tensors["running_mean"], torch.full((2,), 0.5))
 
 
-def test_averages_of_a_replaced_parameter_go_on_with_the_new_one() -> None:
+def test_averages_follow_a_replaced_parameter() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False))
     average = ExponentialMovingAverage(model, momentum=0.5)
     average.update_parameters(model)
@@ -131,7 +131,7 @@ def test_swap_exchanges_storage_and_undoes_itself() -> None:
 
 
 @pytest.mark.parametrize("kind", [ExponentialMovingAverage, StochasticWeightAverage, MomentumAnnealingEMA])
-def test_an_update_is_one_call_of_torch_however_many_parameters_there_are(kind: type[WeightAverage]) -> None:
+def test_an_update_is_one_torch_call_for_any_number_of_parameters(kind: type[WeightAverage]) -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
     average = kind(model)
     average.update_parameters(model)
@@ -284,7 +284,7 @@ def test_until_it_begins_the_average_is_the_weights(job: SimpleNamespace, option
         ({"begin_epoch": 2}, {"max_iters": 8}, "epoch 1.*begin_iter="),
     ],
 )
-def test_a_begin_that_the_training_does_not_come_to_is_an_error(job: Any, options: Any, length: Any, last: str) -> None:
+def test_a_begin_beyond_the_training_is_an_error(job: Any, options: Any, length: Any, last: str) -> None:
     ((option, begin),) = options.items()
     loop = job.loop(EMAHook(**options), **length)
     with pytest.raises(ConfigurationError, match=rf"EMAHook\({option}={begin}\).*{last}"), capture_logs():
@@ -303,7 +303,7 @@ def test_an_accumulation_window_is_one_update(job: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_raw_weights_are_back_after_any_end_of_a_validation(job: SimpleNamespace, error: type[BaseException]) -> None:
+def test_raw_weights_are_restored_after_any_end_of_a_validation(job: SimpleNamespace, error: type[BaseException]) -> None:
     def val_step(model: nn.Module, batch: Any) -> None:
         raise error("stop here")
 
@@ -314,7 +314,7 @@ def test_raw_weights_are_back_after_any_end_of_a_validation(job: SimpleNamespace
     assert equal(list(loop.model.parameters()), watch.seen["train"])
 
 
-def test_raw_weights_are_back_wherever_ctrl_c_strikes_while_they_are_lent_or_given_back(job: SimpleNamespace) -> None:
+def test_raw_weights_are_restored_after_ctrl_c_during_a_swap(job: SimpleNamespace) -> None:
     for line in itertools.count():
         watch = Watch()
         loop = job.loop(EMAHook(momentum=0.3), watch, val_data=job.batches(1), max_epochs=1)
@@ -355,7 +355,7 @@ def strike(call: Any, at: int) -> bool:
     return struck
 
 
-def test_a_break_out_of_ones_own_validation_puts_raw_weights_back(job: SimpleNamespace) -> None:
+def test_a_break_out_of_a_users_own_validation_restores_raw_weights(job: SimpleNamespace) -> None:
     model, hook = job.model(), EMAHook(momentum=0.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bus = Bus()
@@ -477,7 +477,7 @@ def test_a_stripped_average_is_not_taken_from_the_hooks_state(job: SimpleNamespa
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_an_average_of_another_model_is_an_error_or_taken_as_far_as_it_fits(
+def test_an_average_of_another_model_is_an_error_or_partially_loaded(
     job: SimpleNamespace, tmp_path: Path, strict: bool
 ) -> None:
     job.loop(EMAHook(momentum=0.3), CheckpointHook(interval=1), work_dir=tmp_path, max_epochs=1).run()
@@ -496,7 +496,7 @@ def test_an_average_of_another_model_is_an_error_or_taken_as_far_as_it_fits(
     assert [entry["lacking"] for entry in logs if "lacking" in entry] == [["2.bias", "2.weight"]]
 
 
-def test_wrapper_names_are_left_out_of_checkpoints(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_wrapper_prefixes_are_not_in_checkpoints(job: SimpleNamespace, tmp_path: Path) -> None:
     class Wrapper(nn.Module):
         def __init__(self, module: nn.Module) -> None:
             super().__init__()

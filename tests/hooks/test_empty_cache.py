@@ -51,7 +51,7 @@ def test_after_iterations(emptied: Any) -> None:
     assert emptied(after_iter=True, after_epoch=False) == [*epoch, *epoch, "after_test_iter"]
 
 
-def test_without_an_accelerator_nothing_is_asked_of_it(job: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_happens_without_an_accelerator(job: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: pytest.fail("there is none"))
     loop = job.loop(EmptyCacheHook(True, True, True))

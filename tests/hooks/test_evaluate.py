@@ -57,7 +57,7 @@ def test_it_is_called_every_period_and_at_the_end(job: SimpleNamespace, options:
     assert events[-1].epoch == 2
 
 
-def test_a_run_that_is_stopped_is_evaluated_where_it_stopped(job: SimpleNamespace) -> None:
+def test_a_stopped_run_is_evaluated_at_its_end(job: SimpleNamespace) -> None:
     events = evaluated(job, EvaluateHook(0, Function()), job.StopAfter(5))
     assert [event.iter for event in events] == [5]
 
@@ -128,9 +128,7 @@ def test_of_several_processes_the_first_one_writes_the_file(tmp_path: Path, rank
     assert len(list(tmp_path.glob("*.json"))) == lines
 
 
-def test_loggers_write_the_results_with_iterations_as_their_step_after_what_came_before(
-    job: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_loggers_write_results_in_order_with_iterations_as_step(job: SimpleNamespace, tmp_path: Path) -> None:
     hook = EvaluateHook(3, Function({"acc": 0.5}, {"coco": {"AP": float("nan")}, "acc": 0.25}))
     evaluated(job, LoggerHook(interval=1, writers=[JSONLinesWriter()]), hook, work_dir=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "scalars.jsonl").read_text().splitlines()]
@@ -158,7 +156,7 @@ def test_a_hook_of_the_users_can_publish_results_for_loggers(job: SimpleNamespac
     assert not (tmp_path / "eval_result.json").exists()
 
 
-def test_without_a_file_name_or_a_work_dir_there_is_no_file(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_no_file_is_written_without_json_file_or_work_dir(job: SimpleNamespace, tmp_path: Path) -> None:
     evaluated(job, EvaluateHook(4, Function(), json_file=None), work_dir=tmp_path)
     evaluated(job, EvaluateHook(4, Function()))
     assert not list(tmp_path.iterdir())
@@ -186,7 +184,7 @@ def test_the_best_survives_a_resume(job: SimpleNamespace, tmp_path: Path) -> Non
     assert other.best.metrics == {"acc": 0.1, "loss": 3.0}
 
 
-def test_a_new_training_with_the_same_hook_begins_afresh(job: SimpleNamespace) -> None:
+def test_a_new_training_resets_the_hook(job: SimpleNamespace) -> None:
     hook = EvaluateHook(4, Function({"acc": 0.9}, {"acc": 0.8}, {"acc": 0.1}, {"acc": 0.2}))
     evaluated(job, hook)
     evaluated(job, hook)
@@ -208,7 +206,7 @@ def test_a_result_that_cannot_be_used_is_an_error(job: SimpleNamespace, result: 
 
 
 @pytest.mark.parametrize("name", ["speed", "epoch"])
-def test_a_first_metric_whose_name_tells_no_rule_is_a_warning_and_ends_no_training(job: SimpleNamespace, name: str) -> None:
+def test_a_first_metric_without_a_known_rule_is_a_warning(job: SimpleNamespace, name: str) -> None:
     hook = EvaluateHook(1, Function({name: 3.0}, {name: 4.0}), by_epoch=True)
     with capture_logs() as logs:
         loop = job.loop(hook)
@@ -225,7 +223,7 @@ def test_a_metric_may_be_named_like_a_field_of_the_log_line(job: SimpleNamespace
     assert {"epoch": 3.0, "event": 1.0} in [entry.get("metrics") for entry in logs]
 
 
-def test_a_missing_monitor_is_an_error_that_names_what_there_is(job: SimpleNamespace) -> None:
+def test_a_missing_monitor_is_an_error_naming_the_metrics(job: SimpleNamespace) -> None:
     with pytest.raises(TrainingError, match=r"'accuracy'.*acc"), capture_logs():
         job.loop(EvaluateHook(1, Function(), monitor="accuracy")).run()
 
@@ -250,6 +248,6 @@ def test_wrong_options_are_errors_when_the_hook_is_made(options: dict[str, Any])
         EvaluateHook(**({"period": 1, "function": Function()} | options))
 
 
-def test_a_metric_whose_name_does_not_tell_is_an_error_when_the_hook_is_made() -> None:
+def test_a_monitor_without_a_known_rule_is_an_error_at_construction() -> None:
     with pytest.raises(ConfigurationError, match="'speed'"):
         EvaluateHook(1, Function(), monitor="speed")

@@ -52,7 +52,7 @@ def test_it_sees_the_new_weights(job: SimpleNamespace) -> None:
     torch.testing.assert_close(model.average, (first + model.layer.weight.detach()) / 2)
 
 
-def test_a_resumed_run_goes_on_with_the_average_of_the_checkpoint(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_the_average_of_the_checkpoint(job: SimpleNamespace, tmp_path: Path) -> None:
     straight = Averaging()
     job.loop(EMAIterHook(), model=straight).run()
     job.loop(EMAIterHook(), CheckpointHook(1), model=Averaging(), max_epochs=1, work_dir=tmp_path).run()
@@ -62,7 +62,7 @@ def test_a_resumed_run_goes_on_with_the_average_of_the_checkpoint(job: SimpleNam
     assert torch.equal(resumed.average, straight.average)
 
 
-def test_a_second_run_of_the_same_model_goes_on_and_of_another_begins(job: SimpleNamespace) -> None:
+def test_a_second_run_continues_the_average_of_the_same_model_only(job: SimpleNamespace) -> None:
     model, other, hook = Averaging(), Averaging(), EMAEpochHook()
     loop = job.loop(hook, model=model, max_epochs=1, val_data=job.batches(1))
     loop.run()
@@ -92,7 +92,7 @@ def test_one_of_several_models_is_named(job: SimpleNamespace) -> None:
             job.loop(EMAIterHook(model=name), model=models, optimizer=optimizer, step=step).run()
 
 
-def test_a_model_without_the_methods_is_an_error_that_names_the_other_hook(job: SimpleNamespace) -> None:
+def test_a_model_without_the_methods_is_an_error_naming_the_other_hook(job: SimpleNamespace) -> None:
     with pytest.raises(ConfigurationError, match=r"no init_ema and no update_ema; EMAHook"), capture_logs():
         job.loop(EMAIterHook()).run()
 

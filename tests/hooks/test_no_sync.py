@@ -59,7 +59,7 @@ def step(model, batch):
     }
 
 
-def test_training_with_logging_at_every_iteration_asks_no_tensor_for_its_number(asked, tmp_path):
+def test_logging_every_iteration_does_not_synchronise_with_the_device(asked, tmp_path):
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
@@ -79,7 +79,7 @@ def test_training_with_logging_at_every_iteration_asks_no_tensor_for_its_number(
     assert len((tmp_path / "scalars.jsonl").read_text().splitlines()) == 10
 
 
-def test_who_asks_is_found_out(asked):
+def test_a_synchronisation_is_detected(asked):
     """The watch itself: a hook that asks on the training thread is seen."""
     code = compile("def ask(event):\n    event.outputs['loss'].item()\n", str(ROOT / "hooks" / "bad.py"), "exec")
     names = {}

@@ -76,7 +76,7 @@ def test_gradients_are_clipped_once_a_step_and_their_norm_is_reported(job: Simpl
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_the_scaler_skips_is_no_update(job: SimpleNamespace, fused: bool) -> None:
+def test_a_step_skipped_by_the_scaler_is_not_an_update(job: SimpleNamespace, fused: bool) -> None:
     model, steps = plain_model(), Steps()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     count = iter(range(10))
@@ -93,7 +93,7 @@ def test_a_step_that_the_scaler_skips_is_no_update(job: SimpleNamespace, fused: 
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_forward_passes_of_all_stages_run_under_autocast_and_nothing_else_does(job: SimpleNamespace, amp: Any) -> None:
+def test_only_forward_passes_run_under_autocast(job: SimpleNamespace, amp: Any) -> None:
     seen: list[torch.dtype] = []
 
     class Elsewhere(Hook):
@@ -125,7 +125,7 @@ def test_autocast_ends_with_an_exception(job: SimpleNamespace) -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_the_scaler_goes_on_after_a_resume(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_scaler_state_is_resumed(job: SimpleNamespace, tmp_path: Path) -> None:
     def run(directory: Path, *more: Hook, resume: str | None = None) -> Any:
         hooks = (OptimizerHook(amp="fp16"), CheckpointHook(), *more)
         loop = job.loop(*hooks, work_dir=directory)
@@ -155,7 +155,7 @@ def test_a_save_in_an_open_window_keeps_its_gradients(job: SimpleNamespace, tmp_
     assert job.same(run(tmp_path / "resumed", tmp_path / "best_acc_iter_6.safetensors"), whole)
 
 
-def test_in_a_loop_of_ones_own_it_is_an_error(job: SimpleNamespace) -> None:
+def test_the_hook_in_a_users_own_loop_is_an_error(job: SimpleNamespace) -> None:
     bus = Bus()
     bus.add(OptimizerHook())
     with pytest.raises(ConfigurationError, match="the body of your own loop"), Run(bus, model=job.model()):

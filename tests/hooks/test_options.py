@@ -43,7 +43,7 @@ def wrong(annotation: Any) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "option", "annotation"), catalogue())
-def test_no_option_takes_a_value_of_another_type(kind, option, annotation):
+def test_options_of_a_wrong_type_are_errors(kind, option, annotation):
     value = wrong(annotation)
     required = [one.name for one in inspect.signature(kind).parameters.values() if one.default is one.empty]
     with pytest.raises(ConfigurationError, match=re.escape(f"{option}={value!r}: give ")):

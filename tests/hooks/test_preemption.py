@@ -158,7 +158,7 @@ def test_sigterm_finishes_the_iteration_saves_and_ends_in_order_and_a_resumed_ru
     assert all(torch.equal(value, uninterrupted[name]) for name, value in weights.items())
 
 
-def test_a_signal_that_comes_twice_within_a_moment_is_one_request(start, tmp_path):
+def test_a_signal_repeated_within_a_moment_is_one_request(start, tmp_path):
     """From a scheduler that signals each process of a job, and from ``torchrun``, which hands on its own."""
     with start(tmp_path, times=2) as child:
         for _ in range(2):
@@ -170,7 +170,7 @@ def test_a_signal_that_comes_twice_within_a_moment_is_one_request(start, tmp_pat
     assert load(tmp_path / "iter_8.safetensors")["progress"]["iter"] == 8
 
 
-def test_a_second_signal_ends_the_process_at_once_by_its_default(start, tmp_path):
+def test_a_second_signal_has_its_default_effect(start, tmp_path):
     with start(tmp_path, times=2, moment=0) as child:
         child.wait_until_it_is_there()
         child.send(signal.SIGTERM)
@@ -220,7 +220,7 @@ def test_the_workers_of_loaders_outlive_a_signal_to_the_process_group_and_the_ru
     assert load(tmp_path / f"iter_{done}.safetensors")["progress"]["iter"] == done
 
 
-def test_sigusr1_can_be_the_signal_and_without_a_work_dir_the_run_ends_and_says_that_nothing_is_saved(start):
+def test_without_a_work_dir_a_signal_ends_the_run_and_logs_that_nothing_is_saved(start):
     with start(None, signals=[signal.SIGUSR1, signal.SIGTERM]) as child:
         child.wait_until_it_is_there()
         child.send(signal.SIGUSR1)
@@ -267,7 +267,7 @@ def test_nothing_is_installed_without_the_hook(job):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("mount_point", ["before_run", "after_train_iter", "after_run"])
-def test_the_previous_handlers_come_back_whatever_ends_the_run(job, mine, mount_point, error):
+def test_the_previous_handlers_are_restored_after_any_end_of_the_run(job, mine, mount_point, error):
     def fail(event):
         raise error("out")
 
@@ -289,7 +289,7 @@ def test_the_hook_serves_one_run_after_the_other(job, mine, tmp_path):
     assert mine[0] == []
 
 
-def test_a_test_that_is_ended_saves_nothing(job, mine, tmp_path):
+def test_a_signal_during_a_test_saves_nothing(job, mine, tmp_path):
     loop = job.loop(PreemptionHook([signal.SIGUSR1]), work_dir=tmp_path, test_data=job.batches())
     seen = []
     loop.bus.on("before_test_iter", lambda e: (seen.append(e.batch_idx), signal.raise_signal(signal.SIGUSR1)), once=1)
@@ -349,7 +349,7 @@ def test_a_signal_while_the_last_checkpoint_is_written_does_not_cost_it(job, min
     assert load(tmp_path / "epoch_2.safetensors")["progress"]["iter"] == 8
 
 
-def test_in_a_loop_of_ones_own(job, mine, tmp_path):
+def test_in_a_users_own_loop(job, mine, tmp_path):
     model = job.model()
     bus = Bus()
     bus.add(PreemptionHook([signal.SIGUSR1]))
@@ -364,7 +364,7 @@ def test_in_a_loop_of_ones_own(job, mine, tmp_path):
     assert (tmp_path / "iter_6.safetensors").exists()
 
 
-def test_a_signal_may_strike_anywhere(job, tmp_path):
+def test_a_signal_can_arrive_anywhere(job, tmp_path):
     """A timer strikes hundreds of times, in whatever the training thread is doing; nothing breaks or hangs."""
     strikes = []
     loop = job.loop(CheckpointHook(interval=5, by_epoch=False), work_dir=tmp_path, max_iters=60)
@@ -389,7 +389,7 @@ def test_a_signal_may_strike_anywhere(job, tmp_path):
 # ------------------------------------------------------------------------------------------------------------ misuse
 
 
-def test_a_run_on_another_thread_is_an_error_that_says_what_to_do(job):
+def test_a_run_on_another_thread_is_an_error_with_advice(job):
     loop = job.loop(PreemptionHook())
     errors = []
 

@@ -191,7 +191,7 @@ def test_a_trace_for_tensorboard_that_cannot_be_written_does_not_end_the_run(job
     assert [entry["hook"] for entry in logs if entry["log_level"] == "error"] == ["ProfilerHook"]
 
 
-def test_a_schedule_that_never_records_is_told_instead_of_a_file(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_schedule_that_never_records_is_reported(job: SimpleNamespace, tmp_path: Path) -> None:
     hook = ProfilerHook(schedule={"wait": 50, "warmup": 1, "active": 1}, json_trace_path="trace.json")
     with capture_logs() as logs:
         job.loop(hook, work_dir=tmp_path).run()
@@ -252,7 +252,7 @@ def test_wrong_options_are_errors_when_the_hook_is_made(options: dict[str, Any],
         ProfilerHook(**options)
 
 
-def test_what_cuda_is_not_there_for_is_an_error_at_once() -> None:
+def test_cuda_options_without_cuda_are_errors_at_construction() -> None:
     if torch.cuda.is_available():
         pytest.skip("it is there")
     with pytest.raises(ConfigurationError, match=r"activities.*'cpu'"):

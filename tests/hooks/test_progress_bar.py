@@ -59,7 +59,7 @@ def test_the_bar_of_an_iteration_based_run_counts_to_its_end(terminal, screen):
     assert "epoch" not in screen.getvalue()
 
 
-def test_a_loader_without_a_length_is_no_obstacle(terminal, screen):
+def test_a_loader_without_a_length_is_supported(terminal, screen):
     class Unknown:
         def __iter__(self):
             return iter(DATA)
@@ -81,7 +81,7 @@ def test_the_terminal_is_as_it_was_when_the_run_is_over(terminal, screen):
     assert (sys.stdout, threading.active_count()) == before
 
 
-def test_the_cursor_is_never_left_hidden_so_a_process_may_be_killed_at_any_moment(terminal, screen, monkeypatch):
+def test_the_cursor_is_never_hidden(terminal, screen, monkeypatch):
     hidden = []
     written = screen.write
 
@@ -125,7 +125,7 @@ def pseudo_terminal(monkeypatch):
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
-def test_log_lines_in_a_terminal_stand_above_the_bar_as_they_are(monkeypatch):
+def test_log_lines_are_printed_unchanged_above_the_bar(monkeypatch):
     with pseudo_terminal(monkeypatch) as written:
         bus = bus_with(ProgressBar(), LoggerHook(interval=5, writers=[ConsoleWriter()]))
         bus.on("after_train_iter", lambda event: get_logger().info("nine", of="ten"), once=9)
@@ -154,7 +154,7 @@ def test_in_a_pipe_lines_of_log_and_logger_are_whole_and_without_escape_codes(mo
     assert all(re.fullmatch(r"epoch [12]/2 .*|\d{4}-\S+ \S+ \[info +\] told +by=hook", line) for line in lines)
 
 
-def test_what_is_redirected_to_a_file_stays_there_while_the_bar_is_shown(terminal, screen, capsys):
+def test_redirected_output_is_not_captured_by_the_bar(terminal, screen, capsys):
     bus = bus_with(ProgressBar(terminal))
     bus.on("after_train_iter", lambda event: sys.stdout.write("printed\n"), once=9)
     bus.on("after_train_iter", lambda event: sys.stderr.write("told\n"), once=9)
@@ -196,7 +196,7 @@ def test_another_run_gets_another_bar(terminal, screen):
     assert_restored(screen)
 
 
-def test_where_there_is_no_terminal_nothing_is_drawn(screen):
+def test_nothing_is_drawn_without_a_terminal(screen):
     make_loop(bus_with(ProgressBar(Console(file=screen)))).run()
     assert screen.getvalue() == ""
 

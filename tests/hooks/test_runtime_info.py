@@ -27,14 +27,14 @@ def bus():
     return bus
 
 
-def test_facts_of_the_run_are_there_from_the_beginning(bus, tmp_path):
+def test_run_facts_are_set_at_before_run(bus, tmp_path):
     found = []
     bus.on("before_run", lambda event: found.append(dict(event.run.info)))
     make_loop(bus, work_dir=tmp_path / "digits", seed=7, config={"width": 64}).run()
     assert found == [{"experiment": "digits", "seed": 7, "config": {"width": 64}}]
 
 
-def test_facts_of_training_are_there_when_it_begins(bus):
+def test_training_facts_are_set_at_before_train(bus):
     found = []
     bus.on("before_train", lambda event: found.append(dict(event.run.info)))
     make_loop(bus).run()
@@ -62,7 +62,7 @@ def test_iteration_epoch_and_learning_rate_follow_the_run(bus):
     assert found == [(i // 3, i, rate, rate) for i, rate in enumerate(rates)]
 
 
-def test_scalars_are_kept_as_they_are_and_everything_else_is_not(bus):
+def test_only_scalars_are_kept_and_unchanged(bus):
     found = []
 
     @bus.on("after_train_iter", priority=20)
@@ -78,7 +78,7 @@ def test_scalars_are_kept_as_they_are_and_everything_else_is_not(bus):
     assert found == [0.5] * 6
 
 
-def test_no_number_is_asked_from_the_device():
+def test_nothing_synchronises_with_the_device():
     """On the meta device there are no numbers: whoever asks for one fails."""
     bus = Bus()
     bus.add(RuntimeInfoHook())
@@ -90,7 +90,7 @@ def test_no_number_is_asked_from_the_device():
         assert run.info["train/loss"].device.type == "meta"
 
 
-def test_groups_with_a_rate_of_their_own_are_told_apart(bus):
+def test_parameter_groups_have_separate_learning_rates(bus):
     model = torch.nn.Linear(3, 1)
     groups = [
         {"params": [model.weight]},

@@ -36,7 +36,7 @@ class Rows(Hook):
         self.seen.extend(event.batch[0][:, 0].int().tolist())
 
 
-def test_every_epoch_has_an_order_of_its_own(job: SimpleNamespace) -> None:
+def test_every_epoch_has_a_different_order(job: SimpleNamespace) -> None:
     rows = Rows()
     job.loop(DistSamplerSeedHook(), rows, train_data=DataLoader(DATASET, 2, sampler=sampler()), max_epochs=3).run()
     assert rows.seen == order_of(0) + order_of(1) + order_of(2)
@@ -56,7 +56,7 @@ def test_the_sampler_inside_a_batch_sampler_is_found(job: SimpleNamespace) -> No
     assert rows.seen == order_of(0) + order_of(1)
 
 
-def test_a_batch_sampler_that_takes_the_epoch_itself_is_told(job: SimpleNamespace) -> None:
+def test_a_batch_sampler_with_set_epoch_gets_the_epoch(job: SimpleNamespace) -> None:
     class Buckets:
         epochs: ClassVar[list[int]] = []
 
@@ -74,7 +74,7 @@ def test_a_batch_sampler_that_takes_the_epoch_itself_is_told(job: SimpleNamespac
 
 
 @pytest.mark.parametrize("data", [[(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))], DataLoader(DATASET, 2)])
-def test_data_without_such_a_sampler_is_left_alone(job: SimpleNamespace, data: Any) -> None:
+def test_loaders_without_set_epoch_are_unchanged(job: SimpleNamespace, data: Any) -> None:
     rows = Rows()
     job.loop(DistSamplerSeedHook(), rows, train_data=data).run()
     assert rows.seen

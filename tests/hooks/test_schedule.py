@@ -71,7 +71,7 @@ def test_by_metric_steps_with_it_after_validations_of_training_only(job: SimpleN
     assert optimizer.param_groups[0]["lr"] == 0.25  # of the third validation, none of the last
 
 
-def test_a_missing_metric_is_an_error_that_names_the_others(job: SimpleNamespace) -> None:
+def test_a_missing_metric_is_an_error_naming_the_others(job: SimpleNamespace) -> None:
     loop, _ = scheduled(job, "metric", make=lr_scheduler.ReduceLROnPlateau, monitor="acc", val_data=job.batches(1))
     with pytest.raises(TrainingError, match=r"'acc'.*'loss'"):
         loop.run()
@@ -149,7 +149,7 @@ def test_wrong_options_are_errors_when_the_hook_is_made(job: SimpleNamespace, op
         ParamSchedulerHook(halving(optimizer), **options)
 
 
-def test_what_is_no_scheduler_is_an_error(job: SimpleNamespace) -> None:
+def test_an_object_that_is_not_a_scheduler_is_an_error(job: SimpleNamespace) -> None:
     optimizer = torch.optim.SGD(job.model().parameters(), lr=1.0)
     with pytest.raises(ConfigurationError, match='by="metric"'):
         ParamSchedulerHook(lr_scheduler.ReduceLROnPlateau(optimizer), by="epoch")
@@ -183,7 +183,7 @@ class Wrapped(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
-def test_a_scheduler_of_what_the_runs_optimizer_wraps_steps_when_that_steps(job: SimpleNamespace) -> None:
+def test_a_scheduler_of_a_wrapped_optimizer_steps_with_the_wrapper(job: SimpleNamespace) -> None:
     model = job.model()
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
     rates = Rates()
@@ -193,7 +193,7 @@ def test_a_scheduler_of_what_the_runs_optimizer_wraps_steps_when_that_steps(job:
     assert rates.seen == [1, 1, 0.5, 0.5]
 
 
-def test_a_run_that_knows_no_optimizer_steps_any_scheduler(job: SimpleNamespace) -> None:
+def test_a_run_without_known_optimizers_steps_any_scheduler(job: SimpleNamespace) -> None:
     model = job.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     bus = Bus()
@@ -219,7 +219,7 @@ def test_one_scheduler_in_two_hooks_is_an_error_when_training_begins(job: Simple
         ParamSchedulerHook({"a": scheduler, "b": scheduler}, by="epoch")
 
 
-def test_the_same_hook_goes_on_in_a_second_training(job: SimpleNamespace) -> None:
+def test_the_same_hook_continues_in_a_second_training(job: SimpleNamespace) -> None:
     loop, rates = scheduled(job, "epoch", max_epochs=1)
     loop.run()
     loop.max_epochs = 2

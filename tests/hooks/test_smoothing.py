@@ -25,7 +25,7 @@ def test_unsmoothed_values_are_the_latest():
     assert smoother.read(smooth=False) == {"loss": 2.0}
 
 
-def test_only_keys_that_came_since_the_last_line_are_told():
+def test_only_keys_reported_since_the_last_line_are_returned():
     smoother = Smoother()
     push(smoother, 1.0, grad_norm=3.0)
     push(smoother, 2.0)
@@ -55,7 +55,7 @@ def test_a_custom_window_without_a_size_is_of_the_whole_run_as_mmengines():
     assert smoother.read() == {"loss": 2.5, "worst": 9.0}
 
 
-def test_custom_windows_of_an_epoch_begin_anew_with_it():
+def test_custom_windows_of_an_epoch_are_cleared_with_it():
     smoother = Smoother(custom_cfg=[{"data_src": "loss", "log_name": "mine", "window_size": "epoch"}])
     push(smoother, 9.0, 1.0)
     smoother.begin_epoch()
@@ -63,7 +63,7 @@ def test_custom_windows_of_an_epoch_begin_anew_with_it():
     assert smoother.read()["mine"] == 3.0
 
 
-def test_a_custom_window_without_a_name_takes_the_place_of_its_source():
+def test_a_custom_window_without_a_name_replaces_its_source():
     smoother = Smoother(custom_cfg=[{"data_src": "loss", "method_name": "max"}])
     push(smoother, 9.0, 1.0)
     assert smoother.read() == {"loss": 9.0}

@@ -71,7 +71,7 @@ def test_counts_are_averaged_too_and_stay_integers(ranks: list[Any]) -> None:
     assert ranks[0]["after"]["seen"].dtype == torch.int64
 
 
-def test_masks_stay_as_they_are(ranks: list[Any]) -> None:
+def test_boolean_buffers_are_unchanged(ranks: list[Any]) -> None:
     assert [rank["after"]["mask"].item() for rank in ranks] == [True, False]
 
 
@@ -81,7 +81,7 @@ def test_a_validation_within_an_epoch_sees_the_mean_too(ranks: list[Any]) -> Non
     assert not torch.equal(first["norm.running_mean"], ranks[0]["after"]["norm.running_mean"])
 
 
-def test_in_a_single_process_nothing_changes(job: SimpleNamespace) -> None:
+def test_a_single_process_changes_nothing(job: SimpleNamespace) -> None:
     with_hook, without = job.loop(SyncBuffersHook()), job.loop()
     with_hook.run()
     without.run()

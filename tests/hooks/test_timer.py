@@ -86,7 +86,7 @@ def test_waiting_for_the_data_is_data_time_and_the_step_is_not(bus):
     assert all(outputs["time"] >= outputs["data_time"] for outputs in found)
 
 
-def test_without_a_length_there_is_no_eta(bus):
+def test_no_eta_is_reported_without_a_length(bus):
     class Unknown:
         def __iter__(self):
             return iter(DATA)
@@ -97,7 +97,7 @@ def test_without_a_length_there_is_no_eta(bus):
     assert not any("eta" in outputs for outputs in found)
 
 
-def test_a_validation_inside_an_epoch_is_no_iterations_time(bus):
+def test_a_validation_within_an_epoch_is_not_in_the_iteration_time(bus):
     def slow_validation(model, batch):
         time.sleep(0.05)
         return {}
@@ -110,7 +110,7 @@ def test_a_validation_inside_an_epoch_is_no_iterations_time(bus):
 
 
 @pytest.mark.parametrize("stage", ["val", "test"])
-def test_validation_and_test_have_times_of_their_own(bus, stage):
+def test_validation_and_test_have_separate_times(bus, stage):
     infos = []
     bus.on(f"after_{stage}_iter", lambda event: infos.append(dict(event.run.info)), priority=90)
     loop = make_loop(bus, val_data=DATA, test_data=DATA)
@@ -125,7 +125,7 @@ def test_times_do_not_become_metrics(bus):
     assert set(make_loop(bus, val_data=DATA).val()) == {"loss"}
 
 
-def test_a_resumed_run_goes_on_counting_but_not_with_the_old_mean(tmp_path):
+def test_a_resumed_run_keeps_the_count_but_not_the_mean(tmp_path):
     first = Bus()
     first.add(IterTimerHook())
     loop = make_loop(first, work_dir=tmp_path, max_epochs=2)
@@ -146,7 +146,7 @@ def test_a_resumed_run_goes_on_counting_but_not_with_the_old_mean(tmp_path):
     assert found[0]["eta"] == pytest.approx(found[0]["time"])
 
 
-def test_it_works_in_a_loop_of_ones_own(bus, timer):
+def test_the_hook_works_in_a_users_own_loop(bus, timer):
     model = torch.nn.Linear(3, 1)
     found = outputs_of(bus)
     with Run(bus, model=model) as run:
@@ -169,7 +169,7 @@ def passes(monkeypatch):
     return let_pass
 
 
-def test_the_summary_tells_what_the_time_went_into(passes):
+def test_the_summary_shows_the_parts_of_the_time(passes):
     class Slow:
         def __len__(self):
             return 3
@@ -219,7 +219,7 @@ def test_hooks_after_the_timer_count_as_hooks_too(passes):
     assert infos[0]["train/hooks_share"] == pytest.approx(15 / 20)
 
 
-def test_what_happens_between_epochs_is_the_time_of_hooks_and_validations_are_told_apart(passes):
+def test_time_between_epochs_is_split_into_hooks_and_validations(passes):
     bus = Bus()
     bus.add(IterTimerHook())
     bus.on("before_train", lambda event: passes(1.0), priority=60)
@@ -254,7 +254,7 @@ def test_the_summary_comes_after_the_last_line_of_the_logger():
     assert [entry["event"] for entry in logs] == ["training took"]
 
 
-def test_warmup_iterations_are_left_out_of_the_summary(passes):
+def test_warmup_iterations_are_not_in_the_summary(passes):
     def slow_at_first(model, batch):
         passes(9.0 if timer.iters < 2 else 1.0)
         return step(model, batch)
@@ -281,6 +281,6 @@ def test_fewer_iterations_than_the_warmup_have_a_total_only():
 
 
 @pytest.mark.parametrize("warmup", [-1, True, 1.5, None])
-def test_a_warmup_that_is_no_count_is_an_error(warmup):
+def test_an_invalid_warmup_is_an_error(warmup):
     with pytest.raises(ConfigurationError, match="warmup_iter"):
         IterTimerHook(warmup_iter=warmup)

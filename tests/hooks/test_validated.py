@@ -45,7 +45,7 @@ def test_a_loop_without_validation_data_is_an_error_before_its_first_iteration(j
 
 
 @pytest.mark.parametrize("validates", [True, False])
-def test_a_loop_of_the_users_own_that_never_validates_is_warned_at_its_end(
+def test_a_users_own_loop_without_validations_is_warned_of_at_its_end(
     job: Any, parts: Any, label: str, tmp_path: Any, validates: bool
 ) -> None:
     model, optimizer, hook = parts

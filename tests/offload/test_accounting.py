@@ -130,7 +130,7 @@ def test_the_counts_add_up_at_every_moment(mode, full, queue, batch, linger, dee
     fails=st.sets(st.integers(0, 20), max_size=3),
     publishers=st.integers(1, 3),
 )
-def test_bytes_never_exceed_their_budget_and_all_come_back(full, queue, batch, budget, sizes, fails, publishers):
+def test_bytes_never_exceed_the_budget_and_are_all_released(full, queue, batch, budget, sizes, fails, publishers):
     bus = Bus()
 
     def handle(what) -> None:

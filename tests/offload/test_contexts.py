@@ -67,7 +67,7 @@ def test_a_handler_of_batches_sees_those_of_its_subscription(kind):
     assert seen == {"when it was subscribed"}
 
 
-def test_an_async_handler_finds_its_own_event_loop_whatever_the_publisher_runs_in(backend):
+def test_an_async_handler_runs_in_its_own_event_loop_for_any_publisher(backend):
     bus = Bus(backend=backend)
     slept = []
 

@@ -61,7 +61,7 @@ async def test_async_handlers_run_in_the_hosts_loop_and_blocking_ones_on_threads
     assert [entry for entry in heard if entry[0] == "thread"] == [("thread", False, i) for i in range(50)]
 
 
-async def test_handlers_use_what_belongs_to_the_hosts_loop():
+async def test_handlers_can_use_objects_of_the_hosts_loop():
     bus = Bus()
     send, receive = anyio.create_memory_object_stream[int](10)
 
@@ -108,7 +108,7 @@ async def test_the_host_ticks_on_while_the_bus_closes():
         group.cancel_scope.cancel()
 
 
-async def test_the_bus_opens_again_also_on_a_thread_of_its_own():
+async def test_the_bus_can_reopen_with_its_own_loop_thread():
     heard = []
     bus = Bus()
 
@@ -148,7 +148,7 @@ async def test_subscribing_to_an_open_bus_works_from_the_host_and_from_threads()
 # ------------------------------------------------------------------------------------------------- drain and misuse
 
 
-async def test_adrain_reports_and_lets_the_host_go_on():
+async def test_adrain_reports_without_blocking_the_host():
     ticks: list[int] = []
     bus = Bus()
 
@@ -184,7 +184,7 @@ async def test_adrain_gives_up_after_its_timeout_and_when_it_is_cancelled():
         await bus.adrain()
 
 
-async def test_adrain_works_on_a_bus_with_a_loop_thread_of_its_own():
+async def test_adrain_works_on_a_bus_with_its_own_loop_thread():
     bus = Bus()
 
     @bus.on("after_train_iter")
@@ -198,7 +198,7 @@ async def test_adrain_works_on_a_bus_with_a_loop_thread_of_its_own():
 
 
 @pytest.mark.parametrize("call", ["drain", "close"])
-async def test_waiting_synchronously_in_the_hosts_loop_is_an_error_that_names_the_way_out(call):
+async def test_waiting_synchronously_in_the_hosts_loop_is_an_error_with_advice(call):
     bus = Bus()
     async with bus:
         with pytest.raises(BusStateError, match=rf"would block the event loop .* use `await bus.a{call}\(\)`"):
@@ -246,7 +246,7 @@ async def test_waiting_for_the_bus_in_one_of_its_handlers_is_an_error(kind, call
     assert "was called from an offloaded handler of the same bus" in errors[0]
 
 
-async def test_a_handler_that_swallows_its_cancellation_is_left_behind_and_named():
+async def test_a_handler_that_swallows_its_cancellation_is_abandoned_and_named():
     bus = Bus(drain_timeout=0.01)
     started, over = anyio.Event(), anyio.Event()
     release = threading.Event()
@@ -300,7 +300,7 @@ def in_a_loop_of_its_own(bus: Bus) -> None:
     anyio.run(enter)
 
 
-async def test_publishing_after_the_close_is_an_error_where_somebody_offloaded_listens():
+async def test_publishing_to_an_offloaded_handler_after_the_close_is_an_error():
     bus = Bus()
 
     @bus.on("after_train_iter")
@@ -368,7 +368,7 @@ async def test_a_cancelled_block_delivers_what_was_published_and_ends():
     assert bus.state == "idle"
 
 
-async def test_a_cancelled_block_gives_up_on_a_handler_that_hangs_and_says_so():
+async def test_a_cancelled_block_abandons_and_reports_a_hanging_handler():
     bus = Bus(abort_timeout=0.02)
     started, _ = held(bus)
     with capture_logs() as logs, anyio.CancelScope() as scope:

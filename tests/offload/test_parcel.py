@@ -58,7 +58,7 @@ def test_any_nesting_arrives_as_it_was(ends):
     assert arrived[3] == {1.5}
 
 
-def test_what_arrived_is_the_handlers_own_and_outlives_the_next_parcel(ends):
+def test_unpacked_values_do_not_share_memory_with_the_parcel(ends):
     [first] = through(ends, [{"tensor": torch.ones(3), "array": np.ones(3)}])
     through(ends, [torch.zeros(1000)])
     assert first["tensor"].tolist() == [1, 1, 1]

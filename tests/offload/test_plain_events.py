@@ -40,7 +40,7 @@ def test_they_arrive_as_the_objects_they_were_in_order(kind):
     assert subscription.stats.delivered == 500
 
 
-def test_the_publishers_context_variables_come_along(kind):
+def test_the_publishers_context_variables_are_copied(kind):
     bus, seen = Bus(), []
     if kind == "thread":
         bus.on(Mark, lambda event: seen.append(request_id.get()), offload="thread")
@@ -70,7 +70,7 @@ def test_they_reach_batch_handlers(kind, batch):
 
 
 @pytest.mark.parametrize("options", [{}, {"queue": 2}, {"queue": 2, "full": "drop_old"}, {"batch": 16}])
-def test_each_is_accounted_for_when_ctrl_c_strikes_in_the_publisher(kind, options, ctrl_c):
+def test_events_are_accounted_for_when_ctrl_c_interrupts_the_publisher(kind, options, ctrl_c):
     bus, seen = Bus(), []
     subscription = subscribe(bus, kind, seen, linger=0.0001, **options)
     with bus:

@@ -99,7 +99,7 @@ def test_a_script_with_a_main_guard_uses_worker_processes_and_leaves_nothing_on_
         assert word not in done.stderr
 
 
-def test_a_script_without_a_main_guard_is_told_so(tmp_path):
+def test_a_script_without_a_main_guard_is_an_error_with_advice(tmp_path):
     script = SCRIPT.replace("GUARD", "main()").replace('on_error="log", ', "").replace("range(3)", "range(1)")
     done = run_script(tmp_path / "script.py", script)
     assert done.returncode == 1
@@ -125,7 +125,7 @@ def test_captured_tensors_arrive_as_they_were_and_are_the_handlers_own(quick):
     assert subscription.stats.delivered == 3
 
 
-def test_an_error_in_the_worker_comes_back_with_its_type_message_and_traceback(quick):
+def test_an_error_in_the_worker_keeps_type_message_and_traceback(quick):
     error = error_of("raise")
     assert type(error) is ZeroDivisionError
     assert str(error) == "in the worker"
@@ -136,7 +136,7 @@ def test_an_error_in_the_worker_comes_back_with_its_type_message_and_traceback(q
     assert "in the offloaded (process) handler act of after_train_iter" in notes
 
 
-def test_an_error_that_cannot_be_pickled_comes_back_under_its_name(quick):
+def test_an_unpicklable_error_is_reported_by_name(quick):
     error = error_of("raise something unpicklable")
     assert type(error) is OffloadError
     assert str(error).endswith("workers.UnpicklableError: this and that")
@@ -202,7 +202,7 @@ def test_a_handler_that_exits_ends_its_worker_only(quick):
     assert "exit code 5" in str(logs[0]["exc_info"])
 
 
-def test_disable_after_retires_the_handler_and_drops_what_waits(quick):
+def test_disable_after_retires_the_handler_and_drops_pending_events(quick):
     bus = Bus()
     subscription = bus.on("after_train_iter", workers.act, offload="process", disable_after=2)
     with capture_logs() as logs, bus:
@@ -215,7 +215,7 @@ def test_disable_after_retires_the_handler_and_drops_what_waits(quick):
     assert [entry["event"] for entry in logs].count("handler retired") == 1
 
 
-def test_a_cancelled_handler_gets_what_was_published_before_and_its_worker_ends(quick):
+def test_a_cancelled_handler_gets_earlier_events_before_its_worker_ends(quick):
     bus = Bus()
     with bus:
         with bus.on("after_train_iter", workers.act, offload="process") as subscription:
@@ -252,7 +252,7 @@ def test_signals_for_the_program_do_not_end_a_worker(quick):
     assert subscription.stats.delivered == 2
 
 
-def test_a_handler_that_is_not_there_is_reported_and_retired_after_three_attempts(quick, monkeypatch):
+def test_a_missing_handler_is_reported_and_retired_after_three_attempts(quick, monkeypatch):
     bus = Bus()
     subscription = bus.on("after_train_iter", workers.not_importable, offload="process", on_error="log")
     monkeypatch.delattr(workers, "not_importable")
@@ -276,7 +276,7 @@ def test_static_methods_of_hooks_run_in_workers(quick):
     assert bus.subscriptions[0].stats.delivered == 1
 
 
-def test_every_event_is_accounted_for_when_ctrl_c_strikes_in_the_publisher(quick, ctrl_c):
+def test_every_event_is_accounted_for_when_ctrl_c_interrupts_the_publisher(quick, ctrl_c):
     bus = Bus()
     subscription = bus.on("after_train_iter", workers.act_on_all, offload="process", linger=0.0001, batch=64, queue=200)
     event = [deed("nothing", i) for i in range(4000)]
@@ -313,7 +313,7 @@ def refused():
 
 
 @pytest.mark.parametrize(("handler", "message"), list(refused()))
-def test_what_a_worker_cannot_import_is_refused_with_a_way_out(handler, message):
+def test_handlers_that_a_worker_cannot_import_are_refused_with_advice(handler, message):
     with pytest.raises(SubscribeError, match=f"cannot subscribe .* imports its handler by name.*{message}") as caught:
         Bus().on("after_run", handler, offload="process")
     assert 'offload="thread"' in str(caught.value)

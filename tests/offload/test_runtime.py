@@ -892,7 +892,7 @@ def test_publishers_on_many_threads_lose_nothing(bus, kind):
 
 
 @pytest.mark.parametrize("options", [{}, {"queue": 2}, {"queue": 2, "full": "drop_old"}, {"queue": 2, "full": "drop_new"}])
-def test_every_event_is_accounted_for_when_ctrl_c_strikes_in_the_publisher(kind, library, options, ctrl_c):
+def test_every_event_is_accounted_for_when_ctrl_c_interrupts_the_publisher(kind, library, options, ctrl_c):
     """A timer signal, whose handler raises as Ctrl-C does, strikes the publisher at arbitrary instructions."""
     bus = Bus(backend=library)
     heard = []

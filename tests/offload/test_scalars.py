@@ -18,7 +18,7 @@ def read(taken) -> dict:
     return plan.read(*values)
 
 
-def test_what_is_read_later_is_what_the_tensors_held_when_they_were_taken():
+def test_scalars_have_the_values_at_publishing():
     taker, total = ScalarTaker(), torch.zeros(())
     taken = []
     for _ in range(200):
@@ -27,7 +27,7 @@ def test_what_is_read_later_is_what_the_tensors_held_when_they_were_taken():
     assert [read(one) for one in reversed(taken)] == [{"total": float(n)} for n in range(200, 0, -1)]
 
 
-def test_publishers_on_several_threads_take_values_of_their_own():
+def test_publishers_on_several_threads_have_separate_values():
     taker, taken = ScalarTaker(), {}
 
     def publish(start):
@@ -166,7 +166,7 @@ def test_names_that_never_repeat_do_not_pile_up():
 
 
 @pytest.mark.parametrize("full", ["drop_old", "latest", "drop_new"])
-def test_values_are_right_whatever_a_full_lane_drops(full):
+def test_values_are_correct_when_a_full_lane_drops_events(full):
     seen, bus = [], Bus()
     go = threading.Event()
 

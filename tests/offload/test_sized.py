@@ -106,7 +106,7 @@ def test_drop_old_makes_room_for_a_large_one():
     assert heard == [0, 4, 7]
 
 
-def test_what_the_handler_holds_cannot_be_dropped_so_the_newest_is():
+def test_bytes_held_by_the_handler_cannot_be_dropped():
     bus = Bus()
     subscription, heard, started, release = held(bus, max_bytes=4000, full="drop_old")
     with bus:
@@ -133,7 +133,7 @@ def test_a_full_budget_may_raise():
 
 
 @pytest.mark.parametrize("full", ["block", "drop_old", "drop_new", "latest", "raise"])
-def test_what_is_larger_than_the_whole_budget_is_an_error(full):
+def test_a_value_larger_than_the_budget_is_an_error(full):
     bus = Bus()
     subscription, _, _, release = held(bus, max_bytes=1500, full=full)
     release.set()
@@ -144,7 +144,7 @@ def test_what_is_larger_than_the_whole_budget_is_an_error(full):
     assert subscription.stats.published == subscription.stats.delivered == 1
 
 
-def test_a_value_that_cannot_be_copied_gives_its_bytes_back():
+def test_a_value_that_cannot_be_copied_releases_its_bytes():
     bus = Bus()
     subscription, _, _, release = held(bus, max_bytes=1500)
     release.set()
@@ -157,7 +157,7 @@ def test_a_value_that_cannot_be_copied_gives_its_bytes_back():
     assert subscription.stats.delivered == 1
 
 
-def test_failures_and_what_is_left_at_the_end_give_their_bytes_back():
+def test_failed_and_abandoned_values_release_their_bytes():
     bus = Bus(abort_timeout=0.02)
     subscription, _, started, release = held(bus, on_error="log")
 
@@ -226,7 +226,7 @@ def test_linger_collects_a_batch_and_a_handler_may_ask_for_a_list():
     assert len(batches) < 20
 
 
-def test_an_interrupt_after_the_copy_and_before_it_is_queued_gives_its_bytes_back(monkeypatch):
+def test_an_interrupt_between_copy_and_queue_releases_the_bytes(monkeypatch):
     """It can strike there where torch.compile has replaced the way in which the interpreter calls functions."""
     bus = Bus()
     subscription = bus.on("after_run", lambda tensor: None, offload="thread", capture=lambda event: event.run, max_bytes=1500)

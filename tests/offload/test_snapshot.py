@@ -71,20 +71,20 @@ def test_touching_a_live_field_is_an_error_that_names_capture(event, field):
         getattr(arrived(event), field)
 
 
-def test_an_event_without_live_fields_is_passed_as_it_is():
+def test_an_event_without_live_fields_is_passed_unchanged():
     class Plain(Event):
         number: int
 
     assert detach(event := Plain(number=3)) is event
 
 
-def test_what_is_detached_can_be_detached_again():
+def test_a_detached_event_can_be_detached_again():
     event = arrived(arrived(AfterTrainIter(run=object(), progress=P, outputs={"loss": torch.tensor(0.5)})))
     assert event.outputs == {"loss": 0.5}
     assert detached_type(type(event)) is type(event)
 
 
-def test_outputs_arrive_as_numbers_in_their_order_and_without_what_is_no_scalar():
+def test_outputs_are_numbers_in_order_without_other_values():
     outputs = {
         "loss": torch.tensor(0.5, requires_grad=True) * 2,
         "acc": 0.75,
@@ -163,7 +163,7 @@ def test_publishing_never_waits_for_a_tensor(monkeypatch):
         ("epoch", r"event\.progress\.epoch$"),
     ],
 )
-def test_what_the_run_has_and_not_the_event_is_an_error_that_names_the_way(made, name, way):
+def test_reading_run_attributes_from_an_event_is_an_error_with_advice(made, name, way):
     event = made(AfterTrainIter(run=object(), progress=P, outputs={}))
     with pytest.raises(AttributeError, match=rf"after_train_iter has no field '{name}': write {way}"):
         getattr(event, name)
@@ -263,7 +263,7 @@ def test_captured_tensors_arrive_as_copies_on_the_cpu_without_their_graph():
     assert value["array"].tolist() == [0, 0]
 
 
-def test_what_is_owned_is_passed_on_without_a_copy():
+def test_owned_values_are_passed_without_a_copy():
     tensor = torch.ones(2)
     assert capture(Owned(tensor)).resolve() is tensor
 
@@ -296,10 +296,10 @@ def test_capturing_the_whole_event_is_a_clear_error():
         capture(AfterTrainIter(progress=P))
 
 
-def test_capturing_what_cannot_be_copied_is_a_clear_error():
+def test_capturing_an_uncopyable_object_is_an_error():
     with pytest.raises(TypeError, match=r"returned a generator, which cannot be copied"):
         capture(number for number in range(3))
 
 
-def test_a_captured_progress_is_passed_as_it_is():
+def test_a_captured_progress_is_passed_unchanged():
     assert capture(P).resolve() is P

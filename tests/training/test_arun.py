@@ -20,7 +20,7 @@ async def until(condition) -> None:
         await anyio.sleep(0.001)
 
 
-async def test_the_hosts_loop_goes_on_while_training_runs_on_another_thread(parts):
+async def test_the_hosts_loop_runs_while_another_thread_trains(parts):
     ticks: list[int] = []
     seen = []
     bus = Bus()
@@ -50,7 +50,7 @@ async def test_the_hosts_loop_goes_on_while_training_runs_on_another_thread(part
     assert bus.state == "idle"
 
 
-async def test_it_publishes_trains_and_returns_what_run_does(parts):
+async def test_arun_publishes_trains_and_returns_like_run(parts):
     one, other = parts.loop(model=parts.model()), parts.loop(model=parts.model())
     trace, its_trace = parts.Trace(one.bus), parts.Trace(other.bus)
     assert await one.arun() == await anyio.to_thread.run_sync(other.run)
@@ -58,7 +58,7 @@ async def test_it_publishes_trains_and_returns_what_run_does(parts):
     parts.assert_same(one.model.state_dict(), other.model.state_dict())
 
 
-async def test_async_handlers_are_tasks_of_the_host_whether_the_bus_was_open_or_not(parts):
+async def test_async_handlers_run_in_the_hosts_loop_on_open_and_closed_buses(parts):
     threads = set()
     bus = Bus()
 
@@ -173,7 +173,7 @@ async def test_a_loop_that_was_cancelled_runs_again(parts):
     assert trace.names[-1] == "after_run"
 
 
-async def test_a_run_that_is_cancelled_before_it_begins_ends_at_once(parts):
+async def test_a_run_cancelled_before_it_begins_ends_immediately(parts):
     loop = parts.loop(max_epochs=100_000)
     trace = parts.Trace(loop.bus)
     with anyio.CancelScope() as scope:
@@ -183,7 +183,7 @@ async def test_a_run_that_is_cancelled_before_it_begins_ends_at_once(parts):
     assert not trace.of("after_train_iter")
 
 
-async def test_an_error_of_training_comes_out_as_it_was(parts):
+async def test_an_error_of_training_is_raised_unchanged(parts):
     def broken(model, batch):
         raise ZeroDivisionError("in the step")
 
@@ -245,7 +245,7 @@ async def test_one_loop_does_not_run_twice_at_the_same_time(parts):
         loop.stop()
 
 
-async def test_a_failure_is_raised_on_the_training_thread_and_nowhere_else(parts):
+async def test_a_failure_is_raised_on_the_training_thread_only(parts):
     bus = Bus()
     heard = threading.Event()
 
@@ -271,7 +271,7 @@ async def test_a_failure_is_raised_on_the_training_thread_and_nowhere_else(parts
                 await parts.loop(bus).arun()
 
 
-async def test_a_run_of_ones_own_can_be_cancelled_from_the_host(parts):
+async def test_a_users_own_run_can_be_cancelled_from_the_host(parts):
     bus = Bus()
     trace = parts.Trace(bus)
     model = parts.model()

@@ -68,13 +68,13 @@ def test_a_generator_is_good_for_one_epoch(parts, bus, trace):
 
 
 @pytest.mark.parametrize("options", [{"max_epochs": 2}, {"max_iters": 5}])
-def test_a_generator_that_is_used_up_is_an_error_that_says_so(parts, bus, trace, options):
+def test_an_exhausted_generator_is_an_error(parts, bus, trace, options):
     with pytest.raises(TrainingError, match="train_data is an exhausted iterator"):
         parts.loop(bus, train_data=(b for b in parts.batches(3)), val_data=None, **options).run()
     assert len(trace.of("after_train_iter")) == 3
 
 
-def test_a_generator_of_validation_data_that_is_used_up_is_an_error_that_says_so(parts):
+def test_an_exhausted_generator_of_validation_data_is_an_error(parts):
     with pytest.raises(TrainingError, match="val_data is an exhausted iterator"):
         parts.loop(val_data=(b for b in parts.batches(2))).run()
 
@@ -91,7 +91,7 @@ def test_an_empty_loader_is_an_error_that_names_it(parts, bus, trace, empty):
 
 
 @pytest.mark.parametrize("stage", ["train", "val", "test"])
-def test_what_cannot_be_iterated_is_a_clear_error(parts, stage):
+def test_data_that_is_not_iterable_is_an_error(parts, stage):
     with pytest.raises(ConfigurationError, match=f"{stage}_data=5: give an iterable of batches, such as a DataLoader"):
         parts.loop(**{f"{stage}_data": 5})
     with Run(model=parts.model()) as run, pytest.raises(ConfigurationError, match="loader=5: give an iterable of batches"):
@@ -104,7 +104,7 @@ def test_a_loader_without_a_length_knows_its_last_batch_for_a_partial_window(par
     assert trace.of("after_run")[0].progress.update == 2
 
 
-def test_a_loader_without_a_length_is_read_ahead_only_where_somebody_asks(parts, bus):
+def test_a_loader_without_a_length_is_read_ahead_only_on_demand(parts, bus):
     read = []
 
     class Noting(Unsized):
@@ -151,7 +151,7 @@ def test_batches_of_a_data_loader_arrive_in_its_order(parts, bus, trace, workers
     parts.assert_same(seen, expected)
 
 
-def test_before_train_epoch_comes_before_the_loader_is_asked_for_anything(parts, bus):
+def test_before_train_epoch_is_published_before_the_loader_is_iterated(parts, bus):
     calls = []
 
     class Noting(Unsized):
@@ -205,7 +205,7 @@ def test_nested_batches_are_moved_and_keep_their_types():
     assert (moved["pair"].labels[1][1], moved["name"], moved["none"], moved["number"]) == (3, "x", None, 2.5)
 
 
-def test_a_mapping_that_is_no_dict_is_moved_to_a_dict():
+def test_a_mapping_of_another_type_is_moved_to_a_dict():
     class View(Mapping):
         def __getitem__(self, key):
             return {"a": torch.ones(1)}[key]
@@ -224,7 +224,7 @@ def test_a_packed_sequence_moves_itself():
     assert packed.batch_sizes.device.type == "cpu"
 
 
-def test_what_is_on_the_device_already_is_not_copied(parts):
+def test_tensors_on_the_device_are_not_copied(parts):
     batch = parts.batches(1)[0]
     assert to_device(batch, torch.device("cpu"))[0] is batch[0]
 
@@ -245,7 +245,7 @@ def test_device_moves_the_model_and_the_batches_of_all_stages(parts, bus):
     assert devices["before_train_iter"] == META
 
 
-def test_without_device_a_model_stays_where_it_is_even_in_two_places(parts, bus):
+def test_without_device_a_model_is_not_moved_even_if_on_two_devices(parts, bus):
     class Split(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -305,7 +305,7 @@ def test_a_seeded_dataset_leaves_the_global_generators_alone():
 
 
 @pytest.mark.parametrize("options", [{"max_epochs": 3}, {"max_iters": 6}])
-def test_a_run_gives_every_pass_over_a_seeded_dataset_other_random_numbers(parts, bus, options):
+def test_every_pass_over_a_seeded_dataset_has_different_random_numbers(parts, bus, options):
     seen = []
     bus.on("before_train_iter", lambda e: seen.append(e.batch[0].clone()))
     loader = DataLoader(SeededDataset(Random()), batch_size=2)
@@ -351,7 +351,7 @@ class Prefetching:
     ids=["Subset", "random_split", "ConcatDataset", "own", "nested"],
 )
 @pytest.mark.parametrize("wrap_loader", [lambda loader: loader, Prefetching], ids=["", "own loader"])
-def test_a_seeded_dataset_within_others_hears_of_the_epoch(parts, bus, wrapped, wrap_loader):
+def test_a_nested_seeded_dataset_gets_the_epoch(parts, bus, wrapped, wrap_loader):
     seen = []
     bus.on("before_train_iter", lambda e: seen.append(e.batch[0].clone()))
     loader = DataLoader(wrapped(SeededDataset(Random())), batch_size=4)
@@ -359,7 +359,7 @@ def test_a_seeded_dataset_within_others_hears_of_the_epoch(parts, bus, wrapped, 
     assert len({tuple(inputs.flatten().tolist()) for inputs in seen}) == 3
 
 
-def test_each_seeded_dataset_of_the_training_data_hears_of_the_epoch_and_no_other(parts, bus):
+def test_only_seeded_datasets_of_the_training_data_get_the_epoch(parts, bus):
     one, other, validation = (SeededDataset(Random()) for _ in range(3))
     before = validation[0][0]
     loader = DataLoader(StackDataset(one=one, other=other), batch_size=4)
@@ -371,7 +371,7 @@ def test_each_seeded_dataset_of_the_training_data_hears_of_the_epoch_and_no_othe
 
 
 @pytest.mark.parametrize("persistent", [True, False])
-def test_workers_hear_of_the_next_epoch_of_a_seeded_dataset(parts, bus, persistent):
+def test_workers_get_the_next_epoch_of_a_seeded_dataset(parts, bus, persistent):
     seen = []
     bus.on("before_train_iter", lambda e: seen.append(e.batch[0].clone()))
     loader = DataLoader(SeededDataset(Random()), batch_size=4, num_workers=1, persistent_workers=persistent)

@@ -224,7 +224,7 @@ def test_an_exception_and_a_cancellation_end_all_three_in_the_same_way(parts, mo
 @pytest.mark.parametrize(
     ("mount_point", "count"), [("after_train_iter", 2), ("after_train_iter", 4), ("after_train_epoch", 1), ("before_val", 1)]
 )
-def test_all_three_go_on_from_a_checkpoint_in_the_same_way(parts, tmp_path, mount_point, count, by_iter):
+def test_push_pull_and_train_loop_resume_equally(parts, tmp_path, mount_point, count, by_iter):
     first = Job(parts, work_dir=tmp_path / "first", by_iter=by_iter)
     act_at(first.bus, mount_point, count, lambda event: (event.run.request_save("here.safetensors"), event.run.stop()))
     by_loop(first)
@@ -264,7 +264,7 @@ def test_break_is_an_abandoned_iteration_or_validation(parts):
     assert torch.is_grad_enabled()
 
 
-def test_without_data_the_driver_counts_and_the_caller_says_which_batch_is_the_last(parts, tmp_path):
+def test_without_data_the_driver_counts_and_the_caller_marks_the_last_batch(parts, tmp_path):
     job = Job(parts, tmp_path)
     with job.run() as run:
         drive = run.drive()
@@ -324,7 +324,7 @@ def test_the_example_of_the_driver_runs(parts, bus, trace):
     )
 
 
-def test_fail_tells_the_exception_unwinds_and_leaves_it_to_the_caller(parts, bus, trace):
+def test_fail_publishes_the_exception_and_unwinds_without_raising_it(parts, bus, trace):
     undone = []
     error = ValueError("mine")
     with Run(bus, model=parts.model()) as run:
@@ -378,7 +378,7 @@ def test_outputs_without_names_are_an_error_that_changes_nothing(parts, trace, b
             getattr(drive, f"end_{scope}")()
 
 
-def test_options_that_cannot_work_change_nothing(parts, trace, bus):
+def test_invalid_options_change_nothing(parts, trace, bus):
     with Run(bus, model=parts.model()) as run:
         with pytest.raises(ConfigurationError, match="one of them"):
             run.drive().begin_train(max_epochs=1, max_iters=1)
@@ -429,7 +429,7 @@ def stand(run: Run, trace: Any) -> tuple[Any, ...]:
 
 
 @given(st.data())
-def test_every_call_is_in_turn_or_an_error_that_names_what_was_expected_and_changes_nothing(parts, data):
+def test_a_call_out_of_turn_is_an_error_naming_the_expected_calls(parts, data):
     bus = Bus()
     trace = parts.Trace(bus)
     run = Run(bus, model=parts.model())

@@ -30,14 +30,14 @@ def session(parts, tmp_path):
     return run
 
 
-def test_a_changed_option_of_the_optimizer_is_told_and_the_checkpoints_is_in_force(session):
+def test_a_changed_optimizer_option_is_reported_and_the_checkpoints_value_is_used(session):
     session(1)
     loop, told = session(2, lr=0.5, momentum=0.9)
     assert told == ["optimizer.lr is 0.1, not 0.5; optimizer.momentum is 0, not 0.9"]
     assert loop._optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_it_is_told_again_with_the_checkpoints_of_the_resumed_run(session):
+def test_a_changed_option_is_reported_again_from_later_checkpoints(session):
     session(1)
     session(2, lr=0.5)
     assert session(3, lr=0.5)[1] == ["optimizer.lr is 0.1, not 0.5"]
@@ -53,7 +53,7 @@ def test_it_is_told_again_with_the_checkpoints_of_the_resumed_run(session):
         lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
     ],
 )
-def test_what_a_schedule_has_changed_is_no_change(session, schedule):
+def test_options_changed_by_a_schedule_are_not_reported(session, schedule):
     session(1, schedule=schedule)
     loop, told = session(2, schedule=schedule)
     assert told == []
@@ -62,13 +62,13 @@ def test_what_a_schedule_has_changed_is_no_change(session, schedule):
     assert not [line for line in logs if line["log_level"] == "warning"], "nor in another run of the same loop"
 
 
-def test_a_changed_schedule_is_told(session):
+def test_a_changed_schedule_is_reported(session):
     session(1, schedule=lambda optimizer: CosineAnnealingLR(optimizer, 5))
     _, told = session(2, schedule=lambda optimizer: CosineAnnealingLR(optimizer, 50), lr=0.2)
     assert told == ["optimizer.lr is 0.1, not 0.2; param_schedulers.CosineAnnealingLR.T_max is 5, not 50"]
 
 
-def test_a_schedule_within_another_is_told(session):
+def test_a_changed_nested_schedule_is_reported(session):
     def schedule(steps):
         return lambda made: SequentialLR(made, [LinearLR(made, total_iters=steps), StepLR(made, 1)], [steps])
 
@@ -77,32 +77,32 @@ def test_a_schedule_within_another_is_told(session):
     assert "param_schedulers.SequentialLR._schedulers[0].total_iters is 2, not 3" in told
 
 
-def test_another_seed_is_told_and_none_at_all_is_not(session):
+def test_another_seed_is_reported_but_not_a_missing_one(session):
     session(1, seed=1)
     assert session(2, seed=2)[1] == ["seed is 1, not 2"]
     assert session(3)[1] == []
 
 
-def test_groups_are_told_one_by_one(session):
+def test_parameter_groups_are_reported_separately(session):
     session(1, groups=2)
     assert session(2, groups=2, lr=0.5)[1] == ["optimizer.groups[0].lr is 0.1, not 0.5; optimizer.groups[1].lr is 0.1, not 0.5"]
 
 
-def test_another_optimizer_whose_state_fits_is_told(session):
+def test_another_optimizer_with_a_compatible_state_is_reported(session):
     session(1, optimizer=torch.optim.AdamW)
     _, (told,) = session(2, optimizer=torch.optim.Adam)
     assert "optimizer.type is 'AdamW', not 'Adam'" in told
     assert "optimizer.weight_decay is 0.01, not 0" in told
 
 
-def test_an_optimizer_and_a_schedule_that_start_afresh_have_their_own_options(session):
+def test_an_optimizer_and_a_schedule_without_restored_state_keep_their_options(session):
     session(1, save_optimizer=False, schedule=lambda optimizer: StepLR(optimizer, 5))
     loop, told = session(2, lr=0.5, schedule=lambda optimizer: StepLR(optimizer, 6))
     assert told == []
     assert loop._optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_an_optimizer_of_another_kind_that_starts_afresh_has_its_own_options(session):
+def test_an_optimizer_of_another_kind_without_restored_state_keeps_its_options(session):
     session(1)
     loop, told = session(2, optimizer=torch.optim.AdamW, lr=0.5, strict=False)
     assert told == []
@@ -110,7 +110,7 @@ def test_an_optimizer_of_another_kind_that_starts_afresh_has_its_own_options(ses
     assert session(3, optimizer=torch.optim.AdamW, lr=0.6)[1] == ["optimizer.lr is 0.5, not 0.6"]
 
 
-def test_in_a_loop_of_ones_own_too(parts, tmp_path):
+def test_changed_options_are_reported_in_a_users_own_loop(parts, tmp_path):
     def session(lr, resume=None):
         model = parts.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -130,7 +130,7 @@ def test_in_a_loop_of_ones_own_too(parts, tmp_path):
 
 
 @pytest.mark.parametrize(("size", "told"), [(4, []), (2, [(3, 6)])])
-def test_batches_of_another_size_in_the_middle_of_an_epoch_are_told(parts, tmp_path, size, told):
+def test_another_batch_size_within_an_epoch_is_reported(parts, tmp_path, size, told):
     bus = Bus()
     bus.on("after_train_iter", lambda event: event.run.stop(), once=2)
     data = torch.utils.data.TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)

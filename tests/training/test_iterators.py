@@ -36,7 +36,7 @@ def test_a_handler_that_raises_stop_iteration_ends_the_run_with_an_error_that_na
 @pytest.mark.parametrize(
     "mount_point", ["before_train", "before_train_iter", "after_train_iter", "before_val_iter", "after_val"]
 )
-def test_so_it_does_in_a_loop_of_ones_own(parts, bus, mount_point):
+def test_a_stop_iteration_in_a_users_own_loop_is_an_error(parts, bus, mount_point):
     bus.on(mount_point, runs_dry)
     with pytest.raises(StopIterationError, match=f"runs_dry of {mount_point}"), Run(bus, model=parts.model()) as run:
         for _ in run.epochs(2):
@@ -174,12 +174,12 @@ class Unmovable:
 
 @pytest.mark.parametrize("loader", [Unready, Samples])
 @pytest.mark.parametrize("method", ["train", "validate", "test"])
-def test_other_code_that_an_iterator_calls_is_no_end_of_it_either(parts, loader, method):
+def test_other_code_called_by_an_iterator_does_not_end_it(parts, loader, method):
     with pytest.raises(StopIterationError, match=f"code that run.{method}"), Run(model=parts.model(), device="cpu") as run:
         list(getattr(run, method)(loader()))
 
 
-def test_a_save_is_no_end_of_the_epochs(parts, tmp_path):
+def test_a_save_does_not_end_the_epochs(parts, tmp_path):
     class State:
         state_dict = runs_dry
 

@@ -65,7 +65,7 @@ def test_it_is_refused_before_any_hook_opens_a_file(parts, bus, trace, tmp_path)
     lock.release()
 
 
-def test_the_way_out_of_a_run_that_was_begun_and_never_left_works(parts, tmp_path):
+def test_the_advice_for_a_run_that_was_never_left_works(parts, tmp_path):
     """As in a notebook, in whose process the lock would stay for ever."""
     left = Run(model=parts.model(), optimizer=None, work_dir=tmp_path)
     left.__enter__()
@@ -101,7 +101,7 @@ def test_validations_and_tests_take_no_lock_and_need_none(parts, tmp_path):
 
 
 @pytest.mark.parametrize("with_optimizer", [True, False])
-def test_a_loop_of_ones_own_is_refused_as_well(tmp_path, with_optimizer):
+def test_a_users_own_loop_is_refused_as_well(tmp_path, with_optimizer):
     lock = DirectoryLock(tmp_path)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if with_optimizer else None
@@ -125,7 +125,7 @@ def test_an_out_dir_in_which_a_run_of_the_same_name_saves_is_in_use_as_well(part
 
 
 @pytest.mark.parametrize("work_dir", ["runs/latest", "runs/x/../x", "runs/x"])
-def test_a_run_does_not_lock_itself_out_of_a_directory_that_it_knows_by_two_names(parts, tmp_path, work_dir):
+def test_a_run_can_use_a_directory_under_two_names(parts, tmp_path, work_dir):
     (tmp_path / "runs" / "x").mkdir(parents=True)
     (tmp_path / "runs" / "latest").symlink_to("x")
     bus = Bus()
@@ -134,14 +134,14 @@ def test_a_run_does_not_lock_itself_out_of_a_directory_that_it_knows_by_two_name
     assert sorted(file.name for file in (tmp_path / "runs" / "x").iterdir()) == ["epoch_1.safetensors", "last_checkpoint"]
 
 
-def test_a_file_that_a_killed_process_has_left_locks_nothing(parts, tmp_path):
+def test_a_lock_file_left_by_a_killed_process_does_not_lock(parts, tmp_path):
     (tmp_path / NAME).write_text("process 1 on mars")
     parts.loop(work_dir=tmp_path, max_epochs=1).run()
     assert not (tmp_path / NAME).exists()
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
-def test_where_the_file_system_has_no_locks_training_goes_on(parts, tmp_path, monkeypatch, number):
+def test_training_works_on_file_systems_without_locks(parts, tmp_path, monkeypatch, number):
     def refuse(descriptor, operation):
         raise OSError(number, os.strerror(number))
 
@@ -154,7 +154,7 @@ def test_where_the_file_system_has_no_locks_training_goes_on(parts, tmp_path, mo
     assert told["error"] == str(OSError(number, os.strerror(number)))
 
 
-def test_where_the_file_system_tells_files_apart_wrongly_training_goes_on(parts, tmp_path, monkeypatch):
+def test_training_works_on_file_systems_with_unstable_inodes(parts, tmp_path, monkeypatch):
     """Some that are mounted over a network number a file anew each time it is looked at."""
     monkeypatch.setattr(os.path, "samestat", lambda *files: False)
     loop = parts.loop(work_dir=tmp_path, max_epochs=1)

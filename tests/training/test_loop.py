@@ -58,7 +58,7 @@ def test_training_needs_data_and_an_optimizer(parts):
         parts.loop(optimizer=None).run()
 
 
-def test_val_and_test_need_data_and_nothing_else(parts):
+def test_val_and_test_need_only_data(parts):
     loop = TrainLoop(parts.model(), step=parts.step, val_data=parts.batches(1), test_data=parts.batches(1))
     assert loop.val().keys() == loop.test().keys() == {"loss"}
     empty = TrainLoop(parts.model(), step=parts.step)
@@ -68,7 +68,7 @@ def test_val_and_test_need_data_and_nothing_else(parts):
         empty.test()
 
 
-def test_a_seed_makes_two_runs_the_same(parts):
+def test_runs_with_the_same_seed_are_equal(parts):
     def weights():
         model = parts.model(dropout=0.5)
         torch.seed()
@@ -85,13 +85,13 @@ def test_val_step_and_test_step_are_used_where_they_are_given(parts):
 
 
 @pytest.mark.parametrize(("option", "value"), [("step", None), ("seed", "7"), ("seed", True)])
-def test_a_step_or_seed_that_is_none_is_told_when_the_loop_is_made(parts, bus, option, value):
+def test_an_invalid_step_or_seed_is_an_error_at_construction(parts, bus, option, value):
     with pytest.raises(ConfigurationError, match=f"{option}={value!r}: give"):
         parts.loop(bus, **{option: value})
 
 
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_iters": 4}])
-def test_a_run_with_nothing_left_to_train_says_so(parts, tmp_path, limit):
+def test_a_run_with_nothing_left_to_train_logs_it(parts, tmp_path, limit):
     loop = parts.loop(**limit)
     loop.run()
     with capture_logs() as logs:
@@ -101,7 +101,7 @@ def test_a_run_with_nothing_left_to_train_says_so(parts, tmp_path, limit):
     assert f"reached {name}={value}" in told
 
 
-def test_a_run_that_trains_says_nothing_of_nothing_left(parts):
+def test_a_run_that_trains_does_not_log_that_nothing_is_left(parts):
     with capture_logs() as logs:
         parts.loop().run()
     assert not logs

@@ -59,7 +59,7 @@ def test_a_metric_gets_the_entries_that_its_update_names(parts):
     assert isinstance(found["accuracy"], float)
 
 
-def test_scalars_that_only_feed_a_metric_are_no_metrics_of_their_own(parts):
+def test_scalars_that_feed_a_metric_are_not_separate_metrics(parts):
     def weighted_step(model, batch):
         return {"loss": parts.step(model, batch), "weight": 3.0, "other": 0.5}
 
@@ -84,13 +84,13 @@ def test_a_missing_entry_is_an_error_at_the_first_batch(parts, bus, trace):
     assert len(trace.of("before_val_iter")) == 1
 
 
-def test_metrics_begin_anew_with_every_validation(parts, bus, trace):
+def test_metrics_are_reset_for_every_validation(parts, bus, trace):
     parts.loop(bus, val_step=val_step, metrics={"sums": Sums()}).run()
     assert [e.metrics["sums/count"] for e in trace.of("after_val_epoch")] == [2, 2]
 
 
 @pytest.mark.parametrize("metric", [object(), {"a": 1}])
-def test_what_is_no_metric_is_an_error_when_the_loop_is_made(parts, metric):
+def test_an_invalid_metric_is_an_error_at_construction(parts, metric):
     with pytest.raises(ConfigurationError, match=r"metric 'x' .* has no"):
         parts.loop(metrics={"x": metric})
 

@@ -114,7 +114,7 @@ def test_the_weights_of_a_validation_are_the_averaged_ones(parts, bus, moments, 
     assert not torch.equal(state["state_dict"]["0.weight"], state["ema_state_dict"]["0.weight"])
 
 
-def test_weights_lent_in_a_validation_may_change_before_the_next_step(parts, bus, moments, staging, tmp_path):
+def test_weights_swapped_for_a_validation_can_change_before_the_next_step(parts, bus, moments, staging, tmp_path):
     """The file has them as they were: what is lent is nothing that only the optimizer changes."""
     ema = EMAHook(momentum=0.3)
     bus.add(ema)
@@ -166,7 +166,7 @@ def test_with_parameters_that_are_replaced_between_saves(parts, bus, moments, st
     moments.check(files=12)
 
 
-def test_in_a_loop_of_ones_own_that_calls_step_itself(parts, bus, moments, staging, tmp_path):
+def test_in_a_users_own_loop_that_calls_step(parts, bus, moments, staging, tmp_path):
     bus.add(CheckpointHook(interval=1, by_epoch=False, staging=staging))
     model = parts.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -67,7 +67,7 @@ class Stalled:
 
 
 @pytest.mark.parametrize("at", ["before_train_iter", "after_train_iter", "before_val_iter", "after_train_epoch", "after_val"])
-def test_a_paused_run_stands_still_until_it_is_resumed_and_then_trains_as_if_nothing_had_been(parts, at):
+def test_a_paused_run_waits_until_resumed_with_equal_results(parts, at):
     stalled = Stalled(parts, lambda run: run.resume(), at=at)
     stalled.loop.run()
     assert stalled.still == [True]
@@ -95,7 +95,7 @@ def test_the_loop_passes_pause_and_resume_on_to_the_run_under_way(parts):
     assert stalled.trace.names[-1] == "after_run"
 
 
-def test_a_stop_releases_a_paused_run_and_ends_it_in_order_without_another_iteration(parts):
+def test_a_stop_ends_a_paused_run_cleanly_without_another_iteration(parts):
     stalled = Stalled(parts, lambda run: run.stop())
     stalled.loop.run()
     assert stalled.still == [True]
@@ -130,7 +130,7 @@ def test_ctrl_c_releases_a_paused_run(parts):
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_that_another_thread_makes_releases_a_paused_run(parts):
+def test_an_interrupt_from_another_thread_releases_a_paused_run(parts):
     """``_thread.interrupt_main()``, as consoles of editors do it, wakes no lock."""
     stalled = Stalled(parts, lambda run: _thread.interrupt_main())
     deadline = threading.Timer(5, lambda: stalled.loop.resume())  # a failure is not to hang
@@ -213,7 +213,7 @@ def test_a_run_that_is_driven_by_calls_pauses_at_the_end_of_an_iteration(parts, 
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("no_blocking")
-async def test_the_hosts_event_loop_goes_on_while_the_run_is_paused_and_resumes_it(parts):
+async def test_the_hosts_event_loop_runs_during_a_pause_and_resumes_the_run(parts):
     loop = parts.loop(max_epochs=2)
     trace = parts.Trace(loop.bus)
     loop.bus.on("after_train_iter", lambda event: event.run.pause(), once=2)
@@ -307,7 +307,7 @@ def test_a_rate_that_cannot_be_is_an_error_of_the_call(parts, rate):
             run.set_lr(rate)
 
 
-def test_without_an_optimizer_there_is_none_to_set(parts):
+def test_set_lr_without_an_optimizer_is_an_error(parts):
     with pytest.raises(ConfigurationError, match="needs an optimizer"):
         Run(model=parts.model()).set_lr(0.1)
 
@@ -327,7 +327,7 @@ def test_without_an_optimizer_there_is_none_to_set(parts):
     ids=["step", "cosine", "lambda", "exponential", "one cycle", "sequential"],
 )
 @pytest.mark.parametrize("set_at", [1, 3])
-def test_a_schedule_goes_on_scaled_by_the_same_factor(parts, schedule, set_at):
+def test_a_schedule_continues_scaled_by_the_same_factor(parts, schedule, set_at):
     seen = []
     for setting in (None, set_at):
         bus, model = Bus(), parts.model()
@@ -368,7 +368,7 @@ def test_the_unwrapped_model_is_the_one_inside_its_wrappers(parts):
         assert Run(model=wrapped).unwrapped_model is model
 
 
-def test_a_model_with_a_part_called_module_is_no_wrapper():
+def test_a_model_with_a_submodule_named_module_is_not_a_wrapper():
     class Net(torch.nn.Module):
         def __init__(self):
             super().__init__()

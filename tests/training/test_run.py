@@ -35,7 +35,7 @@ def evaluate(run, batches):
     return batches.metrics
 
 
-def test_a_loop_of_ones_own_publishes_what_a_train_loop_does(parts, bus, job, trace):
+def test_a_users_own_loop_publishes_the_same_events_as_a_train_loop(parts, bus, job, trace):
     run, learn = job
     epochs = []
     with run:
@@ -58,7 +58,7 @@ class PlacedOfRunTests(Event):
     progress: Progress
 
 
-def test_a_run_publishes_events_of_the_users_own_with_what_they_have_fields_for(bus, job):
+def test_run_publish_fills_the_fields_of_user_events(bus, job):
     heard = []
     bus.on(PlainOfRunTests, heard.append)
     bus.on(PlacedOfRunTests, heard.append)
@@ -125,7 +125,7 @@ def test_break_out_of_both_loops_cuts_the_epoch_short(parts, job, trace):
     assert (run.progress.iter, run.progress.update) == (1, 1)
 
 
-def test_break_out_of_a_validation_publishes_no_after_val_and_training_goes_on(parts, job, trace):
+def test_break_out_of_a_validation_publishes_no_after_val_and_training_continues(parts, job, trace):
     run, learn = job
     with run:
         for _ in run.epochs(2):
@@ -140,7 +140,7 @@ def test_break_out_of_a_validation_publishes_no_after_val_and_training_goes_on(p
 
 @pytest.mark.parametrize("stage", ["validate", "test"])
 @pytest.mark.parametrize("kept", [False, True])
-def test_break_out_of_an_evaluation_gives_modes_gradients_and_weights_back_at_once(parts, bus, job, stage, kept):
+def test_break_out_of_an_evaluation_restores_modes_gradients_and_weights(parts, bus, job, stage, kept):
     run, learn = job
     undone = []
     bus.on(f"before_{stage.removesuffix('idate')}", lambda e: e.run.defer(lambda: undone.append(e.run.model.training)))
@@ -158,7 +158,7 @@ def test_break_out_of_an_evaluation_gives_modes_gradients_and_weights_back_at_on
                 learn(batch)
 
 
-def test_a_with_statement_says_when_an_evaluation_ends(parts, job, trace):
+def test_a_with_statement_ends_an_evaluation(parts, job, trace):
     run, _ = job
     with run:
         with run.validate(parts.batches(2)) as batches:
@@ -175,7 +175,7 @@ def test_a_with_statement_says_when_an_evaluation_ends(parts, job, trace):
     assert trace.names == parts.spell(f"before_run {VAL} before_val before_val_epoch before_val_iter after_run")
 
 
-def test_an_error_while_a_left_validation_is_undone_ends_the_run(parts, bus, job, caplog):
+def test_an_error_while_undoing_an_abandoned_validation_ends_the_run(parts, bus, job, caplog):
     def fail():
         raise OSError("not undone")
 
@@ -187,7 +187,7 @@ def test_an_error_while_a_left_validation_is_undone_ends_the_run(parts, bus, job
 
 
 @pytest.mark.parametrize("kept", ["nothing", "batches", "epochs", "block"])
-def test_the_order_of_mount_points_does_not_depend_on_what_is_kept_in_a_variable(parts, job, trace, kept):
+def test_the_order_of_mount_points_does_not_depend_on_references(parts, job, trace, kept):
     run, learn = job
     with run:
         epochs = run.epochs(2)
@@ -205,7 +205,7 @@ def test_the_order_of_mount_points_does_not_depend_on_what_is_kept_in_a_variable
     assert trace.names == parts.spell(f"before_run before_train {epoch} {epoch} after_train after_run")
 
 
-def test_batches_that_were_left_go_on_in_another_for_statement_until_their_epoch_ends(parts, job, trace):
+def test_batches_can_be_continued_in_another_for_statement(parts, job, trace):
     run, learn = job
     with run:
         for _ in run.epochs(1):
@@ -222,7 +222,7 @@ def test_batches_that_were_left_go_on_in_another_for_statement_until_their_epoch
     assert run.progress.iter == 2
 
 
-def test_other_training_batches_after_a_break_are_another_epoch(parts, job, trace):
+def test_new_training_batches_after_a_break_begin_another_epoch(parts, job, trace):
     run, learn = job
     with run:
         for _ in run.epochs(2):
@@ -235,7 +235,7 @@ def test_other_training_batches_after_a_break_are_another_epoch(parts, job, trac
     assert trace.names == parts.spell(f"before_run before_train {epochs} after_train after_run")
 
 
-def test_training_batches_in_the_body_of_others_are_an_error(parts, job):
+def test_nested_training_batches_are_an_error(parts, job):
     run, _ = job
     with pytest.raises(TrainingError, match="in the body of another"), run:
         for _ in run.epochs(1):
@@ -246,7 +246,7 @@ def test_training_batches_in_the_body_of_others_are_an_error(parts, job):
 
 @pytest.mark.parametrize("bus", [[3], torch.nn.Linear(1, 1)], ids=["hooks", "model"])
 @pytest.mark.parametrize("make", [Run, TrainLoop])
-def test_what_is_no_bus_is_told_with_where_hooks_and_models_go(parts, bus, make):
+def test_the_error_for_an_invalid_bus_says_where_hooks_and_models_go(parts, bus, make):
     options = {"step": parts.step} if make is TrainLoop else {}
     with pytest.raises(ConfigurationError, match=r"bus=.*: give a Bus, to which bus.add\(...\) adds hooks \(the model is"):
         make(bus=bus, model=parts.model(), **options)
@@ -256,13 +256,13 @@ def test_what_is_no_bus_is_told_with_where_hooks_and_models_go(parts, bus, make)
 
 
 @pytest.mark.parametrize("options", [{"seed": "3"}, {"strict": "no"}, {"resume": True}, {"config": "x"}])
-def test_an_option_of_a_run_that_cannot_work_is_told_when_it_is_made(parts, options):
+def test_an_invalid_option_of_a_run_is_an_error_at_construction(parts, options):
     ((name, value),) = options.items()
     with pytest.raises(ConfigurationError, match=f"{name}={value!r}: give"):
         Run(model=parts.model(), **options)
 
 
-def test_flags_and_numbers_in_the_methods_of_a_run_are_no_texts(job):
+def test_strings_for_flags_and_numbers_of_run_methods_are_errors(job):
     run, _ = job
     with pytest.raises(ConfigurationError, match="max_epochs='3': give an integer"):
         run.epochs("3")
@@ -274,7 +274,7 @@ def test_flags_and_numbers_in_the_methods_of_a_run_are_no_texts(job):
 
 @pytest.mark.parametrize("use", ["epochs", "train", "validate", "test"])
 @pytest.mark.parametrize("ended", [False, True])
-def test_what_belongs_into_a_run_is_an_error_outside_of_it(parts, job, use, ended):
+def test_run_methods_outside_of_a_run_are_errors(parts, job, use, ended):
     run, _ = job
     if ended:
         with run:
@@ -287,7 +287,7 @@ def test_what_belongs_into_a_run_is_an_error_outside_of_it(parts, job, use, ende
             report()
 
 
-def test_an_epoch_that_trains_nothing_is_an_error_and_not_repeated_for_ever(parts):
+def test_an_epoch_without_training_is_an_error(parts):
     with pytest.raises(TrainingError, match=r"epoch 1 has trained nothing.*iterate over run.train\(loader\)"):
         with Run(model=parts.model()) as run:
             for _ in run.epochs(2):
@@ -295,7 +295,7 @@ def test_an_epoch_that_trains_nothing_is_an_error_and_not_repeated_for_ever(part
                     run.report(loss=1.0)
 
 
-def test_epochs_that_are_asked_for_again_in_a_run_that_has_trained_them_say_that_nothing_is_left(parts):
+def test_iterating_finished_epochs_again_logs_that_nothing_is_left(parts):
     run = Run(model=parts.model())
     with capture_logs() as logs, run:
         for again in (False, True):
@@ -306,7 +306,7 @@ def test_epochs_that_are_asked_for_again_in_a_run_that_has_trained_them_say_that
     assert ["nothing is left to train" in entry["event"] for entry in logs] == [True]
 
 
-def test_report_and_publish_say_how_they_are_called(job):
+def test_errors_of_report_and_publish_show_the_call(job):
     run, _ = job
     with run:
         with pytest.raises(TrainingError, match=r"run.report\(loss=loss\)"):
@@ -378,7 +378,7 @@ def test_two_passes_over_different_loaders_are_two_epochs(parts, job, trace):
     assert len(trace.of("after_train_epoch")) == 2
 
 
-def test_iteration_based_training_of_ones_own(parts, job, trace):
+def test_iteration_based_training_in_a_users_own_loop(parts, job, trace):
     run, learn = job
     with run:
         for _ in run.epochs(max_iters=5):
@@ -389,7 +389,7 @@ def test_iteration_based_training_of_ones_own(parts, job, trace):
     )
 
 
-def test_stop_ends_a_loop_of_ones_own(parts, bus, job, trace):
+def test_stop_ends_a_users_own_loop(parts, bus, job, trace):
     run, learn = job
     bus.on("after_train_iter", lambda e: e.run.stop(), once=2)
     with run:
@@ -423,7 +423,7 @@ def test_an_exception_leaves_a_bus_open_that_the_user_opened(parts):
         assert bus.state == "open"
 
 
-def test_an_update_on_the_bus_is_an_error_in_a_loop_of_ones_own(parts, bus):
+def test_an_update_on_the_bus_is_an_error_in_a_users_own_loop(parts, bus):
     bus.add(Update())
     with pytest.raises(ConfigurationError, match="the body of your own loop"), Run(bus, model=parts.model()):
         pass
@@ -452,7 +452,7 @@ def test_its_weights_are_those_of_a_plain_loop(parts, job):
     parts.assert_same(dict(run.model.state_dict()), dict(plain.state_dict()))
 
 
-def test_a_second_ctrl_c_while_the_first_is_told_leaves_nothing_open(bus, job):
+def test_a_second_ctrl_c_during_on_exception_leaves_nothing_open(bus, job):
     run, _ = job
     undone = []
 

@@ -41,7 +41,7 @@ def at(events, count, error):
 
 
 @pytest.mark.parametrize("error", [Boom("step"), KeyboardInterrupt(), SystemExit(3), GeneratorExit()])
-def test_an_exception_in_the_step_is_heard_first_and_ends_every_scope_without_its_after_x(parts, bus, trace, error):
+def test_an_exception_is_published_first_and_ends_scopes_without_after_x(parts, bus, trace, error):
     loop = parts.loop(bus, step=lambda model, batch: raise_(error))
     with pytest.raises(type(error)) as caught:
         loop.run()
@@ -170,7 +170,7 @@ def test_deferred_functions_run_when_their_scope_ends_by_itself(parts, bus):
     ]
 
 
-def test_what_before_val_defers_is_undone_before_after_val(parts, bus):
+def test_deferred_calls_of_before_val_run_before_after_val(parts, bus):
     calls = []
     bus.on("before_val", lambda e: e.run.defer(lambda: calls.append("undo")))
     bus.on("after_val_epoch", lambda e: calls.append("after_val_epoch"))
@@ -202,7 +202,7 @@ def test_a_failing_undo_ends_a_run_that_went_well(parts, bus, trace):
 
 
 @pytest.mark.parametrize("strikes", [1, 2, 3])
-def test_an_interrupt_inside_an_undo_has_it_called_once_more_and_does_not_lose_the_others(strikes):
+def test_an_interrupted_deferred_call_is_repeated_and_others_run(strikes):
     calls = []
 
     def undo():
@@ -291,7 +291,7 @@ def test_the_users_exception_wins_over_one_that_an_offloaded_handler_raises_mean
     assert bus.state == "idle"
 
 
-def test_on_exception_is_heard_although_an_offloaded_handler_failed_too(parts, bus, trace):
+def test_on_exception_is_published_despite_a_failed_offloaded_handler(parts, bus, trace):
     def step(model, batch):
         bus.fail(bus.subscriptions[-1], ValueError("offloaded"))  # what a lane does when its handler has raised
         raise Boom("mine")
@@ -337,7 +337,7 @@ def test_a_loop_can_run_again_after_an_exception(parts, bus, trace):
     assert len(trace.of("after_train_iter")) == 3
 
 
-def test_a_failed_val_does_not_change_what_run_does(parts, bus, trace):
+def test_a_failed_val_does_not_affect_a_later_run(parts, bus, trace):
     stop_at(bus, "after_val", once=1)
     errors = []
 
@@ -481,7 +481,7 @@ def test_stop_without_a_run_does_nothing(parts, bus, trace):
     assert len(trace.of("after_train_iter")) == 3
 
 
-def test_a_stopped_loop_goes_on_with_the_next_run(parts, bus, trace):
+def test_a_stopped_loop_continues_with_the_next_run(parts, bus, trace):
     stop_at(bus, "after_train_epoch", once=1)
     loop = parts.loop(bus, val_data=None)
     loop.run()
@@ -523,7 +523,7 @@ def test_stop_and_checkpoint_now_hold_no_lock_that_a_signal_handler_would_wait_f
     assert (tmp_path / "iter_0.safetensors").exists()
 
 
-def test_a_hook_that_needs_the_loss_says_so_with_the_note_of_where(parts, bus):
+def test_a_missing_loss_is_an_error_with_a_note_of_the_hook(parts, bus):
     class Picky(Hook):
         def after_train_iter(self, event):
             raise TrainingError("no")
@@ -535,7 +535,7 @@ def test_a_hook_that_needs_the_loss_says_so_with_the_note_of_where(parts, bus):
     assert "epoch 1, iteration 1" in caught.value.__notes__[0]
 
 
-def test_deferring_what_a_function_returned_is_an_error_at_once(parts):
+def test_deferring_a_non_callable_is_an_error(parts):
     with (
         pytest.raises(TypeError, match=r"not None: write run.defer\(f\), not run.defer\(f\(\)\)"),
         Run(model=parts.model()) as run,

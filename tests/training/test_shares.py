@@ -74,5 +74,5 @@ def test_with_drop_last_a_batch_that_is_not_whole_without_a_repeated_sample_does
     ],
     ids=["list", "plain", "batches of its own", "drop_last", "an order of its own"],
 )
-def test_what_repeats_no_sample_or_in_an_order_of_its_own_is_taken_as_it_is(loader, counted):
+def test_loaders_without_repeated_samples_are_unchanged(loader, counted):
     assert [samples for _, samples in batches(loader)] == counted

@@ -39,12 +39,12 @@ def test_training_without_validation_data_publishes_no_validation(parts, bus, tr
     assert trace.names == parts.spell(f"before_run before_train {EPOCH} {EPOCH} after_train after_run")
 
 
-def test_val_alone_has_a_run_of_its_own(parts, bus, trace):
+def test_val_alone_publishes_a_run(parts, bus, trace):
     parts.loop(bus).val()
     assert trace.names == parts.spell(f"before_run {VAL} after_run")
 
 
-def test_test_alone_has_a_run_of_its_own(parts, bus, trace):
+def test_test_alone_publishes_a_run(parts, bus, trace):
     parts.loop(bus, test_data=parts.batches(2)).test()
     assert trace.names == parts.spell(f"before_run {TEST} after_run")
 
@@ -137,13 +137,13 @@ def test_batch_idx_is_the_index_within_the_epoch_or_validation(parts, bus, trace
         assert [e.progress.batch_idx for e in trace.of(name)] == [0, 1, 0, 1]
 
 
-def test_batch_idx_of_an_iteration_based_run_goes_on_through_passes_over_the_data(parts, bus, trace):
+def test_batch_idx_of_an_iteration_based_run_increases_across_passes(parts, bus, trace):
     parts.loop(bus, max_iters=7, val_data=None).run()
     assert [e.batch_idx for e in trace.of("after_train_iter")] == list(range(7))
     assert [e.progress.epoch for e in trace.of("after_train_iter")] == [0] * 7
 
 
-def test_progress_knows_stage_limits_and_how_many_validations_there_were(parts, bus, trace):
+def test_progress_has_stage_limits_and_number_of_validations(parts, bus, trace):
     parts.loop(bus, max_epochs=2).run()
     assert {e.progress.stage for e in trace.of("after_train_iter")} == {"train"}
     assert {e.progress.stage for e in trace.of("after_val_iter")} == {"val"}
@@ -173,7 +173,7 @@ def test_updated_is_true_after_the_update_and_false_in_an_open_window(parts, bus
     assert seen == [False, True, False, True]
 
 
-def test_before_iter_and_after_iter_hear_all_three_stages(parts, bus):
+def test_before_iter_and_after_iter_are_called_in_all_stages(parts, bus):
     heard: list[tuple[str, str]] = []
 
     class Everything(Hook):
@@ -213,7 +213,7 @@ def test_before_iter_and_after_iter_hear_all_three_stages(parts, bus):
         ({"val_begin": 9}, [5]),
     ],
 )
-def test_validation_comes_every_interval_from_val_begin_on_and_always_at_the_end(parts, bus, trace, options, epochs):
+def test_validation_runs_every_val_interval_from_val_begin_and_at_the_end(parts, bus, trace, options, epochs):
     parts.loop(bus, max_epochs=5, **options).run()
     assert [e.progress.epoch for e in trace.of("before_val")] == epochs
 
@@ -261,14 +261,14 @@ def test_the_model_trains_in_training_mode_and_validates_without_gradients(parts
     }
 
 
-def test_validation_gives_every_submodule_back_the_mode_it_was_in(parts):
+def test_validation_restores_the_mode_of_every_submodule(parts):
     model = parts.model()
     model[1].eval()  # a frozen batch norm
     parts.loop(model=model, max_epochs=1).run()
     assert [module.training for module in model] == [True, False, True, True, True]
 
 
-def test_a_mount_point_of_the_users_own_is_heard_in_the_step_of_a_run(parts, bus):
+def test_a_user_event_can_be_published_in_the_step(parts, bus):
     class Pruned(Event):
         kept: int
 
@@ -291,7 +291,7 @@ def test_a_mount_point_of_the_users_own_is_heard_in_the_step_of_a_run(parts, bus
     assert heard == [3, 3]
 
 
-def test_total_iters_and_epoch_length_are_known_where_the_loader_is(parts, bus):
+def test_total_iters_and_epoch_length_are_known_from_the_loader(parts, bus):
     seen = []
     bus.on("before_train_epoch", lambda e: seen.append((e.run.epoch_length, e.run.total_iters)))
     parts.loop(bus, max_epochs=2).run()

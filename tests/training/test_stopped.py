@@ -112,7 +112,7 @@ def test_a_run_that_is_killed_at_random_moments_until_it_gets_through_ends_bitwi
 
 
 @pytest.mark.parametrize("how", STOPS)
-def test_early_stopping_stops_a_resumed_run_where_it_would_have_stopped(runs, through, tmp_path, how):
+def test_early_stopping_of_a_resumed_run_stops_at_the_same_epoch(runs, through, tmp_path, how):
     whole = through(patience=1)
     assert whole["ended"] < through()["ended"]
     stop_and_resume(runs, through, tmp_path, "in the middle of an epoch and of a window", how, patience=1)

@@ -73,7 +73,7 @@ def test_clipping_reports_the_norm_before_it(parts, bus):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_the_scaler_skips_is_no_update(parts, bus, fused):
+def test_a_step_skipped_by_the_scaler_is_not_an_update(parts, bus, fused):
     trace = parts.Trace(bus, inside=True)
     bus.add(Update(scaler=torch.amp.GradScaler("cpu", init_scale=2.0, enabled=True)))
     model = parts.model()
@@ -145,7 +145,7 @@ def test_a_loss_of_one_element_will_do(parts, bus, trace):
     assert trace.of("after_train_iter")[0].outputs["loss"].dim() == 0
 
 
-def test_step_may_return_a_mapping_whose_entries_are_outputs(parts, bus, trace):
+def test_step_can_return_a_mapping_of_outputs(parts, bus, trace):
     parts.loop(bus, step=lambda model, batch: {"loss": parts.step(model, batch), "size": len(batch[0])}).run()
     assert {e.outputs["size"] for e in trace.of("after_train_iter")} == {4}
 
@@ -185,7 +185,7 @@ def test_options_out_of_range_are_errors(options):
     ids=["backward", "kept graph", "step"],
 )
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_step_that_makes_the_update_itself_is_told_so_in_the_first_iteration(parts, bus, mistake, accumulate):
+def test_a_step_that_calls_the_optimizer_is_an_error_in_the_first_iteration(parts, bus, mistake, accumulate):
     model = parts.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

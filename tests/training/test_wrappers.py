@@ -110,7 +110,7 @@ def test_a_train_loop_counts_saves_and_resumes_the_steps_of_a_wrapped_optimizer(
 
 
 @pytest.mark.parametrize("wrapped", [in_torchft, in_accelerate])
-def test_a_loop_of_ones_own_counts_the_steps_of_a_wrapped_optimizer(parts, bus, wrapped):
+def test_a_users_own_loop_counts_the_steps_of_a_wrapped_optimizer(parts, bus, wrapped):
     model = parts.model()
     optimizer = wrapped(model)
     with Run(bus, model=model, optimizer=optimizer) as run:
@@ -122,7 +122,7 @@ def test_a_loop_of_ones_own_counts_the_steps_of_a_wrapped_optimizer(parts, bus, 
     assert run.progress.update == 3
 
 
-def test_torchft_begins_its_step_before_forward_and_one_that_is_not_committed_is_no_update(parts, bus):
+def test_an_uncommitted_torchft_step_is_not_an_update(parts, bus):
     model = parts.model()
     optimizer = in_torchft(model)
     asked, optimizer.manager.commits = optimizer.manager.asked, False
@@ -137,7 +137,7 @@ def test_torchft_begins_its_step_before_forward_and_one_that_is_not_committed_is
     assert loop.counters.update == 0
 
 
-def test_an_optimizer_that_is_no_optimizer_inside_is_told_when_the_run_is_made(parts, bus):
+def test_a_wrapper_without_an_optimizer_is_an_error_at_construction(parts, bus):
     with pytest.raises(ConfigurationError, match=r"the steps of Uninitialised: neither"):
         Run(bus, model=parts.model(), optimizer=Uninitialised())
 
@@ -145,7 +145,7 @@ def test_an_optimizer_that_is_no_optimizer_inside_is_told_when_the_run_is_made(p
 @pytest.mark.filterwarnings("ignore:resuming reads and drops")
 @pytest.mark.parametrize("seedable", [False, True])
 @pytest.mark.parametrize("stop_at", [5, 8])
-def test_a_resume_goes_on_in_the_order_of_accelerates_loaders(parts, tmp_path, seedable, stop_at):
+def test_a_resume_keeps_the_order_of_accelerates_loaders(parts, tmp_path, seedable, stop_at):
     pytest.importorskip("accelerate")
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration

@@ -13,7 +13,7 @@ from eventloop.checkpoint import Turns, load, write
 from eventloop.errors import CheckpointValueError
 
 
-def test_a_save_holds_what_the_last_subscriber_of_the_mount_point_left(parts, bus, tmp_path):
+def test_a_save_contains_the_state_after_the_last_subscriber(parts, bus, tmp_path):
     model = parts.model()
     bus.on("after_train_epoch", lambda e: e.run.request_save("here.safetensors"), priority=0)
 
@@ -57,7 +57,7 @@ def test_checkpoint_now_from_another_thread(parts, bus, tmp_path):
     assert load(tmp_path / "iter_2.safetensors")["progress"]["iter"] == 2
 
 
-def test_checkpoint_now_without_a_work_dir_says_so_to_its_caller(parts, bus):
+def test_checkpoint_now_without_a_work_dir_raises_in_its_caller(parts, bus):
     run = Run(bus, model=parts.model())
     with pytest.raises(ConfigurationError, match="give it work_dir="), run:
         run.checkpoint_now()
@@ -84,7 +84,7 @@ def test_a_write_that_fails_is_published_and_ends_the_run(parts, bus, trace, tmp
     assert len(trace.of("checkpoint_failed")) == 1
 
 
-def test_a_write_that_fails_with_on_error_log_is_published_and_the_run_goes_on(parts, bus, trace, tmp_path):
+def test_a_failed_write_with_on_error_log_is_published_and_the_run_continues(parts, bus, trace, tmp_path):
     failing(parts, bus, tmp_path, "log").run()
     assert len(trace.of("checkpoint_failed")) == 1
     assert trace.of("after_run")[0].progress.iter == 9
@@ -101,7 +101,7 @@ def test_a_handler_that_refuses_a_staged_checkpoint_leaves_no_one_waiting(parts,
         parts.loop(bus, work_dir=tmp_path).run()
 
 
-def test_check_savable_names_what_no_checkpoint_can_hold(parts, bus, tmp_path):
+def test_check_savable_names_unsupported_objects(parts, bus, tmp_path):
     class Odd:
         def state_dict(self):
             return {"thing": object()}
@@ -113,7 +113,7 @@ def test_check_savable_names_what_no_checkpoint_can_hold(parts, bus, tmp_path):
         run.check_savable()
 
 
-def test_before_save_checkpoint_may_add_to_what_is_saved(parts, bus, tmp_path):
+def test_before_save_checkpoint_can_add_entries(parts, bus, tmp_path):
     bus.on("before_save_checkpoint", lambda e: e.checkpoint.update(extra=[1, 2]))
     bus.on("after_train_epoch", lambda e: e.run.request_save("here.safetensors", leave_out=["optimizer"]))
     parts.loop(bus, max_epochs=1, work_dir=tmp_path).run()
@@ -122,7 +122,7 @@ def test_before_save_checkpoint_may_add_to_what_is_saved(parts, bus, tmp_path):
     assert "optimizer" not in state
 
 
-def test_two_requests_of_one_moment_leave_out_what_both_do(parts, bus, tmp_path):
+def test_two_requests_at_a_save_point_omit_only_what_both_omit(parts, bus, tmp_path):
     for name, leave_out in (("one", ["optimizer", "info"]), ("two", ["info"])):
         bus.on("after_train_epoch", lambda e, n=name, out=leave_out: e.run.request_save(f"{n}.safetensors", leave_out=out))
     parts.loop(bus, val_data=None, max_epochs=1, work_dir=tmp_path).run()
@@ -149,7 +149,7 @@ def test_a_file_of_the_same_state_gets_a_second_name_if_it_holds_all_that_is_wan
     assert "optimizer" in load(tmp_path / ("second.safetensors" if not same else "first.safetensors"))
 
 
-def test_everything_asked_for_is_durable_when_run_returns(parts, bus, tmp_path):
+def test_all_requested_saves_are_durable_when_run_returns(parts, bus, tmp_path):
     bus.on("after_run", lambda e: e.run.checkpoint_now())
     parts.loop(bus, max_epochs=1, work_dir=tmp_path).run()
     assert (tmp_path / "last_checkpoint").read_text() == "iter_3.safetensors"

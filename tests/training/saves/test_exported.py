@@ -12,7 +12,7 @@ from eventloop.checkpoint import export_tree, load_pth, save
 from hooks import CheckpointHook, EMAHook
 
 
-def test_a_run_of_ours_goes_on_bitwise_from_an_export_that_was_imported_again(tmp_path, parts):
+def test_a_run_resumes_bitwise_from_a_reimported_export(tmp_path, parts):
     data = torch.utils.data.TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
 
     def train(name: str, epochs: int, resume: Path | None = None) -> Any:

@@ -120,7 +120,7 @@ def gathered(tmp_path: Path, where: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("where", ["begun", "trained 0", "validating 1 1", "validated 1", "trained 2", "validated 2"])
-def test_a_new_run_goes_on_bit_by_bit(parts, tmp_path, where):
+def test_a_new_run_resumes_bitwise(parts, tmp_path, where):
     whole = Job(tmp_path / "whole").train()
     checkpoint = gathered(tmp_path, where)
     assert (checkpoint["epoch"], checkpoint["hosts"]) == (1, [1, 2])
@@ -132,7 +132,7 @@ def test_a_new_run_goes_on_bit_by_bit(parts, tmp_path, where):
 
 
 @pytest.mark.parametrize("iterations", [1, 5, 6, 8, 17])
-def test_a_run_that_is_driven_by_push_goes_on_between_any_two_iterations(parts, tmp_path, iterations):
+def test_a_run_driven_by_push_resumes_between_any_two_iterations(parts, tmp_path, iterations):
     whole = Job(tmp_path / "whole").drive()
     state = Job(tmp_path / "saving").drive(iterations=iterations)
     rest = Job(tmp_path / "rest").drive(state=state)
@@ -142,7 +142,7 @@ def test_a_run_that_is_driven_by_push_goes_on_between_any_two_iterations(parts, 
     parts.assert_same(rest, whole)
 
 
-def test_a_fresh_process_goes_on_bit_by_bit(parts, script, tmp_path):
+def test_a_new_process_resumes_bitwise(parts, script, tmp_path):
     gathered(tmp_path, "validated 0")
     done = script(f"""
         import sys, torch
@@ -180,7 +180,7 @@ def test_it_is_a_tree_of_tensors_and_plain_values(tmp_path):
     assert plain["progress"]["iter"] == 12
 
 
-def test_handlers_of_the_two_checkpoint_events_put_in_and_take_out_what_is_theirs(tmp_path, parts):
+def test_handlers_of_the_checkpoint_events_add_and_read_their_own_keys(tmp_path, parts):
     bus, seen = Bus(), []
     bus.on("before_save_checkpoint", lambda e: e.checkpoint.update(mine=[1]))
     checkpoint: dict[str, Any] = {}
@@ -195,7 +195,7 @@ def test_handlers_of_the_two_checkpoint_events_put_in_and_take_out_what_is_their
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_a_handler_of_before_run_may_apply_a_state_to_a_loop(parts, tmp_path):
+def test_a_before_run_handler_can_apply_a_state_to_a_loop(parts, tmp_path):
     def loop(bus):
         return parts.loop(bus, model=parts.model(dropout=0.3), seed=1, max_epochs=2, work_dir=tmp_path)
 
@@ -214,7 +214,7 @@ def test_a_handler_of_before_run_may_apply_a_state_to_a_loop(parts, tmp_path):
     parts.assert_same(rest.model.state_dict(), whole.model.state_dict())
 
 
-def test_several_runs_go_on_from_one_state_in_memory(parts, tmp_path):
+def test_several_runs_resume_from_one_state_in_memory(parts, tmp_path):
     """The training of the first would change the tensors of the optimizer in place that the second one begins with."""
     state = gathered(tmp_path, "trained 0")
     first, second = (Job(tmp_path / name).train(state=state) for name in ("first", "second"))
@@ -264,13 +264,13 @@ def test_within_an_iteration_no_state_is_gathered(parts, tmp_path):
 @pytest.mark.parametrize(
     "mount_point", ["before_train", "after_train_iter", "after_train_epoch", "after_val_epoch", "after_train"]
 )
-def test_a_handler_gathers_no_state_and_is_told_what_it_can_do(parts, bus, tmp_path, mount_point):
+def test_gathering_state_in_a_handler_is_an_error_with_advice(parts, bus, tmp_path, mount_point):
     bus.on(mount_point, lambda e: e.run.gather_state({}))
     with pytest.raises(TrainingError, match=r"by a handler.*run\.request_save\(\)"):
         parts.loop(bus, work_dir=tmp_path).run()
 
 
-def test_outside_of_the_run_there_is_no_state(parts):
+def test_gathering_state_outside_a_run_is_an_error(parts):
     run = Run(model=parts.model())
     with pytest.raises(TrainingError, match=r"run\.gather_state\(\).*with Run"):
         run.gather_state({})
@@ -282,7 +282,7 @@ def test_outside_of_the_run_there_is_no_state(parts):
         run.gather_state({})
 
 
-def test_a_state_comes_before_the_training_or_never(parts, tmp_path):
+def test_applying_a_state_after_training_began_is_an_error(parts, tmp_path):
     checkpoint: dict[str, Any] = {}
     with Run(model=parts.model(), work_dir=tmp_path) as run:
         run.gather_state(checkpoint)
@@ -293,7 +293,7 @@ def test_a_state_comes_before_the_training_or_never(parts, tmp_path):
             run.apply_state(checkpoint)
 
 
-def test_a_checkpoint_without_a_state_of_a_run_is_an_error_that_names_what_it_has(parts):
+def test_a_checkpoint_without_a_run_state_is_an_error_naming_its_entries(parts):
     with (
         pytest.raises(CheckpointError, match=r"no key 'trainbus' .*'epoch', 'model'; .*gather_state"),
         Run(model=parts.model()) as run,
@@ -304,7 +304,7 @@ def test_a_checkpoint_without_a_state_of_a_run_is_an_error_that_names_what_it_ha
 
 
 @pytest.mark.parametrize("given", [None, [], "host.pt"])
-def test_what_is_not_a_mapping_is_an_error(parts, given):
+def test_a_state_that_is_not_a_mapping_is_an_error(parts, given):
     with Run(model=parts.model()) as run, pytest.raises(ConfigurationError, match=r"from_=.*: give a mapping"):
         run.apply_state(given)
 
@@ -339,7 +339,7 @@ def test_a_state_that_is_not_plain_is_an_error_with_its_path(parts):
     assert not checkpoint
 
 
-def test_a_checkpoint_of_another_system_is_taken_as_well(parts):
+def test_a_checkpoint_of_another_system_is_accepted(parts):
     from eventloop.checkpoint import load_pth
 
     model = torch.nn.Module()

@@ -22,13 +22,13 @@ def saved(parts, tmp_path):
     return tmp_path / "run"
 
 
-def test_a_file_says_how_far_its_run_had_come(saved):
+def test_peek_returns_the_progress_in_a_file(saved):
     progress = peek(saved / "epoch_1.safetensors")
     assert (progress.epoch, progress.iter, progress.update, progress.stage) == (1, 3, 3, "val")
     assert (progress.max_epochs, progress.max_iters) == (None, None)  # the limits are the next run's
 
 
-def test_a_file_that_was_saved_in_a_validation_goes_on_with_that(saved):
+def test_peek_at_a_file_saved_in_a_validation_returns_the_validation(saved):
     progress = peek(str(saved / "within.safetensors"))
     assert (progress.epoch, progress.iter, progress.stage, progress.batch_idx, progress.validation) == (2, 6, "val", 0, 1)
 
@@ -41,7 +41,7 @@ def test_no_tensor_is_read(saved):
     assert peek(path).iter == 6
 
 
-def test_of_a_directory_the_newest_checkpoint_tells(saved):
+def test_peek_at_a_directory_uses_the_newest_checkpoint(saved):
     (saved / "within.safetensors").unlink()
     (saved / "last_checkpoint").unlink()
     assert peek(saved).iter == 6
@@ -62,7 +62,7 @@ def test_of_a_url_as_well(saved):
         files.rm("/peek", recursive=True)
 
 
-def test_what_tells_nothing_is_an_error_that_names_it(tmp_path):
+def test_peek_at_another_file_is_an_error_naming_it(tmp_path):
     save({"state_dict": {"w": torch.ones(2)}}, tmp_path / "weights.safetensors")
     with pytest.raises(CheckpointError, match=r"weights\.safetensors is not a checkpoint of a run"):
         peek(tmp_path / "weights.safetensors")

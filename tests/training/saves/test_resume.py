@@ -227,7 +227,7 @@ def test_a_resumed_run_ends_bitwise_like_one_that_was_never_stopped(parts, tmp_p
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize(("mount_point", "count"), [("after_train_iter", 8), ("after_train_epoch", 1)])
-def test_resume_finds_the_place_in_the_data_of_every_kind_of_loader(parts, tmp_path, loader, mount_point, count):
+def test_resume_finds_the_position_in_the_data_of_every_kind_of_loader(parts, tmp_path, loader, mount_point, count):
     check(parts, tmp_path, mount_point, count, loader=loader)
 
 
@@ -260,7 +260,7 @@ def test_resume_of_an_iteration_based_run_with_other_loaders(parts, tmp_path, lo
 
 
 @pytest.mark.parametrize("count", [2, 4, 6, 7])
-def test_resume_with_accumulation_goes_on_after_a_whole_window(parts, tmp_path, count):
+def test_resume_with_accumulation_continues_after_a_complete_window(parts, tmp_path, count):
     check(parts, tmp_path, "after_train_iter", count, make_update=lambda: Update(accumulate=4))
 
 
@@ -287,7 +287,7 @@ def test_a_loader_that_changes_batches_on_their_way_is_read_again_with_a_warning
     check(parts, tmp_path, "after_train_iter", 8, loader="doubling", warns="Doubling has no state_dict")
 
 
-def test_resuming_asks_a_map_style_dataset_for_no_skipped_sample(parts, tmp_path, monkeypatch):
+def test_resuming_reads_no_skipped_sample_of_a_map_style_dataset(parts, tmp_path, monkeypatch):
     asked = []
 
     class Noted(Augmented):
@@ -302,7 +302,7 @@ def test_resuming_asks_a_map_style_dataset_for_no_skipped_sample(parts, tmp_path
     assert len(asked) == SAMPLES - 16
 
 
-def test_a_loader_with_a_state_is_asked_for_its_place_and_not_skipped(parts, tmp_path, monkeypatch):
+def test_a_stateful_loader_restores_its_own_position(parts, tmp_path, monkeypatch):
     loader = StatefulLoader(parts.batches(6), sized=False)
     monkeypatch.setitem(LOADERS, "this one", lambda parts: loader)
     Job(parts, tmp_path, "this one", max_epochs=1).save_at("after_train_iter", 4).run()
@@ -311,7 +311,7 @@ def test_a_loader_with_a_state_is_asked_for_its_place_and_not_skipped(parts, tmp
     assert loader.reads == 2
 
 
-def test_nothing_holds_a_loader_in_a_cycle_once_its_run_is_over(parts):
+def test_a_loader_is_in_no_reference_cycle_after_its_run(parts):
     """As part of one, the garbage collector would end the queues of its persistent workers first: 5 s of waiting for each."""
     loader = shuffled()
     gone = weakref.ref(loader)
@@ -326,7 +326,7 @@ def test_nothing_holds_a_loader_in_a_cycle_once_its_run_is_over(parts):
         gc.enable()
 
 
-def test_progress_goes_on_where_it_was(parts, tmp_path):
+def test_progress_continues_after_resuming(parts, tmp_path):
     Job(parts, tmp_path).save_at("after_train_iter", 8).run()
     resumed = Job(parts, tmp_path).run(resume=tmp_path / "here.safetensors")
     assert [(e.progress.epoch, e.progress.iter, e.batch_idx) for e in resumed.trace.of("after_train_iter")] == [
@@ -337,7 +337,7 @@ def test_progress_goes_on_where_it_was(parts, tmp_path):
     ]
 
 
-def test_a_resumed_run_publishes_after_load_checkpoint_and_then_goes_on(parts, tmp_path):
+def test_a_resumed_run_publishes_after_load_checkpoint_before_training(parts, tmp_path):
     Job(parts, tmp_path).save_at("after_train_iter", 8).run()
     names = Job(parts, tmp_path).run(resume=tmp_path / "here.safetensors").trace.names
     assert names[:5] == ["before_run", "after_load_checkpoint", "before_train", "before_train_epoch", "before_train_iter"]
@@ -433,12 +433,12 @@ def test_counts_of_events_without_progress_survive_a_resume(parts, tmp_path):
 # --------------------------------------------------------------------------------------------- resume="auto" and paths
 
 
-def test_auto_begins_where_there_is_no_checkpoint(parts, tmp_path):
+def test_auto_without_a_checkpoint_starts_from_the_beginning(parts, tmp_path):
     through = Job(parts, tmp_path / "a").run().outcome
     parts.assert_same(Job(parts, tmp_path / "b").run(resume="auto").outcome, through)
 
 
-def test_auto_takes_the_newest_checkpoint(parts, tmp_path):
+def test_auto_uses_the_newest_checkpoint(parts, tmp_path):
     job = Job(parts, tmp_path)
     job.bus.on("after_train_iter", lambda e: e.run.request_save(f"iter_{e.progress.iter + 1}.safetensors"), every=4)
     job.run()
@@ -452,7 +452,7 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_auto_reports_a_damaged_file_and_takes_the_one_before(parts, tmp_path, capfd):
+def test_auto_reports_a_damaged_file_and_uses_the_previous_one(parts, tmp_path, capfd):
     through = Job(parts, tmp_path / "a").run().outcome
     job = Job(parts, tmp_path / "b")
     job.bus.on("after_train_iter", lambda e: e.run.request_save(f"iter_{e.progress.iter + 1}.safetensors"), every=4)
@@ -466,7 +466,7 @@ def test_auto_reports_a_damaged_file_and_takes_the_one_before(parts, tmp_path, c
     assert "iter_12.safetensors" in told
 
 
-def test_auto_with_nothing_but_damaged_files_is_an_error(parts, tmp_path):
+def test_auto_with_only_damaged_files_is_an_error(parts, tmp_path):
     Job(parts, tmp_path).save_at("after_train_iter", 1).run()
     damage(tmp_path / "here.safetensors")
     with pytest.raises(CheckpointDamagedError, match="no good checkpoint"):
@@ -483,7 +483,7 @@ def test_an_explicit_path_that_is_damaged_or_missing_is_an_error(parts, tmp_path
     assert isinstance(gone.value, FileNotFoundError)
 
 
-def test_auto_survives_a_last_checkpoint_that_names_a_file_that_is_gone(parts, tmp_path):
+def test_auto_handles_a_last_checkpoint_naming_a_missing_file(parts, tmp_path):
     Job(parts, tmp_path).save_at("after_train_iter", 8).run()
     shutil.copy(tmp_path / "here.safetensors", tmp_path / "older.safetensors")
     (tmp_path / "here.safetensors").unlink()
@@ -498,7 +498,7 @@ def test_auto_survives_a_last_checkpoint_that_names_a_file_that_is_gone(parts, t
         *(b"\0here.safetensors", b"\xff\xfe", b"last_checkpoint", b"here.safetensors\0\0\0"),
     ],
 )
-def test_auto_survives_whatever_has_become_of_last_checkpoint(parts, tmp_path, content):
+def test_auto_handles_an_invalid_last_checkpoint(parts, tmp_path, content):
     Job(parts, tmp_path, max_epochs=1).save_at("after_train_iter", 2).run()
     (tmp_path / "last_checkpoint").write_bytes(content)
     resumed = Job(parts, tmp_path, max_epochs=1).run(resume="auto")
@@ -506,7 +506,7 @@ def test_auto_survives_whatever_has_become_of_last_checkpoint(parts, tmp_path, c
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
-def test_auto_goes_back_to_the_file_before_one_that_cannot_be_read(parts, tmp_path, monkeypatch, number):
+def test_auto_uses_the_file_before_an_unreadable_one(parts, tmp_path, monkeypatch, number):
     job = Job(parts, tmp_path, max_epochs=1)
     job.bus.on("after_train_iter", lambda e: e.run.request_save(f"iter_{e.progress.iter + 1}.safetensors"), every=2)
     job.run()
@@ -568,14 +568,14 @@ def test_a_refused_checkpoint_leaves_the_model_as_it_was(parts, tmp_path):
     parts.assert_same(dict(model.state_dict()), before)
 
 
-def test_load_weights_with_strict_false_loads_what_fits(parts, tmp_path):
+def test_load_weights_with_strict_false_loads_matching_keys(parts, tmp_path):
     saved = load(save_of(parts, tmp_path, parts.model()))["state_dict"]
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 5))
     load_weights(model, saved, strict=False)
     assert torch.equal(model[0].weight, saved["0.weight"])
 
 
-def test_a_run_resumed_with_strict_false_goes_on_with_what_fits(parts, tmp_path):
+def test_a_run_resumed_with_strict_false_uses_matching_keys(parts, tmp_path):
     path = save_of(parts, tmp_path, parts.model())
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
     seen = []
@@ -633,13 +633,13 @@ def test_a_checkpoint_of_other_models_names_them(parts, tmp_path):
         parts.loop(model=models, optimizer=torch.optim.SGD(models["generator"].parameters(), lr=0.1)).run(resume=path)
 
 
-def test_a_file_that_is_no_checkpoint_of_a_run_says_so(parts, tmp_path):
+def test_resuming_from_another_file_is_an_error(parts, tmp_path):
     save({"state_dict": {}}, tmp_path / "weights.safetensors")
     with pytest.raises(CheckpointError, match="not a checkpoint of a run"):
         parts.loop().run(resume=tmp_path / "weights.safetensors")
 
 
-def test_after_load_checkpoint_may_change_what_is_applied(parts, tmp_path):
+def test_after_load_checkpoint_can_change_the_applied_state(parts, tmp_path):
     path = save_of(parts, tmp_path, parts.model())
     model = parts.model()
     bus = Bus()
@@ -720,7 +720,7 @@ def own_loop(parts, tmp_path, *, resume=None, nested=False):
     ("saved", "indices"),
     [("after_train_iter", [1]), ("after_train_epoch", [0, 1]), ("after_val_iter", [0, 1])],
 )
-def test_a_loop_of_ones_own_resumes_bitwise(parts, tmp_path, saved, indices):
+def test_a_users_own_loop_resumes_bitwise(parts, tmp_path, saved, indices):
     through, all_indices, _ = own_loop(parts, tmp_path)
     assert all_indices == [0, 1]
     resumed, found, _ = own_loop(parts, tmp_path / "again", resume=tmp_path / f"{saved}.safetensors")

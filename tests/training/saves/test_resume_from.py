@@ -50,7 +50,7 @@ def copied_backwards(directory):
         os.utime(directory / name, (2e9 - age, 2e9 - age))
 
 
-def test_in_a_copy_the_newest_is_the_one_whose_run_had_come_furthest(parts, tmp_path):
+def test_the_newest_checkpoint_of_a_copy_is_the_one_with_most_progress(parts, tmp_path):
     saving(parts, tmp_path)
     copied_backwards(tmp_path)
     damage(tmp_path / "epoch_3.safetensors")
@@ -60,7 +60,7 @@ def test_in_a_copy_the_newest_is_the_one_whose_run_had_come_furthest(parts, tmp_
     assert began(parts, "auto", work_dir=tmp_path) == (6, tmp_path / "epoch_2.safetensors")
 
 
-def test_of_two_directories_in_a_copy_the_one_that_has_come_further_is_gone_on_from(parts, tmp_path):
+def test_of_two_directories_in_a_copy_the_one_with_more_progress_is_resumed(parts, tmp_path):
     saving(parts, tmp_path / "run", max_epochs=1)
     saving(parts, tmp_path / "out")
     os.utime(tmp_path / "run" / "last_checkpoint", (2e9, 2e9))
@@ -88,13 +88,13 @@ def test_of_files_of_one_state_the_best_is_the_last_choice(parts, tmp_path):
     assert began(parts, tmp_path) == (3, tmp_path / "epoch_1.safetensors")
 
 
-def test_from_a_directory_named_from_here(parts, tmp_path, monkeypatch):
+def test_resume_from_a_relative_directory(parts, tmp_path, monkeypatch):
     saving(parts, tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     assert began(parts, "run") == (9, tmp_path / "run" / "epoch_3.safetensors")
 
 
-def test_a_directory_says_where_its_checkpoints_are_among_those_that_the_run_saves_to(parts, tmp_path):
+def test_a_directory_names_the_out_dir_of_its_checkpoints(parts, tmp_path):
     """A work dir whose hooks save elsewhere."""
     saving(parts, tmp_path / "out")
     (tmp_path / "run").mkdir()
@@ -108,7 +108,7 @@ def test_a_directory_says_where_its_checkpoints_are_among_those_that_the_run_sav
     "kind", ["absolute", "../", "URL", "file URL", "FIFO", "link", "device", "a long text", "to a link", "to a FIFO"]
 )
 @pytest.mark.parametrize("resume", ["auto", "the directory"])
-def test_a_last_checkpoint_that_leads_elsewhere_is_told_of_and_not_followed(parts, tmp_path, monkeypatch, kind, resume):
+def test_a_last_checkpoint_outside_the_directory_is_reported_and_ignored(parts, tmp_path, monkeypatch, kind, resume):
     work_dir = saving(parts, tmp_path / "run", max_epochs=2)
     elsewhere = saving(parts, tmp_path / "elsewhere") / "epoch_3.safetensors"
     pointer = work_dir / "last_checkpoint"
@@ -134,7 +134,7 @@ def test_a_last_checkpoint_that_leads_elsewhere_is_told_of_and_not_followed(part
     assert any(entry["log_level"] == "warning" for entry in logs)
 
 
-def test_where_last_checkpoint_leads_elsewhere_and_nothing_is_beside_it_the_run_does_not_begin_anew(parts, tmp_path):
+def test_a_last_checkpoint_outside_the_directory_without_others_is_an_error(parts, tmp_path):
     elsewhere = saving(parts, tmp_path / "elsewhere") / "epoch_3.safetensors"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "last_checkpoint").write_text(str(elsewhere))
@@ -154,7 +154,7 @@ def test_where_last_checkpoint_leads_elsewhere_and_nothing_is_beside_it_the_run_
         *(("format", "1"), ("format", None), ("bus", []), ("bus", {"hooks": {}, "publishes": {"x": "y"}}), ("state_dict", [])),
     ],
 )
-def test_a_state_that_no_run_has_is_refused_and_changes_nothing(parts, tmp_path, key, value):
+def test_an_invalid_state_is_refused_and_changes_nothing(parts, tmp_path, key, value):
     state = load(saving(parts, tmp_path) / "epoch_1.safetensors")
     save({**state, key: value}, tmp_path / "odd.safetensors")
     loop = parts.loop(Bus(), val_data=None, max_epochs=3)
@@ -165,7 +165,7 @@ def test_a_state_that_no_run_has_is_refused_and_changes_nothing(parts, tmp_path,
     assert all(map(torch.equal, before, loop.model.parameters()))
 
 
-def test_a_run_goes_on_without_the_keys_that_a_save_has_left_out(parts, tmp_path):
+def test_a_run_resumes_without_the_keys_omitted_from_a_save(parts, tmp_path):
     bus = Bus()
     leave_out = ["data", "info", "stateful", "options"]
     bus.on("after_train_epoch", lambda e: e.run.request_save("some.safetensors", leave_out=leave_out))
@@ -180,13 +180,13 @@ def test_a_fifo_that_is_named_is_an_error_and_no_hang(parts, tmp_path):
         began(parts, tmp_path / "fifo.safetensors")
 
 
-def test_a_directory_without_a_checkpoint_is_an_error_that_says_what_else_to_do(parts, tmp_path):
+def test_a_directory_without_a_checkpoint_is_an_error_with_advice(parts, tmp_path):
     with pytest.raises(CheckpointError, match=r'no checkpoint of a run.*resume="auto"') as caught:
         began(parts, tmp_path)
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_directory_with_nothing_but_damage_is_an_error(parts, tmp_path):
+def test_a_directory_with_only_damaged_files_is_an_error(parts, tmp_path):
     saving(parts, tmp_path, max_epochs=1)
     damage(tmp_path / "epoch_1.safetensors")
     with pytest.raises(CheckpointDamagedError, match="no good checkpoint"):
@@ -260,7 +260,7 @@ OTHER_OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("kind", OTHER_OPTIMIZERS)
-def test_a_checkpoint_of_another_optimizer_says_so_and_changes_nothing(parts, tmp_path, kind):
+def test_a_checkpoint_of_another_optimizer_is_an_error_and_changes_nothing(parts, tmp_path, kind):
     saving(parts, tmp_path, max_epochs=1)
     make, says = OTHER_OPTIMIZERS[kind]
     model = parts.model(3)
@@ -273,7 +273,7 @@ def test_a_checkpoint_of_another_optimizer_says_so_and_changes_nothing(parts, tm
 
 
 @pytest.mark.parametrize("kind", OTHER_OPTIMIZERS)
-def test_with_strict_false_another_optimizer_begins_afresh_and_trains(parts, tmp_path, kind, capfd):
+def test_with_strict_false_another_optimizer_starts_without_state(parts, tmp_path, kind, capfd):
     saving(parts, tmp_path, max_epochs=1)
     model = parts.model(3)
     loop = parts.loop(model=model, optimizer=OTHER_OPTIMIZERS[kind][0](model), val_data=None)
@@ -292,7 +292,7 @@ def saved_in_a_window(parts, tmp_path):
     return path
 
 
-def test_with_strict_false_another_head_begins_the_accumulation_window_of_the_checkpoint_anew(parts, tmp_path):
+def test_with_strict_false_another_head_restarts_the_accumulation_window(parts, tmp_path):
     path = saved_in_a_window(parts, tmp_path)
     model = parts.model()
     model[-1] = torch.nn.Linear(8, 5)

@@ -99,7 +99,7 @@ def test_the_same_for_a_save_that_a_resumed_run_makes_before_it_validates(parts,
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(("mount_point", "count"), PLACES)
-def test_a_generator_that_training_and_validation_share_goes_on_where_it_was(parts, tmp_path, mount_point, count, length):
+def test_a_generator_shared_by_training_and_validation_is_restored(parts, tmp_path, mount_point, count, length):
     def job(name: str) -> Job:
         generator = torch.Generator().manual_seed(2)
         train = DataLoader(samples(), batch_size=4, shuffle=True, generator=generator)
@@ -112,14 +112,14 @@ def test_a_generator_that_training_and_validation_share_goes_on_where_it_was(par
     assert resumed.scores.items() <= through.scores.items()
 
 
-def test_a_validation_loader_of_another_kind_begins_afresh(parts, tmp_path):
+def test_a_validation_loader_of_another_kind_starts_from_its_beginning(parts, tmp_path):
     Job(parts, tmp_path, LOADERS["both"](), "by epochs").save_at("after_train_iter", 7).outcome()
     other = Job(parts, tmp_path / "again", parts.batches(2), "by epochs")
     other.outcome(tmp_path / "here.safetensors")
     assert len(other.scores) == 2
 
 
-def test_several_validation_loaders_in_a_loop_of_ones_own(parts, tmp_path):
+def test_several_validation_loaders_in_a_users_own_loop(parts, tmp_path):
     def train(name: str, resume: Path | None = None) -> list[float]:
         first, second = LOADERS["both"](), LOADERS["a generator of its own"]()
         model, bus, scores = parts.model(dropout=0.3), Bus(), []
