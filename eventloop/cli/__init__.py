@@ -18,7 +18,7 @@ from torch.distributed import is_torchelastic_launched
 import trainbus
 from eventloop.cli import catalogue, checkpoint, run
 from eventloop.cli.common import say
-from eventloop.config import shortened
+from eventloop.config.read import shortened
 from eventloop.errors import CheckpointDamagedError, TrainbusError
 
 app = App(

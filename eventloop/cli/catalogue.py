@@ -16,7 +16,9 @@ from rich.text import Text
 
 from eventloop.bus.hook import mount_points_of
 from eventloop.bus.priority import Priority
-from eventloop.config import Imports, Registered, Signature, describe, find_files_in, registered
+from eventloop.config import Registered, registered
+from eventloop.config.make import Signature, describe
+from eventloop.config.names import Imports, find_files_in
 from eventloop.events import Event
 from eventloop.events.event import mount_points, resolve
 from eventloop.events.mount_points import BUILTIN

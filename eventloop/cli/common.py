@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from eventloop.checkpoint import AnyPath, RemotePath, as_path, file_kind
-from eventloop.config import shortened
+from eventloop.config.read import shortened
 from eventloop.errors import CheckpointError
 
 

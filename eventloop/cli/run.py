@@ -16,7 +16,9 @@ from rich.table import Table
 
 from eventloop.checkpoint import as_path
 from eventloop.cli.common import Positive, Seed, check_checkpoint
-from eventloop.config import SUFFIXES, Setup, find_files_in, override, read, shortened
+from eventloop.config import Setup, override, read
+from eventloop.config.names import find_files_in
+from eventloop.config.read import SUFFIXES, shortened
 from eventloop.errors import ConfigurationError
 from eventloop.training.distributed.launch import from_first, process_group
 from eventloop.training.distributed.ranks import this_rank

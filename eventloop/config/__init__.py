@@ -4,41 +4,31 @@
 ``make`` makes objects by their signatures. ``setup`` makes hooks and a whole loop.
 """
 
-from eventloop.config.make import Maker, OptionsOf, Signature, describe
+from eventloop.config.make import OptionsOf
 from eventloop.config.names import (
-    Imports,
     Migration,
     OptionChange,
     PriorityScale,
     Registered,
     find,
-    find_files_in,
     register,
     register_migrations,
     register_priorities,
     registered,
     registrable,
 )
-from eventloop.config.read import SUFFIXES, override, read, settle, shortened
-from eventloop.config.setup import Chosen, Setup, add_hooks, merged
+from eventloop.config.read import override, read
+from eventloop.config.setup import Setup, add_hooks
 
 __all__ = [
-    "SUFFIXES",
-    "Chosen",
-    "Imports",
-    "Maker",
     "Migration",
     "OptionChange",
     "OptionsOf",
     "PriorityScale",
     "Registered",
     "Setup",
-    "Signature",
     "add_hooks",
-    "describe",
     "find",
-    "find_files_in",
-    "merged",
     "override",
     "read",
     "register",
@@ -46,6 +36,4 @@ __all__ = [
     "register_priorities",
     "registered",
     "registrable",
-    "settle",
-    "shortened",
 ]

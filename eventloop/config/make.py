@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NewType, TypeVar, Union
 
 import msgspec
 
-from eventloop.config.names import Imports, find, is_reference, kind_of_base, translated
+from eventloop.config.names import Imports, find, is_reference, kind_of_base, registered, translated
 from eventloop.config.read import FromText, check_keys, did_you_mean, inside, kind_of, parsed, settle, wrong
 from eventloop.errors import TrainbusError
 
@@ -185,11 +185,8 @@ class Maker:
         Raises:
             ConfigurationError: a name or option is unknown, a type is wrong, or the object is not an ``expected``.
         """
-        name, options = _split(value, where)
-        made = value if name is None else self.named(value, where, expected)
-        if name is not None and kind_of_base(expected) is not None:
-            options = translated(name, options, where)
-        if name is not None and (isinstance(made, type | functools.partial) or inspect.isroutine(made)):
+        made, options = self.find(value, where, expected)
+        if options is not None and (isinstance(made, type | functools.partial) or inspect.isroutine(made)):
             made = self.call(Signature(made), options, where, given=given)
         elif options:
             raise wrong(where, f"{made!r} is an object, which takes no options ({', '.join(options)})")
@@ -200,30 +197,37 @@ class Maker:
 
     def function(self, value: Any, where: str) -> Callable[..., Any]:
         """Return the function that ``value`` names. Options are bound to a function; a class is called with them."""
-        name, options = _split(value, where)
-        found = value if name is None else self.named(value, where)
+        found, options = self.find(value, where)
         if isinstance(value, Mapping) and isinstance(found, type):
-            found = self.call(Signature(found), options, where)
-        elif isinstance(value, Mapping) and callable(found):
+            found = self.call(Signature(found), options or {}, where)
+        elif options and callable(found):
             found = functools.partial(found, **self.decode(Signature(found), options, where))
         if not callable(found):
             raise wrong(where, f"expected a function, as module:attribute, got {kind_of(found)}")
         return found  # type: ignore[no-any-return]
 
-    def class_(self, value: Any, base: type, where: str) -> type:
-        """Return the class derived from ``base`` that ``value`` names."""
-        found = self.named(value, where, base) if isinstance(value, str) else value
-        if not (isinstance(found, type) and issubclass(found, base)):
-            raise wrong(where, f"expected a class derived from {base.__name__}, got {kind_of(found)}")
-        return found
+    def find(self, value: Any, where: str, base: type | None = None) -> tuple[Any, dict[str, Any] | None]:
+        """Return what a name, or the ``type`` of a table, stands for, and the other keys; an object and None for an object.
 
-    def named(self, value: str | Mapping[str, Any], where: str, expected: type | None = None) -> Any:
-        """Return the class, function or object of a name, or of a table's ``type``."""
-        name, _ = _split(value, where)
-        if not isinstance(name, str):
-            return name
-        where = where if isinstance(value, str) else inside(where, "type")
-        kind = kind_of_base(expected)
+        If classes derived from ``base`` are registered, names and options of other systems are translated.
+        """
+        if not isinstance(value, str | Mapping):
+            return value, None
+        kind = kind_of_base(base)
+        entries = [] if kind is None else registered(kind)
+        table = {"type": value} if isinstance(value, str) else value
+        at = where if isinstance(value, str) else inside(where, "type")
+        if "type" not in table:
+            near = [f" (is {str(key)!r} it, misspelt?)" for key in table if did_you_mean(str(key), ["type"])]
+            names = f"name a {kind}, one of {', '.join(one.name for one in entries)}, or your own, as module:attribute"
+            raise wrong(at, f"is missing{''.join(near[:1])}: {names if kind else 'say what to make, as module:attribute'}")
+        name = table["type"]
+        found = self._named(name, at, kind) if isinstance(name, str) else name
+        options = {key: entry for key, entry in table.items() if key != "type"}
+        called = name if isinstance(name, str) else next((one.name for one in entries if one.cls is name), None)
+        return found, translated(called, options, where) if kind else options
+
+    def _named(self, name: str, where: str, kind: str | None) -> Any:
         if kind is None or ":" in name:
             return self.imports.resolve(name, where)
         try:
@@ -326,7 +330,8 @@ class Maker:
             return self.function(value, where)
         if kind.form == "class":
             is_name = is_name or (isinstance(value, str) and kind_of_base(kind.base) is not None)
-            return self.class_(value, kind.base or object, where) if is_name or isinstance(value, type) else _NOT_IT
+            base = kind.base or object
+            return derived(self.find(value, where, base)[0], base, where) if is_name or isinstance(value, type) else _NOT_IT
         is_described = isinstance(value, Mapping) and (kind.form == "object" or is_reference(value.get("type")))
         if kind.form in ("object", "record") and (is_described or (is_name and kind.form == "object")):
             return self.make(value, where, expected=kind.base)
@@ -344,22 +349,11 @@ class Maker:
         return value
 
 
-def _split(value: Any, where: str) -> tuple[Any, dict[str, Any]]:
-    """Return the name and options of a description; for any other value the name is None."""
-    if isinstance(value, str):
-        return value, {}
-    if not isinstance(value, Mapping):
-        return None, {}
-    if "type" not in value:
-        hint = f"is missing{missing_type(value)}: say what to make, as module:attribute or a registered name"
-        raise wrong(inside(where, "type"), hint)
-    return value["type"], {key: entry for key, entry in value.items() if key != "type"}
-
-
-def missing_type(table: Mapping[str, Any]) -> str:
-    """Return a hint if a key of ``table`` looks like a misspelt ``type``."""
-    near = [str(key) for key in table if did_you_mean(str(key), ["type"])]
-    return f" (is {near[0]!r} it, misspelt?)" if near else ""
+def derived(found: Any, base: type, where: str) -> type:
+    """Return a class; raise ConfigurationError if it is none, or not derived from ``base``."""
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise wrong(where, f"expected a class derived from {base.__name__}, got {kind_of(found)}")
+    return found
 
 
 def _is_meant_as_text(value: str, kind: Member, texts: list[Any]) -> bool:

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from eventloop.bus import Bus
 from eventloop.bus.hook import Hook
 from eventloop.bus.priority import Priority, PriorityLike
-from eventloop.config.make import Maker, Signature, missing_type
-from eventloop.config.names import Imports, priority_scales, registered, registrable, translated
+from eventloop.config.make import Maker, Signature, derived
+from eventloop.config.names import Imports, priority_scales, registrable
 from eventloop.config.read import check_keys, did_you_mean, inside, kind_of, parsed, settle, wrong
 from eventloop.errors import ConfigurationError, SubscribeError
 from eventloop.training.arguments import device_of
@@ -64,14 +64,10 @@ def hook_from(entry: Any, maker: Maker, where: str) -> Chosen:
     table = {"type": entry} if isinstance(entry, str | type) else entry
     if not isinstance(table, Mapping):
         raise wrong(where, f"expected a table with the type of a hook, or its name, got {kind_of(entry)}")
-    known = {one.cls: one.name for one in registered("hook")}
-    if "type" not in table:
-        names = ", ".join(known.values())
-        raise wrong(inside(where, "type"), f"is missing{missing_type(table)}: name a hook, one of {names}, or your own")
-    cls = maker.class_(table["type"], Hook, inside(where, "type"))
+    found, options = maker.find(table, where, Hook)
+    cls = derived(found, Hook, inside(where, "type"))
     ours = ("type", "priority", *priority_scales, "name")
-    called = table["type"] if isinstance(table["type"], str) else known.get(cls)
-    options = translated(called, {key: value for key, value in table.items() if key not in ours[:-1]}, where)
+    options = {key: value for key, value in (options or {}).items() if key not in ours[:-1]}
     signature, priority = Signature(cls, also=ours), _priority(table, where)
     name = None if "name" in signature.options else options.pop("name", None)
     hook: Hook = maker.call(signature, options, where)
@@ -236,7 +232,7 @@ class Setup:
         model = self._maker.make(value, where, expected=torch.nn.Module)
         wrap = self._config.get("wrap")
         if isinstance(wrap, str | Mapping):
-            self._maker.named(wrap, "wrap")  # raises in a single process, too
+            self._maker.find(wrap, "wrap")  # raises in a single process, too
         elif wrap is not None and wrap is not False:
             raise wrong("wrap", f"expected a function or class, as module:attribute, or false, got {kind_of(wrap)}")
         if wrap is False or world_size() == 1 or is_parallel(model):

@@ -328,7 +328,7 @@ def test_signals_go_by_name():
             "kind: 'torch.nn:Linear' is in a module that is not listed under imports; add it there: ",
         ),
         ({"console": "Console"}, "console: 'Console' names nothing: write module:attribute, such as \"my_module:MyClass\""),
-        ({"writer": {"typ": "ConsoleWriter"}}, "writer.type: is missing (is 'typ' it, misspelt?): say what to make"),
+        ({"writer": {"typ": "ConsoleWriter"}}, "writer.type: is missing (is 'typ' it, misspelt?): name a writer, one of "),
         ({"writer": "Console"}, "writer: no writer is registered as 'Console' (did you mean 'ConsoleWriter'?)"),
         ({"writer": {"type": "JSONLinesWriter", "interval": "x"}}, "writer.interval: expected int | None, got str 'x'"),
         ({"writers": {"main": {"type": "JSONLinesWriter", "intervall": 1}}}, "writers.main.intervall: JSONLinesWriter has no "),

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eventloop import Bus, ConfigurationError
-from eventloop.config import Imports, add_hooks, find_files_in
+from eventloop.config import add_hooks
+from eventloop.config.names import Imports, find_files_in
 
 MODULES = ("os", "subprocess", "torch.nn", "my_module", "builtins")
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from eventloop import Bus, ConfigurationError
-from eventloop.config import Migration, OptionChange, add_hooks, merged, register_migrations
+from eventloop.config import Migration, OptionChange, add_hooks, register_migrations
+from eventloop.config.setup import merged
 from hooks import (
     AutogradAnomalyDetectHook,
     AutogradProfilerHook,
