@@ -10,9 +10,11 @@ from rich import get_console
 from rich.console import Console
 from rich.text import Text
 
-from eventloop import check_options, register
+from eventloop import check_options, get_logger, register
 from hooks.options import NonNegativeInt, PositiveInt
 from hooks.writers.base import Where, Writer
+
+log = get_logger()
 
 _LAST = ("time", "data_time", "eta")
 
@@ -54,8 +56,8 @@ class ConsoleWriter(Writer):
         # No wrapping at words, so that grep finds whole lines.
         try:
             console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
-        except SystemExit as error:  # rich raises it for a broken pipe; `| head` must not end the training
-            raise BrokenPipeError("the reader of the console's output has closed it") from error
+        except SystemExit:  # rich raises it for a broken pipe, and is quiet from then on; `| head` must not end the training
+            log.info("the reader of the console's output has closed it; the training goes on without lines there")
 
 
 def format_number(name: str, value: float, digits: int = 4) -> str:

@@ -627,6 +627,8 @@ def test_a_broken_pipe_does_not_end_the_run(script, tmp_path):
         """
     )
     assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "the training goes on without lines there" in done.stderr
     assert len((tmp_path / "out" / "scalars.jsonl").read_text().splitlines()) == 5000
 
 
