@@ -52,21 +52,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return app(words) or 0  # None after --help and --version
     except CycloptsError as error:
-        _tell(command, f"{shortened(str(error), 200)}\n{command} --help shows the options", error)
-        return 2
+        return _fail(2, command, f"{shortened(str(error), 200)}\n{command} --help shows the options", error)
     except (TrainbusError, OSError) as error:
         if isinstance(error, OSError) and names[:1] != ("checkpoint",):
             raise  # an error of the user's code
-        _tell(command, str(error), error)
         is_damage = isinstance(error, CheckpointDamagedError | OSError) or isinstance(error.__cause__, OSError)
-        return 1 if is_damage else 2
+        return _fail(1 if is_damage else 2, command, str(error), error)
     except KeyboardInterrupt as interrupt:
-        _tell(command, "interrupted", interrupt)
-        return 130
+        return _fail(130, command, "interrupted", interrupt)
 
 
-def _tell(command: str, message: str, error: BaseException) -> None:
+def _fail(status: int, command: str, message: str, error: BaseException) -> int:
     rank = f" (rank {os.environ['RANK']})" if is_torchelastic_launched() else ""
     lines = "\n".join([message, *getattr(error, "__notes__", ())])
     # One write, so that the lines of several ranks do not mix.
     say(Console(stderr=True, highlight=False), (f"{command}{rank}:", "bold red"), f" {lines}")
+    return status
