@@ -84,7 +84,7 @@ def test_the_filters_of_the_demos_hook_table_stay_in_one_line_in_80_columns():
     bus = make_bus(torch.optim.SGD(network().parameters()), 100, Console())
     for subscription in bus.subscriptions:
         if subscription.lane is not None:
-            subscription.lane.delivered(99_999)
+            subscription.lane.count(delivered=99_999)
     console = Console(width=80, color_system=None)
     with console.capture() as captured:
         console.print(bus.describe(stats=True))
