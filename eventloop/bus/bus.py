@@ -10,8 +10,8 @@ import torch
 
 from eventloop.bus.describe import Description, describe
 from eventloop.bus.handler import check_stream_options, stream
-from eventloop.bus.hook import Hook, check_names, load_state, subscriptions_of
-from eventloop.bus.lifecycle import Lifecycle
+from eventloop.bus.hook import Hook, check_names, subscriptions_of
+from eventloop.bus.lifecycle import Lifecycle, log
 from eventloop.bus.overloads import TypedOn, decorates
 from eventloop.bus.priority import PriorityLike
 from eventloop.bus.routes import Count, Route, Source, compile_route, route_source
@@ -231,7 +231,14 @@ class Bus(TypedOn, Lifecycle):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of every hook; warn about a hook without saved state, and about state without a hook."""
-        load_state(self.hooks, state["hooks"])
+        saved = dict(state["hooks"])
+        for hook in self.hooks:
+            if hook.stateful and hook.label not in saved:
+                log.warning("the checkpoint has no state for this hook; it starts afresh", hook=hook.label)
+            elif hook.stateful:
+                hook.load_state_dict(saved.pop(hook.label))
+        if saved:
+            log.warning("the checkpoint has state of hooks that are not on the bus", hooks=sorted(saved))
         for name, value in state["publishes"].items():
             self._counts.setdefault(name, Count()).value = value
 

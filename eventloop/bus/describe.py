@@ -84,7 +84,7 @@ def describe(subscriptions: Sequence[Subscription], *, stats: bool, ranks: bool 
             priority=one.priority,
             label=one.label,
             priority_name=Priority.label(one.priority),
-            mode=_MODES[one.mode],
+            mode="inline" if one.lane is None else f"offloaded: {'event loop' if one.mode == 'async' else one.mode}",
             filter=str(one.filter or ""),
             lane=_lane(one),
             stats=one.stats,
@@ -99,14 +99,6 @@ def _listed_apart(mount_point: str) -> bool:
     """Return True for ``Event`` and for groups that users declare, which have one row instead of one per event."""
     event = resolve(mount_point)
     return event is Event or (event.group and mount_point not in BUILTIN)
-
-
-_MODES = {"inline": "inline"} | {
-    "async": "offloaded: event loop",
-    "thread": "offloaded: thread",
-    "process": "offloaded: process",
-    "stream": "offloaded: stream",
-}
 
 
 def _lane(subscription: Subscription) -> str:

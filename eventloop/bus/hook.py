@@ -1,10 +1,11 @@
-"""Subscriptions as an object: :class:`Hook` and :func:`mount`; which methods are subscribed, and the state of hooks by name."""
+"""Subscriptions as an object: :class:`Hook` and :func:`mount`, and which methods are subscribed."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import combinations
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -13,22 +14,18 @@ from eventloop.errors import SubscribeError
 from eventloop.events import Event
 from eventloop.events.event import name_of, registry, resolve, suggest
 from eventloop.events.mount_points import BUILTIN
-from eventloop.log import get_logger
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Ranks = Literal["all", "rank0"]
 
 _PREFIXES = ("before_", "after_", "on_")
 
-log = get_logger()
-
 
 class Hook:
-    """A set of subscriptions with state. Methods named like mount points are subscribed by ``bus.add(hook)``.
+    """A set of subscriptions with state. Methods named like mount points, also your own, are subscribed by ``bus.add(hook)``.
 
     Plain methods run inline, ``async`` ones are offloaded; :func:`mount` gives one method filters, ``offload`` or
-    ``capture``. ``before_epoch``, ``after_epoch``, ``before_iter`` and ``after_iter`` hear all three stages. A method whose
-    name matches a mount point that the user declared is subscribed too.
+    ``capture``. ``before_epoch``, ``after_epoch``, ``before_iter`` and ``after_iter`` hear all three stages.
 
     Attributes:
         priority: priority of all methods without their own.
@@ -82,16 +79,15 @@ _UNMARKED = Mount()
 
 
 def mount(*events: type[Event] | str, priority: PriorityLike | None = None, **options: Any) -> Callable[[Method], Method]:
-    """Give one method of a :class:`Hook` options of its own; they are those of ``bus.on``.
+    """Give one method of a :class:`Hook` options of its own.
 
     Args:
         *events: one or several mount points, if the method's name is not the mount point. An offloaded method of several has
             one lane for all of them, so that they arrive in the order in which they were published.
         priority: of this method, instead of the hook's.
-        **options: those of :class:`eventloop.bus.HandlerOptions`, ``capture`` and ``batch`` (``offload="process"`` only for a
-            ``@staticmethod``: the hook itself stays in this process). An ``operator.attrgetter`` takes the value from the hook
-            when it is added to a bus, such as ``every=attrgetter("interval")`` for an argument of the hook's constructor
-            (not for ``when`` and ``capture``, which are functions themselves).
+        **options: those of ``bus.on`` (``offload="process"`` only for a ``@staticmethod``: the hook itself stays in this
+            process). An ``operator.attrgetter``, except as ``when`` or ``capture``, takes the value from the hook when it is
+            added to a bus: ``every=attrgetter("interval")``.
     """
 
     def mark(method: Method) -> Method:
@@ -103,17 +99,14 @@ def mount(*events: type[Event] | str, priority: PriorityLike | None = None, **op
 
 
 def subscriptions_of(hook: Hook) -> Iterator[tuple[tuple[type[Event], ...], Callable[..., Any], dict[str, Any]]]:
-    """Yield events, bound method and options for every subscription that ``hook`` asks for, in order of definition.
-
-    Raises:
-        SubscribeError: a class instead of an instance, a method named like a mount point that does not exist, or a hook
-            without any.
-    """
+    """Yield events, bound method and options for every subscription of ``hook``; raise SubscribeError for mistakes in it."""
     _check_instance(hook)
-    _check_state(type(hook), hook.label)
     found = False
     marks = dict(_marks(type(hook)))
-    unused = _checked_unused(hook, marks)
+    named = hook.unused()
+    unused = {named} if isinstance(named, str) else set(named)
+    for name in sorted(unused - marks.keys()):
+        raise SubscribeError(f"{hook.label}.unused() names {name!r}, which is not one of its methods: {', '.join(marks)}")
     for name, mark in marks.items():
         if not mark.events and name not in registry:
             _check_spelling(hook, name, marked=mark is not _UNMARKED)
@@ -151,14 +144,6 @@ def _marks(cls: type[Hook]) -> Iterator[tuple[str, Mount]]:
             yield name, getattr(getattr(cls, name), "__trainbus_mount__", _UNMARKED)
 
 
-def _checked_unused(hook: Hook, methods: Collection[str]) -> frozenset[str]:
-    named = hook.unused()
-    unused = frozenset([named] if isinstance(named, str) else named)
-    for name in sorted(unused - set(methods)):
-        raise SubscribeError(f"{hook.label}.unused() names {name!r}, which is not one of its methods: {', '.join(methods)}")
-    return unused
-
-
 def _check_instance(hook: object) -> None:
     if isinstance(hook, type):
         raise SubscribeError(f"bus.add takes a hook object: write bus.add({hook.__name__}(...))")
@@ -171,14 +156,13 @@ def _check_instance(hook: object) -> None:
             f"bus.add takes Hook objects, not {type(hook).__name__}; derive the class from eventloop.Hook, "
             "or subscribe a function with bus.on"
         )
-
-
-def _check_state(cls: type[Hook], label: str) -> None:
-    saves, loads = cls.state_dict is not Hook.state_dict, cls.load_state_dict is not Hook.load_state_dict
+    saves, loads = hook.stateful, type(hook).load_state_dict is not Hook.load_state_dict
     if saves and not loads:
-        raise SubscribeError(f"{label} has a state_dict but no load_state_dict, so what it saves would be lost; define both")
+        raise SubscribeError(
+            f"{hook.label} has a state_dict but no load_state_dict, so what it saves would be lost; define both"
+        )
     if loads and not saves:
-        raise SubscribeError(f"{label} has a load_state_dict but no state_dict, so there is nothing to load; define both")
+        raise SubscribeError(f"{hook.label} has a load_state_dict but no state_dict, so there is nothing to load; define both")
 
 
 def _check_spelling(hook: Hook, name: str, *, marked: bool) -> None:
@@ -196,29 +180,13 @@ def _check_spelling(hook: Hook, name: str, *, marked: bool) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------------- state, by hook name
-
-
 def check_names(hooks: Sequence[Hook]) -> None:
     """Raise SubscribeError if a hook is among ``hooks`` twice, or two with state have one name."""
-    for index, hook in enumerate(hooks):
-        for other in hooks[:index]:
-            if hook is other:
-                raise SubscribeError(f"{hook.label} is on this bus already")
-            if hook.stateful and other.stateful and hook.label == other.label:
-                raise SubscribeError(
-                    f"two hooks with state are named {hook.label!r}, and a checkpoint keeps state by name; "
-                    f"give one of them another `name`"
-                )
-
-
-def load_state(hooks: Iterable[Hook], state: Mapping[str, Any]) -> None:
-    """Restore the state of every hook; warn about a hook without state and about state without a hook."""
-    saved = dict(state)
-    for hook in hooks:
-        if hook.stateful and hook.label not in saved:
-            log.warning("the checkpoint has no state for this hook; it starts afresh", hook=hook.label)
-        elif hook.stateful:
-            hook.load_state_dict(saved.pop(hook.label))
-    if saved:
-        log.warning("the checkpoint has state of hooks that are not on the bus", hooks=sorted(saved))
+    for one, other in combinations(hooks, 2):
+        if one is other:
+            raise SubscribeError(f"{one.label} is on this bus already")
+        if one.stateful and other.stateful and one.label == other.label:
+            raise SubscribeError(
+                f"two hooks with state are named {one.label!r}, and a checkpoint keeps state by name; "
+                f"give one of them another `name`"
+            )
