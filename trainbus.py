@@ -72,7 +72,10 @@ if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
 
 def _find(name: str) -> Any:
     if name == "__version__":
-        return _version()
+        try:
+            return metadata.version("trainbus")
+        except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+            return "0+unknown"
     if name == "__all__":
         return _public()
     if name in _PACKAGES:
@@ -86,13 +89,6 @@ def _find(name: str) -> Any:
 
 def _public() -> list[str]:
     return list(dict.fromkeys(name for package in map(_own, _PUBLIC) for name in package.__all__))
-
-
-def _version() -> str:
-    try:
-        return metadata.version("trainbus")
-    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        return "0+unknown"
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ All errors derive from :class:`TrainbusError`, and also from the builtin that de
 ``except ValueError`` keeps its meaning for a caller who has never heard of trainbus.
 """
 
-from __future__ import annotations
-
 
 class TrainbusError(Exception):
     """Base of every exception raised by trainbus itself (never of those raised by a handler)."""

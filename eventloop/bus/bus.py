@@ -14,7 +14,7 @@ from eventloop.bus.hook import Hook, check_names, subscriptions_of
 from eventloop.bus.lifecycle import Lifecycle, log
 from eventloop.bus.overloads import TypedOn, decorates
 from eventloop.bus.priority import PriorityLike
-from eventloop.bus.routes import Count, Route, Source, compile_route, route_source
+from eventloop.bus.routes import Count, Route, compile_route, route_source
 from eventloop.bus.stream import Stream
 from eventloop.bus.subscription import Stats, Subscription
 from eventloop.bus.watch import KINDS, Taps, Watch
@@ -201,7 +201,7 @@ class Bus(TypedOn, Lifecycle):
         check_value("stats", stats, bool)
         return describe(self.subscriptions, stats=stats or self._timing, ranks=self._world_size > 1)
 
-    def explain(self, event: type[Event] | str) -> Source:
+    def explain(self, event: type[Event] | str) -> str:
         """Return the source of the function that is compiled for ``event``."""
         event_type = resolve(event)
         return route_source(event_type, self._heard_by(event_type), timing=self._timing)

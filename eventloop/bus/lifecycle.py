@@ -59,11 +59,7 @@ class Lifecycle:
         _buses.add(self)
 
     def open(self) -> None:
-        """Start the consumers of offloaded handlers; ``with bus:`` does it and closes.
-
-        Raises:
-            BusStateError: it is open already.
-        """
+        """Start the consumers of offloaded handlers, as ``with bus:`` does; raises BusStateError if the bus is open already."""
         self._open(Runtime(self._backend, self._interrupt))
 
     def close(self, *, abort: bool = False) -> None:

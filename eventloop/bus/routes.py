@@ -32,17 +32,8 @@ Route = Callable[[Any], None]
 _serial = itertools.count(1)
 
 
-class Source(str):
-    """Generated source, whose ``repr`` is the text itself."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
 class Count:
-    """Counts the publishes of one event type; 1-based."""
+    """Counts the publishes of one event type, from 1."""
 
     __slots__ = ("_lock", "value")
 
@@ -51,20 +42,16 @@ class Count:
         self._lock = threading.Lock()
 
     def next(self) -> int:
-        """Count one more, and return the count."""
+        """Count one more publish, and return the count."""
         with self._lock:
             self.value += 1
             return self.value
 
 
 def compile_route(event_type: type[Event], heard: Sequence[Subscription], count: Count, *, timing: bool) -> Route:
-    """Return the function that calls ``heard``, subscriptions in the order of their priorities.
+    """Return the function that calls ``heard``, at least one subscription, in the order of their priorities.
 
-    Args:
-        event_type: the event class; filters compare its ``counts``.
-        heard: at least one subscription.
-        count: the count of publishes, which increases only if a filter compares it.
-        timing: measure each call.
+    ``count`` is that of publishes; it increases only if a filter compares it. ``timing`` measures each call.
     """
     lines, bound, owners = _write(event_type, heard, timing=timing)
     source = "\n".join(lines) + "\n"
@@ -87,11 +74,11 @@ def compile_route(event_type: type[Event], heard: Sequence[Subscription], count:
     return route
 
 
-def route_source(event_type: type[Event], heard: Sequence[Subscription], *, timing: bool) -> Source:
+def route_source(event_type: type[Event], heard: Sequence[Subscription], *, timing: bool) -> str:
     """Return the source that :func:`compile_route` compiles for these arguments."""
     if not heard:
-        return Source(f"def {name_of(event_type)}(event):\n    pass  # no subscriber\n")
-    return Source("\n".join(_write(event_type, heard, timing=timing)[0]) + "\n")
+        return f"def {name_of(event_type)}(event):\n    pass  # no subscriber\n"
+    return "\n".join(_write(event_type, heard, timing=timing)[0]) + "\n"
 
 
 def _write(
@@ -106,7 +93,7 @@ def _write(
     for index, one in enumerate(heard):
         first = len(lines) + 1
         block, names = _write_call(index, one, event_type, timing=timing)
-        lines += _indent(_indent(block))
+        lines += _indent(block, by=8)
         bound |= names
         owners.update(dict.fromkeys(range(first, len(lines) + 1), index))
     lines += ["    except Exception as error:", "        blame(error, event)", "        raise"]
@@ -146,5 +133,5 @@ def _comment(one: Subscription) -> str:
     return " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
 
 
-def _indent(lines: Sequence[str]) -> list[str]:
-    return ["    " + line for line in lines]
+def _indent(lines: Sequence[str], by: int = 4) -> list[str]:
+    return [" " * by + line for line in lines]

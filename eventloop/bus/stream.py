@@ -7,6 +7,7 @@ needs no open bus (it may be made before a run begins), and a drain does not wai
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar
 
@@ -28,8 +29,10 @@ class Stream(Generic[T_co]):
     """
 
     def __init__(self, subscription: Subscription, lane: Lane, interrupt: Callable[[], object]) -> None:
-        self._inbox = _Inbox(subscription, lane, interrupt)
+        self._inbox = inbox = _Inbox(subscription, lane, interrupt)
         self._reading = False
+        # On the loop, and not at once: the garbage collector may run while this thread holds the lane's lock.
+        weakref.finalize(self, inbox.leave_soon).atexit = False
 
     @property
     def stats(self) -> Stats:
@@ -59,11 +62,6 @@ class Stream(Generic[T_co]):
 
     async def __aexit__(self, *exc: object) -> None:
         self._inbox.leave()
-
-    def __del__(self) -> None:
-        # On the loop, and not here: the garbage collector may call this while this thread holds the lane's lock.
-        if hasattr(self, "_inbox"):
-            self._inbox.leave_soon()
 
 
 class _Inbox:

@@ -9,7 +9,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from eventloop import Bus, Event, Hook, Progress
-from eventloop.bus.routes import Source
 from eventloop.errors import LaneClosedError
 from eventloop.events import AfterRun, AfterTrainEpoch, AfterTrainIter, AfterValIter, BeforeModuleForward, BeforeRun
 
@@ -42,8 +41,7 @@ def test_the_source_has_one_call_per_handler_and_nothing_else():
 def test_the_source_shows_itself_at_a_prompt():
     bus = Bus()
     source = bus.explain("after_run")
-    assert isinstance(source, Source)
-    assert repr(source) == str(source) == "def after_run(event):\n    pass  # no subscriber\n"
+    assert source == "def after_run(event):\n    pass  # no subscriber\n"
 
 
 def test_only_a_handler_with_a_filter_has_a_condition():
