@@ -63,8 +63,7 @@ def _own(name: str) -> ModuleType:
 if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
-        globals()[name] = found = _find(name)
-        return found
+        return globals().setdefault(name, _find(name))
 
     def __dir__() -> list[str]:
         return sorted(["__version__", *_public()])

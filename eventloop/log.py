@@ -26,7 +26,8 @@ class _Logger:
 
 
 def _plain() -> Any:
-    rank = _rank()
+    distributed: Any = sys.modules.get("torch.distributed")  # without importing torch
+    rank = distributed.get_rank() if distributed and distributed.is_available() and distributed.is_initialized() else 0
     colors = sys.stderr is not None and sys.stderr.isatty()
     return structlog.wrap_logger(
         structlog.PrintLogger(cast("TextIO", _Stderr())),
@@ -38,12 +39,6 @@ def _plain() -> Any:
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING if rank else logging.INFO),
     )
-
-
-def _rank() -> int:
-    """Return the rank of this process among those that train together, without importing torch."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    return distributed.get_rank() if distributed and distributed.is_available() and distributed.is_initialized() else 0
 
 
 class _Stderr:

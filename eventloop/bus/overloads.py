@@ -32,8 +32,7 @@ class TypedOn:
                 the publisher's thread what the handler gets a copy of, and ``batch``, the most events per call.
 
         Raises:
-            UnknownEventError: no event declares the name.
-            SubscribeError: an option that cannot work.
+            SubscribeError: an option that cannot work, or (UnknownEventError) a name that no event declares.
         """
         return self._on(event, handler, options)
 
@@ -50,7 +49,6 @@ class TypedOn:
 
         Raises:
             BusStateError: no event loop is running here.
-            UnknownEventError: no event declares the name.
-            SubscribeError: an option that cannot work.
+            SubscribeError: as for :meth:`on`.
         """
         return self._stream(event, options)

@@ -31,14 +31,9 @@ class Priority(IntEnum):
 
     @classmethod
     def parse(cls, value: PriorityLike, names: Mapping[str, int] | None = None) -> int:
-        """Return ``value`` as an integer from 0 to 100.
+        """Return ``value`` as an integer from 0 to 100; raise SubscribeError for any other name or number.
 
-        Args:
-            value: the priority.
-            names: another scale to use: its names (in capitals) and their numbers.
-
-        Raises:
-            SubscribeError: the name is unknown, the number is outside 0–100, or the type is wrong.
+        ``names`` replaces the names of this scale (in capitals) and their numbers.
         """
         table = cls.__members__ if names is None else names
         if isinstance(value, str):

@@ -8,12 +8,8 @@ An event is a frozen :class:`msgspec.Struct`. Its class name is its mount point:
 
     bus.publish(Densify(points=512))        # reaches bus.on("densify") and bus.on(Densify)
 
-A subscription to a class also gets its subclasses: ``bus.on(Event)`` gets every event, ``bus.on("after_iter")`` the iterations
-of all three stages.
-
-Fields are *plain* (numbers, strings, containers of them; an offloaded handler gets a copy), *live* (``Live[...]``:
-references to training state, which an offloaded handler must not touch) or *scalars* (``Scalars``: live for inline
-handlers, reduced to its numbers for offloaded ones).
+Fields are *plain* (numbers, strings, containers of them; an offloaded handler gets a copy), *live* (``Live[...]``: references
+to training state, which an offloaded handler must not touch) or *scalars* (``Scalars``: offloaded handlers get the numbers).
 """
 
 from __future__ import annotations
@@ -75,13 +71,11 @@ def mount_name(class_name: str) -> str:
 # For type checkers, so that subclasses inherit frozen=True and kw_only=True.
 @dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False)
 class Event(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="event", tag=mount_name):
-    """Base class of all events. Subclass it to declare your own mount point; ``bus.on(Event)`` gets every event.
+    """Base class of all events. Subclass it to declare your own mount point.
 
-    Events are compared by identity. For a subclass without ``progress``, filters count its publishes. Defining a class again in
-    the same module (a notebook cell) replaces it, and its subscriptions stay.
-
-    Raises:
-        EventDefinitionError: a subclass has the mount-point name of another module's event.
+    A subscription to a class also gets its subclasses: ``bus.on(Event)`` gets every event, ``bus.on("after_iter")`` the
+    iterations of all three stages. Events are compared by identity. Defining a class again in the same module (a notebook cell)
+    replaces it, and its subscriptions stay; a class with the name of another module's event is an EventDefinitionError.
     """
 
     counts: ClassVar[Counter] = "publish"
@@ -90,7 +84,6 @@ class Event(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="even
     """True for a class that groups others (``BeforeIter``): you subscribe to it, and the run never publishes it."""
 
     def __init_subclass__(cls) -> None:
-        """Register the mount point."""
         super().__init_subclass__()
         if "__detached__" in cls.__dict__:
             return  # a detached twin (offload/detach.py), not a mount point
@@ -162,16 +155,11 @@ def moment(event: type[Event], progress: object) -> str:
 
 def lineage(event: type[Event]) -> list[str]:
     """Return the names under which a subscription hears ``event``: its own, its groups', and ``"event"``."""
-    return [name_of(base) for base in event.__mro__ if isinstance(base, type) and issubclass(base, Event)]
+    return [name_of(base) for base in event.__mro__ if issubclass(base, Event)]
 
 
 def resolve(event: type[Event] | str) -> type[Event]:
-    """Return the event class for a class or a mount-point name.
-
-    Raises:
-        UnknownEventError: no event declares that name; the message lists the nearest ones.
-        TypeError: ``event`` is neither.
-    """
+    """Return the event class for a class or a mount-point name; raise UnknownEventError, or TypeError if it is neither."""
     if isinstance(event, str):
         found = Event if event == "event" else registry.get(event)
         if found is None:
@@ -227,11 +215,7 @@ def unspell(value: Any) -> Any:
 
 @cache
 def hints_of(event: type[Event]) -> dict[str, Any]:
-    """Return the annotation of every field.
-
-    Raises:
-        EventDefinitionError: they use a name that is not defined at the top level of the event's module.
-    """
+    """Return the annotation of every field; raise EventDefinitionError for names not at the top level of the event's module."""
     try:
         hints = get_type_hints(event, include_extras=True)
     except NameError as error:
