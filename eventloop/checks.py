@@ -110,9 +110,6 @@ def _described(member: Any) -> str:
     return bounds.description or f"{words} {said}".rstrip()
 
 
-# -------------------------------------------------------------------------------------------------------- functions
-
-
 def is_async(function: Callable[..., Any]) -> bool:
     """Return True for coroutine functions, partials of them, and objects with an async ``__call__``."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

@@ -116,7 +116,7 @@ def test_only_the_command_line_imports_hooks_and_does_so_lazily(name):
 def test_only_the_command_knows_trainbus_which_loads_the_packages_when_a_name_is_used():
     for name in MODULES:
         if any(one.module.split(".")[0] == "trainbus" for one in house(name)):
-            assert name in ("eventloop.__main__", "eventloop.cli"), name
+            assert name == "eventloop.cli", name
     assert all(one.lazy or one.typing for one in house("trainbus"))
 
 

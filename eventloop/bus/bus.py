@@ -136,12 +136,10 @@ class Bus(TypedOn, Lifecycle):
         A module has no torch hook while its events have no subscriber. Events are published while the bus is open, and also
         while it is not if all subscribers are inline. Filters count the events of all modules together.
 
-        Backward events have the limits of torch's full backward hooks. The module's inputs and outputs become views, so an
-        in-place operation on them (``ReLU(inplace=True)`` right before or after the module) raises an error. A tensor that does
-        not require gradients has None as its gradient. On a GPU autograd's thread publishes them.
-
-        A model under ``torch.compile`` has a graph break at each watched module, so ``fullgraph=True`` is an error. The first
-        subscription after compiling recompiles the model once.
+        Backward events have the limits of torch's full backward hooks: an in-place operation on inputs or outputs of the module
+        (``ReLU(inplace=True)`` right before or after it) raises an error, a tensor that does not require gradients has None as
+        its gradient, and on a GPU autograd's thread publishes them. ``torch.compile`` has a graph break at each watched module,
+        so ``fullgraph=True`` is an error, and the first subscription after compiling recompiles the model once.
 
         Args:
             model: a model, also inside a wrapper (``torch.compile``, data parallel), which names do not contain. Held weakly.

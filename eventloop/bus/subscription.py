@@ -86,8 +86,6 @@ class Subscription:
         self._counting = threading.Lock()
         self._failed = self._hung = self._calls = self._nanoseconds = 0
 
-    # -------------------------------------------------------------------------------------------------- public
-
     def cancel(self) -> None:
         """End the subscription before the next publish. Idempotent."""
         self._bus.remove(self)
@@ -110,8 +108,6 @@ class Subscription:
 
     def __repr__(self) -> str:
         return f"<Subscription {self.label} to {self.mount_point}, priority {self.priority}, {self.mode}>"
-
-    # ------------------------------------------------------------------------------------- for routes and the bus
 
     def call_for(self, event_type: type[Event]) -> Callable[[Any], object]:
         """Return the function that the route of ``event_type`` calls: the handler, or the hand-off to its lane."""
@@ -163,8 +159,6 @@ class Subscription:
         self.active = False
         if self.lane is not None:
             self.lane.retire("its subscription was cancelled")
-
-    # ------------------------------------------------------------------------------------------------ internals
 
     def _annotate(self, error: BaseException, event: Event) -> None:
         where = f"in {self.label} ({self.mode}, priority {self.priority}, {self.location}) at "

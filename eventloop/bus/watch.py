@@ -81,8 +81,6 @@ class Taps(weakref.WeakKeyDictionary[nn.Module, dict[tuple[type[ModuleEvent], st
             torch.compiler.reset()
 
 
-# ----------------------------------------------------------------------------------------------- on the modules
-
 KINDS: dict[type[ModuleEvent], Callable[[nn.Module, Callable[..., None]], RemovableHandle]] = {
     BeforeModuleForward: functools.partial(nn.Module.register_forward_pre_hook, with_kwargs=True),
     AfterModuleForward: functools.partial(nn.Module.register_forward_hook, with_kwargs=True),
@@ -128,9 +126,6 @@ def _tap_class() -> type[_Tap]:
         )
 
     return Tap
-
-
-# ------------------------------------------------------------------------------------------------------ names
 
 
 def _matching(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:

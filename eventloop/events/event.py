@@ -129,9 +129,6 @@ class Event(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="even
         return [(name, _short(value)) for name, value in values if value is not msgspec.UNSET]
 
 
-# ------------------------------------------------------------------------------------------------------ names
-
-
 def name_of(event: type[Event]) -> str:
     """Return the mount-point name of an event class."""
     return mount_name(event.__name__)
@@ -185,8 +182,6 @@ def mount_points() -> list[str]:
     """Return the names of all mount points in the order of a run, users' own last."""
     return [name for name, event in registry.items() if not event.group]
 
-
-# --------------------------------------------------------------------------------------------------- encodings
 
 _SPELLED = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 

@@ -28,19 +28,12 @@ def _elsewhere(name: str, path: str, hint: str = "") -> None:
     setattr(RunEvent, name, property(touch, doc=f"Raises AttributeError: it is ``event.{path}``."))
 
 
-def _captured(path: str) -> str:
-    return f"; for a copy in an offloaded handler, subscribe it with capture=lambda event: event.{path}..."
-
-
+_COPIED = "; for a copy in an offloaded handler, subscribe it with capture=lambda event: event.run.{}..."
 for _name, _member in [(name, member) for name, member in vars(RunView).items() if not name.startswith("_")]:
-    _path = f"run.{_name}"
-    _elsewhere(_name, _path, _captured(_path) if isinstance(_member, property) else ", in an inline handler")
+    _elsewhere(_name, f"run.{_name}", _COPIED.format(_name) if isinstance(_member, property) else ", in an inline handler")
 for _name in Progress.__struct_fields__:
     _elsewhere(_name, f"progress.{_name}")
-_elsewhere("optimizer", "run.optimizers", _captured("run.optimizers"))
-
-
-# ---------------------------------------------------------------------------------------------- groups over all stages
+_elsewhere("optimizer", "run.optimizers", _COPIED.format("optimizers"))
 
 
 class BeforeEpoch(RunEvent, kw_only=True):
@@ -75,9 +68,6 @@ class AfterIter(RunEvent, kw_only=True):
     batch_idx: int = 0
     batch: Live[Any] = ABSENT
     outputs: Scalars = ABSENT
-
-
-# ------------------------------------------------------------------------------------------------- the order of a run
 
 
 class BeforeRun(RunEvent, kw_only=True):
@@ -296,9 +286,6 @@ class OnException(RunEvent, kw_only=True):
 
 class AfterRun(RunEvent, kw_only=True):
     """The run has ended by itself or by ``stop()`` (not by an exception)."""
-
-
-# ---------------------------------------------------------------------------------------------- inside the model
 
 
 class ModuleEvent(Event, kw_only=True):

@@ -1,7 +1,0 @@
-"""``python -m eventloop`` is ``python -m trainbus``."""
-
-import sys
-
-from trainbus import main
-
-sys.exit(main())
