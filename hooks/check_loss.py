@@ -23,7 +23,6 @@ class CheckInvalidLossHook(Hook):
         keys: names of the outputs to check; by default all names that contain ``"loss"``.
 
     Raises:
-        ConfigurationError: an option is invalid.
         TrainingError: later, from the run: a value is NaN or infinite, or there is no output to check.
     """
 

@@ -59,11 +59,7 @@ def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str
 
 
 def digits(seed: int) -> dict[str, TensorDataset]:
-    """Return the 1,797 images (1 × 8 × 8, 0 to 1) split 60 : 20 : 20 into train, val and test.
-
-    Raises:
-        ConfigurationError: scikit-learn, which contains the images, is not installed.
-    """
+    """Return the 1,797 images (1 × 8 × 8, 0 to 1) of scikit-learn, split 60 : 20 : 20 into train, val and test."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -140,16 +136,9 @@ def make_loop(work_dir: Path, epochs: int, seed: int, console: Console) -> Train
 
 
 def run_demo(work_dir: Path, *, epochs: int = 30, seed: int = 0, resume: bool = False) -> int:
-    """Train, test, and print the table of hooks and a summary; return the exit status.
+    """Train for ``epochs`` in total, test, and print the table of hooks and a summary; return the exit status.
 
-    Args:
-        work_dir: folder of the run.
-        epochs: total number of epochs, including those before a resume.
-        seed: seed of weights, shuffling and split.
-        resume: resume from the newest checkpoint in ``work_dir``.
-
-    Raises:
-        ConfigurationError: scikit-learn is not installed.
+    ``seed`` is that of weights, shuffling and split; ``resume`` continues from the newest checkpoint in ``work_dir``.
     """
     torch.set_num_threads(1)  # the network is too small for more; offloaded work uses the other cores
     console = Console()

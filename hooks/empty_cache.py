@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 
 from eventloop import ConfigurationError, Hook, check_options, register
-from eventloop.events import AfterEpoch, AfterIter, BeforeEpoch, RunEvent
+from eventloop.events import RunEvent
 
 
 @register
@@ -21,9 +21,6 @@ class EmptyCacheHook(Hook):
         before_epoch: before each epoch, validation and test.
         after_epoch: after each of them.
         after_iter: after each iteration.
-
-    Raises:
-        ConfigurationError: an option is not a bool, or all options are False.
     """
 
     observes = True
@@ -31,24 +28,15 @@ class EmptyCacheHook(Hook):
     @check_options
     def __init__(self, before_epoch: bool = False, after_epoch: bool = True, after_iter: bool = False) -> None:
         if not (before_epoch or after_epoch or after_iter):
-            raise ConfigurationError(
-                "EmptyCacheHook(before_epoch=False, after_epoch=False, after_iter=False) has no effect; set one of them to "
-                "True, or remove the hook"
-            )
+            advice = "set one of them to True, or remove the hook"
+            raise ConfigurationError(f"EmptyCacheHook: before_epoch, after_epoch and after_iter are all False; {advice}")
         self._wanted = {"before_epoch": before_epoch, "after_epoch": after_epoch, "after_iter": after_iter}
 
     def unused(self) -> Collection[str]:
         return [name for name, wanted in self._wanted.items() if not wanted]
 
-    def before_epoch(self, event: BeforeEpoch) -> None:
-        self._empty(event)
-
-    def after_iter(self, event: AfterIter) -> None:
-        self._empty(event)
-
-    def after_epoch(self, event: AfterEpoch) -> None:
-        self._empty(event)
-
-    def _empty(self, event: RunEvent) -> None:
+    def before_epoch(self, event: RunEvent) -> None:
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
+
+    after_iter = after_epoch = before_epoch

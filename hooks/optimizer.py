@@ -19,15 +19,7 @@ class OptimizerHook(Update):
     The hook runs in ``after_train_iter`` at priority 30, so handlers with a higher number see the updated weights. It
     publishes ``before_backward``, ``after_backward``, ``before_optimizer_step`` and ``after_optimizer_step``.
 
-    Args (see :class:`eventloop.Update`):
-        accumulate: micro-batches per step (iMIX: accumulation).
-        grad_clip: largest norm of all gradients together, or the arguments of ``torch.nn.utils.clip_grad_norm_``, such as
-            ``{"max_norm": 35, "norm_type": 2}``. Gradients are clipped once per real step, after unscaling.
-        amp: ``"bf16"`` or ``"fp16"``.
-        scaler: your own ``torch.amp.GradScaler`` for fp16, or a mapping of its arguments.
-
-    Raises:
-        ConfigurationError: an option is out of range.
+    The options are those of :class:`eventloop.Update`: ``accumulate``, ``grad_clip``, ``amp`` and ``scaler``.
     """
 
     name = "OptimizerHook"
@@ -40,12 +32,9 @@ class Fp16OptimizerHook(OptimizerHook):
     Gradients are unscaled and clipped once per real step, also with accumulation (iMIX: in each micro-batch).
 
     Args:
-        grad_clip: as in :class:`OptimizerHook`.
+        grad_clip: as in :class:`eventloop.Update`.
         grad_scaler_config: arguments of ``torch.amp.GradScaler``: ``{"init_scale": 1024.0, "growth_interval": 500}``.
         accumulate: micro-batches per step.
-
-    Raises:
-        ConfigurationError: an option is out of range.
     """
 
     @check_options

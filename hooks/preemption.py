@@ -32,9 +32,9 @@ class PreemptionHook(Hook):
     - A second signal acts as without the hook: usually it ends the process at once. The same signal within a second is
       ignored, because a process gets it twice if the scheduler signals each process and ``torchrun`` forwards it.
 
-    The hook installs its handlers when a run begins, and restores the earlier ones when it ends, also by an exception. Python
-    calls signal handlers on the main thread only, so the run must be on that thread. If training runs on another thread
-    (``await loop.arun()``), the application must handle signals and call ``loop.checkpoint_now()`` and ``loop.stop()``.
+    The run must be on the main thread, because Python calls signal handlers only there. If training runs on another thread
+    (``await loop.arun()``), the application must handle signals and call ``loop.checkpoint_now()`` and ``loop.stop()``. The
+    earlier handlers come back when the run ends, also by an exception.
 
     The workers of DataLoaders ignore these signals during the run, because a signal to the process group also reaches them.
     Workers that started before the run need a ``worker_init_fn`` that ignores the signals. Other processes that are forked
@@ -62,14 +62,16 @@ class PreemptionHook(Hook):
 
     def before_run(self, event: BeforeRun) -> None:
         if threading.current_thread() is not threading.main_thread():
+            thread = threading.current_thread().name
             raise ConfigurationError(
-                f"{self.label} installs signal handlers, which Python allows on the main thread only, but this run is on "
-                f"the thread {threading.current_thread().name!r}. Remove the hook, and call loop.checkpoint_now() and "
-                "loop.stop() where your application handles signals (such as anyio.open_signal_receiver)"
+                f"{self.label} installs signal handlers, which Python allows on the main thread only, not on {thread!r}. "
+                "Remove the hook, and call loop.checkpoint_now() and loop.stop() where your application handles signals"
             )
         self.received = None
         self._process = os.getpid()
-        event.run.defer(self._undo)  # first: it also undoes a part of the installation if a signal cannot be handled
+        # First: this also undoes a part of the installation if a signal cannot be handled.
+        event.run.defer(self._workers.restore)
+        event.run.defer(self._restore_handlers)
         self._workers.ignore()
         for number in self.signals:
             self._previous[number] = signal.getsignal(number)
@@ -106,10 +108,6 @@ class PreemptionHook(Hook):
         if previous in (signal.SIG_IGN, None):
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-
-    def _undo(self) -> None:
-        self._restore_handlers()
-        self._workers.restore()
 
     def _restore_handlers(self) -> None:
         while self._previous:

@@ -41,9 +41,6 @@ class ProgressBar(Hook):
 
     Args:
         console: console to draw on; by default rich's shared one.
-
-    Raises:
-        ConfigurationError: ``console`` is not a rich console.
     """
 
     priority = Priority.LOW
@@ -56,7 +53,7 @@ class ProgressBar(Hook):
         self._shown = False
         # The lane's thread starts drawing, the training thread ends it.
         self._lock = threading.Lock()
-        self._progress: Progress | None = None
+        self._progress: Progress
         self._task = TaskID(0)
         self._title = ""
         self._losses: dict[str, float] = {}
@@ -68,6 +65,7 @@ class ProgressBar(Hook):
         self._shown = console.is_terminal and not console.is_dumb_terminal
         self._start = self._eta = None
         if self._shown:
+            self._progress, self._title = _new_progress(console), ""
             event.run.defer(self._stop)
 
     def before_epoch(self, event: BeforeEpoch) -> None:
@@ -91,10 +89,8 @@ class ProgressBar(Hook):
     def _stop(self) -> None:
         self._shown = False
         with self._lock:
-            progress, self._progress = self._progress, None
             try:
-                if progress is not None:
-                    progress.stop()
+                self._progress.stop()
             except Exception:  # a lost terminal must not fail the run
                 log.exception("cannot remove the progress bar")
 
@@ -123,14 +119,10 @@ class ProgressBar(Hook):
                 self._eta = (now - began) / (done - first) * (event.total_iters - done)
 
     def _draw(self, event: BarMoved) -> None:
-        progress = self._progress
-        if progress is None:
-            progress, self._title = _new_progress(self._console or get_console()), ""
-            self._progress = progress
+        progress, title = self._progress, _title(event)
         details = [f"{name} {value:.4f}" for name, value in self._losses.items()]
         if event.progress.stage == "train" and self._eta is not None:
             details.append(f"eta {timedelta(seconds=round(self._eta))}")
-        title = _title(event)
         if title != self._title:  # a new task, because rich ignores an update to total=None (a loader without a length)
             for task in progress.task_ids:
                 progress.remove_task(task)

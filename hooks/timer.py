@@ -21,17 +21,14 @@ _AFTER_UPDATE = int(Priority.HIGH) + 1
 
 @register
 class IterTimerHook(Hook):
-    """Measure every iteration on the host's clock.
+    """Measure every iteration on the host's clock, in seconds.
 
-    In training the hook reports, in seconds:
-
-    - ``time``: from the end of one iteration to the next.
-    - ``data_time``: the part until the batch arrives, including late hooks and saves.
-    - ``eta``: the mean time since training began or was resumed, times the iterations left (if their number is known).
-
-    ``run.info`` has them as ``train/time``, ``train/data_time`` and ``eta``, and ``train/seconds`` over all resumes. Running
-    means of validations and tests are only in ``run.info`` (``val/time``, ``val/data_time``, and ``val/eta``, the seconds left
-    of this validation), because a reported value would become a metric. The logger adds them to its line.
+    In training the hook reports ``time``, from the end of one iteration to the next; ``data_time``, the part until the batch
+    arrives, including late hooks and saves; and ``eta``, the mean time since training began or was resumed, times the
+    iterations left (if their number is known). ``run.info`` has them as ``train/time``, ``train/data_time`` and ``eta``, and
+    ``train/seconds`` over all resumes. The logger adds the running means of validations and tests to its line. They are only in
+    ``run.info`` (``val/time``, ``val/data_time``, and ``val/eta`` of this validation), because a reported value would become a
+    metric.
 
     When training ends without an exception, the hook logs a summary below the last line of a ``LoggerHook``: the total time,
     the time of validations, and the mean time of an iteration. It splits the time outside of validations into *data* (waiting
@@ -40,9 +37,6 @@ class IterTimerHook(Hook):
 
     Args:
         warmup_iter: number of slower first iterations (also after a resume) that the summary leaves out.
-
-    Raises:
-        ConfigurationError: ``warmup_iter`` is negative.
     """
 
     priority = Priority.NORMAL
@@ -57,7 +51,9 @@ class IterTimerHook(Hook):
         """Total time of these iterations, in seconds."""
         self._total: int | None = None
         self._training = _Training(warmup_iter)
-        self._pass = _Pass()
+        # Of the present validation or test: its length in batches, its clock, and the seconds of waiting for data.
+        self._length: int | None = None
+        self._began = self._last = self._data_seconds = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return {"iters": self.iters, "seconds": self.seconds}
@@ -93,11 +89,10 @@ class IterTimerHook(Hook):
         info["train/time"] = time
         info["train/data_time"] = data_time
         info["train/seconds"] = self.seconds
-        if self._total is None:
-            event.run.report(time=time, data_time=data_time)
-            return
-        info["eta"] = eta = training.seconds / training.iters * (self._total - event.progress.iter - 1)
-        event.run.report(time=time, data_time=data_time, eta=eta)
+        times = {"time": time, "data_time": data_time}
+        if self._total is not None:
+            times["eta"] = info["eta"] = training.seconds / training.iters * (self._total - event.progress.iter - 1)
+        event.run.report(**times)
 
     @mount("after_train_iter", priority=Priority.LOWEST)
     def hooks_end(self, event: AfterTrainIter) -> None:
@@ -123,26 +118,27 @@ class IterTimerHook(Hook):
         self._training.gap_ends()
 
     def after_val(self, event: events.AfterVal) -> None:
-        self._training.validation_ends()
+        self._training.gap_ends(validation=True)
 
     @mount("before_val_epoch", "before_test_epoch")
     def pass_begins(self, event: events.BeforeValEpoch | events.BeforeTestEpoch) -> None:
-        self._pass = _Pass(event.run.evaluation_length)
+        self._length = event.run.evaluation_length
+        self._began = self._last = perf_counter()
+        self._data_seconds = 0.0
 
     @mount("before_val_iter", "before_test_iter")
     def batch_is_there(self, event: events.BeforeValIter | events.BeforeTestIter) -> None:
-        self._pass.data_seconds += perf_counter() - self._pass.last
+        self._data_seconds += perf_counter() - self._last
 
     @mount("after_val_iter", "after_test_iter")
     def iteration_ends(self, event: events.AfterValIter | events.AfterTestIter) -> None:
-        clock, done = self._pass, event.batch_idx + 1
-        clock.last = perf_counter()
-        mean = (clock.last - clock.began) / done
+        done, self._last = event.batch_idx + 1, perf_counter()
+        mean = (self._last - self._began) / done
         info, stage = event.run.info, event.progress.stage
         info[f"{stage}/time"] = mean
-        info[f"{stage}/data_time"] = clock.data_seconds / done
-        if clock.length is not None:
-            info[f"{stage}/eta"] = mean * (clock.length - done)
+        info[f"{stage}/data_time"] = self._data_seconds / done
+        if self._length is not None:
+            info[f"{stage}/eta"] = mean * (self._length - done)
 
 
 class _Training:
@@ -170,32 +166,19 @@ class _Training:
         self.seconds += time
         return time
 
-    def gap_ends(self) -> None:
-        """Count the time since the last iteration or validation as the time of hooks."""
+    def gap_ends(self, *, validation: bool = False) -> None:
+        """Count the time since the last iteration or gap as the time of hooks or of a validation, not of an iteration."""
         now = perf_counter()
-        if self.iters >= self._warmup:
+        if validation:
+            self.validations += now - self.last
+        elif self.iters >= self._warmup:
             self._gaps += now - self.last
-        self.last = self.hooks_done = now
-
-    def validation_ends(self) -> None:
-        """Count the time since the last gap as validation, so that no iteration includes it."""
-        now = perf_counter()
-        self.validations += now - self.last
         self.last = self.hooks_done = now
 
     def summary(self) -> tuple[float, float, float]:
         """Return the mean seconds per iteration, and the shares of data and hooks in the time outside of validations."""
         total = self._seconds + self._gaps
         return self._seconds / self.counted, self._data / total, (total - self._data - self._step) / total
-
-
-class _Pass:
-    """Clock of one pass over validation or test data; ``length`` is in batches, or None."""
-
-    def __init__(self, length: int | None = None) -> None:
-        self.length = length
-        self.began = self.last = perf_counter()
-        self.data_seconds = 0.0
 
 
 def _rounded(seconds: float) -> str:
