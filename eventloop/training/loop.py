@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +73,13 @@ class TrainLoop:
         name: str | None = None,
         config: Config | None = None,
     ) -> None:
-        _check_limits(train_data, max_epochs, max_iters)
+        if max_epochs is not None and max_iters is not None:
+            raise ConfigurationError(
+                f"max_epochs={max_epochs} and max_iters={max_iters}: give one of them; max_epochs counts passes over "
+                "train_data, max_iters counts batches"
+            )
+        if train_data is not None and max_epochs is None and max_iters is None:
+            raise ConfigurationError("the training has no length: give max_epochs=, or max_iters= for iteration-based training")
         for label, function in (("step", step), ("val_step", val_step), ("test_step", test_step)):
             if function is not None:
                 check_step(label, function)
@@ -94,8 +99,8 @@ class TrainLoop:
         self._optimizer = optimizer
         self._running: Run | None = None
         self._cancelled = False
-        files = {"work_dir": work_dir, "name": name, "config": config}
-        self._options: dict[str, Any] = {"device": device, "seed": seed, "stateful": stateful, **files}
+        self._options: dict[str, Any] = {"work_dir": work_dir, "device": device, "seed": seed}
+        self._options |= {"stateful": stateful, "name": name, "config": config}
         self._new_run()  # checks the options
         if optimizer is not None and not any(isinstance(hook, Update) for hook in self.bus.hooks):
             self.bus.add(Update())
@@ -112,19 +117,21 @@ class TrainLoop:
             ConfigurationError: ``train_data`` or ``optimizer`` is missing.
             Exception: the unchanged error of a step, a loader or a hook.
         """
-        self._need("train")
+        data, by_iter = self._need("train"), self.max_iters is not None
         if self._optimizer is None:
             raise ConfigurationError("run() needs an optimizer: give TrainLoop optimizer=")
         metrics: dict[str, Any] = {}
         with self._begun(trains=True, resume=resume, strict=strict) as run:
             for _ in run.epochs(self.max_epochs, max_iters=self.max_iters):
-                if run.counters.phase == "val" and self.max_iters is not None:  # resumed just before a validation
+                if by_iter and run.counters.phase == "val":  # resumed just before a validation
                     metrics = self._validate(run) or metrics
-                for batch in run.train(self._need("train"), endless=self.max_iters is not None):
-                    self._forward(run, batch)
-                    if self.max_iters is not None and self._validation_due(run.counters.iter + 1):
+                for batch in run.train(data, endless=by_iter):
+                    run.publish(BeforeForward, batch=batch)
+                    run.report(**_checked_outputs(_called("step", self._step, self.model, batch)))
+                    run.publish(AfterForward, outputs=run.outputs)
+                    if by_iter and self._validation_due(run.counters.iter + 1):
                         metrics = self._validate(run) or metrics
-                if self.max_iters is None and self._validation_due():
+                if not by_iter and self._validation_due():
                     metrics = self._validate(run) or metrics
         return metrics
 
@@ -135,7 +142,18 @@ class TrainLoop:
         cancelled, the run ends at the next safe mount point (see :meth:`Run.cancel`). Lanes then drain for at most the bus's
         ``abort_timeout`` seconds.
         """
-        train = partial(self._run_unless_cancelled, resume=resume, strict=strict, device=_cuda_device())
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+        def train() -> dict[str, Any]:
+            if device is not None:
+                torch.cuda.set_device(device)  # each thread has its own
+            try:
+                return self.run(resume=resume, strict=strict)
+            except RunCancelled:
+                if not self._cancelled:
+                    raise  # by run.cancel(), not by the host
+                return {}  # in_thread() raises the host's own cancellation
+
         async with self.bus if self.bus.state == "idle" else nullcontext():
             try:
                 return await in_thread(train, "trainbus training", cancelled=self._cancel)
@@ -177,26 +195,11 @@ class TrainLoop:
         if (run := self._running) is not None:
             run.checkpoint_now()
 
-    def _run_unless_cancelled(self, *, device: int | None, **options: Any) -> dict[str, Any]:
-        if device is not None:
-            torch.cuda.set_device(device)  # each thread has its own
-        try:
-            return self.run(**options)
-        except RunCancelled:
-            if not self._cancelled:
-                raise  # by run.cancel(), not by the host
-            return {}  # in_thread() raises the host's own cancellation
-
     def _cancel(self) -> None:
         # Set before the read below; _begun() does both in the other order, so one of the two sees the other.
         self._cancelled = True
         if (run := self._running) is not None:
             run.cancel()
-
-    def _forward(self, run: Run, batch: Any) -> None:
-        run.publish(BeforeForward, batch=batch)
-        run.report(**_checked_outputs(_called("step", self._step, self.model, batch)))
-        run.publish(AfterForward, outputs=run.outputs)
 
     def _validate(self, run: Run) -> dict[str, Any]:
         return self._evaluate(run, run.validate(self._need("val"), self._metrics), self._val_step)
@@ -208,15 +211,13 @@ class TrainLoop:
             run.report(**(outputs if isinstance(outputs, Mapping) else {"loss": outputs}))
         return dict(batches.metrics)
 
-    def _validation_due(self, iteration: int | None = None) -> bool:
-        """Return True if a validation follows the epoch or iteration that was counted last."""
-        if self._data["val"] is None:
-            return False
-        by_iter = self.max_iters is not None
-        done = self.counters.epoch if not by_iter else self.counters.iter if iteration is None else iteration
-        if done == (self.max_iters if by_iter else self.max_epochs):
-            return True
-        return done >= self.val_begin and done % self.val_interval == 0
+    def _validation_due(self, done: int | None = None) -> bool:
+        """Return True if a validation follows the epoch or iteration that was counted last, or number ``done``."""
+        last = self.max_epochs if self.max_iters is None else self.max_iters
+        if done is None:
+            done = self.counters.epoch if self.max_iters is None else self.counters.iter
+        due = done == last or (done >= self.val_begin and done % self.val_interval == 0)
+        return due and self._data["val"] is not None
 
     def _new_run(self, **options: Any) -> Run:
         run = Run(self.bus, model=self.model, optimizer=self._optimizer, counters=self.counters, **self._options, **options)
@@ -246,20 +247,6 @@ class TrainLoop:
         if data is None:
             raise ConfigurationError(f"TrainLoop has no {stage}_data: give it {stage}_data=")
         return data
-
-
-def _check_limits(train_data: object, max_epochs: int | None, max_iters: int | None) -> None:
-    if max_epochs is not None and max_iters is not None:
-        raise ConfigurationError(
-            f"max_epochs={max_epochs} and max_iters={max_iters}: give one of them; max_epochs counts passes over train_data, "
-            "max_iters counts batches"
-        )
-    if train_data is not None and max_epochs is None and max_iters is None:
-        raise ConfigurationError("the training has no length: give max_epochs=, or max_iters= for iteration-based training")
-
-
-def _cuda_device() -> int | None:
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
 def _called(name: str, step: Step, model: Any, batch: Any) -> Any:
