@@ -92,22 +92,22 @@ class Update(Hook):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the scaler and the open window; drop the window, with a warning, if the parameters differ."""
-        self._load_scaler(state.get("scaler"))
-        window = state.get("window")
-        if window is None:
-            return
-        saved = window["gradients"]
+        scaler, window = state.get("scaler"), state.get("window")
+        if scaler and self._scaler is not None:
+            self._scaler.load_state_dict(dict(scaler))
+        elif scaler or (self._scaler is not None and self._scaler.is_enabled()):
+            log.warning("only one of checkpoint and update has a gradient scaler; its state is not loaded")
         own = {name: _parameters(one) for name, one in self._optimizers.items()}
-        if not _fit(saved, own):
+        if window is not None and _fit(window["gradients"], own):
+            self._count = int(window["count"])
+            for name, gradients in window["gradients"].items():
+                for parameter, gradient in zip(own[name], gradients, strict=True):
+                    parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        elif window is not None:
             log.warning(
                 "the checkpoint was saved inside an accumulation window, but its gradients do not fit these parameters; the "
                 "window starts over"
             )
-            return
-        self._count = int(window["count"])
-        for name, gradients in saved.items():
-            for parameter, gradient in zip(own[name], gradients, strict=True):
-                parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
     def unused(self) -> Collection[str]:
         """Return the autocast methods if ``amp`` is off, so that the bus skips their four events per iteration."""
@@ -130,12 +130,14 @@ class Update(Hook):
         """Enter autocast until the forward pass or the iteration ends."""
         self._autocast = torch.autocast(event.run.device.type, dtype=_DTYPES[self._amp or "bf16"])
         self._autocast.__enter__()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        event.run.defer(self._leave_autocast)
+        event.run.defer(self.leave_autocast)
 
     @mount(AfterForward, AfterValIter, AfterTestIter, priority=Priority.HIGHEST)
-    def leave_autocast(self, event: AfterForward | AfterValIter | AfterTestIter) -> None:
+    def leave_autocast(self, event: AfterForward | AfterValIter | AfterTestIter | None = None) -> None:
         """Leave autocast, before metrics are computed."""
-        self._leave_autocast()
+        if self._autocast is not None:
+            autocast, self._autocast = self._autocast, None
+            autocast.__exit__(None, None, None)
 
     def before_train_iter(self, event: BeforeTrainIter) -> None:
         """Zero the gradients when a window begins; torchft starts its quorum there, before the forward pass."""
@@ -151,37 +153,36 @@ class Update(Hook):
             self._begun = True
             self._check_step(run)
         self._count += 1
-        self._backward(run, loss if self.accumulate == 1 else loss / self.accumulate)
-        if self._count >= self.accumulate or run.last_batch:
-            if self._count < self.accumulate:
-                _scale_gradients(run.optimizers.values(), self.accumulate / self._count)
-            self._step(run)
-            self._count = 0
-
-    def _check_step(self, run: RunView) -> None:
-        """Raise TrainingError if the user's step function called ``backward()`` or ``optimizer.step()``."""
-        gradients = [p.grad for optimizer in run.optimizers.values() for p in _parameters(optimizer) if p.grad is not None]
-        if run.updated or (not self._count and any(bool(gradient.any()) for gradient in gradients)):
-            raise TrainingError(
-                f"step() called backward() or optimizer.step(), but the update ({self.label}) does both: return the loss only, "
-                "or write your own loop around Run"
-            )
-
-    def _backward(self, run: RunView, loss: torch.Tensor) -> None:
+        if self.accumulate > 1:
+            loss = loss / self.accumulate
         if not loss.requires_grad:
             raise TrainingError(
                 "the loss does not depend on any trainable parameter (requires_grad is False): did step() compute it under "
                 "torch.no_grad(), detach it, or call backward()?"
             )
         run.publish(BeforeBackward, loss=loss)
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         run.publish(AfterBackward)
+        if self._count >= self.accumulate or run.last_batch:
+            if self._count < self.accumulate and (gradients := _gradients(run.optimizers.values())):
+                torch._foreach_mul_(gradients, self.accumulate / self._count)
+            self._step(run)
+            self._count = 0
+
+    def _check_step(self, run: RunView) -> None:
+        """Raise TrainingError if the user's step function called ``backward()`` or ``optimizer.step()``."""
+        gradients = _gradients(run.optimizers.values())
+        if run.updated or (not self._count and any(bool(gradient.any()) for gradient in gradients)):
+            raise TrainingError(
+                f"step() called backward() or optimizer.step(), but the update ({self.label}) does both: return the loss only, "
+                "or write your own loop around Run"
+            )
 
     def _step(self, run: RunView) -> None:
         optimizers = list(run.optimizers.values())
         if self._scaler is not None:
             # A scaler refuses an optimizer without gradients, such as one of two that this loss does not reach.
-            optimizers = [optimizer for optimizer in optimizers if any(p.grad is not None for p in _parameters(optimizer))]
+            optimizers = [optimizer for optimizer in optimizers if _gradients([optimizer])]
             for optimizer in optimizers:
                 self._scaler.unscale_(optimizer)
         if self._clip is not None:
@@ -191,21 +192,11 @@ class Update(Hook):
         for optimizer in optimizers:
             if self._scaler is None:
                 optimizer.step()
-            elif not _skips_by_itself(optimizer) or not _overflown(self._scaler, optimizer):
+            # The kernel of a fused optimizer checks for overflow, so the scaler calls its step() in any case.
+            elif not getattr(optimizer, "_step_supports_amp_scaling", False) or not _overflown(self._scaler, optimizer):
                 self._scaler.step(optimizer)
         if self._scaler is not None and optimizers:
             self._scaler.update()
-
-    def _load_scaler(self, state: Mapping[str, Any] | None) -> None:
-        if state and self._scaler is not None:
-            self._scaler.load_state_dict(dict(state))
-        elif state or (self._scaler is not None and self._scaler.is_enabled()):
-            log.warning("only one of checkpoint and update has a gradient scaler; its state is not loaded")
-
-    def _leave_autocast(self) -> None:
-        if self._autocast is not None:
-            autocast, self._autocast = self._autocast, None
-            autocast.__exit__(None, None, None)
 
 
 def _zero_grad(optimizer: torch.optim.Optimizer) -> None:
@@ -216,11 +207,6 @@ def _zero_grad(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
-
-
-def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True for a fused optimizer: its kernel checks for overflow."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def _overflown(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
@@ -256,6 +242,10 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def _gradients(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    return [parameter.grad for one in optimizers for parameter in _parameters(one) if parameter.grad is not None]
+
+
 def _fit(gradients: Mapping[str, list[Any]], parameters: Mapping[str, list[Any]]) -> bool:
     """Return True if the gradients (or None) have the shapes of the parameters."""
     return gradients.keys() == parameters.keys() and all(
@@ -263,11 +253,6 @@ def _fit(gradients: Mapping[str, list[Any]], parameters: Mapping[str, list[Any]]
         and all(one is None or one.shape == own.shape for one, own in zip(some, parameters[name], strict=True))
         for name, some in gradients.items()
     )
-
-
-def _scale_gradients(optimizers: Any, factor: float) -> None:
-    if gradients := [p.grad for optimizer in optimizers for p in _parameters(optimizer) if p.grad is not None]:
-        torch._foreach_mul_(gradients, factor)
 
 
 def window_open(hooks: Iterable[Hook]) -> bool:
