@@ -88,18 +88,13 @@ def device_of(device: str | torch.device | None, models: Mapping[str, torch.nn.M
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:  # each backend raises its own
             reason = str(error).partition("\n")[0].partition(". ")[0]
-            raise ConfigurationError(
-                f"torch cannot use device={str(device)!r} here ({reason}); it has {', '.join(_devices())}"
-            ) from None
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            count = 0 if accelerator is None else torch.accelerator.device_count()
+            devices = ", ".join(["cpu", *(f"{accelerator}:{index}" for index in range(count))])
+            raise ConfigurationError(f"torch cannot use device={str(device)!r} here ({reason}); it has {devices}") from None
         return torch.device(device)
     parameters = (parameter.device for model in models.values() for parameter in model.parameters())
     return next(parameters, torch.device("cpu"))
-
-
-def _devices() -> list[str]:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    count = 0 if accelerator is None else torch.accelerator.device_count()
-    return ["cpu", *(f"{accelerator}:{index}" for index in range(count))]
 
 
 def check_image(name: str, image: Any) -> None:

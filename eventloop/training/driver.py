@@ -117,7 +117,7 @@ class Driver(Session):
         """Publish ``after_train``."""
         self._take_turn("end_train")
         self.state.progress = self.state.counters.snapshot()
-        self._tell(ev.AfterTrain)
+        self._announce(ev.AfterTrain)
         self._saves.save_if_asked(force=True)
         self.state.scopes.leave("train")
 
@@ -153,7 +153,7 @@ class Driver(Session):
         """Publish ``after_train_epoch`` and count the epoch."""
         self._take_turn("end_epoch")
         counters = self.state.counters
-        self._tell(ev.AfterTrainEpoch)
+        self._announce(ev.AfterTrainEpoch)
         counters.epoch += 1
         counters.batches = 0
         counters.phase = "val" if counters.max_iters is None else "train"
@@ -308,8 +308,8 @@ class Driver(Session):
         torch.set_grad_enabled(False)
         before, before_epoch, before_iter, after_iter, *_ = _EVALUATION[stage]
         self._evaluation_changes = self._bus.may_change_state(before_iter) or self._bus.may_change_state(after_iter)
-        self._tell(before)
-        self._tell(before_epoch)
+        self._announce(before)
+        self._announce(before_epoch)
         if self._share is not None:
             state.scopes.defer(self._share.leave_out())
         self._metrics.reset()
@@ -349,14 +349,14 @@ class Driver(Session):
         metrics = {**self._metrics.compute(state.ranks), **(values or {})}
         if stage == "val":
             self.state.go_on()
-        self._tell(_EVALUATION[stage][4], metrics=dict(metrics))
+        self._announce(_EVALUATION[stage][4], metrics=dict(metrics))
         state.counters.validations += stage == "val"
         state.counters.tests += stage == "test"
         state.settle()
         # force: save the validated weights even within an accumulation window, whose gradients are saved too.
         self._saves.save_if_asked(force=True)
         state.scopes.leave(stage)
-        self._tell(_EVALUATION[stage][5])
+        self._announce(_EVALUATION[stage][5])
         self._saves.save_if_asked()
         state.handle_requests()
         return metrics

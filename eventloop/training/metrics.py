@@ -56,25 +56,21 @@ class Metrics:
 
     @check_options
     def __init__(
-        self,
-        metrics: NamedMetrics | None = None,
-        device: torch.device | None = None,
-        told: set[str] | None = None,
+        self, metrics: NamedMetrics | None = None, device: torch.device | None = None, told: set[str] | None = None
     ) -> None:
         self._metrics = dict(metrics or {})
         self._device = device
         self._wanted = {name: _parameters(name, metric) for name, metric in self._metrics.items()}
-        self._sums: dict[str, torch.Tensor | float] = {}
-        self._counts: dict[str, int] = {}
+        self._sums: dict[str, tuple[Any, int]] = {}  # of the scalar entries, with the number of samples
         self._empty = True
         self._told = set() if told is None else told
         # Entries that feed a metric. The loss is averaged all the same.
         self._fed = {entry for wanted in self._wanted.values() for entry in wanted or ()} - {"loss"}
-        self._sized: set[str] = set()  # entries that were no scalar in some batch
+        self._sized: set[str] = set()  # entries that were not a scalar in some batch
 
     def reset(self) -> None:
         """Reset all metrics, and move those with ``.to()`` to the device."""
-        self._sums, self._counts, self._empty = {}, {}, True
+        self._sums, self._empty = {}, True
         for name, metric in self._metrics.items():
             _call(name, metric.reset)
             if self._device is not None and callable(move := getattr(metric, "to", None)):
@@ -94,8 +90,8 @@ class Metrics:
         for name, value in outputs.items():
             scalar = None if name in self._metrics or name in self._fed else self._scalar(name, value)
             if scalar is not None:
-                self._sums[name] = self._sums.get(name, 0.0) + scalar * samples
-                self._counts[name] = self._counts.get(name, 0) + samples
+                total, count = self._sums.get(name, (0.0, 0))
+                self._sums[name] = total + scalar * samples, count + samples
 
     def compute(self, ranks: Ranks | None = None) -> dict[str, Any]:
         """Return all values by name, metrics first; a metric that returns a mapping gives ``name/key``.
@@ -104,9 +100,9 @@ class Metrics:
             ranks: makes this a collective. The values cover the batches of all ranks and are equal on each, because
                 decisions (the best checkpoint, an early stop) depend on them.
         """
-        sums, counts, metrics = self._sums, self._counts, self._metrics
+        sums, metrics = self._sums, self._metrics
         if ranks is not None:
-            sums, counts = _added(ranks.gather(({name: float(value) for name, value in sums.items()}, counts, self._sized)))
+            sums = _added(ranks.gather(({name: (float(total), count) for name, (total, count) in sums.items()}, self._sized)))
             metrics = self._merged(ranks)
         values: dict[str, Any] = {}
         for name, metric in metrics.items():
@@ -121,12 +117,12 @@ class Metrics:
             else:
                 values[name] = _number(value)
         # Means come last: save_best="auto" takes the first value, which should be a metric that the user named.
-        values |= {name: _number(total / counts[name]) for name, total in sums.items() if name not in values}
+        values |= {name: _number(total / count) for name, (total, count) in sums.items() if name not in values}
         return values if ranks is None else dict(ranks.from_first(values))
 
     def _merged(self, ranks: Ranks) -> dict[str, Metric]:
         """Merge the metrics that can be merged over all ranks; return all of them."""
-        alone = {name: metric for name, metric in self._metrics.items() if not _syncs_itself(metric)}
+        alone = {name: metric for name, metric in self._metrics.items() if not getattr(metric, "sync_on_compute", False)}
         able = {name: metric for name, metric in alone.items() if callable(getattr(metric, "merge_state", None))}
         gathered = ranks.gather(able)
         for name, metric in alone.items():
@@ -196,17 +192,12 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def _syncs_itself(metric: Metric) -> bool:
-    return bool(getattr(metric, "sync_on_compute", False))
-
-
-def _added(parts: list[tuple[dict[str, float], dict[str, int], set[str]]]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Add the sums and counts of all ranks, without the names that are no scalar on some rank."""
-    sums: dict[str, Any] = {}
-    counts: dict[str, int] = {}
-    sized = set().union(*(names for _, _, names in parts))
-    for some, many, _ in parts:
-        for name in [name for name in some if name not in sized]:
-            sums[name] = sums.get(name, 0.0) + some[name]
-            counts[name] = counts.get(name, 0) + many[name]
-    return sums, counts
+def _added(parts: list[tuple[dict[str, tuple[float, int]], set[str]]]) -> dict[str, tuple[float, int]]:
+    """Add the sums and counts of all ranks, without the names that are not scalars on every rank."""
+    added: dict[str, tuple[float, int]] = {}
+    sized = set().union(*(names for _, names in parts))
+    for sums, _ in parts:
+        for name in [name for name in sums if name not in sized]:
+            total, count = added.get(name, (0.0, 0))
+            added[name] = total + sums[name][0], count + sums[name][1]
+    return added

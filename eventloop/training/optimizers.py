@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -36,7 +36,7 @@ def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return inner
 
 
-def tell_useless(optimizers: Mapping[str, torch.optim.Optimizer], models: Mapping[str, torch.nn.Module]) -> None:
+def warn_if_useless(optimizers: Mapping[str, torch.optim.Optimizer], models: Mapping[str, torch.nn.Module]) -> None:
     """Warn about an optimizer that shares no parameter with the models."""
     trained = {id(parameter) for model in models.values() for parameter in model.parameters()}
     for name, optimizer in optimizers.items():
@@ -89,7 +89,15 @@ def options_given(optimizers: Mapping[str, torch.optim.Optimizer], seed: int | N
 
 def by_path(options: Any, path: str) -> dict[str, Any]:
     """Flatten a tree of options into plain values by path (``"optimizer.lr"``); tensors become numbers."""
-    return dict(_leaves(options, path))
+    if isinstance(options, Mapping):
+        inner = [(f"{path}.{name}" if path else str(name), each) for name, each in options.items()]
+    elif isinstance(options, list | tuple):
+        inner = [(f"{path}[{index}]", each) for index, each in enumerate(options)]
+    elif isinstance(options, torch.Tensor) and options.numel() == 1:
+        return {path: options.item()}
+    else:
+        return {path: options} if options is None or isinstance(options, bool | int | float | str) else {}
+    return {leaf: value for where, each in inner for leaf, value in by_path(each, where).items()}
 
 
 def forget_options(options: dict[str, Any], owner: str) -> None:
@@ -98,7 +106,7 @@ def forget_options(options: dict[str, Any], owner: str) -> None:
         del options[name]
 
 
-def tell_changed(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def warn_of_overridden(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Warn about options that the program changed but the checkpoint overrides."""
     changed = [
         f"{path} is {saved[path]!r}, not {value!r}"
@@ -120,19 +128,6 @@ def _options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             group["lr"] = group.pop("initial_lr")
     options = groups[0] if len(groups) == 1 else {"groups": groups}
     return by_path({"type": type(optimizer).__name__, **options}, "")
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from _leaves(each, f"{path}.{name}" if path else str(name))
-    elif isinstance(value, list | tuple):
-        for index, each in enumerate(value):
-            yield from _leaves(each, f"{path}[{index}]")
-    elif isinstance(value, torch.Tensor) and value.numel() == 1:
-        yield path, value.item()
-    elif value is None or isinstance(value, bool | int | float | str):
-        yield path, value
 
 
 def _same(one: Any, other: Any) -> bool:

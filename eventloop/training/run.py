@@ -166,19 +166,14 @@ class Run:
         return self._driver.last_batch
 
     def drive(self) -> Driver:
-        """Return the driver of this run (always the same object), for control flow other than a ``for`` statement.
-
-        Call its ``begin_run()``, or use it inside ``with run:``. See :class:`~eventloop.training.Driver`.
-        """
+        """Return the :class:`~eventloop.training.Driver` of this run, for control flow other than a ``for`` statement."""
         return self._driver
 
     @check_options
     def epochs(self, max_epochs: given.Limit | None = None, *, max_iters: given.Limit | None = None) -> Epochs:
         """Iterate over the indices of the remaining epochs, between ``before_train`` and ``after_train``.
 
-        Args:
-            max_epochs: total number of epochs, or else
-            max_iters: total number of iterations, as one long epoch (use ``run.train(loader, endless=True)``).
+        Give the total number of epochs or of iterations; iterations are one long epoch (``run.train(loader, endless=True)``).
         """
         if (max_epochs is None) == (max_iters is None):
             raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give run.epochs() one of them")
@@ -219,26 +214,18 @@ class Run:
         feed = self._feeds.for_evaluation(loader, "test_data")
         return EvaluationBatches(self._bodies, feed, self._feeds.metrics(metrics), "test")
 
-    def report(self, *unnamed: Any, **entries: Any) -> None:
-        """Add named entries to the outputs of the current iteration; tensors stay on their device."""
-        if unnamed:
-            raise TrainingError("run.report() takes entries by name only, such as run.report(loss=loss)")
+    def report(self, **entries: Any) -> None:
+        """Add entries to the outputs of the current iteration; tensors stay on their device."""
         self.state.check_open("run.report()")
         self.state.outputs.update(entries)
 
     def report_image(self, name: str, image: torch.Tensor | np.ndarray[Any, Any]) -> None:
-        """Publish ``image_reported`` for writers of images. Without a subscriber it costs nothing.
-
-        Offloaded handlers get a copy, so you may change or free the image afterwards.
+        """Publish ``image_reported`` for writers of images, if there are any. Offloaded handlers get a copy.
 
         Args:
             name: such as ``"samples"``; writers prefix it with the stage.
             image: height × width, channels × height × width or height × width × channels (if ambiguous, channels first);
-                1, 3 or 4 channels; uint8, or booleans and floats from 0 to 1.
-
-        Raises:
-            TrainingError: outside ``with run:``.
-            ValueError: the shape or dtype does not fit.
+                1, 3 or 4 channels; uint8, or booleans and floats from 0 to 1. Anything else is a ValueError.
         """
         self.state.check_open("run.report_image()")
         if self.bus.wants(ev.ImageReported):
@@ -247,11 +234,6 @@ class Run:
 
     def publish(self, event: type[Event], **payload: Any) -> None:
         """Make and publish an event of this class; its fields ``run`` and ``progress``, if any, are filled in."""
-        if isinstance(event, Event):
-            raise TrainingError(
-                f"run.publish() takes the class of an event and its fields: run.publish({type(event).__name__}, ...); "
-                "bus.publish(...) takes a finished event"
-            )
         if self.bus.wants(event):
             if issubclass(event, RunEvent):
                 made: Event = event(run=self, progress=self.state.progress, **payload)
@@ -309,22 +291,15 @@ class Run:
         steps may overwrite the rate, if it computes rates from its ``base_lrs`` (``LambdaLR``).
 
         Args:
-            lr: the new rate.
+            lr: a positive, finite number.
             optimizer: name or index of one optimizer; all by default.
-
-        Raises:
-            ConfigurationError: the rate is not positive and finite, or the run has no such optimizer.
         """
         if not math.isfinite(lr):
             raise ConfigurationError(f"lr={lr!r}: give a number above 0")
         self.state.rates.append((float(lr), selected(self.optimizers, optimizer)))
 
     def checkpoint_now(self) -> None:
-        """Save ``iter_<n>.safetensors``.
-
-        Raises:
-            ConfigurationError: the run has no work dir.
-        """
+        """Save ``iter_<n>.safetensors`` in the work dir."""
         self._saves.directory()
         self.state.save_now = True
 
@@ -353,9 +328,6 @@ class Run:
             staging: ``"block"`` copies the state now. ``"overlap"`` copies tensors that only optimizers change during the
                 next forward and backward pass (not in a validation or test; see :mod:`eventloop.checkpoint.overlap`).
             busy: if another save is being written, ``"wait"`` for it, ``"skip"`` this one, or ``"replace"`` the waiting one.
-
-        Raises:
-            ConfigurationError: there is neither a directory nor a work dir, or the call is outside ``with run:``.
         """
         path = self._saves.directory(directory) / name
         self._saves.request(SaveRequest(path, frozenset(leave_out), on_error, staging=staging, busy=busy))
@@ -374,14 +346,9 @@ class Run:
         self.options |= by_path(options, owner)
 
     def check_savable(self, *, directory: str | AnyPath | None = None, **options: Any) -> list[str]:
-        """Check that a save with these options of :meth:`request_save` would work.
+        """Raise what a save with these options of :meth:`request_save` would raise; else return the keys of its checkpoint.
 
-        Returns:
-            The keys of the checkpoint; empty on ranks other than 0.
-
-        Raises:
-            CheckpointValueError: a checkpoint cannot hold a value of the state; the error names its path.
-            ConfigurationError: a sharded model cannot be saved with these options.
+        Ranks other than 0 return no keys. A :class:`CheckpointValueError` names the path of the value that does not fit.
         """
         options["leave_out"] = frozenset(options.get("leave_out", ()))
         request = SaveRequest(self._saves.directory(directory), **options)
@@ -428,7 +395,6 @@ class Run:
         ``after_load_checkpoint``, and ``strict=`` applies. Several runs can continue from the same ``from_``.
 
         Raises:
-            ConfigurationError: ``from_`` is not a mapping.
             TrainingError: the run has not begun, or its training has begun.
             CheckpointError: the checkpoint has no state of a run, or belongs to another model or optimizer.
         """
@@ -452,10 +418,8 @@ class Run:
     @property
     def total_iters(self) -> int | None:
         """Total iterations of this run; None if unknown."""
-        if self.counters.max_iters is not None:
-            return self.counters.max_iters
         if self.counters.max_epochs is None or self.epoch_length is None:
-            return None
+            return self.counters.max_iters
         return self.counters.max_epochs * self.epoch_length
 
     def __enter__(self) -> Self:

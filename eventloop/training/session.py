@@ -19,7 +19,7 @@ from eventloop.log import get_logger
 from eventloop.offload import Deadline
 from eventloop.training.distributed.ranks import Wishes, join_ranks, tell_failure, this_rank, world_size
 from eventloop.training.locks import DirectoryLock
-from eventloop.training.optimizers import stepping, tell_useless
+from eventloop.training.optimizers import stepping, warn_if_useless
 from eventloop.training.rng import seed_everything
 from eventloop.training.saves.capture import Saves
 from eventloop.training.saves.restore import Restore
@@ -92,7 +92,7 @@ class Session:
             state.progress = state.counters.snapshot()
             if reason := state.stop_reason or (state.agreement.reason if state.agreement is not None else ""):
                 self._run.info["stop_reason"] = reason
-            self._tell(ev.AfterRun)
+            self._announce(ev.AfterRun)
             self._saves.end()
             if state.agreement is not None:  # no rank leaves before all files are written; all ranks see a failure
                 self._bus.raise_failures()
@@ -125,8 +125,8 @@ class Session:
         state.scopes.defer(run.shared.clear)
         state.scopes.defer(self._forget)
         check_updates(self._bus.hooks, loop_driven=self.loop_driven)
-        self._tell_others()
-        tell_useless(run.optimizers, run.models)
+        self._warn_of_others()
+        warn_if_useless(run.optimizers, run.models)
         if run.seed is not None:
             seed_everything(run.seed)
         for model in run.models.values() if self._moves else ():
@@ -180,7 +180,7 @@ class Session:
                 f"the run ends after an exception and waits at most {self._bus.abort_timeout:g} s for its lanes"
             )
 
-    def _tell(self, event: type[Event], **payload: Any) -> None:
+    def _announce(self, event: type[Event], **payload: Any) -> None:
         """Publish an event between iterations, and advance the version if a handler may have changed the state."""
         self._run.publish(event, **payload)
         self.state.version += self._bus.may_change_state(event)
@@ -200,7 +200,7 @@ class Session:
         if problem:
             raise ConfigurationError(problem)
 
-    def _tell_others(self) -> None:
+    def _warn_of_others(self) -> None:
         """Warn about another open run if one of the two has a seed: both draw from the same random state."""
         for other in _open:
             if self._run.seed is not None or other.seed is not None:

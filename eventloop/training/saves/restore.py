@@ -16,7 +16,7 @@ from eventloop.checkpoint import AnyPath, as_path, convert_foreign, has_shards, 
 from eventloop.errors import CheckpointError, ConfigurationError, TrainingError
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import this_rank, world_size
-from eventloop.training.optimizers import forget_options, stepping, tell_changed
+from eventloop.training.optimizers import forget_options, stepping, warn_of_overridden
 from eventloop.training.rng import other_rng_state, set_rng_state
 from eventloop.training.saves.capture import FORMAT, SavedRun, Saves, checkpoint_keys, unwrapped_state
 from eventloop.training.saves.discover import find_checkpoint, lacking, load_verified, read_checkpoint
@@ -121,7 +121,7 @@ class Restore:
         options = dict(state.get("options", {}))
         if optimizers is None or sum(loaded) < len(run.optimizers):
             forget_options(options, "optimizer")
-        tell_changed(options, run.options)
+        warn_of_overridden(options, run.options)
         run.options.update(options)  # later checkpoints keep the options that the run began with
         if state["rng"] is not None:  # None in an imported checkpoint
             set_rng_state(state["rng"])
