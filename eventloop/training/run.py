@@ -214,8 +214,10 @@ class Run:
         feed = self._feeds.for_evaluation(loader, "test_data")
         return EvaluationBatches(self._bodies, feed, self._feeds.metrics(metrics), "test")
 
-    def report(self, **entries: Any) -> None:
-        """Add entries to the outputs of the current iteration; tensors stay on their device."""
+    def report(self, *unnamed: Any, **entries: Any) -> None:
+        """Add named entries to the outputs of the current iteration; tensors stay on their device."""
+        if unnamed:
+            raise TrainingError("run.report() takes entries by name only, such as run.report(loss=loss)")
         self.state.check_open("run.report()")
         self.state.outputs.update(entries)
 
@@ -234,6 +236,9 @@ class Run:
 
     def publish(self, event: type[Event], **payload: Any) -> None:
         """Make and publish an event of this class; its fields ``run`` and ``progress``, if any, are filled in."""
+        if isinstance(event, Event):
+            call = f"run.publish({type(event).__name__}, ...)"
+            raise TrainingError(f"run.publish() takes a class and fields: {call}; bus.publish(...) takes a finished event")
         if self.bus.wants(event):
             if issubclass(event, RunEvent):
                 made: Event = event(run=self, progress=self.state.progress, **payload)
