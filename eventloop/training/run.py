@@ -237,8 +237,9 @@ class Run:
     def publish(self, event: type[Event], **payload: Any) -> None:
         """Make and publish an event of this class; its fields ``run`` and ``progress``, if any, are filled in."""
         if isinstance(event, Event):
-            call = f"run.publish({type(event).__name__}, ...)"
-            raise TrainingError(f"run.publish() takes a class and fields: {call}; bus.publish(...) takes a finished event")
+            raise TrainingError(
+                f"run.publish() takes a class and fields: run.publish({type(event).__name__}, ...); bus.publish() takes an event"
+            )
         if self.bus.wants(event):
             if issubclass(event, RunEvent):
                 made: Event = event(run=self, progress=self.state.progress, **payload)
