@@ -238,7 +238,7 @@ class Run:
         """Make and publish an event of this class; its fields ``run`` and ``progress``, if any, are filled in."""
         if isinstance(event, Event):
             raise TrainingError(
-                f"run.publish() takes a class and fields: run.publish({type(event).__name__}, ...); bus.publish() takes an event"
+                f"run.publish() takes a class, run.publish({type(event).__name__}, ...); bus.publish() an event"
             )
         if self.bus.wants(event):
             if issubclass(event, RunEvent):
