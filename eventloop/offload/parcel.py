@@ -32,13 +32,6 @@ Bytes = npt.NDArray[np.uint8]
 _ALIGNMENT = 64  # of every part, so that copies run at full speed
 
 
-class Ticket(msgspec.Struct, array_like=True):
-    """What goes through the pipe: the size of the memory, and how many parts are in it."""
-
-    size: int
-    parts: int
-
-
 class _Events(msgspec.Struct):
     """Encoded events, and the modules that declare them."""
 
@@ -47,7 +40,7 @@ class _Events(msgspec.Struct):
 
 
 def pack(items: Sequence[Any], segment: Segment) -> bytes:
-    """Write ``items`` to ``segment`` and return what the other side needs to :func:`unpack` them.
+    """Write ``items`` to ``segment``, and return the ticket with which the other side can :func:`unpack` them.
 
     Raises:
         TypeError: an event has a field that msgpack cannot hold.
@@ -61,13 +54,12 @@ def pack(items: Sequence[Any], segment: Segment) -> bytes:
     pickler = _Pickler()
     pickler.dump(payload)
     parts = segment.write([_bytes(one) for one in (pickler.file.getbuffer(), *(part.raw() for part in pickler.parts))])
-    return msgspec.msgpack.encode(Ticket(segment.size, parts))
+    return msgspec.msgpack.encode((segment.size, parts))
 
 
 def unpack(ticket: bytes, segment: Segment) -> list[Any]:
-    """Return what :func:`pack` was given; copies, which the handler may keep."""
-    at = msgspec.msgpack.decode(ticket, type=Ticket)
-    pickled, *parts = segment.read(at.size, at.parts)
+    """Return the items of :func:`pack`; copies, which the handler may keep."""
+    pickled, *parts = segment.read(*msgspec.msgpack.decode(ticket))
     payload: Any = pickle.loads(pickled.data, buffers=parts)  # noqa: S301 - our own bytes
     if not isinstance(payload, _Events):
         return list(payload)
@@ -101,21 +93,14 @@ def _bytes(buffer: memoryview) -> Bytes:
 
 
 class Segment:
-    """Memory shared by two processes: one writes, the other reads.
-
-    Args:
-        descriptor: of memory that another process made; without it this makes some.
-    """
+    """Memory shared by two processes: one makes and writes it, the other gets its descriptor and reads it."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         self._writes = descriptor is None
         self.descriptor = _memory() if descriptor is None else descriptor
         self._map: mmap.mmap | None = None
-
-    @property
-    def size(self) -> int:
+        self.size = 0
         """Bytes that are mapped."""
-        return 0 if self._map is None else len(self._map)
 
     def write(self, parts: Sequence[Bytes]) -> int:
         """Copy ``parts``, after an array of their lengths, and return their number; the copies release the GIL."""
@@ -147,12 +132,12 @@ class Segment:
     def _bytes(self, needed: int) -> Bytes:
         if self._map is None or needed > self.size:
             # It stays as large as the largest parcel was: the next may be as large.
-            size = -(-needed // mmap.PAGESIZE) * mmap.PAGESIZE
+            self.size = -(-needed // mmap.PAGESIZE) * mmap.PAGESIZE
             if self._map is not None:
                 self._map.close()
             if self._writes:
-                os.ftruncate(self.descriptor, size)
-            self._map = mmap.mmap(self.descriptor, size, access=mmap.ACCESS_WRITE if self._writes else mmap.ACCESS_READ)
+                os.ftruncate(self.descriptor, self.size)
+            self._map = mmap.mmap(self.descriptor, self.size, access=mmap.ACCESS_WRITE if self._writes else mmap.ACCESS_READ)
         return np.frombuffer(self._map, np.uint8)
 
 

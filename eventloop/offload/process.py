@@ -14,13 +14,14 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import msgspec
 import torch
 
-from eventloop.errors import BusStateError, HandlerTimeoutError, OffloadError, WorkerDiedError
+from eventloop.errors import HandlerTimeoutError, OffloadError, WorkerDiedError
 from eventloop.log import get_logger
 from eventloop.offload.callers import Caller, timed_out
 from eventloop.offload.importable import Importable
@@ -36,15 +37,7 @@ log = get_logger()
 
 
 class ProcessCaller(Caller):
-    """Calls a handler in a spawned process.
-
-    Args:
-        target: where the process finds the handler.
-        handler: the same as an object, to check that its name leads to it.
-        label: of the subscription, for errors and as the name of the process.
-        batched: whether the handler gets the list of a batch.
-        timeout: seconds per call, without the start of a process; None waits for as long as it takes.
-    """
+    """Calls a handler in a spawned process; ``timeout`` does not count the start of one."""
 
     def __init__(
         self, target: Importable, handler: Callable[..., Any], label: str, *, batched: bool, timeout: float | None
@@ -63,16 +56,23 @@ class ProcessCaller(Caller):
     def call(self, what: Any) -> None:
         """Have the worker call the handler; starts one if there is none."""
         with self._lock:
-            self._check_open()
+            if self._refuses:
+                raise WorkerDiedError(f"{self._label} was not called: the bus has closed")
+            process, starts = self._process, False
+            if process is None:
+                self._target.check(self._handler)
+                process = self._process = _Process(self._target, f"trainbus {self._label}", batched=self._batched)
+                starts = True
             self._busy = True
         try:
-            process = self._process or self._start()
+            if starts:
+                self._wait_for_start(process)
             process.send(pack(what if self._batched else [what], process.segment))
             reply = self._receive(process, self._timeout)
         finally:
             with self._lock:
                 self._busy = False
-        if not reply.ok:
+        if reply.kind:
             raise _error(reply, process.pid)
 
     def interrupt(self, *, now: bool) -> None:
@@ -86,19 +86,11 @@ class ProcessCaller(Caller):
 
     def stop(self) -> None:
         """End the worker, in order if it does so within a few seconds."""
-        process = self._forget()
-        if process is not None and not process.end(self._end) and self._end:
+        process = self._process
+        if process is not None and not self._lose(process, self._end) and self._end:
             log.warning("a worker process did not end in time and was killed", handler=self._label, pid=process.pid)
 
-    def _check_open(self) -> None:
-        if self._refuses:
-            raise WorkerDiedError(f"{self._label} was not called: the bus has closed")
-
-    def _start(self) -> _Process:
-        self._target.check(self._handler)
-        with self._lock:
-            self._check_open()
-            process = self._process = _Process(self._target, f"trainbus {self._label}", batched=self._batched)
+    def _wait_for_start(self, process: _Process) -> None:
         try:
             reply = self._receive(process, _START)
         except WorkerDiedError as error:
@@ -107,52 +99,40 @@ class ProcessCaller(Caller):
                 'its work under `if __name__ == "__main__":`. Another reason would be on stderr',
                 started=False,
             ) from None
-        if reply.ok:
-            return process
-        self._lose()
-        failure = WorkerDiedError(
-            f"the worker process of {self._label} could not import its handler: {reply.kind}: {reply.message}", started=False
-        )
-        failure.add_note(reply.traceback)
-        raise failure
+        if reply.kind:
+            self._lose(process)
+            failure = WorkerDiedError(
+                f"the worker process of {self._label} could not import its handler: {reply.kind}: {reply.message}",
+                started=False,
+            )
+            failure.add_note(reply.traceback)
+            raise failure
 
     def _receive(self, process: _Process, timeout: float | None) -> Reply:
         try:
             data = process.receive(timeout)
         except TimeoutError:
             process.kill()
-            self._lose()
+            self._lose(process)
             limit = _START if timeout is None else timeout
             raise HandlerTimeoutError(timed_out(self._label, limit, "its worker process was killed")) from None
         if data is None:
-            raise WorkerDiedError(f"the worker process of {self._label} died ({_how(self._lose())})")
+            self._lose(process)
+            raise WorkerDiedError(f"the worker process of {self._label} died ({_how(process.code)})")
         return msgspec.msgpack.decode(data, type=Reply)
 
-    def _lose(self) -> int | None:
-        """End the process, which is of no more use, and return its exit code."""
-        process = self._forget()
-        if process is None:
-            return None
-        process.end(_END)
-        return process.code
-
-    def _forget(self) -> _Process | None:
+    def _lose(self, process: _Process, grace: float = _END) -> bool:
         with self._lock:
-            process, self._process = self._process, None
-        return process
+            self._process = None  # so that interrupt() finds none that is closed
+        return process.end(grace)
 
 
 class _Process:
     """A process that runs :func:`serve`, the pipe and the memory to talk to it."""
 
     def __init__(self, target: Importable, name: str, *, batched: bool) -> None:
-        if getattr(multiprocessing.process.current_process(), "_inheriting", False):
-            raise BusStateError(
-                "a worker process, while it imports the program that started it, is about to start one itself: the program "
-                'must start its work under `if __name__ == "__main__":`'
-            )
         self.segment = Segment()
-        self.code: int | None = None
+        self.code = 0
         self._pipe, other = _spawn.Pipe()
         # A daemon, so that multiprocessing's own exit handler cannot wait for it.
         self._process = _spawn.Process(target=serve, args=(other, self.segment, target, batched), name=name, daemon=True)
@@ -194,7 +174,7 @@ class _Process:
             self._process.kill()
         self._process.join()
         _processes.discard(self)
-        self.code = self._process.exitcode
+        self.code = self._process.exitcode or 0
         self._process.close()
         self._pipe.close()
         os.close(self._death)
@@ -211,13 +191,11 @@ def _error(reply: Reply, pid: int) -> Exception:
     return error
 
 
-def _how(code: int | None) -> str:
-    if code is None or code >= 0:
-        return "ended" if code is None else f"exit code {code}"
+def _how(code: int) -> str:
     try:
         return f"signal {signal.Signals(-code).name}"
     except ValueError:
-        return f"signal {-code}"
+        return f"exit code {code}"
 
 
 _processes: set[_Process] = set()  # that may be running
@@ -236,52 +214,40 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 class Reply(msgspec.Struct, array_like=True):
-    """How a call ended. ``error`` is the exception, pickled, where that can be done and undone."""
+    """How a call ended: of its error the class, the text, and the error itself where it can be pickled and unpickled."""
 
-    ok: bool = True
-    error: bytes = b""
-    kind: str = ""
+    kind: str = ""  # empty: it returned
     message: str = ""
     traceback: str = ""
+    error: bytes = b""
 
 
 def serve(pipe: Connection, segment: Segment, target: Importable, batched: bool) -> None:
-    """Call the handler for each parcel until the other side ends that or is gone.
-
-    Args:
-        pipe: brings tickets, takes replies; an empty message ends the worker.
-        segment: holds the parcels.
-        target: finds the handler.
-        batched: whether the handler gets the list of a batch.
-    """
+    """Import the handler, and call it for each parcel until the other side sends an empty message or is gone."""
     for number in SIGNALS:
         # A handler that does nothing, and not SIG_IGN, which programs started by the user's handler would inherit.
-        signal.signal(number, _nothing)
+        signal.signal(number, lambda *_: None)
         signal.siginterrupt(number, False)  # a read in the handler's C code goes on
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by the parent until now
     torch.set_num_threads(1)  # the training needs the others
-    try:
-        handler = target.load()
-    except Exception as error:  # noqa: BLE001 - told to the other side
-        _send(pipe, msgspec.msgpack.encode(_reply(error)))
-        return
-    _send(pipe, msgspec.msgpack.encode(Reply()))
+    _send(pipe, _outcome(target.load))
     while ticket := _receive(pipe):
-        _send(pipe, msgspec.msgpack.encode(_call(handler, ticket, segment, batched=batched)))
+        _send(pipe, _outcome(partial(_call, target.load(), ticket, segment, batched=batched)))
 
 
-def _call(handler: Callable[[Any], object], ticket: bytes, segment: Segment, *, batched: bool) -> Reply:
+def _call(handler: Callable[[Any], object], ticket: bytes, segment: Segment, *, batched: bool) -> None:
+    items = unpack(ticket, segment)
+    handler(items if batched else items[0])
+
+
+def _outcome(work: Callable[[], object]) -> bytes:
+    reply = Reply()
     try:
-        items = unpack(ticket, segment)
-        handler(items if batched else items[0])
+        work()
     except Exception as error:  # noqa: BLE001 - told to the other side
-        return _reply(error)
-    return Reply()
-
-
-def _reply(error: Exception) -> Reply:
-    text = "".join(traceback.format_exception(error))
-    return Reply(False, _pickled(error), f"{type(error).__module__}.{type(error).__qualname__}", str(error), text)
+        kind, text = type(error), "".join(traceback.format_exception(error))
+        reply = Reply(f"{kind.__module__}.{kind.__qualname__}", str(error), text, _pickled(error))
+    return msgspec.msgpack.encode(reply)
 
 
 def _pickled(error: Exception) -> bytes:
@@ -306,7 +272,3 @@ def _send(pipe: Connection, message: bytes) -> None:
     """Send a message; ignored if the other side is gone, as the next :func:`_receive` finds."""
     with suppress(OSError):
         pipe.send_bytes(message)
-
-
-def _nothing(number: int, frame: object) -> None:
-    """Ignore a signal to the program, not to its workers."""
