@@ -24,46 +24,30 @@ class OwnedThread(threading.Thread):
 
 
 class Caller:
-    """Calls a blocking handler for its lane's thread; subclasses do it where that thread can give up on it."""
+    """Calls a blocking handler for its lane's thread: on that thread, or if it has a timeout on a second one.
 
-    def __init__(self, handler: Callable[[Any], object]) -> None:
-        self._handler = handler
-
-    def call(self, what: Any) -> None:
-        """Call the handler and wait for it.
-
-        Raises:
-            HandlerTimeoutError: it took too long and was left behind or killed; the next call goes elsewhere.
-            WorkerDiedError: its process has ended; the next call starts another.
-            BaseException: what the handler raised.
-        """
-        self._handler(what)
-
-    def interrupt(self, *, now: bool) -> None:
-        """End a call in progress if that is possible, and refuse further ones; from another thread.
-
-        With ``now`` do not wait for an orderly end of an idle worker either.
-        """
-
-    def stop(self) -> None:
-        """End; no call is in progress."""
-
-
-class TimedCaller(Caller):
-    """Calls a handler that has a ``timeout`` on a second thread, and leaves that behind when it takes longer.
-
-    No thread can be ended from outside. A thread left behind ends with its handler, whose outcome is ignored.
+    No thread can be ended from outside. The second one is left behind when a call takes too long, and ends with the handler,
+    whose outcome is ignored.
     """
 
-    def __init__(self, handler: Callable[[Any], object], timeout: float, label: str, owner: object) -> None:
-        super().__init__(handler)
-        self._timeout = timeout
+    def __init__(self, handler: Callable[[Any], object], label: str, timeout: float | None, owner: object = None) -> None:
+        self._handler = handler
         self._label = label
+        self._timeout = timeout
         self._owner = owner
         self._calls: SimpleQueue[_Call | None] | None = None
 
     def call(self, what: Any) -> None:
-        """Have the second thread call the handler, in the context variables of this one."""
+        """Call the handler, in the context variables of this thread, and wait for it.
+
+        Raises:
+            HandlerTimeoutError: it took too long and was left behind or killed; the next call goes elsewhere.
+            WorkerDiedError: its process has ended; the next call starts another.
+            BaseException: the error of the handler.
+        """
+        if self._timeout is None:
+            self._handler(what)
+            return
         if self._calls is None:
             calls: SimpleQueue[_Call | None] = SimpleQueue()
             OwnedThread(self._owner, partial(_make_calls, calls), f"trainbus {self._label}").start()
@@ -81,8 +65,14 @@ class TimedCaller(Caller):
             finally:
                 del error, outcome  # no cycle of the error, its traceback and this frame
 
+    def interrupt(self, *, now: bool) -> None:
+        """End a call in progress if that is possible, and refuse further ones; from another thread.
+
+        With ``now`` do not wait for an orderly end of an idle worker either.
+        """
+
     def stop(self) -> None:
-        """Have the second thread end after its call in progress."""
+        """Have the second thread or the worker end, after its call in progress."""
         if self._calls is not None:
             self._calls.put(None)
             self._calls = None

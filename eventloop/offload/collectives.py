@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,7 +67,7 @@ def _call(handler: Callable[[Any], Any], label: str, item: Any) -> Any:
         return handler(item)
 
 
-async def _call_async(handler: Callable[[Any], Awaitable[Any]], label: str, item: Any) -> Any:
+async def _call_async(handler: Callable[[Any], Coroutine[Any, Any, Any]], label: str, item: Any) -> Any:
     # Step by step: the refusal must not reach the other tasks of the loop's thread.
     def take_step(function: Callable[..., Any], *arguments: Any) -> Any:
         with _Refusal(label):

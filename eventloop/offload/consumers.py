@@ -31,29 +31,17 @@ Sources = list[tuple[type[Event], Any]]
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """A lane, its handler, and the functions to call after a failure.
-
-    Args:
-        lane: brings the items.
-        handler: gets one item of the lane, or with ``batch`` a list of them.
-        failed: called with every exception of the handler, and the events of that call, before the failure is counted.
-        broken: called with the error that ended the consumer (``SystemExit`` raised by a handler, say).
-        batch: most items per call.
-        loud: whether items left when the bus closes are an error; else they are logged.
-        is_async: whether the handler is a coroutine function.
-        timeout: seconds that a call may take.
-        target: where a worker process finds the handler; None to call it in this process.
-    """
+    """A lane, its handler, and the functions to call with an error and the events of that call."""
 
     lane: Lane
-    handler: Callable[[Any], Any]
-    failed: Callable[[Exception, Sources], None]
-    broken: Callable[[BaseException, Sources], None]
-    batch: int | None = None
-    loud: bool = True
+    handler: Callable[[Any], Any]  # gets one item of the lane, or with ``batch`` a list of them
+    failed: Callable[[Exception, Sources], None]  # for every exception of the handler, before the failure is counted
+    broken: Callable[[BaseException, Sources], None]  # for what ends the consumer (``SystemExit`` in a handler, say)
+    batch: int | None = None  # most items per call
+    loud: bool = True  # whether items left when the bus closes are an error; else they are logged
     is_async: bool = False
-    timeout: float | None = None
-    target: Importable | None = None
+    timeout: float | None = None  # seconds per call
+    target: Importable | None = None  # finds the handler in a worker process; None: it is called in this process
 
 
 class Consumer:

@@ -7,7 +7,7 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
@@ -84,12 +84,7 @@ class Loop:
 
 
 class LoopThread(Loop):
-    """An event loop on a daemon thread, started when the first async handler needs it.
-
-    Args:
-        backend: ``"asyncio"`` (on uvloop where that is installed) or ``"trio"``, which must be.
-        owner: the runtime that it belongs to.
-    """
+    """An event loop on a daemon thread of a runtime, started when the first async handler needs it."""
 
     name = "trainbus event loop"
 
@@ -116,6 +111,7 @@ class LoopThread(Loop):
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        # asyncio on uvloop where that is installed
         options = {"use_uvloop": find_spec("uvloop") is not None} if self._backend == "asyncio" else {}
         try:
             anyio.run(self._main, backend=self._backend, backend_options=options)
@@ -178,9 +174,9 @@ def in_trio() -> bool:
 
 
 async def in_thread(function: Callable[[], T], name: str, *, cancelled: Callable[[], object]) -> T:
-    """Call ``function`` on a thread of its own, in the task's context variables, and return its result.
+    """Call ``function`` on a daemon thread of its own, in the task's context variables, and return its result.
 
-    A daemon thread of ours, not one of anyio's workers, of which there is a limited number for the whole program.
+    anyio has a limited number of worker threads for the whole program, and waits for them at its exit.
 
     Args:
         function: blocks for as long as it likes.
@@ -188,7 +184,7 @@ async def in_thread(function: Callable[[], T], name: str, *, cancelled: Callable
         cancelled: called in the task when it is cancelled; makes ``function`` end soon. The task waits for that.
 
     Raises:
-        BaseException: what ``function`` raised, also where the task was cancelled; else its cancellation.
+        BaseException: the error of ``function``, also where the task was cancelled; else its cancellation.
     """
     outcome: Future[T] = Future()
     over = anyio.Event()
@@ -221,7 +217,7 @@ def _work(function: Callable[[], T], outcome: Future[T], call_soon: CallSoon, ov
 # ---------------------------------------------------------------------------------------------------- context variables
 
 handling: ContextVar[object] = ContextVar("trainbus_handling", default=None)
-"""Set in async handlers, and in whatever they start: identifies the runtime whose handler it is."""
+"""Identifies the runtime in its async handlers, and in all that they start."""
 
 
 def set_library(context: Context, library: str | None) -> None:
@@ -232,12 +228,8 @@ def set_library(context: Context, library: str | None) -> None:
 
 
 @types.coroutine
-def await_through(take_step: Callable[..., Any], awaitable: Awaitable[Any]) -> Generator[Any, Any, Any]:
-    """Await it with every step made by ``take_step(function, value)``, as in a task of its own, without the price of one.
-
-    With ``Context.run`` for ``take_step`` the awaitable runs in that context.
-    """
-    coroutine = awaitable if isinstance(awaitable, Coroutine) else _awaited(awaitable)
+def await_through(take_step: Callable[..., Any], coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """Await it with every step made by ``take_step(function, value)``, such as ``Context.run``, at less than a task costs."""
     step, value = coroutine.send, None
     while True:
         try:
@@ -251,7 +243,3 @@ def await_through(take_step: Callable[..., Any], awaitable: Awaitable[Any]) -> G
             raise
         except BaseException as error:  # noqa: BLE001 - a cancellation, say: it is the coroutine's to see
             step, value = coroutine.throw, error
-
-
-async def _awaited(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable

@@ -24,6 +24,7 @@ import torch
 from eventloop.errors import HandlerTimeoutError, OffloadError, WorkerDiedError
 from eventloop.log import get_logger
 from eventloop.offload.callers import Caller, timed_out
+from eventloop.offload.consumers import Delivery
 from eventloop.offload.importable import Importable
 from eventloop.offload.parcel import Segment, pack, unpack
 
@@ -39,14 +40,10 @@ log = get_logger()
 class ProcessCaller(Caller):
     """Calls a handler in a spawned process; ``timeout`` does not count the start of one."""
 
-    def __init__(
-        self, target: Importable, handler: Callable[..., Any], label: str, *, batched: bool, timeout: float | None
-    ) -> None:
-        super().__init__(handler)
+    def __init__(self, delivery: Delivery, target: Importable) -> None:
+        super().__init__(delivery.handler, delivery.lane.label, delivery.timeout)
         self._target = target
-        self._label = label
-        self._batched = batched
-        self._timeout = timeout
+        self._batched = delivery.batch is not None
         self._lock = threading.Lock()  # between the lane's thread and interrupt()
         self._busy = False
         self._refuses = False

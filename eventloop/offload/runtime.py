@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 
 from eventloop.log import get_logger
-from eventloop.offload.callers import Caller, OwnedThread, TimedCaller
+from eventloop.offload.callers import Caller, OwnedThread
 from eventloop.offload.collectives import refuses_collectives
 from eventloop.offload.consumers import Consumer, Delivery, TaskConsumer, ThreadConsumer
 from eventloop.offload.drain import Deadline, DrainReport
@@ -45,8 +45,10 @@ class Runtime:
         if delivery.is_async:
             self._loop.start()
             consumer = TaskConsumer(delivery, self._loop, self._mark)
+        elif delivery.target is None:
+            consumer = ThreadConsumer(delivery, Caller(delivery.handler, lane.label, delivery.timeout, self), self)
         else:
-            consumer = ThreadConsumer(delivery, self._caller_of(delivery), self)
+            consumer = ThreadConsumer(delivery, ProcessCaller(delivery, delivery.target), self)
         self._serving()  # forgets those that have ended
         lane.attach(partial(self._wake, consumer), self._must_not_wait)
         lane.wake()
@@ -68,18 +70,18 @@ class Runtime:
         return isinstance(self._loop, HostLoop) and self._loop.here
 
     def drain(self, deadline: Deadline) -> DrainReport:
-        """Wait until all that was published before this call is delivered, dropped or failed."""
+        """Wait until all events published before this call are delivered, dropped or failed."""
         for consumer in self._serving():
             consumer.lane.join(deadline)
         return self.report()
 
     def settle(self, deadline: Deadline) -> bool:
-        """Drain until nothing new was published meanwhile (what the last handlers published is delivered too)."""
+        """Drain until no event was published meanwhile: those that the last handlers published are delivered, too."""
         before = None
         while True:
             self.drain(deadline)
             now = self.report()
-            # Lanes are read one after the other, and what is read first can be published to while the rest is read: it is
+            # Lanes are read one after the other, and events can be published to the first while the last is read: all is
             # quiet when two reports in a row are the same and have nothing pending.
             if not now.pending and now == before:
                 return True
@@ -100,7 +102,7 @@ class Runtime:
         Args:
             grace: seconds to wait for consumers; those that do not end are left behind.
             reason: for publishers that come too late.
-            abandon: deliver nothing more; else what slipped in since :meth:`settle` is delivered first.
+            abandon: deliver nothing more; else events that came since :meth:`settle` are delivered first.
         """
         consumers = self._serving()
         for consumer in consumers:
@@ -127,12 +129,6 @@ class Runtime:
         if behind:
             log.warning("offloaded handlers did not end and were left behind", handlers=behind)
         return left
-
-    def _caller_of(self, delivery: Delivery) -> Caller:
-        handler, label, timeout = delivery.handler, delivery.lane.label, delivery.timeout
-        if delivery.target is not None:
-            return ProcessCaller(delivery.target, handler, label, batched=delivery.batch is not None, timeout=timeout)
-        return Caller(handler) if timeout is None else TimedCaller(handler, timeout, label, self)
 
     def _wake(self, consumer: Consumer) -> None:
         with self._lock:
