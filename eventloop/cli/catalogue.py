@@ -17,7 +17,7 @@ from eventloop.bus.hook import mount_points_of
 from eventloop.bus.priority import Priority
 from eventloop.config import registered
 from eventloop.config.make import Signature, describe
-from eventloop.config.names import Imports, find_files_in
+from eventloop.config.names import Imports
 from eventloop.events.event import mount_points, resolve
 from eventloop.events.mount_points import BUILTIN
 
@@ -35,7 +35,7 @@ def list_hooks(*, imports: Modules = None) -> int:
     """
     import hooks  # noqa: F401 - registers the built-in hooks
 
-    Imports(imports or (), find_files_in(Path.cwd()))
+    Imports(imports or (), [Path.cwd()])
     console = Console()
     for kind, title in _TITLES.items():
         console.rule(f"[bold]{title}", align="left")
@@ -75,7 +75,7 @@ def list_events(*, imports: Modules = None) -> int:
     Args:
         imports: your module with further events.
     """
-    Imports(imports or (), find_files_in(Path.cwd()))
+    Imports(imports or (), [Path.cwd()])
     console = Console()
     further = [name for name in mount_points() if name not in BUILTIN]
     console.print(_event_table("Mount points in the order of a run", [name for name in mount_points() if name in BUILTIN]))

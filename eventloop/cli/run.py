@@ -17,7 +17,6 @@ from rich.table import Table
 from eventloop.checkpoint import as_path
 from eventloop.cli.common import Positive, Seed, check_checkpoint
 from eventloop.config import Setup, override, read
-from eventloop.config.names import find_files_in
 from eventloop.config.read import SUFFIXES, shortened
 from eventloop.errors import ConfigurationError
 from eventloop.training.distributed.launch import from_first, process_group
@@ -54,7 +53,7 @@ def run(
     """
     from hooks.defaults import DEFAULT_HOOKS
 
-    folders = find_files_in(config.parent, Path.cwd())
+    folders = config.parent, Path.cwd()
     setup = Setup(override(read(config), changes), default_hooks=DEFAULT_HOOKS, folders=folders)
     with process_group():
         console = Console(quiet=this_rank() > 0)

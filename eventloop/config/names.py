@@ -140,20 +140,13 @@ def is_reference(value: object) -> bool:
     return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
 
 
-def find_files_in(*folders: Path) -> list[Path]:
-    """Add ``folders`` to the end of the import path; return them without duplicates."""
-    unique = list(dict.fromkeys(folder.resolve() for folder in folders))
-    sys.path.extend(str(folder) for folder in unique if str(folder) not in sys.path)
-    importlib.invalidate_caches()
-    return unique
-
-
 class Imports:
     """The modules that a configuration may name, with their submodules. A configuration imports no other module.
 
     Args:
         modules: names of the modules, as the configuration lists them.
-        folders: folders of the user's files; a file that an installed module of the same name hides is an error.
+        folders: folders of the user's files, which are added to the end of the import path; a file that an installed module of
+            the same name hides is an error.
 
     Raises:
         ConfigurationError: a module does not exist, or another module hides it.
@@ -162,12 +155,14 @@ class Imports:
 
     def __init__(self, modules: Sequence[str] = (), folders: Sequence[Path] = ()) -> None:
         self._modules = list(modules)
-        self._folders = list(folders)
+        self._folders = list(dict.fromkeys(folder.resolve() for folder in folders))
+        sys.path.extend(str(folder) for folder in self._folders if str(folder) not in sys.path)
+        importlib.invalidate_caches()
         for index, name in enumerate(self._modules):
             where = inside("imports", index)
             origin = getattr(self._load(name, where), "__file__", None)
             path = name.replace(".", "/")
-            for file in (folder / one for folder in folders for one in (f"{path}.py", f"{path}/__init__.py")):
+            for file in (folder / one for folder in self._folders for one in (f"{path}.py", f"{path}/__init__.py")):
                 if file.is_file() and (origin is None or not file.samefile(origin)):
                     shown = origin or "a module of Python itself"
                     raise wrong(where, f"{name!r} is {shown}, which hides {file}; rename your file")
@@ -256,11 +251,6 @@ class Migration(msgspec.Struct, frozen=True):
     preset: dict[str, Any] = {}  # options of ours that its name implies; options that are given override them
     note: str = ""  # further differences, or why we have none
     aliases: tuple[str, ...] = ()
-
-    def renamed(self, option: str) -> str:
-        """Return our name of an option; "" if we have none."""
-        change = self.options[option]
-        return change if isinstance(change, str) else change.ours
 
 
 class PriorityScale(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from eventloop import Bus, ConfigurationError
 from eventloop.config import add_hooks
-from eventloop.config.names import Imports, find_files_in
+from eventloop.config.names import Imports
 
 MODULES = ("os", "subprocess", "torch.nn", "my_module", "builtins")
 
@@ -24,7 +24,7 @@ def folder(tmp_path, monkeypatch):
     """A folder that modules are found in; what was imported from it is forgotten again."""
     before = set(sys.modules)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    find_files_in(tmp_path)
+    Imports(folders=[tmp_path])
     yield tmp_path
     for name in set(sys.modules) - before:
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):

@@ -63,15 +63,21 @@ def markdown(entries: Iterable[Migration]) -> str:
     return "\n".join(("| there | here | options |", "|---|---|---|", *_rows(entries)))
 
 
+def renamed(entry: Migration, option: str) -> str:
+    """Return our name of an option; "" if we have none."""
+    change = entry.options[option]
+    return change if isinstance(change, str) else change.ours
+
+
 def _rows(entries: Iterable[Migration]) -> Iterator[str]:
     for entry in entries:
-        names = {theirs: entry.renamed(theirs) for theirs in entry.options}
+        names = {theirs: renamed(entry, theirs) for theirs in entry.options}
         changed = {theirs: ours for theirs, ours in names.items() if ours not in ("", theirs)}
-        renamed = [f"`{theirs}` → `{ours}`{_also(entry.options[theirs])}" for theirs, ours in changed.items()]
+        changes = [f"`{theirs}` → `{ours}`{_also(entry.options[theirs])}" for theirs, ours in changed.items()]
         gone = ", ".join(f"`{theirs}`" for theirs, ours in names.items() if not ours)
         parts = (
             "the same" if any(theirs == ours for theirs, ours in names.items()) else "",
-            ", ".join(renamed),
+            ", ".join(changes),
             f"no {gone}" if gone else "",
             f"`{_written(entry.preset)}`" if entry.preset else "",
             entry.note,
@@ -104,7 +110,7 @@ def test_every_option_has_an_entry(entry) -> None:
 def test_every_named_class_and_option_exists(entry) -> None:
     found = [getattr(hooks, name, None) or getattr(eventloop, name) for name in entry.ours]
     options = {option for cls in found for option in inspect.signature(cls).parameters}
-    named = {entry.renamed(option) for option in entry.options} | set(entry.preset)
+    named = {renamed(entry, option) for option in entry.options} | set(entry.preset)
     named |= {name for change in entry.options.values() if isinstance(change, OptionChange) for name in change.also}
     assert named - {""} <= options
 
