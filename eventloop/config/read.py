@@ -285,10 +285,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {' or '.join(repr(lower[one]) for one in near)}?)" if near else ""
 
 
-def check_keys(table: Mapping[str, object], known: Iterable[str], where: str, whose: str) -> None:
-    """Raise ConfigurationError for a key of ``table`` that is not in ``known``; ``whose`` names their owner."""
+def check_keys(
+    table: Mapping[str, object], known: Iterable[str], where: str, whose: str, *, further: Iterable[str] = ()
+) -> None:
+    """Raise ConfigurationError for a key of ``table`` that is not in ``known``.
+
+    ``whose`` names the owner of the keys; ``further`` are keys elsewhere that may have been meant.
+    """
     names = list(dict.fromkeys(known))
     for key in table:
         if key not in names:
-            hint = did_you_mean(str(key), names) or f"; there are {', '.join(names) or 'none'}"
-            raise wrong(inside(where, str(key)), f"{whose} has no option {str(key)!r}{hint}")
+            hint = did_you_mean(str(key), names) or did_you_mean(str(key), further)
+            there = f"; there are {', '.join(names) or 'none'}"
+            raise wrong(inside(where, str(key)), f"{whose} has no option {str(key)!r}{hint or there}")

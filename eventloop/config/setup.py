@@ -141,17 +141,16 @@ class Setup:
     """A checked configuration; :meth:`make` makes the loop.
 
     - ``imports``: modules that ``module:attribute`` may name; they are imported first
-    - ``model``, ``optimizer``: one, or a table of several by name
+    - ``model``, ``optimizer``: one, or a table of several by name; the optimizer's ``params`` are the model's parameters
     - ``wrap``: under ``torchrun``, a function or class that takes the model, for example to shard it;
       ``DistributedDataParallel`` by default, ``false`` for none
-    - ``data``: ``train``, ``val``, ``test``; ``metrics``: by name
-    - ``step``, ``val_step``, ``test_step``: functions of ``(model, batch)``
+    - ``data``: ``train``, ``val``, ``test``; in a process group, each process gets its share
+    - ``step``, ``val_step``, ``test_step``: functions of ``(model, batch)``, whose further arguments are bound
+    - ``metrics``: by name
     - ``loop``: all other arguments of :class:`TrainLoop`
     - ``default_hooks``: changes to the default hooks by name, see :func:`merged`; ``custom_hooks``: a list of further hooks
 
-    Each value is ``module:attribute``, which is called without arguments, or a table with ``type`` and its arguments. The
-    arguments of steps are bound. The optimizer's ``params`` are the model's parameters. In a process group, each process gets
-    its share of the data; see :func:`eventloop.training.distributed.launch.shared`.
+    Each object is ``module:attribute``, which is called without arguments, or a table with ``type`` and its arguments.
 
     Attributes:
         loop: the loop's options by name; you may change them before :meth:`make`.
@@ -172,7 +171,11 @@ class Setup:
         signature.options = {name: option for name, option in signature.options.items() if name not in _NOT_OF_LOOP}
         self._defaults = default_hooks or {}
         self._config = {name: _settled(value, deep=name != "loop") for name, value in config.items()}
-        self._check_keys(signature)
+        inner = [*(f"loop.{name}" for name in signature.options), *(f"default_hooks.{name}" for name in self._defaults)]
+        check_keys(self._config, _KEYS, "", "a configuration", further=inner)
+        for name, what in _NEEDED.items():
+            if self._config.get(name) is None:
+                raise wrong(name, f"is missing: {what}")
         modules = self._config.get("imports", [])
         if not isinstance(modules, list) or not all(isinstance(one, str) for one in modules):
             raise wrong("imports", f'expected a list of modules, such as ["my_module"], got {modules!r}')
@@ -202,17 +205,6 @@ class Setup:
             )
         except ConfigurationError as error:
             raise wrong("loop", str(error)) from error
-
-    def _check_keys(self, loop: Signature) -> None:
-        """Raise ConfigurationError for an unknown key (possibly an option of a known key) or a missing key."""
-        inner = [*(f"loop.{name}" for name in loop.options), *(f"default_hooks.{name}" for name in self._defaults)]
-        for key in map(str, self._config):
-            if key not in _KEYS and not did_you_mean(key, _KEYS) and (hint := did_you_mean(key, inner)):
-                raise wrong(inside("", key), f"a configuration has no option {key!r}{hint}")
-        check_keys(self._config, _KEYS, "", "a configuration")
-        for name, what in _NEEDED.items():
-            if self._config.get(name) is None:
-                raise wrong(name, f"is missing: {what}")
 
     def _table(self, key: str) -> Mapping[str, Any]:
         value = self._config.get(key)
