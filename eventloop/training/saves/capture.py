@@ -233,11 +233,7 @@ class Saves:
         return held, writer.turns.busy
 
     def _version(self) -> object:
-        """Return a value that changes when the state of the run does.
-
-        ``RunState.version`` counts iterations and handlers that may change the state. Tensor versions detect changes by user
-        code between mount points.
-        """
+        """Return a value that changes when the state of the run does: tensor versions show changes between mount points."""
         if self.sharded:  # a forward pass replaces the parameters, and so their versions
             return self._run.state.version
         tensors = (t for model in self._run.models.values() for t in chain(model.parameters(), model.buffers()))
@@ -247,8 +243,7 @@ class Saves:
     def _state(self, path: AnyPath | str, leave_out: Collection[str] = ()) -> dict[str, Any]:
         """Return the state of the run by reference, with the entries of hooks and without ``leave_out``.
 
-        ``"state_dict"`` holds the weights of the only model, or a mapping of model names to weights. The keys omit wrapper
-        names (DataParallel's ``module.``, torch.compile's ``_orig_mod.``).
+        ``"state_dict"`` holds the weights of the only model, or a mapping of model names to weights.
         """
         run = self._run
         models = {name: unwrapped_state(model) for name, model in run.models.items()}
@@ -286,8 +281,7 @@ class Saves:
 def unwrapped_state(model: torch.nn.Module) -> dict[str, Any]:
     """Return ``model.state_dict()`` without wrapper names in its keys."""
     values: dict[str, Any] = model.state_dict()
-    keys = _short(values)
-    return {keys[name]: value for name, value in values.items()}
+    return {short: values[name] for name, short in _keys(values).items()}
 
 
 def checkpoint_keys(model: torch.nn.Module) -> dict[str, str]:
@@ -296,12 +290,9 @@ def checkpoint_keys(model: torch.nn.Module) -> dict[str, str]:
     ``module.`` and ``_orig_mod.`` are removed anywhere in a name, because parts of a model may be wrapped. They stay if two
     tensors would get the same key (a model with a submodule called ``module``).
     """
-    return _short(model.state_dict())
+    return _keys(model.state_dict())
 
 
-def _short(names: Iterable[str]) -> dict[str, str]:
-    same = {name: name for name in names}
-    if not any("module." in name or "_orig_mod." in name for name in same):
-        return same  # fast path
-    short = without_wrappers(same)
-    return short if len(set(short.values())) == len(short) else same
+def _keys(names: Iterable[str]) -> dict[str, str]:
+    short = without_wrappers(names)
+    return short if len(set(short.values())) == len(short) else {name: name for name in short}

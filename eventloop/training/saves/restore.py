@@ -58,6 +58,7 @@ class Restore:
                 log.info("no checkpoint to resume from; a new run begins", work_dir=str(self._run.work_dir))
                 return
             path, state = found
+            state = state_of_rank(state, this_rank(), world_size())
             if self._saves.sharded or has_shards(state):
                 state = self._with_shards(state, path)
             self._apply(state, str(path))
@@ -92,8 +93,7 @@ class Restore:
         self._apply(state_of_rank({**state, **own}, this_rank(), world_size()), "")
 
     def _apply(self, state: Mapping[str, Any], path: str) -> None:
-        """Load ``state`` into the run; set the random states last, so that no other step draws from them."""
-        _check(state)
+        """Load a checked state into the run; set the random states last, so that no other step draws from them."""
         run, state = self._run, dict(state)
         run.publish(ev.AfterLoadCheckpoint, path=path, checkpoint=state)
         saved = state["state_dict"] if set(run.models) != {"model"} else {"model": state["state_dict"]}
@@ -136,9 +136,7 @@ class Restore:
         if ranks is None:
             return found
         path = ranks.from_first(None if found is None else found[0])
-        if path is None:
-            return None
-        return path, state_of_rank(load(path) if found is None else found[1], this_rank(), world_size())
+        return None if path is None else (path, load(path) if found is None else found[1])
 
     def _find_here(self) -> tuple[AnyPath, Any] | None:
         if self._source == "auto":
@@ -163,8 +161,8 @@ def placement(
 ) -> Callable[[tuple[str | int, ...], torch.Size, torch.dtype], torch.Tensor]:
     """Return a function that makes an empty tensor for each path in a sharded checkpoint, sharded as in this run.
 
-    Weights, and averages of weights under other keys, are sharded like those of the model. Optimizer state is sharded like its
-    parameter, and another tensor like weights of its shape. Anything else is not sharded.
+    Weights, and averages of them under other keys, are sharded like the model's, optimizer state like its parameter, another
+    tensor like weights of its shape. Anything else is not sharded.
     """
     known: dict[tuple[str | int, ...], torch.Tensor] = {}
     for name, model in models.items():
@@ -185,10 +183,9 @@ def placement(
 
 
 def state_of_rank(state: Mapping[str, Any], rank: int, world_size: int) -> Mapping[str, Any]:
-    """Return the state with the random states and the position in the data of rank ``rank``.
+    """Check the state of a run; return it with the random states and the position in the data of rank ``rank``.
 
-    A rank that the saved run did not have gets random states derived from rank 0's. The position counts batches: on another
-    number of ranks it is right only if the global batch size is unchanged.
+    A rank that the saved run did not have gets random states derived from rank 0's.
     """
     _check(state)
     ranks = state.get("ranks") or [{"rng": state["rng"], "data": state.get("data")}]
@@ -236,15 +233,10 @@ def _check(state: Mapping[str, Any]) -> None:
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], *, strict: bool = True) -> bool:
-    """Load ``weights`` (keys without wrapper names) into ``model``; return True if all of them fit.
-
-    Args:
-        model: the model, wrapped or not.
-        weights: the state dict to load.
-        strict: False loads the matching weights and logs the rest.
+    """Load ``weights`` (keys without wrapper names) into ``model``, wrapped or not; return True if all of them fit.
 
     Raises:
-        CheckpointError: with ``strict``, keys are missing or unexpected, or shapes differ.
+        CheckpointError: keys are missing or unexpected, or shapes differ; ``strict=False`` logs that and loads the others.
     """
     fitting, complete = _fitting(model, weights, "model", strict=strict)
     model.load_state_dict(fitting, strict=False)
