@@ -183,8 +183,7 @@ class LoggerHook(Hook):
                     self._fanout.end_epoch()
                 else:
                     self._close(finished=isinstance(event, events.AfterRun))
-            if self._facts is not None:
-                self._fanout.flush(durable=durable)
+            self._fanout.flush(durable=durable)
 
     def _write_record(self, event: LogRecord, **facts: Any) -> None:
         match event.kind:
@@ -207,10 +206,8 @@ class LoggerHook(Hook):
 
     def _close(self, *, finished: bool) -> None:
         facts, self._facts = self._facts, None
-        if facts is None:
-            return  # the run failed before before_run
         self._fanout.close(finished=finished)
-        if finished and self._out_dir is not None and facts.work_dir is not None:
+        if finished and facts is not None and self._out_dir is not None and facts.work_dir is not None:
             copies = send(facts.work_dir, self._out_dir, self._out_suffix, keep_local=self._keep_local)
             log.info("files copied", out_dir=str(self._out_dir), files=len(copies))
 

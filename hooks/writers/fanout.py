@@ -25,10 +25,12 @@ class Fanout:
         self._interval_exp_name = interval_exp_name
         self._smoother = smoother
         self._targets: list[Target] = []
+        self._opened = False
         self._warned = False
 
     def open(self, run: RunFacts) -> None:
         """Begin a run; without a work dir, without the writers that need one."""
+        self._opened = True
         self._smoother.begin_run()
         self._run, self._last = run, Where("train", 0, 0)
         chosen = [writer for writer in self.writers if run.work_dir is not None or not writer.needs_work_dir]
@@ -38,6 +40,8 @@ class Fanout:
         self._smoothed = [target for target in self._targets if target not in self._raw]
 
     def train(self, scalars: Mapping[str, float], where: Where) -> None:
+        if not self._opened:  # the logger was added during a run
+            self.open(RunFacts("run"))
         if where.epoch != self._last.epoch:
             self._smoother.begin_epoch()
         self._last = where
@@ -71,7 +75,7 @@ class Fanout:
         takers = [target for target in self._targets if target.takes_images]
         if not takers and not self._warned:
             self._warned = True
-            log.warning("none of the writers takes the reported image; add a TensorBoardWriter", image=name)
+            log.warning("none of the writers takes images; add a TensorBoardWriter, which needs a work dir", image=name)
         pixels = as_image(image) if takers else None
         for target in takers:
             target.give("write_image", f"{where.stage}/{name}", pixels, step)
@@ -85,7 +89,7 @@ class Fanout:
         """Flush and close all writers; ``finished`` is False if an exception has ended the run."""
         for target in self._targets:
             target.close(finished=finished)
-        self._targets = []
+        self._targets, self._opened = [], False
 
     def _write_train(self, target: Target) -> None:
         values = self._smoother.read(target.written, smooth=target.interval > 1)

@@ -502,6 +502,29 @@ def test_scalars_are_captured_before_their_tensors_are_reused(notes):
     assert [scalars["train/total"] for scalars, _, _ in notes.scalars()] == list(range(1, 51))
 
 
+def test_a_logger_added_during_a_run_writes_from_then_on(notes):
+    bus = Bus()
+    bus.on("after_train_iter", lambda event: bus.add(LoggerHook(interval=1, writers=[notes])), once=3, priority=90)
+    make_loop(bus).run()
+    assert notes.steps() == list(range(4, 15))
+    assert (notes.names[0], notes.names[-1]) == ("open", "close")
+
+
+def test_a_run_that_fails_before_it_begins_opens_no_writer(notes):
+    bus = bus_with(notes)
+    bus.on("before_run", lambda event: 1 / 0, priority=0)
+    with pytest.raises(ZeroDivisionError):
+        make_loop(bus).run()
+    assert notes.names == []
+
+
+def test_raw_writers_get_each_iteration_once_beside_smoothed_ones(notes):
+    every = Notes(interval=1)
+    make_loop(bus_with(notes, every, interval=3, ignore_last=False)).run()
+    assert every.steps() == list(range(1, 15))
+    assert notes.steps() == [3, 6, 7, 10, 13, 14]
+
+
 def test_two_loggers_are_independent():
     first, second = Notes(), Notes()
     bus = bus_with(first, interval=7)

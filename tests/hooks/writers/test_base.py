@@ -59,7 +59,7 @@ def test_without_a_work_dir_nothing_is_written(logged, tmp_path, monkeypatch, cl
     with structlog.testing.capture_logs() as lines:
         logged.loop(cls(), config={"lr": 0.1}, every=report).run()
     assert list(tmp_path.iterdir()) == []
-    assert {line["event"] for line in lines} <= {"none of the writers takes the reported image; add a TensorBoardWriter"}
+    assert {line["event"].partition(";")[0] for line in lines} <= {"none of the writers takes images"}
 
 
 def test_a_writer_can_define_write_scalar_only(logged):
