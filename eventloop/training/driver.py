@@ -54,6 +54,7 @@ class Driver(Session):
 
     Raises:
         TrainingError: the call is out of turn; it names the expected calls and changes nothing.
+        RunCancelled: :meth:`Run.cancel` was called; pass the error to :meth:`fail`.
     """
 
     feed: Feed | None = None
@@ -72,9 +73,6 @@ class Driver(Session):
         """Return True if the run must end here: then call ``abandon_epoch``, ``end_train`` and ``end_run``.
 
         Blocks while the run is paused. A stop waits for the step of an accumulation window.
-
-        Raises:
-            RunCancelled: :meth:`Run.cancel` was called; pass the error to :meth:`fail`.
         """
         return self.state.should_stop()
 
@@ -90,8 +88,6 @@ class Driver(Session):
         if counters.max_iters is not None and counters.iter + 1 >= counters.max_iters:
             return True
         return self._last if self._last is not None else self.feed is not None and self.feed.last
-
-    # ------------------------------------------------------------------------------------------------------- training
 
     @check_options
     def begin_train(self, *, max_epochs: Limit | None = None, max_iters: Limit | None = None) -> None:
@@ -152,16 +148,16 @@ class Driver(Session):
     def end_epoch(self) -> None:
         """Publish ``after_train_epoch`` and count the epoch."""
         self._take_turn("end_epoch")
-        counters = self.state.counters
+        state, counters = self.state, self.state.counters
         self._announce(ev.AfterTrainEpoch)
         counters.epoch += 1
         counters.batches = 0
         counters.phase = "val" if counters.max_iters is None else "train"
         if self.feed is not None:
             self.feed.end()
-        self.state.settle()
+        state.settle()
         self._saves.save_if_asked(force=True)
-        self.state.scopes.leave("epoch")
+        state.scopes.leave("epoch")
 
     def abandon_epoch(self) -> None:
         """End the epoch early, without ``after_train_epoch``; a resumed run continues in it."""
@@ -183,19 +179,13 @@ class Driver(Session):
         state.outputs = {}
         state.stepped.clear()
         self._batch, self._last = batch, last
-        state.go_on()
+        if state.counters.phase == "val":
+            state.go_on()
         state.scopes.enter("iter")
         self._run.publish(ev.BeforeTrainIter, batch_idx=state.counters.batches, batch=batch)
 
     def end_iteration(self, outputs: Mapping[str, Any] | None = None) -> None:
-        """Publish ``after_train_iter``, count the iteration, write requested saves, and wait while the run is paused.
-
-        Args:
-            outputs: added to the outputs of ``run.report()``.
-
-        Raises:
-            RunCancelled: :meth:`Run.cancel` was called; pass the error to :meth:`fail`.
-        """
+        """Publish ``after_train_iter`` with ``outputs`` and those of ``run.report()``, and count the iteration."""
         self._take_turn("end_iteration")
         state = self.state
         if outputs is not None:
@@ -221,8 +211,6 @@ class Driver(Session):
         state.counters.batches += 1
         state.counters.update += bool(state.stepped)
         state.counters.phase = "val" if state.validation_follows is not None and state.validation_follows() else "train"
-
-    # --------------------------------------------------------------------------------------------- validation and test
 
     @check_options
     def begin_validation(self, data: Iterable[Any] | None = None, metrics: AnyMetrics | None = None) -> Iterable[Any]:
@@ -348,7 +336,7 @@ class Driver(Session):
             feed.end()
         metrics = {**self._metrics.compute(state.ranks), **(values or {})}
         if stage == "val":
-            self.state.go_on()
+            state.go_on()
         self._announce(_EVALUATION[stage][4], metrics=dict(metrics))
         state.counters.validations += stage == "val"
         state.counters.tests += stage == "test"

@@ -266,7 +266,6 @@ class Run:
             # reason nothing in here takes a lock or logs.
             self.state.stop_reason = reason
         self.state.stop = True
-        self.state.wake()
 
     def cancel(self) -> None:
         """Raise :class:`RunCancelled` on the training thread, also in a publish that waits for room in a full lane.
@@ -274,7 +273,6 @@ class Run:
         Open scopes do not publish their ``after_x``, and nothing is saved.
         """
         self.state.cancelled = True
-        self.state.wake()
 
     def pause(self) -> None:
         """Pause the run until :meth:`resume`; offloaded handlers keep running.
@@ -287,7 +285,6 @@ class Run:
     def resume(self) -> None:
         """Continue a paused run."""
         self.state.paused = False
-        self.state.wake()
 
     @check_options
     def set_lr(self, lr: given.Rate, optimizer: str | int | None = None) -> None:

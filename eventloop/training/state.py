@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -25,39 +24,28 @@ log = get_logger()
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
-_LOOK: float = 0.05
-"""Seconds after which a paused run looks again: at the requests of other ranks, or for an interrupt that woke no lock."""
+_LOOK: float = 0.02
+"""Seconds after which a paused run looks again at the requests. A signal handler could not notify a lock safely."""
 
 
 class Counters(msgspec.Struct):
-    """Count the progress of a run.
-
-    ``batches`` counts the training batches consumed in the current pass over the loader. ``validations`` and ``tests`` count
-    finished passes. ``phase`` tells whether a resumed run first trains or validates.
-    """
+    """The counts of a run."""
 
     epoch: Count = 0
     iter: Count = 0
     update: Count = 0
-    batches: Count = 0
-    validations: Count = 0
+    batches: Count = 0  # consumed in the current pass over the training data
+    validations: Count = 0  # finished ones
     tests: Count = 0
     max_epochs: int | None = None
     max_iters: int | None = None
-    phase: Literal["train", "val"] = "train"
+    phase: Literal["train", "val"] = "train"  # what a resumed run does first
 
     def snapshot(self, stage: Stage = "train", batch_idx: int | None = None) -> Progress:
         """Return the counts as the frozen ``Progress`` of events."""
-        return Progress(
-            epoch=self.epoch,
-            iter=self.iter,
-            update=self.update,
-            batch_idx=self.batches if batch_idx is None else batch_idx,
-            validation=self.tests if stage == "test" else self.validations,
-            max_epochs=self.max_epochs,
-            max_iters=self.max_iters,
-            stage=stage,
-        )
+        index = self.batches if batch_idx is None else batch_idx
+        passes = self.tests if stage == "test" else self.validations
+        return Progress(self.epoch, self.iter, self.update, index, passes, self.max_epochs, self.max_iters, stage)
 
     def state_dict(self) -> dict[str, int | str]:
         """Return the counts to save, without limits, so that a resumed run may train longer."""
@@ -191,7 +179,6 @@ class RunState:
         self._optimizers = optimizers
         self._window_open = window_open
         self._refusal: Callable[[], object] | None = None
-        self._wake: SimpleQueue[None] = SimpleQueue()  # its put() is re-entrant
 
     @property
     def training(self) -> bool:
@@ -216,16 +203,9 @@ class RunState:
         self.counters.phase = "train"
         self.validation_rng = None
 
-    # ------------------------------------------------------------------------------------------------------- requests
-
-    def wake(self) -> None:
-        """Wake a paused run to read new requests; safe from any thread and from signal handlers."""
-        self._wake.put(None)
-
     def refuse(self, refusal: Callable[[], object]) -> None:
         """Call ``refusal``, which raises an error, at the next safe mount point."""
         self.agreement, self.cancelled, self._refusal = None, True, refusal
-        self.wake()
 
     def check_cancelled(self) -> None:
         """Raise RunCancelled if the run was cancelled."""
@@ -235,11 +215,7 @@ class RunState:
             raise RunCancelled("the run was cancelled")
 
     def handle_requests(self) -> None:
-        """Handle requests at a safe mount point: end a cancelled run, wait while it is paused, set learning rates.
-
-        Raises:
-            RunCancelled: the run was cancelled.
-        """
+        """Handle requests at a safe mount point: end a cancelled run, wait while it is paused, set learning rates."""
         if self.agreement is None and not (self.cancelled or self.paused or self.rates):
             return  # the usual case
         self.check_cancelled()
@@ -249,11 +225,7 @@ class RunState:
             self._set_rates()
 
     def should_stop(self) -> bool:
-        """Handle requests; return True if the run must stop here. A stop waits for the step of an accumulation window.
-
-        Raises:
-            RunCancelled: the run was cancelled.
-        """
+        """Handle requests; return True if the run must stop here. A stop waits for the step of an accumulation window."""
         self.handle_requests()
         return (self.agreement or self).stop and not self._window_open()
 
@@ -265,12 +237,8 @@ class RunState:
     def _wait(self) -> None:
         log.info("the run is paused", iter=self.counters.iter)
         while (wanted := self.agreement or self).paused and not (wanted.stop or wanted.cancelled):
-            if self.agreement is None:
-                with suppress(Empty):  # _thread.interrupt_main() does not wake it
-                    self._wake.get(timeout=_LOOK)
-            else:  # all ranks together, or some would time out in a collective of the training
-                time.sleep(_LOOK)
-                self.agreement.settle()
+            time.sleep(_LOOK)
+            self.settle()  # all ranks together, or some would time out in a collective of the training
         self.check_cancelled()
         log.info("the run continues", iter=self.counters.iter)
 
