@@ -45,6 +45,7 @@ class Counters(msgspec.Struct):
         """Return the counts as the frozen ``Progress`` of events."""
         index = self.batches if batch_idx is None else batch_idx
         passes = self.tests if stage == "test" else self.validations
+        # By position, because every iteration makes one.
         return Progress(self.epoch, self.iter, self.update, index, passes, self.max_epochs, self.max_iters, stage)
 
     def state_dict(self) -> dict[str, int | str]:
