@@ -1,4 +1,4 @@
-"""Reading checkpoints. Everything is verified; any damage to a file is a `CheckpointDamagedError`."""
+"""Reading checkpoints. All functions raise the errors of `load`; any damage to a file is a `CheckpointDamagedError`."""
 
 from __future__ import annotations
 
@@ -49,14 +49,10 @@ class _Tree(msgspec.Struct, array_like=True):
 
 
 def load(path: AsPath, map_location: str | torch.device = "cpu") -> Any:
-    """Read and verify a checkpoint, and rebuild the tree.
+    """Read and verify a checkpoint, a file or a URL, and rebuild the tree with all tensors on the device ``map_location``.
 
     The file is read once into one buffer, of which the tensors are parts (each with a storage of its own): the buffer
     lives as long as one of them does.
-
-    Args:
-        path: the file, or its URL.
-        map_location: the device for all tensors.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -85,19 +81,13 @@ def load(path: AsPath, map_location: str | torch.device = "cpu") -> Any:
 
 
 def verify(path: AsPath) -> None:
-    """Read a checkpoint through a small buffer and check its header and every byte.
-
-    Raises: see `load`.
-    """
+    """Read a checkpoint through a small buffer and check its header and every byte."""
     with _opened(path) as (file, size, header, crc):
         _read_checked(file, crc, size - header.bytes - DIGEST_BYTES)
 
 
 def inspect(path: AsPath) -> CheckpointInfo:
-    """Describe a checkpoint from its header alone. The data are not read, so damage to them is not seen.
-
-    Raises: see `load`.
-    """
+    """Describe a checkpoint from its header alone. The data are not read, so damage to them is not seen."""
     path = as_path(path)
     with _opened(path) as (file, size, header, _):
         file.seek(size - DIGEST_BYTES)
@@ -110,8 +100,6 @@ def outline(path: AsPath) -> Any:
 
     Only the header and the tree are read, so it is quick for a file of any size. Nothing is verified but the length of the
     file. Tied tensors are one tensor.
-
-    Raises: see `load`.
     """
     with _opened(path) as (file, _, header, _):
         start, end = header.tree
@@ -127,10 +115,6 @@ def file_kind(path: AsPath) -> Kind:
     """Return the kind of a file, by its beginning: a checkpoint, weights of another program, or a file of ``torch.save``.
 
     A damaged checkpoint is a checkpoint or unknown. A file that is not a regular one is unknown.
-
-    Raises:
-        OSError: the file cannot be read.
-        CheckpointError: its store does not answer.
     """
     try:
         with open_file(as_path(path)) as (file, size):

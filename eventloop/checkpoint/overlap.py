@@ -40,11 +40,7 @@ class Pair(NamedTuple):
 
 
 class Overlap:
-    """Copies the tensors of ``optimizers`` until their next step, on a thread; the caller copies the others at once.
-
-    Args:
-        optimizers: whose parameters and state are copied late. Each gets a step pre-hook, until `close`.
-    """
+    """Copies the parameters and state of optimizers on a thread. Each gets a step pre-hook, until `close`."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._optimizers = list(optimizers)
@@ -65,10 +61,7 @@ class Overlap:
         return parts
 
     def start(self, pairs: Iterable[Pair], path: Callable[[int], str]) -> Future[None]:
-        """Copy on a thread of this object; the next step waits for it. The future fails if a tensor changed during the copy.
-
-        `path` returns the path of the tensor at a position, for the error.
-        """
+        """Copy on a thread; the next step waits for it. If a tensor changes meanwhile, the future fails, with its path."""
         devices = by_device(pairs)
         ends = {device: end_of_queue(device) for device in devices if device.type == "cuda"}
         lots = [group[first : first + _LOT] for group in devices.values() for first in range(0, len(group), _LOT)]

@@ -150,9 +150,6 @@ class AsyncSaver:
             ``"replace"`` replaces the one that waits (never the one that is being written), and so needs staging memory twice.
         overlap: optimizers; their parameters and state are copied while the caller goes on, up to their next step (see
             :mod:`eventloop.checkpoint.overlap`).
-
-    Raises:
-        ConfigurationError: an unknown ``busy``.
     """
 
     def __init__(self, *, busy: Busy = "wait", overlap: Iterable[torch.optim.Optimizer] = ()) -> None:

@@ -141,7 +141,6 @@ def open_file(path: AnyPath) -> Iterator[tuple[BinaryIO, int]]:
     """Open a file for reading; yields it with its size in bytes.
 
     Raises:
-        FileNotFoundError: the file is missing.
         CheckpointDamagedError: it is a FIFO, a socket or a device.
         CheckpointError: the store does not answer.
     """
@@ -180,12 +179,7 @@ def is_plain_name(name: object) -> TypeGuard[str]:
 
 
 def check_regular(path: object) -> None:
-    """Refuse a local file that would block, or lead elsewhere, when it is opened. Stores have only regular files.
-
-    Raises:
-        FileNotFoundError: the file is missing.
-        CheckpointDamagedError: it is a link, a device, a FIFO or a directory.
-    """
+    """Raise CheckpointDamagedError for a local link, device, FIFO or directory; FileNotFoundError for a missing file."""
     if isinstance(path, Path):
         file_size(path)
 

@@ -35,12 +35,10 @@ log = get_logger()
 
 
 def peek(path: str | os.PathLike[str] | AnyPath) -> Progress:
-    """Return the progress in a checkpoint without reading its tensors.
+    """Return the progress in a checkpoint, or in the newest readable one in a directory, without reading its tensors.
 
     Only the header is verified. ``stage`` is ``"val"`` if a run that resumes from the file begins with a validation.
-
-    Args:
-        path: a checkpoint, or a directory for its newest readable checkpoint; or the URL of either.
+    ``path`` may also be the URL of either.
 
     Raises:
         CheckpointNotFoundError: the file does not exist.
@@ -97,13 +95,10 @@ def find_checkpoint(*directories: AnyPath, known: Iterable[AnyPath] = (), read: 
         try:
             check_regular(path)
             state = read(path)
-        except CheckpointDamagedError as error:
-            log.warning("a checkpoint is damaged; trying the previous one", path=str(path), error=str(error))
-            damage.append(str(error))
         except FileNotFoundError:
             log.warning("a checkpoint is gone; trying the previous one", path=str(path))
-        except OSError as error:
-            log.warning("a checkpoint cannot be read; trying the previous one", path=str(path), error=str(error))
+        except (CheckpointDamagedError, OSError) as error:
+            log.warning("a checkpoint is damaged or cannot be read; trying the previous one", path=str(path), error=str(error))
             damage.append(str(error))
         else:
             if not lacking(state):
