@@ -1,10 +1,9 @@
-"""Reading a file of ``torch.save`` without running any of it.
+"""Read a file of ``torch.save`` without running any of it.
 
 ``torch.load(weights_only=True)`` calls nothing but a list of torch's own functions; any other name in a pickle must be put in
 that list by hand. Here that is never the real thing: a stand-in notes what it was called with, and plain data are made of
 that. So numpy's arrays are read without numpy's unpickler, and objects of other training systems without those.
-
-This package knows no such system. ``register_format`` adds one; `hooks.compat` does so for the systems it supports.
+``register_format`` adds a system; `hooks.compat` does so for those it supports.
 """
 
 from __future__ import annotations
@@ -69,9 +68,8 @@ def convert_foreign(tree: Any) -> Converted | None:
 def load_pth(path: str | os.PathLike[str]) -> Any:
     """Read a file of ``torch.save`` by ``torch.load(weights_only=True)``, and check the checksums in it first.
 
-    Beyond what torch allows, numpy's arrays and scalars and the objects of every `ForeignFormat` are read, through stand-ins.
-    No code of the file runs, and the system that wrote it is not needed. A ``bytearray``, which no checkpoint holds, becomes
-    bytes. For the time of the call the stand-ins are in ``torch.serialization``'s list, which is one for all threads.
+    Beyond what torch allows, numpy's arrays and scalars and the objects of every `ForeignFormat` are read. A ``bytearray``
+    becomes bytes. For the time of the call the stand-ins are in ``torch.serialization``'s list, which is one for all threads.
 
     Returns:
         The tree, with all tensors on the CPU.
@@ -153,17 +151,14 @@ class _Inert:
 
     name: ClassVar[str]
     args: tuple[Any, ...]
-    state: Any
+    state: Any = None
 
     def __new__(cls, *args: Any) -> Self:
-        """Note the arguments, whatever they are."""
         self = object.__new__(cls)
         self.args = args
-        self.state = None
         return self
 
     def __setstate__(self, state: Any) -> None:
-        """Note the state, whatever it is."""
         self.state = state
 
 
@@ -188,10 +183,15 @@ class _Reviver:
             return convert_parts(value, path, partial(self.value, depth=depth + 1))
         if isinstance(value, torch.Tensor):
             self._weigh(path, value)
-        if isinstance(value, _Inert):
-            return self._inert(path, value, depth + 1)
-        if isinstance(value, type) and issubclass(value, _Inert):
-            raise _code_error(path, value.name)
+        asked = value if isinstance(value, type) else type(value)
+        if issubclass(asked, _Inert):
+            plain = None if asked is value else self._known.get(asked.name)
+            if plain is None:
+                raise CheckpointError(f"{path or 'the tree'}: a reference to {asked.name}, which is code and no data")
+            try:
+                return self.value(plain(value.args, value.state), path, depth + 1)
+            except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+                raise CheckpointError(f"{path or 'the tree'}: this {asked.name} cannot be read ({error})") from error
         return bytes(value) if type(value) is bytearray else value
 
     def _weigh(self, path: str, tensor: torch.Tensor) -> None:
@@ -207,19 +207,6 @@ class _Reviver:
         if self._stored > self._size:
             raise CheckpointError(f"{path or 'the tree'}: there are fewer bytes in the file than in its tensors")
         check_memory(self._spread)
-
-    def _inert(self, path: str, value: _Inert, depth: int) -> Any:
-        plain = self._known.get(value.name)
-        if plain is None:
-            raise _code_error(path, value.name)
-        try:
-            return self.value(plain(value.args, value.state), path, depth)
-        except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
-            raise CheckpointError(f"{path or 'the tree'}: this {value.name} cannot be read ({error})") from error
-
-
-def _code_error(path: str, name: str) -> CheckpointError:
-    return CheckpointError(f"{path or 'the tree'}: a reference to {name}, which is code and no data")
 
 
 def _array(args: tuple[Any, ...], state: Any) -> Any:
