@@ -6,11 +6,11 @@ file that the safetensors package opens.
 
 from eventloop.checkpoint.commit import TEMPORARY_PREFIX
 from eventloop.checkpoint.export import export_tree, export_weights, is_weights, weights_only
-from eventloop.checkpoint.load import CheckpointInfo, file_kind, inspect, load, outline, verify
+from eventloop.checkpoint.load import file_kind, inspect, load, outline, verify
 from eventloop.checkpoint.overlap import Overlap, Staging
 from eventloop.checkpoint.pth import ForeignFormat, convert_foreign, load_pth, register_format
 from eventloop.checkpoint.remote import RemotePath
-from eventloop.checkpoint.saver import AsyncSaver, Busy, CommitInfo, Turns, save, write
+from eventloop.checkpoint.saver import AsyncSaver, Busy, Turns, save, write
 from eventloop.checkpoint.shards import has_shards, is_sharded, load_whole, sweep_shards, verify_shards
 from eventloop.checkpoint.stage import StageBuffer, StagedTree, stage
 from eventloop.checkpoint.store import (
@@ -32,8 +32,6 @@ __all__ = [
     "AnyPath",
     "AsyncSaver",
     "Busy",
-    "CheckpointInfo",
-    "CommitInfo",
     "ForeignFormat",
     "Overlap",
     "RemotePath",

@@ -31,9 +31,7 @@ _PTH: Final = (".pth", ".pt")
 _SAFETENSORS: Final = ".safetensors"
 _Fill = Callable[[int], None]
 _LONGEST_INT: Final = 255 * 8 - 1  # bits; weights_only knows the pickle of no longer one
-_AS_IT_IS: Final = frozenset(
-    {type(None), bool, float, complex, str, torch.Tensor, torch.dtype, torch.device, torch.Size},
-)
+_AS_IT_IS: Final = frozenset({type(None), bool, float, complex, str, torch.Tensor, torch.dtype, torch.device, torch.Size})
 
 
 def export_tree(path: AsPath, out: AsPath) -> None:
@@ -67,10 +65,7 @@ def export_weights(path: AsPath, out: AsPath, *, key: str = WEIGHTS, strip: bool
         model: the name of the model, where the checkpoint has several.
 
     Raises:
-        FileNotFoundError: the checkpoint does not exist.
-        CheckpointDamagedError: the checkpoint is damaged.
-        CheckpointValueError: for a value that such a file cannot hold, with its path.
-        CheckpointError: there are no such weights, ``out`` has another suffix, or cannot be written.
+        CheckpointError: there are no such weights; else see `export_tree`.
     """
     out = _checked_out(out, (*_PTH, _SAFETENSORS))
     weights = dict(_weights(load_whole(path), key, model))

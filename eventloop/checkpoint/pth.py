@@ -8,7 +8,6 @@ that. So numpy's arrays are read without numpy's unpickler, and objects of other
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import re
@@ -21,11 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, NamedTuple, Self
 
-import numpy as np
 import torch
 
 from eventloop.checkpoint.load import LEGACY, ZIP, check_memory
-from eventloop.checkpoint.rebuild import convert_parts
+from eventloop.checkpoint.rebuild import convert_parts, number_array
 from eventloop.checkpoint.store import open_file
 from eventloop.checkpoint.tree import MAX_DEPTH, MAX_VALUES
 from eventloop.errors import CheckpointDamagedError, CheckpointError
@@ -221,13 +219,8 @@ def _scalar(args: tuple[Any, ...], state: Any) -> Any:
 
 def _numbers(dtype: _Inert, data: bytes | _Inert, shape: tuple[int, ...] = (), order: Literal["C", "F"] = "C") -> Any:
     (code, *_), (_, bytes_order, *_) = dtype.args, dtype.state
-    if not (isinstance(code, str) and re.fullmatch(r"[biufc]\d{1,2}", code) and bytes_order in ("<", ">", "|", "=")):
-        raise ValueError(f"a dtype {code!r} with byte order {bytes_order!r}; only numbers can be read")
-    kind = np.dtype(bytes_order + code)
-    data = data if isinstance(data, bytes) else _bytes(data.args, data.state)
-    if len(data) != math.prod(shape) * kind.itemsize:
-        raise ValueError(f"{kind} of shape {shape}, but not as many bytes")
-    return np.ndarray(shape, kind, bytearray(data), order=order)
+    data = _bytes(data.args, data.state) if isinstance(data, _Inert) else data
+    return number_array(f"{bytes_order}{code}", shape, data, order)
 
 
 def _bytes(args: tuple[Any, ...], state: Any) -> bytes:

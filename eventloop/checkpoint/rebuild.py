@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -17,7 +18,7 @@ from eventloop.checkpoint.tree import FACTORIES, MAX_DEPTH, MAX_VALUES, Code, jo
 from eventloop.errors import CheckpointValueError
 
 _BRANCHES: Final = frozenset({list, dict, tuple, set, frozenset, OrderedDict, Counter, defaultdict})
-_NUMERIC_DTYPE: Final = re.compile(r"[<>|][biufc]\d{1,2}", re.ASCII)
+_NUMERIC_DTYPE: Final = re.compile(r"[<>|=][biufc]\d{1,2}", re.ASCII)
 # Not getattr(torch, name): torch imports whole packages when it is asked for their names.
 DTYPES: Final = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
@@ -104,12 +105,14 @@ def convert_parts(container: Any, path: str, convert: Callable[[Any, str], Any])
     return copied
 
 
-def _decode_array(parts: list[Any]) -> Any:
-    text, shape, data = parts
+def number_array(dtype: str, shape: tuple[int, ...], data: bytes, order: Literal["C", "F"] = "C") -> Any:
+    """Return an array of numbers; ValueError for another ``dtype``, or as many bytes as it does not have."""
     # np.dtype() understands a small language, parts of which are evaluated by Python's own parser.
-    if not _NUMERIC_DTYPE.fullmatch(text):
-        raise ValueError(f"an array of dtype {text}")
-    return np.ndarray(shape, np.dtype(text), bytearray(data))
+    if not _NUMERIC_DTYPE.fullmatch(dtype):
+        raise ValueError(f"an array of dtype {dtype}; only numbers can be read")
+    if len(data) != math.prod(shape) * np.dtype(dtype).itemsize:
+        raise ValueError(f"an array of {dtype} of shape {shape} in {len(data):,} bytes")
+    return np.ndarray(shape, np.dtype(dtype), bytearray(data), order=order)
 
 
 _DECODE: Final[dict[int, Callable[[bytes], object]]] = {
@@ -128,8 +131,8 @@ _DECODE_CONTAINER: Final[dict[int, Callable[[Any], object]]] = {
     Code.ORDERED: _decode_ordered,
     Code.COUNTER: Counter,
     Code.DEFAULT: lambda parts: defaultdict(None if parts[0] is None else FACTORIES[parts[0]], parts[1]),
-    Code.ARRAY: _decode_array,
-    Code.SCALAR: lambda parts: _decode_array([parts[0], (), parts[1]])[()],
+    Code.ARRAY: lambda parts: number_array(*parts),
+    Code.SCALAR: lambda parts: number_array(parts[0], (), parts[1])[()],
 }
 
 # MessagePack, by the first byte of a token: its length in bytes, without a payload whose length it tells (of the beginning of a

@@ -14,7 +14,6 @@ import importlib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from eventloop.checkpoint.commit import TEMPORARY_PREFIX, discard, failing
@@ -25,10 +24,7 @@ _BLOCK: Final = 16 << 20
 
 
 class RemotePath:
-    """A URL with the part of `pathlib.Path` that checkpoints need, and with durable writes.
-
-    Args:
-        url: ``protocol://...``, as fsspec takes it.
+    """A URL (``protocol://...``) with the part of `pathlib.Path` that checkpoints need, and with durable writes.
 
     Raises:
         ConfigurationError: fsspec, or what it needs for this protocol, is not installed, or the protocol is unknown.
@@ -120,19 +116,12 @@ class RemotePath:
             discard(str(temporary), self.fs.rm_file, error)
             raise
 
-    def copy_from(self, existing: Path | RemotePath) -> None:
-        """Create or replace the file with the content of ``existing``: within one store, or by an upload."""
-        if isinstance(existing, RemotePath) and existing.fs is self.fs:
-            size = int(existing.info()["size"])
-            with failing(f"cannot copy {existing} to {self}", Exception):
-                self.fs.cp_file(str(existing), str(self))
-                self._check_size(size)
-        elif isinstance(existing, RemotePath):
-            with existing.opened() as (file, size):
-                self.upload(size, iter(lambda: file.read(_BLOCK), b""))
-        else:
-            with failing(f"cannot copy {existing}"), existing.open("rb") as file:
-                self.upload(existing.stat().st_size, iter(lambda: file.read(_BLOCK), b""))
+    def copy_from(self, existing: RemotePath) -> None:
+        """Create or replace the file with the content of another one in the same store."""
+        size = int(existing.info()["size"])
+        with failing(f"cannot copy {existing} to {self}", Exception):
+            self.fs.cp_file(str(existing), str(self))
+            self._check_size(size)
 
     def remove(self) -> None:
         """Remove the file; a missing one is fine."""

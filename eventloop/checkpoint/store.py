@@ -67,20 +67,24 @@ def commit_bytes(path: AsPath, data: bytes) -> None:
 def link(existing: AsPath, new: AsPath) -> None:
     """Give the file ``existing`` the second name ``new``, replacing what had it: by a hard link if possible, else by a copy."""
     existing, new = as_path(existing), as_path(new)
-    if isinstance(new, RemotePath):
+    if isinstance(new, RemotePath) and isinstance(existing, RemotePath) and existing.fs is new.fs:
         new.copy_from(existing)
         return
-    if isinstance(existing, Path):
+    if isinstance(new, Path) and isinstance(existing, Path):
         with failing(f"cannot give {existing} the name {new}"):
             if _link(existing, new):
                 return
     with failing(f"cannot copy {existing}"), open_file(existing) as (source, size):
+        parts = iter(lambda: source.read(CHUNK), b"")
 
         def fill(descriptor: int) -> None:
-            while part := source.read(CHUNK):
+            for part in parts:
                 write_all(descriptor, part)
 
-        commit_file(new, size, fill)
+        if isinstance(new, RemotePath):
+            new.upload(size, parts)
+        else:
+            commit_file(new, size, fill)
 
 
 def _link(existing: Path, new: Path) -> bool:

@@ -38,12 +38,9 @@ _FETCH_NEXT = fetch._IterableDatasetFetcher.fetch.__code__
 
 
 class Feed:
-    """Iterate over a loader pass by pass, and track the position in the data.
+    """Iterate over a loader pass by pass, move batches to ``device`` (unless None), and track the position in the data.
 
-    Args:
-        loader: an iterable of batches that can be iterated again for the next epoch.
-        device: device to move batches to; None keeps their device.
-        name: the loader's name in errors, such as ``"train_data"``.
+    Errors call the loader ``name``, such as ``"train_data"``.
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device | None, name: str = "train_data") -> None:

@@ -23,10 +23,8 @@ log = get_logger()
 class DirectoryLock:
     """Lock a directory by ``flock`` on a file in it, until :meth:`release` or the end of this process.
 
-    If the file system supports no locks, or the file cannot be written, log a warning and let the training continue.
-
-    Args:
-        directory: created if missing.
+    The directory is created if missing. If the file system supports no locks, or the file cannot be written, log a warning and
+    let the training continue.
 
     Raises:
         ConfigurationError: another training holds the directory; the error names its process.

@@ -118,7 +118,7 @@ class Metrics:
                 values[name] = _number(value)
         # Means come last: save_best="auto" takes the first value, which should be a metric that the user named.
         values |= {name: _number(total / count) for name, (total, count) in sums.items() if name not in values}
-        return values if ranks is None else dict(ranks.from_first(values))
+        return values if ranks is None else dict(ranks.from_first(lambda: values))
 
     def _merged(self, ranks: Ranks) -> dict[str, Metric]:
         """Merge the metrics that can be merged over all ranks; return all of them."""

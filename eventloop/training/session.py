@@ -12,12 +12,12 @@ import torch
 
 from eventloop import events as ev
 from eventloop.bus import Bus
-from eventloop.errors import ConfigurationError, LaneFullError, TrainingError
+from eventloop.errors import LaneFullError, TrainingError
 from eventloop.events import Event
 from eventloop.events.run_view import RunView
 from eventloop.log import get_logger
 from eventloop.offload import Deadline
-from eventloop.training.distributed.ranks import Wishes, join_ranks, tell_failure, this_rank, world_size
+from eventloop.training.distributed.ranks import Wishes, join_ranks, tell_failure, world_size
 from eventloop.training.locks import DirectoryLock
 from eventloop.training.optimizers import stepping, warn_if_useless
 from eventloop.training.rng import seed_everything
@@ -187,18 +187,17 @@ class Session:
 
     def _lock(self) -> None:
         """Lock the directories of this training on rank 0; an error is raised on all ranks."""
-        problem = ""
-        try:
-            for path in self._saves.directories if not this_rank() else ():
+
+        def lock() -> None:
+            for path in self._saves.directories:
                 # resolve(): links and ".." give one directory several names.
                 if isinstance(path, Path) and (directory := path.resolve()) not in self._locks:
                     self._locks[directory] = DirectoryLock(directory)
-        except ConfigurationError as error:
-            problem = str(error)
-        if self.state.ranks is not None:
-            problem = self.state.ranks.from_first(problem)
-        if problem:
-            raise ConfigurationError(problem)
+
+        if self.state.ranks is None:
+            lock()
+        else:
+            self.state.ranks.from_first(lock)
 
     def _warn_of_others(self) -> None:
         """Warn about another open run if one of the two has a seed: both draw from the same random state."""

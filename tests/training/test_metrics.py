@@ -101,8 +101,8 @@ class Alone:
     def gather(self, value):
         return [value]
 
-    def from_first(self, value):
-        return value
+    def from_first(self, find):
+        return find()
 
 
 def test_a_metric_that_cannot_be_merged_over_ranks_is_warned_of_once_in_a_run(parts, monkeypatch):

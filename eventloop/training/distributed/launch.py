@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 import torch
 from torch import distributed
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from eventloop.errors import TrainbusError
 from eventloop.log import get_logger
-from eventloop.training.distributed.ranks import this_rank, world_size
+from eventloop.training.distributed.ranks import Ranks, T, this_rank, world_size
 from eventloop.training.loaders import rebuilt
 
 log = get_logger()
-
-T = TypeVar("T")
 
 
 @contextmanager
@@ -40,17 +37,8 @@ def process_group() -> Iterator[None]:
 
 def from_first(find: Callable[[], T]) -> T:
     """Return on all ranks what ``find`` returns on rank 0, or raise its TrainbusError. A collective."""
-    found: list[Any] = [None]
-    if this_rank() == 0:
-        try:
-            found = [find()]
-        except TrainbusError as error:
-            found = [error]
-    if world_size() > 1:
-        distributed.broadcast_object_list(found, src=0)
-    if isinstance(found[0], TrainbusError):
-        raise found[0]
-    return found[0]  # type: ignore[no-any-return]
+    group = distributed.group.WORLD if world_size() > 1 else None
+    return find() if group is None else Ranks(group).from_first(find)
 
 
 def own_device(device: Any) -> Any:

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import distributed
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from eventloop.bus import Bus
 from eventloop.checkpoint import is_sharded
-from eventloop.errors import ConfigurationError, TrainingError
+from eventloop.errors import ConfigurationError, TrainbusError, TrainingError
 from eventloop.log import get_logger
 
 INTERVAL = 0.05
@@ -41,6 +41,8 @@ _TOGETHER: Final = (
 )
 
 log = get_logger()
+
+T = TypeVar("T")
 
 
 def this_rank() -> int:
@@ -81,11 +83,18 @@ class Ranks:
         distributed.all_gather_object(values, value, group=self.group)
         return values
 
-    def from_first(self, value: Any) -> Any:
-        """Return rank 0's value."""
-        values = [value]
-        distributed.broadcast_object_list(values, src=0, group=self.group)
-        return values[0]
+    def from_first(self, find: Callable[[], T]) -> T:
+        """Return on all ranks what ``find`` returns on rank 0, or raise its TrainbusError."""
+        found: list[Any] = [None]
+        if not self.rank:
+            try:
+                found = [find()]
+            except TrainbusError as error:
+                found = [error]
+        distributed.broadcast_object_list(found, src=0, group=self.group)
+        if isinstance(found[0], TrainbusError):
+            raise found[0]
+        return found[0]  # type: ignore[no-any-return]
 
     def check_first_has_all(self, names: list[list[str]]) -> None:
         """Raise TrainingError if a rank requests a file that rank 0 does not; ``names`` holds the file names by rank."""

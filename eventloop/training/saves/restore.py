@@ -135,7 +135,7 @@ class Restore:
         found = self._find_here() if ranks is None or not ranks.rank else None
         if ranks is None:
             return found
-        path = ranks.from_first(None if found is None else found[0])
+        path = ranks.from_first(lambda: None if found is None else found[0])
         return None if path is None else (path, load(path) if found is None else found[1])
 
     def _find_here(self) -> tuple[AnyPath, Any] | None:
