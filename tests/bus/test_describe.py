@@ -27,7 +27,7 @@ def bus() -> Bus:
     return bus
 
 
-def test_rows_come_in_the_order_of_a_run_and_of_priorities(bus):
+def test_rows_are_in_the_order_of_mount_points_and_priorities(bus):
     rows = [(row.mount_point, row.label) for row in bus.describe().rows]
     assert rows == [
         ("before_run", "Both.before_run"),
@@ -40,7 +40,7 @@ def test_rows_come_in_the_order_of_a_run_and_of_priorities(bus):
     ]
 
 
-def test_rows_say_priority_mode_filter_and_lane(bus):
+def test_rows_show_priority_mode_filter_and_lane(bus):
     first = bus.describe().rows[0]
     assert (first.priority, first.priority_name, first.mode) == (55, "NORMAL+5", "offloaded: thread")
     assert (first.filter, first.lane) == ("every=100", "8 drop_old")
@@ -60,7 +60,7 @@ def test_the_table_prints_plain_and_with_rich(bus):
     assert "before_run" in captured.get()
 
 
-def test_a_mount_point_stands_once_over_all_its_hooks(bus):
+def test_a_mount_point_is_printed_once_above_its_hooks(bus):
     lines = [line.rstrip() for line in str(bus.describe()).splitlines()]
     at = lines.index("after_train_iter")
     assert lines.count("after_train_iter") == 1
@@ -76,7 +76,7 @@ def test_the_table_fits_a_terminal_of_80_columns(bus):
     assert both.split() == ["Both", "55", "NORMAL+5", "thread", "8", "drop_old", "every=100"]
 
 
-def test_where_80_columns_are_too_few_filters_take_two_lines_and_figures_stay_whole():
+def test_long_filters_wrap_and_figures_do_not():
     bus = Bus()
     bus.on("after_train_iter", lambda event: None, every=100, after=20000, before=90000, priority=59, offload="thread")
     bus.subscriptions[0].lane.count(delivered=12345)
@@ -89,7 +89,7 @@ def test_where_80_columns_are_too_few_filters_take_two_lines_and_figures_stay_wh
     assert "before=90000" in captured.get()
 
 
-def test_figures_appear_when_asked_for_or_when_timing_is_on():
+def test_figures_are_shown_on_request_or_with_timing():
     bus = Bus(timing=True)
     bus.on("after_train_iter", lambda event: None)
     bus.publish(AfterTrainIter(progress=Progress()))
@@ -101,7 +101,7 @@ def test_figures_appear_when_asked_for_or_when_timing_is_on():
     assert "events" in str(Bus().describe(stats=True))
 
 
-def test_losses_are_named_in_the_figures():
+def test_dropped_and_failed_events_are_in_the_figures():
     bus = Bus()
     bus.on("after_train_iter", lambda event: 1 / 0, on_error="log")
     bus.publish(AfterTrainIter(progress=Progress()))

@@ -104,7 +104,7 @@ def double(number):
 # ------------------------------------------------------------------------------------------------------ what is accepted
 
 
-def test_mmengines_list_is_accepted_as_it_is():
+def test_mmengines_list_is_accepted_unchanged():
     bus = Bus()
     add_hooks(
         bus,
@@ -135,7 +135,7 @@ def test_imixs_levels_are_on_imixs_scale(level, priority):
     assert [one.priority for one in bus.subscriptions] == [priority]
 
 
-def test_a_name_a_class_and_a_hook_are_entries_too():
+def test_names_classes_and_hooks_are_accepted_as_entries():
     made = PreemptionHook()
     assert [type(hook) for hook in add("EMAHook", {"type": LoggerHook, "interval": 5}, LoggerHook, made)] == [
         EMAHook,
@@ -145,7 +145,7 @@ def test_a_name_a_class_and_a_hook_are_entries_too():
     ]
 
 
-def test_a_priority_of_the_configuration_comes_before_the_methods_own():
+def test_a_priority_of_the_configuration_overrides_the_methods():
     class Marked(Hook):
         @mount(priority=Priority.HIGH)
         def after_run(self, event):
@@ -156,24 +156,24 @@ def test_a_priority_of_the_configuration_comes_before_the_methods_own():
     assert sorted(one.priority for one in bus.subscriptions) == [Priority.HIGH, Priority.LOWEST]
 
 
-def test_a_name_tells_hooks_of_a_kind_apart_also_where_the_constructor_takes_none():
+def test_names_distinguish_hooks_of_a_class_without_a_name_option():
     hooks = add({"type": "Everything", "name": "one"}, {"type": "EMAHook", "name": "two"}, "EMAHook")
     assert [hook.label for hook in hooks] == ["one", "two", "EMAHook"]
 
 
-def test_text_becomes_what_the_signature_says():
+def test_text_is_converted_to_the_annotated_type():
     options = got(share=1, names=["a"], pair=[1, 2], table={"x": 1}, path="here", choice="b")
     assert options["share"] == 1.0
     assert (options["names"], options["pair"], options["table"]) == (["a"], (1, 2.0), {"x": 1})
     assert (options["path"], options["choice"]) == (Path("here"), "b")
 
 
-def test_what_is_not_given_is_left_to_the_constructor():
+def test_omitted_options_have_the_constructors_defaults():
     assert got()["names"] == ()
     assert got()["kind"] is torch.nn.ReLU
 
 
-def test_functions_and_classes_are_named():
+def test_functions_and_classes_are_given_by_name():
     table = {"type": "Everything", "function": "operator:neg", "kind": "torch.nn:Tanh"}
     options = add(table, imports=["operator", "torch.nn"])[0].got
     assert options["function"](3) == -3
@@ -186,7 +186,7 @@ def test_a_function_with_options_has_them_filled_in():
     assert hook.got["function"]() == 2
 
 
-def test_objects_are_tables_with_a_type_of_their_own():
+def test_objects_are_tables_with_a_type():
     options = got(writer={"type": "JSONLinesWriter", "interval": 3}, writers={"main": "ConsoleWriter"})
     assert options["writer"].interval == 3
     assert type(options["writers"]["main"]) is ConsoleWriter
@@ -194,14 +194,14 @@ def test_objects_are_tables_with_a_type_of_their_own():
     assert hook.got["console"].width == 33
 
 
-def test_objects_of_a_list_in_python_are_taken_as_they_are():
+def test_objects_in_a_python_list_are_used_unchanged():
     console, writer = Console(), ConsoleWriter()
     options = got(console=console, writer=writer, function=double, kind=torch.nn.Tanh, path=Path("x"), anything=[writer])
     assert (options["console"], options["writer"], options["function"]) == (console, writer, double)
     assert (options["kind"], options["path"], options["anything"]) == (torch.nn.Tanh, Path("x"), [writer])
 
 
-def test_an_object_in_a_module_is_taken_and_not_called():
+def test_an_object_in_a_module_is_used_and_not_called():
     hook = add({"type": "Everything", "anything": {"type": "torch:float16"}, "untyped": "torch:x"}, imports=["torch"])[0]
     assert hook.got["anything"] is torch.float16
     assert hook.got["untyped"] == "torch:x"  # where the signature says nothing, text is text
@@ -220,7 +220,7 @@ def short(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSchedu
     return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
 
-def test_a_scheduler_may_be_a_name_alone_and_several_have_names(monkeypatch):
+def test_a_scheduler_can_be_a_name_and_several_have_names(monkeypatch):
     monkeypatch.setitem(sys.modules, "parts_of_hook_list_tests", sys.modules[__name__])
     _, optimizer = network()
     name = "parts_of_hook_list_tests:short"
@@ -231,7 +231,7 @@ def test_a_scheduler_may_be_a_name_alone_and_several_have_names(monkeypatch):
         assert all(one.optimizer is optimizer for one in hook.schedulers.values())
 
 
-def test_a_scheduler_without_its_module_is_told_where_it_is():
+def test_a_scheduler_without_its_module_is_an_error_naming_the_module():
     table = {"type": "ParamSchedulerHook", "by": "epoch", "scheduler": {"type": "StepLR", "step_size": 3}}
     assert message(table, imports=SCHEDULERS) == (
         "hooks[0].scheduler.type: 'StepLR' names nothing: write module:attribute "
@@ -239,7 +239,7 @@ def test_a_scheduler_without_its_module_is_told_where_it_is():
     )
 
 
-def test_schedulers_within_a_scheduler_get_it_too():
+def test_nested_schedulers_get_the_optimizer():
     _, optimizer = network()
     inner = [
         {"type": "torch.optim.lr_scheduler:ConstantLR", "factor": 0.5},
@@ -276,7 +276,7 @@ def test_a_hook_that_needs_the_model_gets_it():
     assert message("NeedsModel") == "hooks[0].model: is missing: NeedsModel needs it (Module)"
 
 
-def test_options_that_a_hook_hands_on_are_typed_by_whom_they_are_for():
+def test_forwarded_options_have_the_types_of_their_receiver():
     (hook,) = add({"type": "EMAHook", "ema_type": "MomentumAnnealingEMA", "gamma": 50})
     assert (hook._type, hook._options) == (MomentumAnnealingEMA, {"gamma": 50})
     assert message({"type": "EMAHook", "gama": 50, "ema_type": "MomentumAnnealingEMA"}) == (
@@ -286,7 +286,7 @@ def test_options_that_a_hook_hands_on_are_typed_by_whom_they_are_for():
     assert add({"type": "Forwards", "p": 0.25})[0].made.p == 0.25
 
 
-def test_a_registered_average_of_the_users_is_an_ema_type_in_python_too():
+def test_a_registered_user_average_is_an_ema_type_in_python():
     @register(name="mine_for_ema")
     class Mine(ExponentialMovingAverage):
         pass
@@ -295,7 +295,7 @@ def test_a_registered_average_of_the_users_is_an_ema_type_in_python_too():
     assert EMAHook("mine_for_ema")._type is Mine
 
 
-def test_signals_go_by_name():
+def test_signals_are_given_by_name():
     assert [one.name for one in add({"type": "PreemptionHook", "signals": ["SIGTERM", "SIGUSR1"]})[0].signals] == [
         "SIGTERM",
         "SIGUSR1",
@@ -350,12 +350,12 @@ def test_signals_go_by_name():
         ({"name": 3}, "name: expected str, got int 3"),
     ],
 )
-def test_a_wrong_option_is_named_with_its_position_what_was_expected_and_the_nearest_name(options, expected):
+def test_the_error_for_an_option_has_position_expectation_and_suggestion(options, expected):
     said = message("EMAHook", {"type": "LoggerHook"}, {"type": "Everything", **options})
     assert said.startswith(f"hooks[2].{expected}"), said
 
 
-def test_an_unknown_option_far_from_all_others_lists_them():
+def test_an_unknown_option_without_a_near_name_lists_all():
     assert message({"type": "CheckInvalidLossHook", "zzz": 1}) == (
         "hooks[0].zzz: CheckInvalidLossHook has no option 'zzz'; there are interval, keys, type, priority, level, name"
     )
@@ -375,12 +375,12 @@ def test_an_unknown_option_far_from_all_others_lists_them():
         ({"type": "ParamSchedulerHook", "scheduler": 1}, "hooks[0].scheduler: expected Scheduler | list of Scheduler"),
     ],
 )
-def test_an_entry_that_is_no_hook_is_named(entry, expected):
+def test_an_entry_that_is_not_a_hook_is_named(entry, expected):
     assert message(entry).startswith(expected), message(entry)
 
 
 @pytest.mark.parametrize("hooks", [{"type": "EMAHook"}, "EMAHook", 3])
-def test_what_is_no_list_is_an_error(hooks):
+def test_hooks_that_are_not_a_list_are_an_error(hooks):
     with pytest.raises(ConfigurationError, match="hooks: expected a list of hooks, got"):
         add_hooks(Bus(), hooks)
 
@@ -395,7 +395,7 @@ def test_all_are_added_or_none():
     assert bus.subscriptions == ()
 
 
-def test_what_a_constructor_raises_itself_says_for_what():
+def test_errors_of_a_constructor_have_the_position():
     class Fails(Hook):
         def __init__(self):
             raise ZeroDivisionError("oh")

@@ -39,7 +39,7 @@ def test_a_listed_module_and_its_submodules_can_be_named():
     assert imports.resolve("torch.nn:Module.eval", "here").__name__ == "eval"
 
 
-def test_a_module_that_is_not_listed_says_which_list_to_extend():
+def test_the_error_for_an_unlisted_module_names_the_list():
     assert said("torch.optim:AdamW", ["torch.nn"]) == (
         "model: 'torch.optim:AdamW' is in a module that is not listed under imports; add it there: "
         'imports = ["torch.nn", "torch.optim"]'
@@ -74,11 +74,11 @@ def test_a_package_whose_name_begins_like_a_listed_one_is_not_listed(folder):
         ("torch.nn.nope:x", "model: there is no module 'torch.nn.nope'"),
     ],
 )
-def test_what_a_reference_cannot_be(reference, message):
+def test_invalid_references(reference, message):
     assert said(reference, ["torch.nn"]).startswith(message), said(reference, ["torch.nn"])
 
 
-def test_a_misspelt_module_names_the_nearest_file_and_where_was_looked(folder):
+def test_the_error_for_a_misspelt_module_suggests_a_file_and_names_the_folders(folder):
     (folder / "my_parts.py").touch()
     with pytest.raises(ConfigurationError) as caught:
         Imports(["my_prats"], [folder])
@@ -87,26 +87,26 @@ def test_a_misspelt_module_names_the_nearest_file_and_where_was_looked(folder):
     )
 
 
-def test_a_file_name_is_answered_with_the_modules_name():
+def test_the_error_for_a_file_name_suggests_the_module_name():
     with pytest.raises(ConfigurationError, match=r"imports\[0\]: 'my/parts.py' is a file: give the module's name, 'my.parts'"):
         Imports(["my/parts.py"])
 
 
-def test_a_file_that_an_installed_module_hides_is_an_error_and_not_ignored(folder):
+def test_a_file_shadowed_by_an_installed_module_is_an_error(folder):
     (folder / "json.py").touch()
     with pytest.raises(ConfigurationError, match=r"imports\[0\]: 'json' is .*json/__init__.py, which hides .*json.py; rename"):
         Imports(["json"], [folder])
 
 
 @pytest.mark.parametrize("source", ["import nothing_like_it_is_installed", "raise RuntimeError('boom')"])
-def test_an_error_inside_of_a_users_module_is_theirs_with_a_note(folder, source):
+def test_an_error_within_a_user_module_is_raised_with_a_note(folder, source):
     (folder / "broken_module.py").write_text(source)
     with pytest.raises((ImportError, RuntimeError)) as caught:
         Imports(["broken_module"], [folder])
     assert caught.value.__notes__ == ["while importing 'broken_module' for imports[0]"]
 
 
-def test_nothing_is_imported_that_is_not_listed(folder):
+def test_only_listed_modules_are_imported(folder):
     (folder / "trap_module.py").write_text("raise SystemExit('it ran')")
     table = {"type": "ParamSchedulerHook", "by": "iter", "scheduler": {"type": "trap_module:x"}}
     with pytest.raises(ConfigurationError, match=r"trap_module.* is not listed under imports"):
@@ -136,7 +136,7 @@ values = st.recursive(
         st.sampled_from(["writers", "scheduler", "by", "ema_type", "scaler", "interval", "custom_cfg", "priority"]), values
     ),
 )
-def test_no_configuration_gets_to_a_name_of_a_module_that_is_not_listed(name, options):
+def test_no_configuration_reaches_names_of_unlisted_modules(name, options):
     """Whatever is in it: it is made without an import, or an error of ours."""
     before = set(sys.modules)
     try:

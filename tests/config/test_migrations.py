@@ -94,7 +94,7 @@ MMENGINE_CUSTOM = [
 ]
 
 
-def test_mmengines_default_hooks_are_accepted_as_they_are():
+def test_mmengines_default_hooks_are_accepted_unchanged():
     chosen = merged(DEFAULT_HOOKS, MMENGINE_DEFAULTS, "default_hooks")
     assert chosen.keys() == DEFAULT_HOOKS.keys()
     hooks = dict(zip(chosen, add(chosen.values()), strict=True))
@@ -109,7 +109,7 @@ def test_mmengines_default_hooks_are_accepted_as_they_are():
     assert (hooks["checkpoint"].interval, hooks["checkpoint"].by_epoch) == (16000, False)
 
 
-def test_the_name_of_each_of_mmengines_default_hooks_changes_or_switches_off_the_one_here():
+def test_names_of_mmengines_default_hooks_change_or_disable_ours():
     off = merged(DEFAULT_HOOKS, dict.fromkeys(MMENGINE_DEFAULTS), "default_hooks")
     assert list(off) == ["optimizer", "progress_bar"]
     changed = merged(DEFAULT_HOOKS, {"logger": {"interval": 20}, "checkpoint": {"max_keep_ckpts": 3}}, "default_hooks")
@@ -132,7 +132,7 @@ def test_a_custom_hooks_list_of_mmengines_is_accepted_as_it_is():
     assert [hook._type for hook in hooks[:3]][::2] == [StochasticWeightAverage, MomentumAnnealingEMA]
 
 
-def test_without_schedulers_mmengines_scheduler_hook_hears_nothing():
+def test_without_schedulers_mmengines_scheduler_hook_subscribes_nothing():
     bus = Bus()
     add_hooks(bus, [dict(type="ParamSchedulerHook")])
     assert bus.subscriptions == ()
@@ -162,7 +162,7 @@ IMIX_CUSTOM = [
 ]
 
 
-def test_imixs_hooks_are_accepted_with_the_options_that_they_have_there():
+def test_imixs_hooks_are_accepted_with_imixs_options():
     pytest.importorskip("tensorboard")
     optimizer, timer, checkpoint, evaluation, logger, anomaly, profiler = add(IMIX_DEFAULTS)
     assert (type(optimizer), type(anomaly), type(profiler)) == (OptimizerHook, AutogradAnomalyDetectHook, AutogradProfilerHook)
@@ -204,7 +204,7 @@ def test_imixs_period_of_checkpoints_counts_iterations(period):
     assert (hook.interval, hook.by_epoch) == (7, False)
 
 
-def test_pointrixs_names_bring_what_they_do_there():
+def test_pointrixs_names_have_pointrixs_defaults():
     logger, checkpoint = add(["LogHook", "CheckPointHook"])
     assert logger._fanout._interval == 1
     assert (checkpoint.interval, checkpoint.by_epoch) == (5000, False)
@@ -222,7 +222,7 @@ def test_pointrixs_names_bring_what_they_do_there():
         dict(type="LoggerHook", writers=[dict(type="JSONLogger", window_size=20)]),
     ],
 )
-def test_an_option_without_an_equivalent_may_say_what_is_done_anyway(entry):
+def test_an_option_without_an_equivalent_is_accepted_with_our_behaviour(entry):
     assert len(add([entry])) == 1
 
 
@@ -269,15 +269,15 @@ def test_an_option_without_an_equivalent_may_say_what_is_done_anyway(entry):
         ),
     ],
 )
-def test_what_cannot_be_taken_over_says_the_way_out(entry, message):
+def test_unsupported_options_are_errors_with_advice(entry, message):
     assert said(entry).startswith(message), said(entry)
 
 
-def test_a_hook_that_is_not_here_says_why():
+def test_the_error_for_a_missing_hook_has_a_reason():
     assert "(MMEngine's: none: it builds OpenMMLab's model wrapper; give `TrainLoop` a `test_step`" in said("PrepareTTAHook")
 
 
-def test_a_table_of_ones_own_system_is_understood_too():
+def test_a_user_defined_migration_table():
     entry = Migration("Mine", "EmptyCacheHook", ("EmptyCacheHook",), {"often": "after_iter", "loud": OptionChange(instead="-")})
     register_migrations([entry])
     register_migrations([entry])

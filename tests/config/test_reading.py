@@ -53,7 +53,7 @@ def said(function, *arguments):
 
 
 @pytest.mark.parametrize("suffix", ["toml", "yaml", "yml", "json", "TOML"])
-def test_the_three_languages_read_the_same(file, suffix):
+def test_toml_yaml_and_json_are_read_equally(file, suffix):
     text = TEXTS[{"yml": "yaml"}.get(suffix, suffix.lower())]
     found = read(file(f"config.{suffix}", text))
     assert found["loop"]["lr"] == 0.001  # YAML 1.1 would take it for text
@@ -96,13 +96,13 @@ def test_a_number_with_an_exponent_is_a_number_in_yaml(file, number):
     ],
     ids=lambda value: value[:30],
 )
-def test_a_file_that_cannot_be_read_is_named_with_what_is_wrong(file, name, text, message):
+def test_the_error_for_an_unreadable_file_names_file_and_cause(file, name, text, message):
     path = file(name, text)
     assert said(read, path).startswith(f"{path}: ")
     assert message in said(read, path)
 
 
-def test_a_file_that_is_not_there_names_those_beside_it(file, tmp_path):
+def test_the_error_for_a_missing_file_names_its_neighbours(file, tmp_path):
     file("first.toml", "")
     file("notes.txt", "")
     assert said(read, tmp_path / "frist.toml").endswith(
@@ -110,7 +110,7 @@ def test_a_file_that_is_not_there_names_those_beside_it(file, tmp_path):
     )
 
 
-def test_a_pipe_or_a_directory_is_an_error_and_nothing_waits_for_it(tmp_path):
+def test_a_pipe_or_a_directory_is_an_error_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe.toml")
     (tmp_path / "folder.toml").mkdir()
     assert said(read, tmp_path / "pipe.toml").endswith("is not a file but a device or a pipe")
@@ -125,12 +125,12 @@ def test_aliases_and_merged_tables_of_yaml_are_read(file):
     }
 
 
-def test_a_file_that_is_no_text_is_an_error(tmp_path):
+def test_a_binary_file_is_an_error(tmp_path):
     (tmp_path / "c.toml").write_bytes(b"\xff\xfe")
     assert "is not UTF-8 text" in said(read, tmp_path / "c.toml")
 
 
-def test_yaml_without_pyyaml_says_what_to_install(file, monkeypatch):
+def test_without_pyyaml_the_error_names_the_package(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert 'pip install "trainbus[yaml]"' in said(read, file("c.yaml", "a: 1"))
 
@@ -142,7 +142,7 @@ def changed(*changes, config=CONFIG):
     return override(config, changes)
 
 
-def test_a_change_replaces_adds_and_makes_tables_on_the_way():
+def test_an_override_replaces_adds_and_creates_tables():
     found = changed("loop.max_epochs=5", "loop.name=x", "default_hooks.logger.interval=3", "custom_hooks[1].interval=7")
     assert found["loop"] == {"max_epochs": "5", "name": "x"}
     assert found["default_hooks"] == {"logger": {"interval": "3"}}
@@ -150,7 +150,7 @@ def test_a_change_replaces_adds_and_makes_tables_on_the_way():
     assert CONFIG["loop"] == {"max_epochs": 3}
 
 
-def test_an_option_of_what_is_a_name_alone_makes_it_a_table():
+def test_an_option_of_a_name_converts_it_to_a_table():
     assert changed("model.width=3")["model"] == {"type": "mine:net", "width": "3"}
 
 
@@ -178,7 +178,7 @@ def test_quoted_names_and_counts_from_the_end():
         (f"a=0x{'f' * 5000}", "a: an integer has thousands of digits; put text in quotes"),
     ],
 )
-def test_a_change_that_leads_nowhere_says_where(change, message):
+def test_the_error_for_an_invalid_override_has_its_position(change, message):
     assert said(changed, change).startswith(message), said(changed, change)
 
 
@@ -211,7 +211,7 @@ def typed(annotation, text):
         (float | dict[str, float] | None, "{max_norm = 2.0}", {"max_norm": 2.0}),
     ],
 )
-def test_a_changes_value_has_the_type_of_its_option(annotation, text, value):
+def test_an_override_has_the_type_of_its_option(annotation, text, value):
     found = typed(annotation, text)
     assert found == value
     assert type(found) is type(value)
@@ -228,11 +228,11 @@ def test_a_changes_value_has_the_type_of_its_option(annotation, text, value):
         (list[int], '[1, "x"]', "x.option[1]: expected int, got str 'x'"),
     ],
 )
-def test_a_change_of_the_wrong_type_is_an_error_with_its_position(annotation, text, message):
+def test_an_override_of_the_wrong_type_is_an_error_with_its_position(annotation, text, message):
     assert said(typed, annotation, text) == message
 
 
 @given(st.recursive(st.booleans() | st.integers() | st.text("abc", max_size=3), lambda inner: st.lists(inner, max_size=3)))
-def test_a_value_in_json_comes_through_where_the_signature_says_nothing(value):
+def test_a_json_value_is_accepted_without_an_annotation(value):
     text = json.dumps(value)
     assert settle(override({}, [f"a={text}"])) == {"a": value}

@@ -56,7 +56,7 @@ def test_any_choice_of_a_hooks_defaults_round_trips_through_text(codec, data):
     }
 
 
-def test_options_come_from_the_hooks_own_signature_as_it_is_now():
+def test_options_come_from_the_current_signature():
     class Changing(Hook):
         def __init__(self, one: int = 1):
             pass
@@ -66,7 +66,7 @@ def test_options_come_from_the_hooks_own_signature_as_it_is_now():
     assert list(Signature(Changing).options) == ["two"]
 
 
-def test_an_annotation_that_cannot_be_resolved_spoils_no_other():
+def test_an_unresolvable_annotation_does_not_affect_others():
     def function(amount: "Decimal", count: "int" = 3):
         return amount, count
 
@@ -75,7 +75,7 @@ def test_an_annotation_that_cannot_be_resolved_spoils_no_other():
 
 
 @pytest.mark.parametrize("target", [dict, print, type("Plain", (), {})])
-def test_what_has_no_signature_or_no_options_can_be_made_too(target):
+def test_classes_without_signature_or_options_can_be_made(target):
     assert Signature(target).label in ("dict", "print", "Plain")
     assert Maker().call(Signature(target), {}, "here") is not False
 
@@ -112,7 +112,7 @@ PARTS = "parts_of_signature_tests"
         (Annotated[int | None, "of something"], 3, 3),
     ],
 )
-def test_records_new_types_and_annotated_ones_are_options_too(monkeypatch, annotation, value, expected):
+def test_records_new_types_and_annotated_types_are_options(monkeypatch, annotation, value, expected):
     def function(option):
         return option
 

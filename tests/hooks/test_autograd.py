@@ -109,7 +109,7 @@ def test_an_iteration_that_fails_has_no_trace_and_the_next_run_can_profile(job: 
         ({"use_cuda": 1}, "use_cuda"),
     ],
 )
-def test_wrong_options_are_errors_when_the_hook_is_made(options: dict[str, Any], match: str) -> None:
+def test_wrong_options_are_errors_at_construction(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
         AutogradProfilerHook(**({"enable_predicate": lambda event: True} | options))
 

@@ -64,6 +64,6 @@ def test_a_missing_output_is_an_error_naming_the_outputs(job: SimpleNamespace) -
 
 
 @pytest.mark.parametrize("options", [{"interval": 0}, {"interval": True}, {"keys": []}, {"keys": [1]}])
-def test_wrong_options_are_errors_when_the_hook_is_made(options: dict[str, Any]) -> None:
+def test_wrong_options_are_errors_at_construction(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(options))):
         CheckInvalidLossHook(**options)

@@ -160,7 +160,7 @@ def test_a_directory_with_a_non_utf_8_name_is_found_from_the_work_dir(job: Simpl
         ({"published_keys": []}, "published_keys"),
     ],
 )
-def test_wrong_options_are_errors_when_the_hook_is_made(options: dict[str, Any], name: str) -> None:
+def test_wrong_options_are_errors_at_construction(options: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigurationError, match=name):
         CheckpointHook(**options)
 

@@ -188,7 +188,7 @@ def test_a_non_numeric_value_is_an_error(job: SimpleNamespace) -> None:
         {"check_finite": None},
     ],
 )
-def test_wrong_options_are_errors_when_the_hook_is_made(options: dict[str, Any]) -> None:
+def test_wrong_options_are_errors_at_construction(options: dict[str, Any]) -> None:
     word = "metric" if options == {"monitor": "speed"} else next(iter(options))
     with pytest.raises(ConfigurationError, match=word):
         EarlyStoppingHook(**({"monitor": "accuracy"} | options))

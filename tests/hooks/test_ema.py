@@ -197,7 +197,7 @@ def test_state_of_an_average_alone_round_trips() -> None:
         ({"update_buffers": 1}, "update_buffers"),
     ],
 )
-def test_wrong_options_are_errors_when_the_hook_is_made(options: dict[str, Any], name: str) -> None:
+def test_wrong_options_are_errors_at_construction(options: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigurationError, match=name):
         EMAHook(**options)
 

@@ -60,6 +60,6 @@ def test_nothing_happens_without_an_accelerator(job: SimpleNamespace, monkeypatc
 
 
 @pytest.mark.parametrize("options", [{"before_epoch": 1}, {"after_epoch": None}, {"after_iter": "yes"}, {"after_epoch": False}])
-def test_wrong_options_are_errors_when_the_hook_is_made(options: dict[str, Any]) -> None:
+def test_wrong_options_are_errors_at_construction(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(options))):
         EmptyCacheHook(**options)

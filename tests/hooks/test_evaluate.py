@@ -243,7 +243,7 @@ def test_a_missing_monitor_is_an_error_naming_the_metrics(job: SimpleNamespace) 
         {"json_file": 3},
     ],
 )
-def test_wrong_options_are_errors_when_the_hook_is_made(options: dict[str, Any]) -> None:
+def test_wrong_options_are_errors_at_construction(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(options))):
         EvaluateHook(**({"period": 1, "function": Function()} | options))
 

@@ -99,6 +99,6 @@ def test_a_model_without_the_methods_is_an_error_naming_the_other_hook(job: Simp
 
 @pytest.mark.parametrize("kind", [EMAIterHook, EMAEpochHook])
 @pytest.mark.parametrize("name", ["", 3])
-def test_wrong_options_are_errors_when_the_hook_is_made(kind: Any, name: Any) -> None:
+def test_wrong_options_are_errors_at_construction(kind: Any, name: Any) -> None:
     with pytest.raises(ConfigurationError, match="model"):
         kind(model=name)

@@ -173,7 +173,7 @@ def test_the_hook_in_a_users_own_loop_is_an_error(job: SimpleNamespace) -> None:
         {"amp": "fp8"},
     ],
 )
-def test_wrong_options_are_errors_when_the_hook_is_made(options: dict[str, Any]) -> None:
+def test_wrong_options_are_errors_at_construction(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(options))):
         OptimizerHook(**options)
 

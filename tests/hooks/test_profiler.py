@@ -72,7 +72,7 @@ def test_the_table_takes_its_arguments(job: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("name", [None, "mine"])
-def test_a_trace_for_tensorboard_lies_in_the_work_dir(job: SimpleNamespace, tmp_path: Path, name: str | None) -> None:
+def test_a_trace_for_tensorboard_is_in_the_work_dir(job: SimpleNamespace, tmp_path: Path, name: str | None) -> None:
     trace = {"type": "tb_trace", "worker_name": "worker"} | ({} if name is None else {"dir_name": name})
     with capture_logs():
         job.loop(ProfilerHook(on_trace_ready=trace), work_dir=tmp_path).run()
@@ -81,7 +81,7 @@ def test_a_trace_for_tensorboard_lies_in_the_work_dir(job: SimpleNamespace, tmp_
     assert file.name.endswith(".pt.trace.json")
 
 
-def test_the_json_trace_is_what_chrome_reads(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_json_trace_is_in_chromes_format(job: SimpleNamespace, tmp_path: Path) -> None:
     with capture_logs() as logs:
         hook = ProfilerHook(json_trace_path="deep/trace.json", record_shapes=True)
         job.loop(hook, work_dir=tmp_path).run()
@@ -91,7 +91,7 @@ def test_the_json_trace_is_what_chrome_reads(job: SimpleNamespace, tmp_path: Pat
     assert not [entry for entry in logs if entry["event"].startswith("profile\n")]
 
 
-def test_details_are_recorded_if_they_are_wanted(job: SimpleNamespace) -> None:
+def test_details_are_recorded_on_request(job: SimpleNamespace) -> None:
     seen: list[Any] = []
 
     def look(profiler: profile) -> None:
@@ -105,7 +105,7 @@ def test_details_are_recorded_if_they_are_wanted(job: SimpleNamespace) -> None:
     assert seen[1:] == [True, 0, False]
 
 
-def test_source_lines_are_recorded_if_they_are_wanted(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_source_lines_are_recorded_on_request(job: SimpleNamespace, tmp_path: Path) -> None:
     job.loop(ProfilerHook(with_stack=True, json_trace_path=tmp_path / "trace.json")).run()
     names = [event["name"] for event in json.loads((tmp_path / "trace.json").read_bytes())["traceEvents"]]
     assert any(name.startswith("tests/hooks/conftest.py") or "conftest.py(" in name for name in names)
@@ -141,7 +141,7 @@ def _no_utf8(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize("given", [None, {"type": "log_trace", "row_limit": 3}])
-def test_a_table_that_torch_cannot_make_leaves_the_trace_in_a_file_and_the_run_alone(
+def test_a_failing_table_leaves_the_trace_in_a_file_and_does_not_end_the_run(
     job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Any
 ) -> None:
     monkeypatch.setattr(profile, "key_averages", _no_utf8)
@@ -247,7 +247,7 @@ def test_activities_by_name_or_as_torchs(job: SimpleNamespace, traces: Any, acti
         ({"json_trace_path": "t.json", "on_trace_ready": {"type": "tb_trace"}}, "dir_name"),
     ],
 )
-def test_wrong_options_are_errors_when_the_hook_is_made(options: dict[str, Any], match: str) -> None:
+def test_wrong_options_are_errors_at_construction(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
         ProfilerHook(**options)
 

@@ -143,7 +143,7 @@ def test_two_hooks_with_schedulers_of_one_name_are_an_error(job: SimpleNamespace
         ({"by": "metric", "monitor": "loss"}, "without a metric"),
     ],
 )
-def test_wrong_options_are_errors_when_the_hook_is_made(job: SimpleNamespace, options: Any, message: str) -> None:
+def test_wrong_options_are_errors_at_construction(job: SimpleNamespace, options: Any, message: str) -> None:
     optimizer = torch.optim.SGD(job.model().parameters(), lr=1.0)
     with pytest.raises(ConfigurationError, match=message):
         ParamSchedulerHook(halving(optimizer), **options)

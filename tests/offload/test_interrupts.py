@@ -67,7 +67,7 @@ def test_thousands_of_interrupts_lose_nothing(kind, quick_workers, no_worker_is_
     assert published - ctrl_c.strikes <= stats.published == stats.delivered <= published
 
 
-def test_an_interrupt_at_any_line_of_starting_threads_leaves_none_behind_and_loses_nothing(no_worker_is_left):
+def test_an_interrupt_at_any_line_of_starting_threads_leaks_and_loses_nothing(no_worker_is_left):
     for at in itertools.count():
         heard: list[object] = []
         bus = Bus()

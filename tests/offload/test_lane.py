@@ -43,7 +43,7 @@ def wait_until_waiting(lane: Lane) -> None:
         threading.Event().wait(0.001)
 
 
-def test_items_come_out_in_the_order_they_went_in_and_no_more_than_asked_for():
+def test_items_are_taken_in_order_and_up_to_the_batch_size():
     lane = make()
     fill(lane, 3)
     assert lane.take(2) == [0, 1]
@@ -64,14 +64,14 @@ def test_the_counts_always_add_up():
 @pytest.mark.parametrize(
     ("full", "kept", "dropped"), [("drop_old", [2, 3, 4], 2), ("drop_new", [0, 1, 2], 2), ("latest", [3, 4], 3)]
 )
-def test_a_full_lane_drops_what_its_policy_says(full, kept, dropped):
+def test_a_full_lane_drops_by_its_policy(full, kept, dropped):
     lane = make(capacity=3, full=full)
     fill(lane, 5)
     assert lane.take(9) == kept
     assert lane.stats.dropped == dropped
 
 
-def test_a_full_lane_that_raises_says_what_to_do():
+def test_a_full_lane_that_raises_gives_advice():
     lane = make(full="raise")
     fill(lane, 3)
     with pytest.raises(LaneFullError, match=r"handler \(after_run\) is full \(3 events wait\).*queue=.*every=.*drop_old"):
@@ -79,7 +79,7 @@ def test_a_full_lane_that_raises_says_what_to_do():
     assert lane.stats.published == 3
 
 
-def test_a_full_lane_that_blocks_waits_until_a_place_is_free():
+def test_a_full_blocking_lane_waits_for_a_free_slot():
     lane = make(capacity=1)
     lane.put(0)
     thread, result = in_thread(lane.put, 1)
@@ -91,7 +91,7 @@ def test_a_full_lane_that_blocks_waits_until_a_place_is_free():
 
 
 @pytest.mark.parametrize("end", [lambda lane: lane.close("the bus has closed"), lambda lane: lane.retire("it was cancelled")])
-def test_a_publisher_who_waits_is_released_when_the_lane_ends(end):
+def test_a_waiting_publisher_is_released_when_the_lane_ends(end):
     lane = make(capacity=1)
     lane.put(0)
     thread, result = in_thread(lane.put, 1)
@@ -103,7 +103,7 @@ def test_a_publisher_who_waits_is_released_when_the_lane_ends(end):
     assert lane.stats == DrainReport(pending=1)
 
 
-def test_waiting_on_a_thread_of_ones_own_bus_would_be_a_deadlock_and_is_an_error():
+def test_waiting_on_a_thread_of_the_same_bus_is_an_error():
     lane = make(capacity=1)
     lane.attach(lambda: None, lambda: True)
     lane.put(0)
@@ -111,13 +111,13 @@ def test_waiting_on_a_thread_of_ones_own_bus_would_be_a_deadlock_and_is_an_error
         lane.put(1)
 
 
-def test_a_lane_without_consumer_names_the_way_out():
+def test_publishing_to_a_lane_without_consumer_is_an_error_with_advice():
     lane = Lane("handler (after_run)", lambda event: event)
     with pytest.raises(LaneClosedError, match=r"handler \(after_run\) is offloaded, but the bus is not open: .*`with bus:`"):
         lane.put(0)
 
 
-def test_a_failing_capture_gives_its_place_back():
+def test_a_failing_capture_releases_its_slot():
     def broken(event):
         raise ValueError("no logits")
 
@@ -128,14 +128,14 @@ def test_a_failing_capture_gives_its_place_back():
     assert lane.stats == DrainReport()
 
 
-def test_capture_runs_once_a_place_is_secured_and_not_for_dropped_events():
+def test_capture_runs_after_reserving_a_slot_and_not_for_dropped_events():
     prepared = []
     lane = make(capacity=1, full="drop_new", prepare=prepared.append)
     fill(lane, 3)
     assert prepared == [0]
 
 
-def test_only_a_publisher_who_finds_the_lane_disarmed_wakes_the_consumer():
+def test_only_a_publisher_to_a_disarmed_lane_wakes_the_consumer():
     rings = []
     lane = Lane("l", lambda event: event)
     lane.attach(lambda: rings.append(1), lambda: False)
@@ -148,7 +148,7 @@ def test_only_a_publisher_who_finds_the_lane_disarmed_wakes_the_consumer():
     assert len(rings) == 2
 
 
-def test_publishers_who_pass_each_other_at_every_instruction_neither_lose_a_count_nor_overfill_the_lane(request):
+def test_interleaved_publishers_neither_lose_counts_nor_overfill_the_lane(request):
     lane = make(capacity=5)
     most = 0
     every = sys.getswitchinterval()
@@ -171,7 +171,7 @@ def test_publishers_who_pass_each_other_at_every_instruction_neither_lose_a_coun
 
 @pytest.mark.parametrize("put", [Lane.put, Lane.put_as_is])
 @pytest.mark.parametrize("end", [lambda lane: lane.close("over"), lambda lane: lane.detach(), lambda lane: lane.become_inert()])
-def test_a_lane_that_was_open_lets_nobody_in_once_it_is_not(put, end):
+def test_a_closed_lane_accepts_no_event(put, end):
     lane = make()
     put(lane, 0)
     end(lane)
@@ -179,7 +179,7 @@ def test_a_lane_that_was_open_lets_nobody_in_once_it_is_not(put, end):
         put(lane, 1)
 
 
-def test_an_event_that_goes_as_it_is_meets_the_same_policy():
+def test_events_without_preparation_have_the_same_policy():
     lane = make(capacity=2, full="drop_old")
     for i in range(5):
         lane.put_as_is(i)
@@ -187,13 +187,13 @@ def test_an_event_that_goes_as_it_is_meets_the_same_policy():
     assert lane.stats == DrainReport(dropped=3, pending=2)
 
 
-def test_the_consumer_must_not_sleep_when_something_came_in():
+def test_the_consumer_does_not_sleep_with_pending_events():
     lane = make()
     lane.put(0)
     assert not lane.disarm()
 
 
-def test_a_wake_up_that_was_interrupted_is_made_up_for_by_the_next_publisher():
+def test_an_interrupted_wake_up_is_repeated_by_the_next_publisher():
     rings = []
 
     def wake():
@@ -210,7 +210,7 @@ def test_a_wake_up_that_was_interrupted_is_made_up_for_by_the_next_publisher():
     assert lane.take(9) == [0, 1]
 
 
-def test_join_waits_for_what_was_published_before_it_and_not_for_later_events():
+def test_join_waits_for_earlier_and_not_for_later_events():
     lane = make(capacity=10)
     fill(lane, 2)
     thread, result = in_thread(lane.join, Deadline(None))
@@ -249,7 +249,7 @@ def test_join_gives_up_at_its_deadline():
     assert not lane.join(Deadline(0))
 
 
-def test_what_is_left_when_the_consumer_goes_is_dropped_and_counted():
+def test_pending_events_are_dropped_and_counted_when_the_consumer_ends():
     lane = make()
     fill(lane, 3)
     lane.detach()
@@ -257,7 +257,7 @@ def test_what_is_left_when_the_consumer_goes_is_dropped_and_counted():
     assert lane.join(Deadline(0))
 
 
-def test_an_event_appended_after_the_consumer_has_gone_is_dropped_and_counted():
+def test_an_event_appended_after_the_consumers_end_is_dropped_and_counted():
     lane: Lane
 
     def prepare(event):
@@ -269,7 +269,7 @@ def test_an_event_appended_after_the_consumer_has_gone_is_dropped_and_counted():
     assert lane.stats == DrainReport(dropped=1)
 
 
-def test_a_retired_lane_takes_what_is_under_way_and_finishes_when_empty():
+def test_a_retired_lane_accepts_publishes_in_progress_and_finishes_when_empty():
     lane = make()
     lane.retire("cancelled")
     lane.put(0)
@@ -278,7 +278,7 @@ def test_a_retired_lane_takes_what_is_under_way_and_finishes_when_empty():
     assert lane.finished()
 
 
-def test_a_cancelled_subscription_counts_what_comes_after_the_bus_closed_as_dropped():
+def test_a_cancelled_subscription_counts_events_after_the_close_as_dropped():
     lane = make()
     lane.retire("cancelled")
     lane.close("the bus has closed")

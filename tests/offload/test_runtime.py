@@ -200,7 +200,7 @@ def test_a_handler_that_never_waits_does_not_starve_the_other_lanes(backend):
         stop.set()
 
 
-def test_priority_decides_what_an_offloaded_handler_gets_to_see(bus, kind):
+def test_priority_determines_the_snapshot_of_an_offloaded_handler(bus, kind):
     weight = torch.zeros(1)
     seen = {}
     for name, priority in (("before", 20), ("after", 60)):
@@ -218,7 +218,7 @@ def test_priority_decides_what_an_offloaded_handler_gets_to_see(bus, kind):
     assert seen == {"before": 0.0, "after": 1.0}
 
 
-def test_the_handler_sees_values_as_they_were_when_published(bus, kind):
+def test_the_handler_gets_the_values_at_publishing(bus, kind):
     seen = []
     release = threading.Event()
     offload(bus, lambda event: (release.wait(), seen.append(event.outputs["loss"])), kind)
@@ -248,7 +248,7 @@ def test_a_capture_of_a_live_module_is_an_error_of_the_publish(bus, kind):
         bus.publish(AfterTrainIter(run=torch.nn.Linear(1, 1), progress=P))
 
 
-def test_batched_handlers_get_lists_no_longer_than_asked_for(bus, kind):
+def test_batched_handlers_get_lists_up_to_the_batch_size(bus, kind):
     batches = []
     blocker = threading.Event()
 
@@ -287,7 +287,7 @@ def test_subscribing_to_an_open_bus_works(bus, kind):
 # ------------------------------------------------------------------------------------------------------- cancelling
 
 
-def test_a_cancelled_handler_still_gets_what_was_published_before(bus, kind):
+def test_a_cancelled_handler_gets_earlier_events(bus, kind):
     subscription, heard, started, release = held(bus, kind)
     with bus:
         for i in range(10):
@@ -311,9 +311,7 @@ def test_cancelling_during_a_publish_takes_effect_at_the_next_one(bus, kind):
 
 
 @pytest.mark.timeout(20)
-def test_an_event_that_comes_just_as_the_consumer_of_a_cancelled_handler_ends_is_delivered_and_counted_once(
-    monkeypatch, backend
-):
+def test_an_event_at_the_end_of_a_cancelled_consumer_is_delivered_once(monkeypatch, backend):
     bus = Bus(backend=backend)
     heard = []
     at_its_end = threading.Event()
@@ -336,7 +334,7 @@ def test_an_event_that_comes_just_as_the_consumer_of_a_cancelled_handler_ends_is
     assert heard == [0]
 
 
-def test_an_event_on_its_way_to_a_cancelled_handler_is_delivered_even_if_the_bus_closes_at_once(bus, kind):
+def test_an_event_in_progress_to_a_cancelled_handler_is_delivered_at_close(bus, kind):
     heard = []
     for _ in range(30):
         subscription = offload(bus, lambda event: heard.append(event.batch_idx), kind)
@@ -348,7 +346,7 @@ def test_an_event_on_its_way_to_a_cancelled_handler_is_delivered_even_if_the_bus
     assert len(heard) == 30
 
 
-def test_cancelled_lanes_leave_no_thread_and_nothing_to_report_twice():
+def test_cancelled_lanes_leave_no_thread_and_report_once():
     bus = Bus()
     with bus:
         for _ in range(30):
@@ -366,7 +364,7 @@ def test_cancelled_lanes_leave_no_thread_and_nothing_to_report_twice():
 
 
 @pytest.mark.parametrize(("full", "kept"), [("drop_old", [0, 8, 9]), ("drop_new", [0, 1, 2]), ("latest", [0, 9])])
-def test_a_full_lane_drops_counts_and_goes_on(bus, kind, full, kept):
+def test_a_full_lane_drops_counts_and_continues(bus, kind, full, kept):
     subscription, heard, started, release = held(bus, kind, queue=2, full=full)
     with bus:
         bus.publish(iteration(0))
@@ -383,7 +381,7 @@ def test_a_full_lane_drops_counts_and_goes_on(bus, kind, full, kept):
 @pytest.mark.parametrize(
     "options", [{"queue": 1}, {"capture": lambda event: torch.zeros(2), "max_bytes": 8}], ids=["places", "bytes"]
 )
-def test_a_handler_that_hangs_and_holds_up_its_publisher_is_named_once(monkeypatch, options):
+def test_a_hanging_handler_that_blocks_its_publisher_is_named_once(monkeypatch, options):
     monkeypatch.setattr("eventloop.offload.lane.PATIENCE", 0.002)
     monkeypatch.setattr("eventloop.offload.lane.POLL", 0.001)
     bus, release = Bus(), threading.Event()
@@ -409,7 +407,7 @@ def test_a_handler_that_hangs_and_holds_up_its_publisher_is_named_once(monkeypat
     assert "publishing waits for a handler" in line["event"]
 
 
-def test_a_full_lane_may_raise(bus, kind):
+def test_a_full_lane_can_raise(bus, kind):
     _, heard, started, release = held(bus, kind, queue=1, full="raise")
     with bus:
         bus.publish(iteration(0))
@@ -421,7 +419,7 @@ def test_a_full_lane_may_raise(bus, kind):
     assert heard == [0, 1]
 
 
-def test_blocking_loses_nothing_however_small_the_queue(bus, kind):
+def test_blocking_loses_nothing_with_any_queue_size(bus, kind):
     heard = []
     offload(bus, lambda event: heard.append(event.batch_idx), kind, queue=1)
     with bus:
@@ -430,7 +428,7 @@ def test_blocking_loses_nothing_however_small_the_queue(bus, kind):
     assert heard == list(range(300))
 
 
-def test_publishing_into_a_full_blocking_lane_from_the_buss_own_thread_is_an_error(bus, kind):
+def test_publishing_to_a_full_blocking_lane_from_a_bus_thread_is_an_error(bus, kind):
     failures = []
 
     def greedy(event):
@@ -455,7 +453,7 @@ def test_publishing_into_a_full_blocking_lane_from_the_buss_own_thread_is_an_err
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_idle_bus_with_an_offloaded_handler_names_the_way_out(kind):
+def test_publishing_to_an_offloaded_handler_on_an_idle_bus_is_an_error_with_advice(kind):
     bus = Bus()
     offload(bus, print, kind)
     with pytest.raises(LaneClosedError, match="`with bus:`"):
@@ -490,7 +488,7 @@ def test_opening_an_open_bus_is_an_error():
         assert bus.state == "open"
 
 
-def test_two_threads_that_close_a_bus_both_find_all_delivered(bus, kind):
+def test_two_threads_closing_a_bus_both_wait_for_delivery(bus, kind):
     _, heard, started, release = held(bus, kind)
     with bus:
         for i in range(3):
@@ -506,7 +504,7 @@ def test_two_threads_that_close_a_bus_both_find_all_delivered(bus, kind):
     other.join()
 
 
-def test_who_closes_a_bus_while_another_thread_does_waits_no_longer_than_its_own_deadline(bus, kind):
+def test_closing_a_bus_concurrently_waits_for_at_most_its_own_deadline(bus, kind):
     _, _, started, release = held(bus, kind)
     bus.open()
     bus.publish(EVENT)
@@ -522,7 +520,7 @@ def test_who_closes_a_bus_while_another_thread_does_waits_no_longer_than_its_own
     other.join()
 
 
-def test_close_may_be_called_again(bus, kind):
+def test_close_is_idempotent(bus, kind):
     offload(bus, lambda event: None, kind)
     bus.close()
     with bus:
@@ -532,7 +530,7 @@ def test_close_may_be_called_again(bus, kind):
             bus.publish(EVENT)
 
 
-def test_a_bus_whose_loop_does_not_start_stays_idle_and_works_later(monkeypatch, backend):
+def test_a_bus_whose_loop_does_not_start_remains_idle_and_usable(monkeypatch, backend):
     bus = Bus(backend=backend)
     heard = []
     offload(bus, lambda event: heard.append(1), "thread")
@@ -551,7 +549,7 @@ def test_a_bus_whose_loop_does_not_start_stays_idle_and_works_later(monkeypatch,
     assert sorted(heard) == [1, 2]
 
 
-def test_drain_reports_what_happened_to_what_was_published(bus, kind):
+def test_drain_reports_the_outcome_of_published_events(bus, kind):
     def handler(event):
         if event.batch_idx % 5 == 0:
             raise ValueError
@@ -563,7 +561,7 @@ def test_drain_reports_what_happened_to_what_was_published(bus, kind):
         assert bus.drain() == DrainReport(delivered=16, failed=4)
 
 
-def test_drain_gives_up_after_its_timeout_and_says_what_is_pending(bus, kind):
+def test_drain_returns_after_its_timeout_with_pending_events(bus, kind):
     _, _, started, release = held(bus, kind)
     with bus:
         bus.publish(iteration(0))
@@ -616,7 +614,7 @@ def test_an_exit_that_cannot_deliver_in_time_is_an_error_that_names_the_handlers
     assert bus.state == "idle"
 
 
-def test_what_a_handler_that_only_logs_its_errors_leaves_at_an_exit_is_logged_and_ends_no_run(kind, library):
+def test_events_left_by_a_handler_with_on_error_log_are_only_logged(kind, library):
     bus = Bus(backend=library, drain_timeout=0.02)
     _, _, started, release = held(bus, kind, on_error="log")
     with capture_logs() as logs, bus:
@@ -631,7 +629,7 @@ def test_what_a_handler_that_only_logs_its_errors_leaves_at_an_exit_is_logged_an
     assert bus.state == "idle"
 
 
-def test_what_was_left_behind_is_not_delivered_when_the_bus_opens_again(kind, library):
+def test_abandoned_events_are_not_delivered_after_reopening(kind, library):
     bus = Bus(backend=library, drain_timeout=0.02)
     _, heard, started, release = held(bus, kind)
     with capture_logs(), pytest.raises(OffloadError), bus:
@@ -645,7 +643,7 @@ def test_what_was_left_behind_is_not_delivered_when_the_bus_opens_again(kind, li
     assert heard == [0, 7]
 
 
-def test_an_exit_by_exception_reports_what_it_left_and_keeps_the_exception(kind, library):
+def test_an_exit_by_exception_reports_abandoned_events_and_keeps_the_exception(kind, library):
     bus = Bus(backend=library, abort_timeout=0.02)
     _, _, started, release = held(bus, kind)
     with capture_logs() as logs, pytest.raises(ZeroDivisionError), bus:
@@ -745,7 +743,7 @@ def test_close_raises_the_error(bus, kind):
         bus.publish(EVENT)
 
 
-def test_several_handlers_that_failed_are_raised_as_a_group_with_the_first_error_of_each(bus, kind):
+def test_errors_of_several_handlers_are_raised_as_a_group(bus, kind):
     first, second = failing(bus, kind), failing(bus, kind)
     with capture_logs(), pytest.raises(ExceptionGroup) as caught, bus:
         bus.publish(EVENT)
@@ -761,7 +759,7 @@ def test_of_many_errors_of_a_handler_the_first_is_raised(bus, kind):
             subscription.lane.put(iteration(i))  # past bus.publish, which would raise the error itself
 
 
-def test_an_error_is_logged_at_once_and_the_lane_goes_on(bus, kind):
+def test_an_error_is_logged_immediately_and_the_lane_continues(bus, kind):
     with capture_logs() as logs, bus:
         subscription = failing(bus, kind, on_error="log")
         for i in range(5):
@@ -772,7 +770,7 @@ def test_an_error_is_logged_at_once_and_the_lane_goes_on(bus, kind):
     assert len([entry for entry in logs if entry["event"] == "a handler failed"]) == 5
 
 
-def test_an_offloaded_handler_is_retired_after_so_many_errors(bus, kind):
+def test_an_offloaded_handler_is_retired_by_disable_after(bus, kind):
     with capture_logs() as logs, bus:
         subscription = failing(bus, kind, disable_after=2)
         for i in range(20):
@@ -792,7 +790,7 @@ def test_the_error_of_a_closed_session_is_not_raised_in_the_next(bus, kind):
         bus.publish(BeforeRun(progress=P))
 
 
-def test_an_event_that_cannot_be_made_on_the_other_side_is_a_failure_of_its_handler(bus, kind, registry):
+def test_an_event_that_cannot_be_detached_is_a_failure_of_its_handler(bus, kind, registry):
     class Demanding(AfterTrainIter):
         def __post_init__(self):
             self.run.name  # noqa: B018 - live: fails once detached
@@ -828,7 +826,7 @@ def test_a_handler_that_exits_the_program_breaks_its_lane_and_is_raised(bus, kin
     assert stats.pending == 0
 
 
-def test_awaiting_something_that_was_cancelled_fails_the_event_and_not_the_lane():
+def test_awaiting_a_cancelled_task_fails_the_event_and_not_the_lane():
     import asyncio
 
     bus = Bus()
@@ -912,7 +910,7 @@ def test_every_event_is_accounted_for_when_ctrl_c_interrupts_the_publisher(kind,
     assert heard == sorted(set(heard))
 
 
-def test_a_closed_runtime_is_let_go(bus, kind):
+def test_a_closed_runtime_is_released(bus, kind):
     import weakref
 
     offload(bus, lambda event: None, kind)

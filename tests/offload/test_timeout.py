@@ -65,16 +65,16 @@ def check_that_the_lane_goes_on(bus, kind, release):
     assert "took longer than its timeout=1 s" in str(errors[0])
 
 
-def test_a_task_that_hangs_is_cancelled_reported_counted_once_and_the_lane_goes_on(backend, release):
+def test_a_hanging_task_is_cancelled_and_reported_once_and_the_lane_continues(backend, release):
     check_that_the_lane_goes_on(Bus(backend=backend), "async", release)
 
 
-def test_a_thread_that_hangs_is_left_behind_reported_counted_once_and_the_lane_goes_on(release):
+def test_a_hanging_thread_is_abandoned_and_reported_once_and_the_lane_continues(release):
     check_that_the_lane_goes_on(Bus(), "thread", release)
 
 
 @pytest.mark.parametrize("kind", ["async", "thread"])
-def test_a_batch_that_hangs_has_failed_as_a_whole(kind, release):
+def test_a_hanging_batch_fails_as_a_whole(kind, release):
     bus = Bus()
     subscription, _ = hanging(bus, kind, {0}, release, timeout=1, on_error="log", batch=8, linger=0)
     with capture_logs(), bus:
@@ -85,7 +85,7 @@ def test_a_batch_that_hangs_has_failed_as_a_whole(kind, release):
     assert stats.delivered == 20 - stats.failed
 
 
-def test_a_thread_that_is_done_just_when_it_is_given_up_ends(monkeypatch, release):
+def test_a_thread_that_finishes_while_being_abandoned_ends(monkeypatch, release):
     bus = Bus()
     subscription, finished = hanging(bus, "thread", set(), release, timeout=10, on_error="log")
     wait = Future.exception
@@ -105,7 +105,7 @@ def test_a_thread_that_is_done_just_when_it_is_given_up_ends(monkeypatch, releas
     # The fixture joins all threads of the bus.
 
 
-def test_the_second_thread_ends_though_the_lane_is_retired_between_two_looks_at_it(monkeypatch, release):
+def test_the_second_thread_ends_if_the_lane_is_retired_concurrently(monkeypatch, release):
     bus = Bus()
     subscription, finished = hanging(bus, "thread", set(), release, timeout=30)
     look, looked = subscription.lane.finished, []
@@ -128,7 +128,7 @@ def test_the_second_thread_ends_though_the_lane_is_retired_between_two_looks_at_
     # The fixture joins all threads of the bus.
 
 
-def test_after_three_threads_left_behind_the_handler_is_retired_and_what_waits_is_dropped(release):
+def test_after_three_abandoned_threads_the_handler_is_retired_and_pending_events_dropped(release):
     bus = Bus()
     subscription, finished = hanging(bus, "thread", set(range(100)), release, timeout=0.05, on_error="log")
     with capture_logs() as logs, bus:
@@ -143,7 +143,7 @@ def test_after_three_threads_left_behind_the_handler_is_retired_and_what_waits_i
     assert logs[-1]["event"] == "handler retired"
 
 
-def test_an_async_handler_may_hang_as_often_as_it_likes(release):
+def test_an_async_handler_is_not_retired_for_timeouts(release):
     bus = Bus()
     subscription, _ = hanging(bus, "async", set(range(5)), release, timeout=0.02, on_error="log")
     with capture_logs(), bus:
@@ -154,7 +154,7 @@ def test_an_async_handler_may_hang_as_often_as_it_likes(release):
 
 
 @pytest.mark.parametrize("kind", ["async", "thread"])
-def test_by_default_a_handler_that_hangs_ends_the_run(kind, release):
+def test_by_default_a_hanging_handler_ends_the_run(kind, release):
     bus = Bus()
     hanging(bus, kind, {0}, release, timeout=0.05)
     with capture_logs(), pytest.raises(TimeoutError, match=r"timeout=0\.05"), bus:
@@ -162,7 +162,7 @@ def test_by_default_a_handler_that_hangs_ends_the_run(kind, release):
 
 
 @pytest.mark.parametrize("kind", ["async", "thread"])
-def test_a_handler_in_time_is_not_disturbed_and_its_own_timeout_error_is_its_own(kind, release):
+def test_a_handler_in_time_is_unaffected_and_its_own_timeout_error_is_kept(kind, release):
     bus = Bus()
 
     def fail(event):
@@ -181,7 +181,7 @@ def test_a_handler_in_time_is_not_disturbed_and_its_own_timeout_error_is_its_own
     assert finished == [0]
 
 
-def test_a_handler_on_the_second_thread_is_inside_the_bus_like_any_other():
+def test_a_handler_on_the_second_thread_counts_as_a_bus_thread():
     bus = Bus()
     errors = []
 
@@ -209,7 +209,7 @@ def test_a_handler_with_a_timeout_that_exits_the_program_is_raised():
 
 
 @pytest.mark.parametrize("timeout", [0, -1, True, "1", float("nan"), float("inf")])
-def test_a_timeout_that_cannot_work_is_refused(timeout):
+def test_an_invalid_timeout_is_refused(timeout):
     with pytest.raises(SubscribeError, match=r"timeout=.*give the seconds"):
         Bus().on("after_run", print, offload="thread", timeout=timeout)
 

@@ -60,7 +60,7 @@ def first(iterator):
 
 @pytest.mark.parametrize("kind", [DataLoader, OwnLoader])
 @pytest.mark.parametrize("context", ["fork", "forkserver"])
-def test_a_worker_outlives_the_signal_and_what_it_starts_does_not_have_it_blocked(signals, kind, context):
+def test_a_worker_survives_the_signal_and_its_children_do_not_block_it(signals, kind, context):
     with ignored(signals):
         batches = iter(loader(kind, multiprocessing_context=context))
         pid, blocked = first(batches)
@@ -83,7 +83,7 @@ def test_persistent_workers_react_to_the_signal_after_restore_and_ignore_it_agai
             list(data)
 
 
-def test_persistent_workers_from_before_are_replaced_and_no_random_number_is_drawn_for_it(signals):
+def test_earlier_persistent_workers_are_replaced_without_drawing_random_numbers(signals):
     def order(during):
         torch.manual_seed(1)
         data = loader(persistent_workers=True, shuffle=True)
@@ -98,7 +98,7 @@ def test_persistent_workers_from_before_are_replaced_and_no_random_number_is_dra
     assert order(ignored(signals)) == (*expected, False)
 
 
-def test_the_workers_init_function_has_the_last_word(signals):
+def test_the_worker_init_function_can_override_the_handler(signals):
     def own(worker):
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
@@ -108,7 +108,7 @@ def test_the_workers_init_function_has_the_last_word(signals):
     assert data.worker_init_fn is own
 
 
-def test_loaders_are_as_they_were_when_it_is_over(signals):
+def test_loaders_are_restored_afterwards(signals):
     before = [dict(vars(kind)) for kind in (DataLoader, OwnLoader)]
     with ignored(signals):
         assert vars(DataLoader) != before[0]
