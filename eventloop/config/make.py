@@ -23,7 +23,7 @@ from eventloop.config.read import FromText, check_keys, did_you_mean, inside, ki
 from eventloop.errors import TrainbusError
 
 _EMPTY = inspect.Parameter.empty
-_SCALARS = (bool, int, float, str, bytes, type(None))
+_SCALARS = (bool, int, float, str, bytes)
 _LISTS = (list, tuple, set, frozenset, abc.Sequence, abc.MutableSequence, abc.Iterable, abc.Collection, abc.Set)
 _TABLES = (dict, abc.Mapping, abc.MutableMapping)
 _NOT_IT: Any = object()
@@ -96,8 +96,14 @@ class Member(NamedTuple):
 
     form: Literal["any", "text", "record", "list", "table", "path", "function", "class", "object"]
     annotation: Any
+    shown: str  # in messages
     base: type | None = None  # container of a list, class of an object, or base of a class
     inner: Any = Any  # annotation of the entries, or a list of annotations for a tuple of fixed length
+
+
+def describe(annotation: Any) -> str:
+    """Return an annotation as text for messages."""
+    return " | ".join(one.shown for one in members(annotation))
 
 
 def members(annotation: Any) -> list[Member]:
@@ -109,51 +115,38 @@ def members(annotation: Any) -> list[Member]:
             annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) in (Union, types.UnionType):
         return [one for member in typing.get_args(annotation) for one in members(member)]
-    return [_member(type(None) if annotation is None else annotation)]
+    return [_member(annotation)]
 
 
 def _member(annotation: Any) -> Member:
     origin, arguments = typing.get_origin(annotation) or annotation, typing.get_args(annotation)
     base = origin if isinstance(origin, type) else None
     if annotation in (Any, object):
-        return Member("any", Any)
+        return Member("any", Any, "Any")
+    if annotation in (None, type(None)):
+        return Member("text", type(None), "None")
+    if origin is Literal:
+        return Member("text", annotation, " | ".join(map(repr, arguments)))
+    if origin is abc.Callable:
+        return Member("function", annotation, "function")
+    name: str = getattr(origin, "__name__", str(annotation).removeprefix("typing."))
+    shown = f"{name}[{', '.join(describe(one) for one in arguments if one is not ...)}]" if arguments else name
+    if origin is tuple and arguments and arguments[-1] is not Ellipsis:
+        return Member("list", annotation, shown, tuple, list(arguments))
     if origin in _LISTS:
+        inner = arguments[0] if arguments else Any
         container = base if base in (tuple, set, frozenset) else list
-        fixed = origin is tuple and arguments and arguments[-1] is not Ellipsis
-        return Member("list", annotation, container, list(arguments) if fixed else (*arguments, Any)[0])
+        return Member("list", annotation, "list" if inner is Any else f"list of {describe(inner)}", container, inner)
     if origin in _TABLES:
-        return Member("table", annotation, dict, arguments[1] if len(arguments) == 2 else Any)
-    if origin is Literal or annotation in _SCALARS:
-        return Member("text", annotation)
+        inner = arguments[1] if len(arguments) == 2 else Any
+        return Member("table", annotation, "table" if inner is Any else f"table of {describe(inner)}", dict, inner)
     if origin is type:
-        asked = members(arguments[0])[0].base if arguments else None
-        return Member("class", annotation, asked or object)
-    if base is not None and issubclass(base, Enum):
-        return Member("text", annotation)
+        return Member("class", annotation, shown, (members(arguments[0])[0].base if arguments else None) or object)
+    if annotation in _SCALARS or (base is not None and issubclass(base, Enum)):
+        return Member("text", annotation, shown)
     if base is not None and (issubclass(base, msgspec.Struct) or dataclasses.is_dataclass(base) or typing.is_typeddict(base)):
-        return Member("record", annotation, None if typing.is_typeddict(base) else base)
-    if base is not None and issubclass(base, os.PathLike):
-        return Member("path", annotation, base)
-    return Member("function" if origin is abc.Callable else "object", annotation, base)
-
-
-def describe(annotation: Any) -> str:
-    """Return an annotation as text for messages."""
-    return " | ".join(map(_described, members(annotation)))
-
-
-def _described(member: Member) -> str:
-    annotation, inner, arguments = member.annotation, member.inner, typing.get_args(member.annotation)
-    if typing.get_origin(annotation) is Literal:
-        return " | ".join(map(repr, arguments))
-    if annotation is type(None):
-        return "None"
-    if member.form == "function":
-        return "function"
-    if member.form == "table" or (member.form == "list" and not isinstance(inner, list)):
-        return member.form if inner is Any else f"{member.form} of {describe(inner)}"
-    name: str = getattr(typing.get_origin(annotation) or annotation, "__name__", str(annotation).removeprefix("typing."))
-    return f"{name}[{', '.join(map(describe, arguments))}]" if arguments else name
+        return Member("record", annotation, shown, None if typing.is_typeddict(base) else base)
+    return Member("path" if base is not None and issubclass(base, os.PathLike) else "object", annotation, shown, base)
 
 
 # ------------------------------------------------------------------------------------------------------------- objects
