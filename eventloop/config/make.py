@@ -160,17 +160,18 @@ class Maker:
 
     Args:
         imports: modules that ``module:attribute`` may name.
-        model: value of a required parameter ``model`` that the table lacks: a module, or several by name.
-        optimizer: the same for ``optimizer``. If there are several by name, the table selects one by its name.
+        given: values, by name, of required parameters that a table lacks, such as ``model``; None gives none. Of several
+            optimizers by name, a table selects one by its name.
     """
 
-    def __init__(self, imports: Imports | None = None, *, model: Any = None, optimizer: Any = None) -> None:
+    def __init__(self, imports: Imports | None = None, **given: Any) -> None:
         self.imports = imports or Imports()
-        self._optimizers: Mapping[str, Any] = optimizer if isinstance(optimizer, Mapping) else {}
-        given = {"model": model, "optimizer": None if self._optimizers else optimizer}
+        self._optimizers: Mapping[str, Any] = {}
+        if isinstance(given.get("optimizer"), Mapping):
+            self._optimizers = given.pop("optimizer")
         self._given = {name: value for name, value in given.items() if value is not None}
 
-    def make(self, value: Any, where: str, *, expected: type | None = None, given: Mapping[str, Any] | None = None) -> Any:
+    def make(self, value: Any, where: str, *, expected: type | None = None) -> Any:
         """Return the object that ``value`` describes: call its ``type`` with the other keys as options.
 
         If ``type`` names an object (neither class nor function), return that object. If ``value`` is an object, return it.
@@ -180,7 +181,7 @@ class Maker:
         """
         made, options = self.find(value, where, expected)
         if options is not None and (isinstance(made, type | functools.partial) or inspect.isroutine(made)):
-            made = self.call(Signature(made), options, where, given=given)
+            made = self.call(Signature(made), options, where)
         elif options:
             raise wrong(where, f"{made!r} is an object, which takes no options ({', '.join(options)})")
         if expected is not None and not isinstance(made, expected):
@@ -228,22 +229,16 @@ class Maker:
         except TrainbusError as error:
             raise wrong(where, f"{error}; a class that is not registered is written as module:attribute") from None
 
-    def call(
-        self, signature: Signature, table: Mapping[str, Any], where: str, *, given: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Call the target of a signature with the options in a table; add ``where`` to its errors.
-
-        Required parameters that the table lacks come from ``given``, then from the maker.
-        """
+    def call(self, signature: Signature, table: Mapping[str, Any], where: str) -> Any:
+        """Call the target of a signature with the options in a table; add ``where`` to its errors."""
         values = self.decode(signature, table, where)
-        given = {**self._given, **(given or {})}
         for name, option in signature.options.items():
             if option.default is option.empty and name not in values:
-                if name not in given:
+                if name not in self._given:
                     type_ = "" if option.annotation is Any else f" ({describe(option.annotation)})"
                     which = f"; name one of {', '.join(self._optimizers)}" if name == "optimizer" and self._optimizers else ""
                     raise wrong(inside(where, name), f"is missing: {signature.label} needs it{type_}{which}")
-                values[name] = given[name]
+                values[name] = self._given[name]
         by_position = [name for name, option in signature.options.items() if option.kind is option.POSITIONAL_ONLY]
         positional = [values.pop(name) for name in by_position if name in values]
         try:

@@ -233,7 +233,7 @@ class Setup:
             model.to(device_of(device, {}))  # before the wrapper or the optimizer refers to its parameters
         if wrap is None:
             return DistributedDataParallel(model)
-        wrapped = self._maker.make(wrap, "wrap", given={"module": model, "model": model})
+        wrapped = Maker(self._maker.imports, module=model, model=model).make(wrap, "wrap")
         if not isinstance(wrapped, torch.nn.Module | None):
             raise wrong("wrap", f"expected a function that returns a Module or changes it in place, got {wrapped!r}")
         return model if wrapped is None else wrapped
@@ -243,8 +243,9 @@ class Setup:
         models = model if isinstance(model, Mapping) else {"": model}
         if name in models:
             model, models = models[name], {name: models[name]}
-        given = {"model": model, "params": [parameter for one in models.values() for parameter in one.parameters()]}
-        return self._maker.make(value, where, expected=torch.optim.Optimizer, given=given)
+        parameters = [parameter for one in models.values() for parameter in one.parameters()]
+        maker = Maker(self._maker.imports, model=model, params=parameters)
+        return maker.make(value, where, expected=torch.optim.Optimizer)
 
     def _data(self) -> dict[str, Any]:
         table = self._table("data")
