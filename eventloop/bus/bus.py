@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -22,7 +22,7 @@ from eventloop.checks import check_options, check_value
 from eventloop.errors import BusStateError, SubscribeError
 from eventloop.events import Event
 from eventloop.events.event import lineage, name_of, resolve
-from eventloop.offload import Backend, Lane
+from eventloop.offload import Backend
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -82,7 +82,7 @@ class Bus(TypedOn, Lifecycle):
         check_stream_options(options)
         subscription = Subscription(self, resolve(event), stream, **{"full": "drop_old", **options})
         try:
-            made = Stream[Any](subscription, cast("Lane", subscription.lane), self._interrupt)
+            made = Stream[Any](subscription, self._interrupt)
         except RuntimeError as error:
             raise BusStateError(f"bus.stream() needs a running event loop; call it in async code: {error}") from None
         with self._lock:
@@ -253,7 +253,7 @@ class Bus(TypedOn, Lifecycle):
         """End subscriptions that are still active."""
         with self._lock:
             gone = [one for one in subscriptions if one.active]
-            self._replace([one for one in self.subscriptions if one not in gone], changed=gone)
+            self._replace([one for one in self.subscriptions if one not in gone])
             for subscription in gone:
                 subscription.ended()
 
@@ -261,8 +261,6 @@ class Bus(TypedOn, Lifecycle):
 
     def _insert(self, new: list[Subscription]) -> None:
         with self._lock:
-            # sorted() is stable: equal priorities keep the order of registration.
-            merged = sorted([*self.subscriptions, *new], key=lambda one: one.priority)
             try:
                 if self._runtime is not None:
                     for subscription in new:
@@ -271,15 +269,13 @@ class Bus(TypedOn, Lifecycle):
                 for subscription in new:
                     subscription.ended()
                 raise
-            self._replace(merged, changed=new)
+            # sorted() is stable: equal priorities keep the order of registration.
+            self._replace(sorted([*self.subscriptions, *new], key=lambda one: one.priority))
 
-    def _replace(self, subscriptions: list[Subscription], changed: list[Subscription]) -> None:
-        """Replace the subscriptions, and drop the routes of changed ones. A publish in progress keeps its route."""
-        names = {name for subscription in changed for name in subscription.mount_points}
+    def _replace(self, subscriptions: list[Subscription]) -> None:
+        """Replace the subscriptions, and have routes compiled anew. A publish in progress keeps its route."""
         self.subscriptions = tuple(subscriptions)
-        for kind in list(self._routes):  # a copy, because a signal handler may publish
-            if not names.isdisjoint(lineage(kind)):
-                self._routes.pop(kind, None)
+        self._routes.clear()
         self._attach()
 
     def _attach(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, cast
 
 import anyio
 import anyio.lowlevel
@@ -28,8 +28,8 @@ class Stream(Generic[T_co]):
     ``async with stream:`` cancels the subscription at once; after a ``break``, garbage collection of the stream does.
     """
 
-    def __init__(self, subscription: Subscription, lane: Lane, interrupt: Callable[[], object]) -> None:
-        self._inbox = inbox = _Inbox(subscription, lane, interrupt)
+    def __init__(self, subscription: Subscription, interrupt: Callable[[], object]) -> None:
+        self._inbox = inbox = _Inbox(subscription, cast("Lane", subscription.lane), interrupt)
         self._reading = False
         # On the loop, and not at once: the garbage collector may run while this thread holds the lane's lock.
         weakref.finalize(self, inbox.leave_soon).atexit = False
