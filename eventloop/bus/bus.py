@@ -92,11 +92,7 @@ class Bus(TypedOn, Lifecycle):
         return made
 
     def off(self, what: Callable[..., Any] | Hook | Subscription) -> None:
-        """Cancel every subscription of a function or of a hook, or one :class:`Subscription`.
-
-        Raises:
-            SubscribeError: this bus has no such subscription.
-        """
+        """Cancel every subscription of a function or of a hook, or one :class:`Subscription`; raises SubscribeError if none."""
         with self._lock:
             gone = [one for one in self.subscriptions if what is one or what == one.handler or what is one.hook]
             if not gone:

@@ -79,7 +79,7 @@ class Lifecycle:
         self._close(_Patience(self, abort=abort))
 
     async def aclose(self, *, abort: bool = False) -> None:
-        """Close without blocking the event loop, as ``async with bus:`` does. Cancelled, it goes on like ``abort=True``."""
+        """Close without blocking the event loop, as ``async with bus:`` does. If cancelled, continue as with ``abort=True``."""
         if self._outside("aclose", blocks=False) is not None:
             patience = _Patience(self, abort=abort)
             await in_thread(partial(self._close, patience), "trainbus closes", cancelled=patience.abort)
@@ -117,7 +117,7 @@ class Lifecycle:
         host = HostLoop()
         runtime = Runtime(host, self._interrupt)
         try:
-            await in_thread(partial(self._open, runtime), "trainbus opens", cancelled=lambda: None)  # it is over in a moment
+            await in_thread(partial(self._open, runtime), "trainbus opens", cancelled=lambda: None)  # it ends at once
         except BaseException:
             if self._runtime is runtime:  # cancelled meanwhile
                 await self.aclose(abort=True)
@@ -134,8 +134,8 @@ class Lifecycle:
         """Raise errors of offloaded handlers on this thread: a run is open on it.
 
         Args:
-            interrupt: called when the thread is about to wait for room in a lane; may raise instead.
-            forked: called in a forked child, where the run must not go on, with a function that raises the error saying so.
+            interrupt: called when the thread is about to wait for a slot in a lane; may raise an error instead.
+            forked: called in a forked child, where the run must not continue, with a function that raises an error.
         """
         with self._lock:
             self._training = (*self._training, _TrainingThread(threading.get_ident(), interrupt, forked))
@@ -159,7 +159,7 @@ class Lifecycle:
     def raise_failures(self) -> None:
         """Raise the errors of offloaded handlers, if this is the thread to raise them on; the next publish would, too."""
         if self._raises_here():
-            _raise_all(self._taken())
+            _raise_all(self._take_failures())
 
     @property
     def hosted_here(self) -> bool:
@@ -189,13 +189,6 @@ class Lifecycle:
             'by multiprocessing.get_context("spawn")'
         )
 
-    def _check_idle(self) -> None:
-        if self._inert:
-            self._refuse_in_fork()
-        if self.state != "idle":
-            where = " in an event loop by `async with bus:`" if self._runtime is not None and self._runtime.hosted else ""
-            raise BusStateError(f"this bus is {self.state}{where} already; the code that opened it closes it")
-
     def _drainable(self, call: str, *, blocks: bool) -> Runtime:
         runtime = self._outside(call, blocks=blocks)
         if runtime is None:
@@ -213,7 +206,11 @@ class Lifecycle:
 
     def _open(self, runtime: Runtime) -> None:
         with self._lock:
-            self._check_idle()
+            if self._inert:
+                self._refuse_in_fork()
+            if self.state != "idle":
+                where = " in an event loop by `async with bus:`" if self._runtime is not None and self._runtime.hosted else ""
+                raise BusStateError(f"this bus is {self.state}{where} already; the code that opened it closes it")
             self._failures = {}  # of a session before
             try:
                 for subscription in self.subscriptions:
@@ -243,7 +240,7 @@ class Lifecycle:
             settled = runtime.settle(patience)
         finally:
             left = self._shut(runtime, 5.0 if settled else 1.0, abandon=not settled)
-            failures = self._taken()
+            failures = self._take_failures()
         if patience.aborted:
             if left:
                 log.warning("events were not delivered before the bus closed", events=left)
@@ -272,7 +269,7 @@ class Lifecycle:
             if one.ident == threading.get_ident():
                 one.interrupt()
 
-    def _taken(self) -> list[BaseException]:
+    def _take_failures(self) -> list[BaseException]:
         with self._lock:
             failures, self._failures = list(self._failures.values()), {}
             return failures

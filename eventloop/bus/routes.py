@@ -105,7 +105,9 @@ def _write_call(index: int, one: Subscription, event_type: type[Event], *, timin
     # Names of ours begin with an underscore or have no number at the end.
     name = re.sub(r"\W", "_", one.label, flags=re.ASCII) if re.match("[A-Za-z]", one.label) else "handler"
     bound[f"{name}_{index}"] = one.call_for(event_type)
-    block = [f"{name}_{index}(event)  # {_comment(one)}"]
+    # One line, because names of hooks and paths may contain newlines.
+    comment = " ".join(f"{one.priority} {Priority.label(one.priority)}: {one.label}, {one.location}".split())
+    block = [f"{name}_{index}(event)  # {comment.encode('utf-8', 'backslashreplace').decode()}"]
     if timing:
         bound[f"_spent_{index}"] = one.spent
         block = ["started = clock()", *block, f"_spent_{index}(clock() - started)"]
@@ -125,12 +127,6 @@ def _blame(heard: Sequence[Subscription], owners: Mapping[int, int]) -> Callable
             heard[index].blame(error, event)
 
     return find
-
-
-def _comment(one: Subscription) -> str:
-    text = f"{one.priority} {Priority.label(one.priority)}: {one.label}, {one.location}"
-    # One line, because names of hooks and paths may contain newlines.
-    return " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
 
 
 def _indent(lines: Sequence[str], by: int = 4) -> list[str]:

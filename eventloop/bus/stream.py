@@ -95,7 +95,7 @@ class _Inbox:
     def leave(self) -> None:
         """Cancel the subscription; a publisher that waits for room goes on."""
         self._left = True
-        self._lane.full = "drop_new"  # before it is retired, so that a publisher that waits drops its event and gets no error
+        self._lane.full = "drop_new"  # before it is retired: a publisher that waits then drops its event, without an error
         self.subscription.cancel()
         self._lane.detach()
 
