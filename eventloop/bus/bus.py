@@ -249,7 +249,7 @@ class Bus(TypedOn, Lifecycle):
         """End subscriptions that are still active."""
         with self._lock:
             gone = [one for one in subscriptions if one.active]
-            self._replace([one for one in self.subscriptions if one not in gone])
+            self._replace([one for one in self.subscriptions if one not in gone], changed=gone)
             for subscription in gone:
                 subscription.ended()
 
@@ -266,12 +266,15 @@ class Bus(TypedOn, Lifecycle):
                     subscription.ended()
                 raise
             # sorted() is stable: equal priorities keep the order of registration.
-            self._replace(sorted([*self.subscriptions, *new], key=lambda one: one.priority))
+            self._replace(sorted([*self.subscriptions, *new], key=lambda one: one.priority), changed=new)
 
-    def _replace(self, subscriptions: list[Subscription]) -> None:
-        """Replace the subscriptions, and have routes compiled anew. A publish in progress keeps its route."""
+    def _replace(self, subscriptions: list[Subscription], changed: list[Subscription]) -> None:
+        """Replace the subscriptions, and drop the routes of changed ones. A publish in progress keeps its route."""
         self.subscriptions = tuple(subscriptions)
-        self._routes.clear()
+        names = {name for one in changed for name in one.mount_points}
+        for kind in list(self._routes):  # a copy, because a signal handler may publish
+            if not names.isdisjoint(lineage(kind)):
+                self._routes.pop(kind, None)
         self._attach()
 
     def _attach(self) -> None:
