@@ -71,28 +71,26 @@ class Mount(NamedTuple):
     """The options that :func:`mount` stores on a method."""
 
     events: tuple[type[Event] | str, ...] = ()
-    priority: PriorityLike | None = None
     options: Mapping[str, Any] = {}
 
 
 _UNMARKED = Mount()
 
 
-def mount(*events: type[Event] | str, priority: PriorityLike | None = None, **options: Any) -> Callable[[Method], Method]:
+def mount(*events: type[Event] | str, **options: Any) -> Callable[[Method], Method]:
     """Give one method of a :class:`Hook` options of its own.
 
     Args:
         *events: one or several mount points, if the method's name is not the mount point. An offloaded method of several has
             one lane for all of them, so that they arrive in the order in which they were published.
-        priority: of this method, instead of the hook's.
-        **options: those of ``bus.on`` (``offload="process"`` only for a ``@staticmethod``: the hook itself stays in this
-            process). An ``operator.attrgetter``, except as ``when`` or ``capture``, takes the value from the hook when it is
-            added to a bus: ``every=attrgetter("interval")``.
+        **options: those of ``bus.on``, such as a ``priority`` other than the hook's (``offload="process"`` only for a
+            ``@staticmethod``: the hook itself stays in this process). An ``operator.attrgetter``, except as ``when`` or
+            ``capture``, takes the value from the hook when it is added to a bus: ``every=attrgetter("interval")``.
     """
 
     def mark(method: Method) -> Method:
         # Over or under @staticmethod, which a handler for a worker process has to be.
-        vars(getattr(method, "__func__", method))["__trainbus_mount__"] = Mount(events, priority, options)
+        vars(getattr(method, "__func__", method))["__trainbus_mount__"] = Mount(events, options)
         return method
 
     return mark
@@ -116,10 +114,10 @@ def subscriptions_of(hook: Hook) -> Iterator[tuple[tuple[type[Event], ...], Call
             options = {
                 option: value(hook) if isinstance(value, attrgetter) and option not in ("when", "capture") else value
                 for option, value in mark.options.items()
+                if value is not None
             }
-            priority = hook.priority if mark.priority is None else mark.priority
             events = tuple(map(resolve, mark.events or (name,)))
-            yield events, getattr(hook, name), {"priority": priority, "ranks": hook.ranks, **options}
+            yield events, getattr(hook, name), {"priority": hook.priority, "ranks": hook.ranks, **options}
     if not found:
         raise SubscribeError(
             f"{hook.label} has no method named like a mount point, so it would never be called; "
