@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union
 
 import msgspec
@@ -62,13 +62,10 @@ def check_value(option: str, value: object, annotation: Any, error: type[Excepti
         raise error(f"{option}={shown}: give {', or '.join(map(_described, _members(annotation)))}")
 
 
-def _members(annotation: Any) -> Iterator[Any]:
-    """Yield the members of a union, or the annotation alone."""
-    if typing.get_origin(annotation) in (Union, types.UnionType):
-        for member in typing.get_args(annotation):
-            yield from _members(member)
-    else:
-        yield annotation
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the annotation alone."""
+    is_union = typing.get_origin(annotation) in (Union, types.UnionType)
+    return typing.get_args(annotation) if is_union else (annotation,)
 
 
 def _parts(member: Any) -> tuple[Any, msgspec.Meta | None]:

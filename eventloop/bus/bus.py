@@ -74,13 +74,13 @@ class Bus(TypedOn, Lifecycle):
                 return function
 
             return subscribe
-        subscription = Subscription(self, event_type, handler, **options)
+        subscription = Subscription(self, (event_type,), handler, **options)
         self._insert([subscription])
         return subscription
 
     def _stream(self, event: type[Event] | str, options: dict[str, Any]) -> Any:
         check_stream_options(options)
-        subscription = Subscription(self, resolve(event), stream, **{"full": "drop_old", **options})
+        subscription = Subscription(self, (resolve(event),), stream, **{"full": "drop_old", **options})
         try:
             made = Stream[Any](subscription, self._interrupt)
         except RuntimeError as error:

@@ -53,12 +53,11 @@ class Subscription:
     def __init__(
         self,
         bus: _Bus,
-        event: type[Event] | tuple[type[Event], ...],
+        events: tuple[type[Event], ...],
         handler: Callable[..., Any],
         hook: Hook | None = None,
         **options: Any,
     ) -> None:
-        events = event if isinstance(event, tuple) else (event,)
         self.mount_points = tuple(map(name_of, events))
         self.mount_point = ", ".join(self.mount_points)
         self.handler = handler

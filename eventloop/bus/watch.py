@@ -52,9 +52,6 @@ class Watch:
     def __exit__(self, *exc: object) -> None:
         self.detach()
 
-    def __repr__(self) -> str:
-        return f"<Watch of {', '.join(map(repr, self.names))}>"
-
 
 class Taps(weakref.WeakKeyDictionary[nn.Module, dict[tuple[type[ModuleEvent], str], RemovableHandle]]):
     """The torch hooks on the watched modules of a bus, by module. Use it under the lock of the bus."""

@@ -38,7 +38,7 @@ def test_the_source_has_only_one_call_per_handler():
         assert unneeded not in source
 
 
-def test_the_source_shows_itself_at_a_prompt():
+def test_the_source_without_subscribers_does_nothing():
     bus = Bus()
     source = bus.explain("after_run")
     assert source == "def after_run(event):\n    pass  # no subscriber\n"
