@@ -167,6 +167,8 @@ class Batches(_Steps):
     """
 
     _in_block = False
+    leave: Callable[[], None]
+    """End the scopes that the body left open; no effect after the last batch."""
 
     def __iter__(self) -> Iterator[Any]:
         return self if self._in_block else _Body(self)
@@ -178,10 +180,6 @@ class Batches(_Steps):
     def __exit__(self, *error: object) -> None:
         self._in_block = False
         self.leave()
-
-    def leave(self) -> None:
-        """End the scopes that the body left open; no effect after the last batch."""
-        raise NotImplementedError
 
 
 class _Body(_Steps):

@@ -36,11 +36,16 @@ def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return inner
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """Return the parameters of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def warn_if_useless(optimizers: Mapping[str, torch.optim.Optimizer], models: Mapping[str, torch.nn.Module]) -> None:
     """Warn about an optimizer that shares no parameter with the models."""
     trained = {id(parameter) for model in models.values() for parameter in model.parameters()}
     for name, optimizer in optimizers.items():
-        if trained.isdisjoint(id(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        if trained.isdisjoint(map(id, parameters_of(optimizer))):
             log.warning(
                 "this optimizer has no parameter of the models, so its steps train nothing; make it from the parameters of the "
                 "model that you give to the run",

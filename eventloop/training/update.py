@@ -8,25 +8,14 @@ from typing import Annotated, Any, Literal
 import torch
 from msgspec import Meta
 
+from eventloop import events as ev
 from eventloop.bus.hook import Hook, mount
 from eventloop.bus.priority import Priority, PriorityLike
 from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, TrainingError
-from eventloop.events import (
-    AfterBackward,
-    AfterForward,
-    AfterTestIter,
-    AfterTrainIter,
-    AfterValIter,
-    BeforeBackward,
-    BeforeForward,
-    BeforeRun,
-    BeforeTestIter,
-    BeforeTrainIter,
-    BeforeValIter,
-)
 from eventloop.events.run_view import RunView
 from eventloop.log import get_logger
+from eventloop.training.optimizers import parameters_of
 
 log = get_logger()
 
@@ -86,7 +75,7 @@ class Update(Hook):
         """Return the scaler's state and, inside an accumulation window, the gradients accumulated so far."""
         state: dict[str, Any] = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
         if self.window_open:
-            gradients = {name: [p.grad for p in _parameters(one)] for name, one in self._optimizers.items()}
+            gradients = {name: [p.grad for p in parameters_of(one)] for name, one in self._optimizers.items()}
             state["window"] = {"count": self._count, "gradients": gradients}
         return state
 
@@ -97,13 +86,16 @@ class Update(Hook):
             self._scaler.load_state_dict(dict(scaler))
         elif scaler or (self._scaler is not None and self._scaler.is_enabled()):
             log.warning("only one of checkpoint and update has a gradient scaler; its state is not loaded")
-        own = {name: _parameters(one) for name, one in self._optimizers.items()}
-        if window is not None and _fit(window["gradients"], own):
+        if window is None:
+            return
+        saved, own = window["gradients"], {name: parameters_of(one) for name, one in self._optimizers.items()}
+        fits = {name: len(some) for name, some in saved.items()} == {name: len(some) for name, some in own.items()}
+        pairs = [pair for name in own for pair in zip(own[name], saved[name], strict=True)] if fits else []
+        if fits and all(gradient is None or gradient.shape == parameter.shape for parameter, gradient in pairs):
             self._count = int(window["count"])
-            for name, gradients in window["gradients"].items():
-                for parameter, gradient in zip(own[name], gradients, strict=True):
-                    parameter.grad = None if gradient is None else gradient.to(parameter.device)
-        elif window is not None:
+            for parameter, gradient in pairs:
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        else:
             log.warning(
                 "the checkpoint was saved inside an accumulation window, but its gradients do not fit these parameters; the "
                 "window starts over"
@@ -113,7 +105,7 @@ class Update(Hook):
         """Return the autocast methods if ``amp`` is off, so that the bus skips their four events per iteration."""
         return () if self._amp is not None else ("enter_autocast", "leave_autocast")
 
-    def before_run(self, event: BeforeRun) -> None:
+    def before_run(self, event: ev.BeforeRun) -> None:
         """Create the fp16 scaler: the device is known, and no checkpoint is loaded yet."""
         self._count = 0
         self._begun = False
@@ -125,27 +117,27 @@ class Update(Hook):
             event.run.note_options("scaler", {name: state[name] for name in _SCALER_OPTIONS if name in state})
 
     # Entered last and left first, so that no other handler runs under autocast.
-    @mount(BeforeForward, BeforeValIter, BeforeTestIter, priority=Priority.LOWEST)
-    def enter_autocast(self, event: BeforeForward | BeforeValIter | BeforeTestIter) -> None:
+    @mount(ev.BeforeForward, ev.BeforeValIter, ev.BeforeTestIter, priority=Priority.LOWEST)
+    def enter_autocast(self, event: ev.BeforeForward | ev.BeforeValIter | ev.BeforeTestIter) -> None:
         """Enter autocast until the forward pass or the iteration ends."""
         self._autocast = torch.autocast(event.run.device.type, dtype=_DTYPES[self._amp or "bf16"])
         self._autocast.__enter__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         event.run.defer(self.leave_autocast)
 
-    @mount(AfterForward, AfterValIter, AfterTestIter, priority=Priority.HIGHEST)
-    def leave_autocast(self, event: AfterForward | AfterValIter | AfterTestIter | None = None) -> None:
+    @mount(ev.AfterForward, ev.AfterValIter, ev.AfterTestIter, priority=Priority.HIGHEST)
+    def leave_autocast(self, event: ev.AfterForward | ev.AfterValIter | ev.AfterTestIter | None = None) -> None:
         """Leave autocast, before metrics are computed."""
         if self._autocast is not None:
             autocast, self._autocast = self._autocast, None
             autocast.__exit__(None, None, None)
 
-    def before_train_iter(self, event: BeforeTrainIter) -> None:
+    def before_train_iter(self, event: ev.BeforeTrainIter) -> None:
         """Zero the gradients when a window begins; torchft starts its quorum there, before the forward pass."""
         if not self._count:
             for optimizer in self._optimizers.values():
                 _zero_grad(optimizer)
 
-    def after_train_iter(self, event: AfterTrainIter) -> None:
+    def after_train_iter(self, event: ev.AfterTrainIter) -> None:
         """Accumulate gradients, and step at the end of the window."""
         run: RunView = event.run
         loss = event.outputs["loss"]
@@ -160,9 +152,9 @@ class Update(Hook):
                 "the loss does not depend on any trainable parameter (requires_grad is False): did step() compute it under "
                 "torch.no_grad(), detach it, or call backward()?"
             )
-        run.publish(BeforeBackward, loss=loss)
+        run.publish(ev.BeforeBackward, loss=loss)
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
-        run.publish(AfterBackward)
+        run.publish(ev.AfterBackward)
         if self._count >= self.accumulate or run.last_batch:
             if self._count < self.accumulate and (gradients := _gradients(run.optimizers.values())):
                 torch._foreach_mul_(gradients, self.accumulate / self._count)
@@ -186,7 +178,7 @@ class Update(Hook):
             for optimizer in optimizers:
                 self._scaler.unscale_(optimizer)
         if self._clip is not None:
-            parameters = [parameter for optimizer in optimizers for parameter in _parameters(optimizer)]
+            parameters = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
             norm = torch.nn.utils.clip_grad_norm_(parameters, **self._clip)
             run.report(grad_norm=norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # sharded: sum over ranks
         for optimizer in optimizers:
@@ -204,9 +196,8 @@ def _zero_grad(optimizer: torch.optim.Optimizer) -> None:
     if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
         optimizer.zero_grad(set_to_none=True)
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
+    for parameter in parameters_of(optimizer):
+        parameter.grad = None
 
 
 def _overflown(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
@@ -238,21 +229,8 @@ def _scaler_options(options: Mapping[str, Any], amp: Precision | None) -> dict[s
     return dict(options)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _gradients(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    return [parameter.grad for one in optimizers for parameter in _parameters(one) if parameter.grad is not None]
-
-
-def _fit(gradients: Mapping[str, list[Any]], parameters: Mapping[str, list[Any]]) -> bool:
-    """Return True if the gradients (or None) have the shapes of the parameters."""
-    return gradients.keys() == parameters.keys() and all(
-        len(some) == len(parameters[name])
-        and all(one is None or one.shape == own.shape for one, own in zip(some, parameters[name], strict=True))
-        for name, some in gradients.items()
-    )
+    return [parameter.grad for one in optimizers for parameter in parameters_of(one) if parameter.grad is not None]
 
 
 def window_open(hooks: Iterable[Hook]) -> bool:
