@@ -11,8 +11,7 @@ import multiprocessing
 import os
 import signal
 import weakref
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from typing import Any
@@ -70,12 +69,13 @@ class WorkerSignals:
             context = loader.multiprocessing_context or multiprocessing
             if context.get_start_method() == "forkserver":
                 forkserver.ensure_running()  # first: the server would inherit blocked signals
-            with _blocked(self._signals) as blocked:
-                loader.worker_init_fn = _Ignore(self._signals, blocked, self._ignored, own)
-                try:
-                    iterator = original(loader)
-                finally:
-                    loader.worker_init_fn = own
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)  # of the workers, too
+            try:
+                loader.worker_init_fn = _Ignore(self._signals, self._signals - before, self._ignored, own)
+                iterator = original(loader)
+            finally:
+                loader.worker_init_fn = own
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self._iterators.add(iterator)
             return iterator
 
@@ -117,13 +117,3 @@ class _Ignore:
             raise KeyboardInterrupt
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-
-
-@contextmanager
-def _blocked(signals: Collection[signal.Signals]) -> Iterator[Collection[signal.Signals]]:
-    """Block signals in this thread and the processes that it starts; yield those that were not blocked before."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield [number for number in signals if number not in before]
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -10,8 +10,7 @@ import re
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
@@ -272,15 +271,21 @@ def tell_failure(error: BaseException) -> None:
     The other ranks fail when this process ends and its connections close. (If a host catches the error, they wait for
     ``init_process_group(timeout=)``.) A timeout error gets a note with the ranks that did not answer.
     """
+    from torch.distributed.distributed_c10d import _get_default_store  # torch has no public way to the store it made
+
     mine = f"rank {this_rank()}: {type(error).__name__}: {error}"
     first, silent = mine, ""
+    store: Any = _get_default_store()  # its type stub lacks its timeout
+    before = store.timeout
+    store.set_timeout(_STORE_TIMEOUT)
     try:
-        with _store() as store:
-            first = bytes(store.compare_set(f"{_FAILURE}/{_runs}", "", mine)).decode()
-            if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
-                silent = _silent(store)
+        first = bytes(store.compare_set(f"{_FAILURE}/{_runs}", "", mine)).decode()
+        if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
+            silent = _silent(store)
     except (RuntimeError, OSError):  # the process that holds the store has ended
         silent = "the process with the store of the process group (rank 0's, or torchrun)"
+    finally:
+        store.set_timeout(before)
     if first != mine:
         error.add_note(f"another process failed first: {first}")
     if silent:
@@ -289,20 +294,6 @@ def tell_failure(error: BaseException) -> None:
             "init_process_group() a longer timeout="
         )
     log.error("a process failed and ends the others", first=first)
-
-
-@contextmanager
-def _store() -> Iterator[Any]:
-    """Yield the default group's store with a short timeout; restore its timeout afterwards."""
-    from torch.distributed.distributed_c10d import _get_default_store  # torch has no public way to the store it made
-
-    store: Any = _get_default_store()  # its type stub lacks its timeout
-    before = store.timeout
-    store.set_timeout(_STORE_TIMEOUT)
-    try:
-        yield store
-    finally:
-        store.set_timeout(before)
 
 
 def _silent(store: Any) -> str:

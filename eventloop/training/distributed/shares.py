@@ -30,17 +30,14 @@ class Share:
         self._samples: int | None = length_of(self._sampler)
         self._alone = -1  # index of the batch that counts 0
         self._repeats = False
-        sampler = self._sampler
-        if self._size and isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__:
-            self._find_repeated(sampler, self._size, drops=getattr(batched, "drop_last", False))
-
-    def _find_repeated(self, sampler: DistributedSampler[Any], size: int, *, drops: bool) -> None:
-        own = len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]  # see SeededDataset
-        if own >= sampler.num_samples:
+        sampler, size = self._sampler, self._size
+        if not (size and isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__):
             return
-        if sampler.num_samples % size == (0 if drops else 1 % size):
+        own = len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]  # see SeededDataset
+        drops = getattr(batched, "drop_last", False)
+        if own < sampler.num_samples and sampler.num_samples % size == (0 if drops else 1 % size):
             self._alone = (sampler.num_samples - 1) // size
-        elif not drops:  # drop_last drops the repeat
+        elif own < sampler.num_samples and not drops:  # drop_last drops the repeat
             self._repeats, self._samples = True, own
 
     def counts(self, index: int) -> int:
