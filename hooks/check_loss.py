@@ -42,10 +42,9 @@ class CheckInvalidLossHook(Hook):
         keys = self.keys or tuple(key for key in numbers if "loss" in key.lower())
         missing = [key for key in keys if key not in numbers]
         if missing or not keys:
-            raise TrainingError(
-                f"{self.label} has nothing to check under {', '.join(map(repr, missing)) or 'a name with loss in it'}: the "
-                f"scalar outputs are {', '.join(map(repr, numbers)) or 'none'}. Return them from step(), or name others: keys="
-            )
+            nothing = f"nothing to check under {', '.join(map(repr, missing)) or 'a name with loss in it'}"
+            there = f"the scalar outputs are {', '.join(map(repr, numbers)) or 'none'}"
+            raise TrainingError(f"{self.label} has {nothing}: {there}. Return them from step(), or name others: keys=")
         broken = ", ".join(f"{key} is {numbers[key]}" for key in keys if not math.isfinite(numbers[key]))
         if broken:
             raise TrainingError(f"{broken} at iteration {event.progress.iter + 1} (epoch {event.progress.epoch + 1}), from 1")

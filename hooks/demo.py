@@ -161,7 +161,5 @@ def run_demo(work_dir: Path, *, epochs: int = 30, seed: int = 0, resume: bool = 
     summary.add_row("files in", str(work_dir))
     for path in sorted(work_dir.iterdir()):
         summary.add_row("", f"{path.name}  ({path.stat().st_size / 1e3:.0f} kB)")
-    console.print()
-    console.print(*tables[:1])
-    console.print(summary)
+    console.print("", *tables[:1], summary)
     return 0

@@ -72,7 +72,7 @@ class EMAHook(Hook):
         self._model_option = model
         self._model_name = ""
         self._alone = True  # a checkpoint of a single model holds its weights without a name
-        self._model: torch.nn.Module | None = None
+        self._model = torch.nn.Module()  # until before_run
         self.average: WeightAverage | None = None
         """The average, or None before its first update."""
         self._in_checkpoint = False
@@ -102,15 +102,15 @@ class EMAHook(Hook):
             return
         if progress.iter + 1 >= self.begin_iter and progress.epoch + 1 >= self.begin_epoch:
             average = self.average or self._make_average()
-            average.update_parameters(self._known_model())
+            average.update_parameters(self._model)
 
     @mount("before_val_epoch", "before_test_epoch")
     def lend(self, event: events.BeforeValEpoch | events.BeforeTestEpoch) -> None:
         """Give the model the averaged weights until the validation or test ends, also by an exception."""
         average = self.average
         if average is not None and average.steps:  # else the average equals the weights
-            event.run.defer(lambda: average.restore(self._known_model()))  # first, because Ctrl-C may interrupt the swap
-            average.swap(self._known_model())
+            event.run.defer(lambda: average.restore(self._model))  # first, because Ctrl-C may interrupt the swap
+            average.swap(self._model)
 
     def before_save_checkpoint(self, event: events.BeforeSaveCheckpoint) -> None:
         """Put the averaged weights under ``state_dict`` and the raw ones under ``ema_state_dict``."""
@@ -143,12 +143,8 @@ class EMAHook(Hook):
         if self.average is not None and self._in_checkpoint:
             self.average.steps = int(state["steps"])
 
-    def _known_model(self) -> torch.nn.Module:
-        assert self._model is not None  # noqa: S101 - before_run comes first
-        return self._model
-
     def _make_average(self) -> WeightAverage:
-        self.average = self._type(self._known_model(), **self._options)
+        self.average = self._type(self._model, **self._options)
         return self.average
 
     def _weights_in(self, entry: Any) -> dict[str, torch.Tensor]:

@@ -34,10 +34,8 @@ class EMAIterHook(Hook):
         models = event.run.models
         model = unwrapped(models[model_name(self.label, models, self._name)])
         if lacking := [method for method in ("init_ema", "update_ema") if not callable(getattr(model, method, None))]:
-            raise ConfigurationError(
-                f"{self.label} calls the model's own init_ema() and update_ema(), but {type(model).__name__} has no "
-                f"{' and no '.join(lacking)}; EMAHook averages the weights of any model, use it instead"
-            )
+            advice = "EMAHook averages the weights of any model, use it instead"
+            raise ConfigurationError(f"{self.label}: {type(model).__name__} has no {' and no '.join(lacking)}; {advice}")
         if model is not self._model:
             self._model = model
             model.init_ema()

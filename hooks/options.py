@@ -19,11 +19,7 @@ Name = Annotated[str, Meta(min_length=1, description="a non-empty string")]
 
 
 def one_or_more(option: str, given: str | Iterable[str], advice: str = "a name or a list of names") -> tuple[str, ...]:
-    """Return one or several strings as a tuple without duplicates.
-
-    Raises:
-        ConfigurationError: ``given`` is empty, or a member is empty or not a string.
-    """
+    """Return one or several strings without duplicates; raise ConfigurationError if one is empty or not a string."""
     chosen = (given,) if isinstance(given, str) else tuple(given)
     if not chosen or not all(isinstance(one, str) and one for one in chosen):
         raise ConfigurationError(f"{option}={given!r}: give {advice}")
@@ -31,13 +27,8 @@ def one_or_more(option: str, given: str | Iterable[str], advice: str = "a name o
 
 
 def model_name(label: str, models: Collection[str], name: str | None) -> str:
-    """Return the model name that a hook's option ``model`` selects; None selects the only model.
-
-    Raises:
-        ConfigurationError: the model does not exist, or ``name`` is None and there are several.
-    """
+    """Return the model name that a hook's option ``model`` selects; None selects the only one, or raises ConfigurationError."""
     if name in models or (name is None and len(models) == 1):
         return name or next(iter(models))
-    raise ConfigurationError(
-        f"{label}: model={name!r}, but the models of this run are {', '.join(map(repr, models))}; name one of them"
-    )
+    there = ", ".join(map(repr, models))
+    raise ConfigurationError(f"{label}: model={name!r}, but the models of this run are {there}; name one of them")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,8 @@ class ProfilerHook(Hook):
 
     def before_train(self, event: BeforeTrain) -> None:
         if self.by_epoch and event.progress.max_iters is not None:
-            raise ConfigurationError(
-                f"{self.label}(by_epoch=True) would profile the whole training, because iteration-based training is one long "
-                "epoch; give by_epoch=False, profile_times=<iterations>"
-            )
+            advice = "which is one long epoch; give by_epoch=False, profile_times=<iterations>"
+            raise ConfigurationError(f"{self.label}(by_epoch=True) would profile all of an iteration-based training, {advice}")
         self._count = 0
         json_path = None if self._json is None else in_work_dir(self._json, event.run)
         self._session = ProfilerSession(self.label, self._handler(event.run), json_path, **self._options)
@@ -117,21 +116,14 @@ class ProfilerHook(Hook):
         if callable(self._trace) or (self._trace is None and self._json is not None):
             return self._trace
         options = dict(self._trace or {"type": "log_trace"})
-        write: TraceHandler
         if options.pop("type") == "log_trace":
-            write = lambda profiler: self._log_table(profiler, options, run)  # noqa: E731
-        else:
-            directory = in_work_dir(options.pop("dir_name", "tf_tracing_logs"), run)
-            log.info("writing traces for TensorBoard", directory=str(directory))
-            write = tensorboard_trace_handler(str(directory), **options)
+            return survived(self.label)(partial(self._log_table, run, options))
+        directory = in_work_dir(options.pop("dir_name", "tf_tracing_logs"), run)
+        log.info("writing traces for TensorBoard", directory=str(directory))
+        write: TraceHandler = tensorboard_trace_handler(str(directory), **options)
+        return survived(self.label)(write)
 
-        def handle(profiler: profile) -> None:
-            with survived(self.label):
-                write(profiler)
-
-        return handle
-
-    def _log_table(self, profiler: profile, options: dict[str, Any], run: RunView) -> None:
+    def _log_table(self, run: RunView, options: dict[str, Any], profiler: profile) -> None:
         try:
             table = profiler.key_averages().table(**options)
         except Exception:  # torch 2.13 makes names that are not UTF-8 with with_stack and profile_memory
@@ -151,24 +143,17 @@ def _check_trace(trace: TraceHandler | Mapping[str, Any] | None, json_path: str 
     kinds: dict[Any, Callable[..., Any]] = {"log_trace": EventList.table, "tb_trace": tensorboard_trace_handler}
     kind, column = trace.get("type"), trace.get("sort_by")
     if kind not in kinds:
-        raise ConfigurationError(
-            f"on_trace_ready={trace!r}: give a function that takes the profiler, "
-            '{"type": "log_trace"} or {"type": "tb_trace"}'
-        )
+        advice = 'give a function that takes the profiler, {"type": "log_trace"} or {"type": "tb_trace"}'
+        raise ConfigurationError(f"on_trace_ready={trace!r}: {advice}")
     known = inspect.signature(kinds[kind]).parameters.keys() - {"self"}
     if unknown := trace.keys() - known - {"type"}:
-        raise ConfigurationError(
-            f"on_trace_ready: {kind} has no option {', '.join(map(repr, sorted(unknown)))}; it has {', '.join(sorted(known))}"
-        )
+        lacking = ", ".join(map(repr, sorted(unknown)))
+        raise ConfigurationError(f"on_trace_ready: {kind} has no option {lacking}; it has {', '.join(sorted(known))}")
     if column is not None and not hasattr(FunctionEventAvg(), str(column).replace("cuda", "device")):
-        raise ConfigurationError(
-            f'on_trace_ready: sort_by={column!r} is not a column of the table; give "self_cpu_time_total", for example'
-        )
+        raise ConfigurationError(f'on_trace_ready: sort_by={column!r} is not a column; give "self_cpu_time_total", for example')
     if kind == "tb_trace" and json_path is not None:
-        raise ConfigurationError(
-            f"json_trace_path={str(json_path)!r} with tb_trace: torch writes a trace only once. Remove json_trace_path; the "
-            "file in dir_name also opens in chrome://tracing"
-        )
+        advice = "remove json_trace_path; the file in dir_name also opens in chrome://tracing"
+        raise ConfigurationError(f"json_trace_path={str(json_path)!r} with tb_trace: torch writes a trace only once; {advice}")
 
 
 def _activities(

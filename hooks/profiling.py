@@ -59,10 +59,8 @@ class ProfilerSession:
     def start(self) -> None:
         """Start the profiler; raise ConfigurationError if another one is running."""
         if ProfilerSession._active is not None:
-            raise ConfigurationError(
-                f"{self._owner} cannot profile while {ProfilerSession._active} is: torch runs one profiler at a time; "
-                "remove one of them"
-            )
+            both = f"{self._owner} cannot profile while {ProfilerSession._active} is"
+            raise ConfigurationError(f"{both}: torch runs one profiler at a time; remove one of them")
         ProfilerSession._active = self._owner
         self._run(self._profiler.__enter__)
 
@@ -83,8 +81,12 @@ class ProfilerSession:
         ProfilerSession._active = None
         with survived(self._owner):
             self._profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch does not annotate it
-            if write and self._json_path is not None:
-                self._write(self._json_path)
+            if write and self._json_path is not None and self._profiler.profiler is None:
+                log.warning("the profiler recorded nothing; no trace is written", hook=self._owner, path=str(self._json_path))
+            elif write and self._json_path is not None:
+                self._json_path.parent.mkdir(parents=True, exist_ok=True)
+                self._profiler.export_chrome_trace(str(self._json_path))
+                log.info("profile written", path=str(self._json_path))
         del self._profiler  # it holds the profile
         self._raise_failure()
 
@@ -110,11 +112,3 @@ class ProfilerSession:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-
-    def _write(self, path: Path) -> None:
-        if self._profiler.profiler is None:
-            log.warning("the profiler recorded nothing; no trace is written", hook=self._owner, path=str(path))
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._profiler.export_chrome_trace(str(path))
-        log.info("profile written", path=str(path))

@@ -173,10 +173,9 @@ def _optimizer_of(name: str, scheduler: Any, optimizers: Mapping[str, torch.opti
     for optimizer in optimizers.values():
         if optimizer.param_groups is groups:
             return optimizer
-    raise ConfigurationError(
-        f"scheduler {name!r} changes an optimizer ({type(scheduler.optimizer).__name__}) that is not one of the run's "
-        f"({', '.join(map(repr, optimizers))}); make it with one of them, or give the run its optimizer"
-    )
+    ours, other = ", ".join(map(repr, optimizers)), type(scheduler.optimizer).__name__
+    advice = "make it with one of these, or give the run its optimizer"
+    raise ConfigurationError(f"scheduler {name!r} changes an optimizer ({other}) that the run does not have ({ours}); {advice}")
 
 
 def _named(scheduler: Any) -> dict[str, Any]:
