@@ -7,11 +7,10 @@ from hooks.checkpoint import CheckpointHook
 from hooks.compat import register_other_systems
 from hooks.distributed import DistSamplerSeedHook, SyncBuffersHook
 from hooks.early_stopping import EarlyStoppingHook
-from hooks.ema import EMAHook
+from hooks.ema import EMAEpochHook, EMAHook, EMAIterHook
 from hooks.empty_cache import EmptyCacheHook
 from hooks.evaluate import Evaluated, EvaluateHook
 from hooks.logger import LoggerHook
-from hooks.model_ema import EMAEpochHook, EMAIterHook
 from hooks.optimizer import Fp16OptimizerHook, OptimizerHook
 from hooks.preemption import PreemptionHook
 from hooks.profiler import ProfilerHook

@@ -130,11 +130,8 @@ class WeightAverage:
 class ExponentialMovingAverage(WeightAverage):
     """``average = (1 − momentum) · average + momentum · weight``.
 
-    Args:
-        model: the model to average.
-        momentum: share of the new weights, between 0 and 1. Small, unlike an optimizer's momentum.
-        interval: number of updates per averaging.
-        update_buffers: also average floating-point buffers.
+    ``momentum`` is the share of the new weights, between 0 and 1: small, unlike an optimizer's momentum. The other options are
+    those of :class:`WeightAverage`.
     """
 
     @check_options
@@ -166,14 +163,7 @@ class StochasticWeightAverage(WeightAverage):
 class MomentumAnnealingEMA(ExponentialMovingAverage):
     """An exponential moving average that follows quickly at first and slowly later.
 
-    Its momentum is ``max(momentum, gamma / (gamma + steps))``.
-
-    Args:
-        model: the model to average.
-        momentum: the smallest momentum.
-        gamma: number of updates after which the momentum has fallen to one half.
-        interval: number of updates per averaging.
-        update_buffers: also average floating-point buffers.
+    Its momentum is ``max(momentum, gamma / (gamma + steps))``: after ``gamma`` updates it has fallen to one half.
     """
 
     @check_options

@@ -107,21 +107,16 @@ class EarlyStoppingHook(Hook):
         warn_unvalidated(event, self.label)
 
     def _stop_if_due(self, run: RunView) -> None:
-        reason = self._reason()
-        if reason is not None:
+        score, threshold, reason = self._last_score, self.stopping_threshold, ""
+        if score is None:
+            return
+        if self.check_finite and not isfinite(score):
+            reason = f"{self.monitor} is {score}"
+        elif threshold is not None and is_better(self.rule, score, threshold):
+            reason = f"{self.monitor} is {score:.6g}, beyond stopping_threshold={threshold:g}"
+        elif self.wait_count >= self.patience:
+            best = "" if self.best_score is None else f" over {self.best_score:.6g}"
+            reason = f"{self.monitor} did not improve by more than {self.min_delta:g}{best} in {self.wait_count} validations"
+        if reason:
             log.info("training stops early", reason=reason)
             run.stop(f"{self.label}: {reason}")
-
-    def _reason(self) -> str | None:
-        """Return why training should end now, or None."""
-        score, threshold = self._last_score, self.stopping_threshold
-        if score is None:
-            return None
-        if self.check_finite and not isfinite(score):
-            return f"{self.monitor} is {score}"
-        if threshold is not None and is_better(self.rule, score, threshold):
-            return f"{self.monitor} is {score:.6g}, beyond stopping_threshold={threshold:g}"
-        if self.wait_count >= self.patience:
-            best = "" if self.best_score is None else f" over {self.best_score:.6g}"
-            return f"{self.monitor} did not improve by more than {self.min_delta:g}{best} in {self.wait_count} validations"
-        return None

@@ -1,4 +1,4 @@
-"""``EMAHook``: average the weights in training; use the average in validation, test and checkpoints."""
+"""Hooks that average the weights: ``EMAHook`` for any model, others for a model that averages its own weights."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Annotated, Any
 import torch
 
 from eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
+from eventloop.checkpoint import unwrapped
 from eventloop.config import OptionsOf, find
 from eventloop.errors import UnknownNameError
 from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WeightAverage
-from hooks.options import NonNegativeInt, model_name
+from hooks.options import Name, NonNegativeInt, model_name
 
 log = get_logger()
 
@@ -172,3 +173,49 @@ def _average_type(ema_type: type[WeightAverage] | str, options: dict[str, Any]) 
     if kind in (ExponentialMovingAverage, StochasticWeightAverage, MomentumAnnealingEMA):
         kind(probe, **options)  # raises now if a value is out of range
     return kind
+
+
+@register
+class EMAIterHook(Hook):
+    """Call the model's ``init_ema()`` when its first run begins, and its ``update_ema()`` after each optimizer step.
+
+    The model keeps its average in buffers (``register_buffer`` in ``init_ema``), so checkpoints contain it. The hook also finds
+    a model inside wrappers (``DistributedDataParallel``, ``torch.compile``).
+
+    Args:
+        model: name of the model, needed if the run has several.
+
+    Raises:
+        ConfigurationError: later: the model lacks these methods.
+    """
+
+    @check_options
+    def __init__(self, model: Name | None = None) -> None:
+        self._name = model
+        self._model: Any = None
+
+    def before_run(self, event: events.BeforeRun) -> None:
+        """Begin the average before a checkpoint is loaded, so that the checkpoint fills its buffers."""
+        models = event.run.models
+        model = unwrapped(models[model_name(self.label, models, self._name)])
+        if lacking := [method for method in ("init_ema", "update_ema") if not callable(getattr(model, method, None))]:
+            advice = "EMAHook averages the weights of any model, use it instead"
+            raise ConfigurationError(f"{self.label}: {type(model).__name__} has no {' and no '.join(lacking)}; {advice}")
+        if model is not self._model:
+            self._model = model
+            model.init_ema()
+
+    def after_train_iter(self, event: events.AfterTrainIter) -> None:
+        if event.run.updated or not event.run.optimizers:
+            self._model.update_ema()
+
+
+@register
+class EMAEpochHook(EMAIterHook):
+    """Call the model's ``init_ema()`` when its first run begins, and its ``update_ema()`` after each training epoch."""
+
+    def unused(self) -> tuple[str]:
+        return ("after_train_iter",)
+
+    def after_train_epoch(self, event: events.AfterTrainEpoch) -> None:
+        self._model.update_ema()

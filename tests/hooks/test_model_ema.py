@@ -11,7 +11,7 @@ from torch import nn
 
 from eventloop import ConfigurationError, Hook
 from hooks.checkpoint import CheckpointHook
-from hooks.model_ema import EMAEpochHook, EMAIterHook
+from hooks.ema import EMAEpochHook, EMAIterHook
 from hooks.optimizer import OptimizerHook
 
 
