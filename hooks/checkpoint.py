@@ -14,14 +14,11 @@ from eventloop.checkpoint import AnyPath, Busy, Staging, as_path, is_sharded, re
 from eventloop.events import RunView
 from hooks.options import NonNegativeInt, one_or_more
 from hooks.publishing import keys_to_publish, publish_checkpoint
-from hooks.retention import KEPT, SUFFIX, RetentionPolicy, sweep
+from hooks.retention import KEPT, REGULAR, SUFFIX, RetentionPolicy, sweep
 from hooks.rules import BestMetrics, Rule, check_validated, warn_unvalidated
 from hooks.schedule import KEY as SCHEDULES
 
 log = get_logger()
-
-OPTIMIZER = "optimizer"
-"""Key of the optimizers' states in a checkpoint."""
 
 MetricNames = Annotated[Sequence[str], Meta(description='a list of names (with their rules in rule=["greater", "less"])')]
 
@@ -113,8 +110,9 @@ class CheckpointHook(Hook):
         self.save_last = save_last
         self.on_error: Literal["raise", "log"] = on_error
         self._out_dir = None if out_dir is None else as_path(out_dir)
+        parts = {"optimizer": save_optimizer, SCHEDULES: save_param_scheduler}
         self._options: dict[str, Any] = {
-            "leave_out": [key for key, saved in ((OPTIMIZER, save_optimizer), (SCHEDULES, save_param_scheduler)) if not saved],
+            "leave_out": [key for key, saved in parts.items() if not saved],
             "on_error": on_error,
             "staging": staging,
             "busy": busy,
@@ -126,10 +124,8 @@ class CheckpointHook(Hook):
         best = BestMetrics(save_best, rule, greater_keys, less_keys)
         self._kept = RetentionPolicy(None if max_keep_ckpts == -1 else max_keep_ckpts, best)
         self._saves = interval > 0 or save_last or bool(best.names)
-        self._sharded = False
+        self._sharded = self._checked = self._finished = False
         self._loaded_here = False  # the run was resumed from a file in this directory
-        self._checked = False
-        self._finished = False
         self._removes = True  # on rank 0
         self._began_at: int | None = None  # iterations at the beginning, if that state needs no save
 
@@ -193,11 +189,10 @@ class CheckpointHook(Hook):
                 if self._publish is not None and not run.rank:
                     with self._errors("cannot publish checkpoints", str(self._kept.directory)):
                         keys_to_publish(self._publish, there, f"a checkpoint of {self.label}")
-            if self.interval > 0:
-                last = (event.progress.max_epochs or 1) if self.by_epoch else run.total_iters
-                if last is not None and self.save_begin > last:
-                    end = f"{'epoch' if self.by_epoch else 'iteration'} {last}, before its first regular save"
-                    log.warning(f"{self.label}(save_begin={self.save_begin}): this training ends with {end}")
+            last = (event.progress.max_epochs or 1) if self.by_epoch else run.total_iters
+            if self.interval > 0 and last is not None and self.save_begin > last:
+                end = f"{'epoch' if self.by_epoch else 'iteration'} {last}, before its first regular save"
+                log.warning(f"{self.label}(save_begin={self.save_begin}): this training ends with {end}")
         done = event.progress.iter + 1
         if not self.by_epoch and self._due(done, run.total_iters):
             self._request(run, self._template.format(done))
@@ -218,8 +213,7 @@ class CheckpointHook(Hook):
         when = self._template.format(event.progress.epoch) if by_epoch else self._best_by_iter.format(event.progress.iter)
         for metric, score in self._kept.improved(event.metrics):
             file = f"best_{metric.replace('/', '_')}_{when}"
-            self._kept.put(file, metric, score)
-            event.run.request_save(file, directory=self._kept.directory, **self._options)
+            self._request(event.run, file, metric, score)
 
     def checkpoint_committed(self, event: events.CheckpointCommitted) -> None:
         """Delete files that now have a durable successor."""
@@ -249,8 +243,8 @@ class CheckpointHook(Hook):
         regular = self.interval > 0 and done >= self.save_begin and (done - self.save_begin) % self.interval == 0
         return regular or (self.save_last and done == last)
 
-    def _request(self, run: RunView, name: str, **options: Any) -> None:
-        self._kept.put(name)
+    def _request(self, run: RunView, name: str, kind: str = REGULAR, score: float | None = None, **options: Any) -> None:
+        self._kept.put(name, kind, score)
         run.request_save(name, directory=self._kept.directory, **(self._options | options))
 
     @contextmanager

@@ -147,8 +147,7 @@ class EvaluateHook(Hook):
         finally:
             for module, mode in modes:
                 module.training = mode
-        metrics = dict(_flat(self.label, returned or {}))
-        if metrics:
+        if metrics := dict(_flat(self.label, returned or {})):
             self._keep(run, Result(epoch, iteration, metrics))
 
     def _keep(self, run: RunView, result: Result) -> None:
