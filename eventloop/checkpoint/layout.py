@@ -88,26 +88,22 @@ class Layout:
         self.packed_slots = msgspec.Raw(_pack([ranks[original] for original in self._originals]))
         self.packed_foreign = msgspec.Raw(_pack(foreign))
 
-    def check_paths(self, flat: FlatTree) -> None:
-        """Raise Changed unless the tree has its tensors under the same paths."""
-        if (flat.parents, flat.keys) != self._paths:
-            raise Changed
-        if any(tuple(flat.tensors[index].shape) != shape for index, shape in self._empty):
-            raise Changed
-
     def matched(self, flat: FlatTree) -> Iterator[tuple[Batch, tuple[torch.Tensor, ...]]]:
         """The tensors of another tree, batch by batch, each batch checked right before it is given out.
 
-        Shapes, dtypes, aliases and the kind of device must be those of the layout. It runs at every save, so it looks at
-        each tensor once and makes nothing that the garbage collector tracks. Hence no shapes: two of them with as many
-        dimensions and elements are equal, or not broadcastable, and then the copy raises; only for empty tensors is
-        that not so, and `check_paths` compares those. Of tensors that are to be joined the first one's shape is
-        compared, and the others must agree with it or cannot be joined.
+        Paths, shapes, dtypes, aliases and the kind of device must be those of the layout. It runs at every save, so it looks
+        at each tensor once and makes nothing that the garbage collector tracks. Hence it compares shapes of empty tensors
+        only: two others with as many dimensions and elements are equal, or not broadcastable, and then the copy raises.
+        Of tensors that are to be joined the first one's shape is compared; the others agree with it or cannot be joined.
 
         Raises:
             Changed: they are not; batches given out before may have been copied in vain.
             RuntimeError: a tensor without memory of its own (sparse …).
         """
+        if (flat.parents, flat.keys) != self._paths:
+            raise Changed
+        if any(tuple(flat.tensors[index].shape) != shape for index, shape in self._empty):
+            raise Changed
         moved = False
         for batch in self.batches:
             sources = batch.pick(flat.tensors)

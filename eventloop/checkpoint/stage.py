@@ -81,7 +81,6 @@ class StageBuffer:
     def fill(self, flat: FlatTree, overlap: Overlap | None) -> tuple[Layout, _Memory]:
         """Copy the tensors of a tree into free memory; raise Changed, or RuntimeError, if they do not fit the layout."""
         layout = self._layout = self._layout or Layout(flat)
-        layout.check_paths(flat)
         memory = next((one for one in self._memories if not one.in_use), None)
         if memory is None:
             memory = _Memory(layout)

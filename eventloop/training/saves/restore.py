@@ -12,14 +12,14 @@ import torch
 from torch.utils._pytree import tree_map
 
 from eventloop import events as ev
-from eventloop.checkpoint import AnyPath, as_path, convert_foreign, has_shards, load
+from eventloop.checkpoint import as_path, convert_foreign, has_shards, load
 from eventloop.errors import CheckpointError, ConfigurationError, TrainingError
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import this_rank, world_size
 from eventloop.training.optimizers import forget_options, stepping, warn_of_overridden
 from eventloop.training.rng import other_rng_state, set_rng_state
 from eventloop.training.saves.capture import FORMAT, SavedRun, Saves, checkpoint_keys, unwrapped_state
-from eventloop.training.saves.discover import find_checkpoint, lacking, load_verified, read_checkpoint
+from eventloop.training.saves.discover import Found, find_checkpoint, lacking, load_verified, read_checkpoint
 from eventloop.training.state import Count, Counters
 
 HOSTED: Final = "trainbus"
@@ -129,7 +129,7 @@ class Restore:
         run.state.progress = counters.snapshot()
         log.info("resumed", path=path or "the given state", epoch=counters.epoch, iter=counters.iter)
 
-    def _find(self) -> tuple[AnyPath, Any] | None:
+    def _find(self) -> Found | None:
         """Load the checkpoint to resume from; rank 0 finds it for all ranks."""
         ranks = self._saves.ranks
         found = self._find_here() if ranks is None or not ranks.rank else None
@@ -138,7 +138,7 @@ class Restore:
         path = ranks.from_first(lambda: None if found is None else found[0])
         return None if path is None else (path, load(path) if found is None else found[1])
 
-    def _find_here(self) -> tuple[AnyPath, Any] | None:
+    def _find_here(self) -> Found | None:
         if self._source == "auto":
             return find_checkpoint(*self._saves.directories)
         way_out = (
