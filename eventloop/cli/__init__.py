@@ -1,7 +1,7 @@
 """The command ``trainbus``, with one module per command or group of commands.
 
 A command is a function: its parameters are the arguments and options, its docstring is the help, and it returns the exit
-status. Only these modules import ``hooks``, and only when a command needs it.
+status, or None for 0. Only these modules import ``hooks``, and only when a command needs it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     command = " ".join(("trainbus", *names))
     try:
-        return app(words) or 0  # None after --help and --version
+        return app(words) or 0
     except CycloptsError as error:
         return _fail(2, command, f"{shortened(str(error), 200)}\n{command} --help shows the options", error)
     except (TrainbusError, OSError) as error:
@@ -66,5 +66,5 @@ def _fail(status: int, command: str, message: str, error: BaseException) -> int:
     rank = f" (rank {os.environ['RANK']})" if is_torchelastic_launched() else ""
     lines = "\n".join([message, *getattr(error, "__notes__", ())])
     # One write, so that the lines of several ranks do not mix.
-    say(Console(stderr=True, highlight=False), (f"{command}{rank}:", "bold red"), f" {lines}")
+    say((f"{command}{rank}:", "bold red"), f" {lines}", console=Console(stderr=True, highlight=False))
     return status

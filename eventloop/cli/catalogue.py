@@ -27,7 +27,7 @@ _COUNTED = {"iter": "iterations", "batch": "batches", "publish": "publishes"}
 Modules = Annotated[list[str] | None, Parameter(name="--import", metavar="MODULE")]
 
 
-def list_hooks(*, imports: Modules = None) -> int:
+def list_hooks(*, imports: Modules = None) -> None:
     """List every registered hook: options, types, defaults, mount points.
 
     Args:
@@ -53,7 +53,6 @@ def list_hooks(*, imports: Modules = None) -> int:
             console.print(Text.assemble((entry.name, "bold cyan"), aliases))
             console.print(Padding(Group(*lines), (0, 0, 0, 2)))
             console.print()
-    return 0
 
 
 def _options(kind: str, signature: Signature, width: int) -> Table:
@@ -69,7 +68,7 @@ def _options(kind: str, signature: Signature, width: int) -> Table:
     return table
 
 
-def list_events(*, imports: Modules = None) -> int:
+def list_events(*, imports: Modules = None) -> None:
     """List the mount points in the order of a run, with the fields of their events.
 
     Args:
@@ -82,7 +81,6 @@ def list_events(*, imports: Modules = None) -> int:
     if further:
         console.print()
         console.print(_event_table("Declared by hooks and by modules of yours", further))
-    return 0
 
 
 def _event_table(title: str, names: list[str]) -> Table:

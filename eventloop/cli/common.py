@@ -22,13 +22,9 @@ def _as_integer(_: Any, tokens: Sequence[Token]) -> int:
         raise ValueError(f"expected an integer, got {shortened(tokens[0].value)!r}") from None
 
 
-def _as_path(_: Any, tokens: Sequence[Token]) -> AnyPath:
-    return as_path(tokens[0].value)
-
-
 Positive = Annotated[int, Parameter(converter=_as_integer, validator=Number(gte=1, lt=2**63))]
 Seed = Annotated[int, Parameter(converter=_as_integer, validator=Number(gte=0, lt=2**63))]
-FileOrURL = Annotated[AnyPath, Parameter(converter=_as_path, accepts_keys=False)]
+FileOrURL = Annotated[AnyPath, Parameter(converter=lambda _, tokens: as_path(tokens[0].value), accepts_keys=False)]
 
 
 def to_terminal() -> Console:
@@ -37,10 +33,10 @@ def to_terminal() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=200)
 
 
-def say(console: Console, *parts: str | tuple[str, str]) -> None:
+def say(*parts: str | tuple[str, str], console: Console | None = None) -> None:
     """Write parts (texts, or texts with a style) as one unwrapped line; escape control characters in them."""
     safe = [_escaped(part) if isinstance(part, str) else (_escaped(part[0]), part[1]) for part in parts]
-    console.print(Text.assemble(*safe), soft_wrap=True)
+    (console or to_terminal()).print(Text.assemble(*safe), soft_wrap=True)
 
 
 def _escaped(text: str) -> str:

@@ -32,7 +32,7 @@ def run(
     *changes: Annotated[str, Parameter(name="CHANGE")],
     dry_run: bool = False,
     resume: Annotated[str | None, Parameter(metavar="[RUN]")] = None,
-) -> int:
+) -> None:
     """Train what a configuration file describes.
 
     CHANGE is key=value, such as loop.max_epochs=3, model.width=64, custom_hooks[0].interval=5 or
@@ -64,10 +64,9 @@ def run(
         if dry_run:
             console.print(loop.bus.describe())
             console.print("not trained (--dry-run)", style="dim")
-            return 0
+            return
         with _resumable(work_dir, f"--resume {work_dir}"):
             _train(loop, work_dir, console, resume=resume, test=setup.tests)
-    return 0
 
 
 def demo(*, out: Path | None = None, epochs: Positive = 30, seed: Seed = 0, resume: bool = False) -> int:

@@ -10,7 +10,7 @@ from rich.filesize import decimal
 
 from eventloop import checkpoint
 from eventloop.checkpoint import AnyPath, RemotePath, outline
-from eventloop.cli.common import FileOrURL, check_checkpoint, check_file, say, status_of, to_terminal
+from eventloop.cli.common import FileOrURL, check_checkpoint, check_file, say, status_of
 from eventloop.errors import CheckpointError
 from eventloop.training.saves.discover import lacking
 
@@ -25,7 +25,7 @@ def export(
     strip: bool = False,
     model: str | None = None,
     force: bool = False,
-) -> int:
+) -> None:
     """Write a checkpoint, or its weights, for torch.load(weights_only=True) or as plain safetensors.
 
     Args:
@@ -55,11 +55,10 @@ def export(
         checkpoint.export_tree(file, out)
     what = "weights" if weights else "the whole checkpoint"
     how = "safetensors" if out.suffix == ".safetensors" else "torch.load(..., weights_only=True)"
-    say(to_terminal(), ("exported ", "bold"), f"{out}  {decimal(status_of(out)[1])}, {what}, for {how}")
-    return 0
+    say(("exported ", "bold"), f"{out}  {decimal(status_of(out)[1])}, {what}, for {how}")
 
 
-def import_(file: Path, out: FileOrURL, /, *, force: bool = False) -> int:
+def import_(file: Path, out: FileOrURL, /, *, force: bool = False) -> None:
     """Make a checkpoint from a file of torch.save (also of MMEngine); no code of the file is run.
 
     Args:
@@ -75,11 +74,9 @@ def import_(file: Path, out: FileOrURL, /, *, force: bool = False) -> int:
 
     state, notes = _converted(checkpoint.load_pth(file))
     written = checkpoint.save(state, out)
-    console = to_terminal()
-    say(console, ("imported  ", "bold"), f"{out}  {decimal(written.bytes)}, {written.digest}")
+    say(("imported  ", "bold"), f"{out}  {decimal(written.bytes)}, {written.digest}")
     for name, text in notes.items():
-        say(console, (f"{name:10}", "dim"), text)
-    return 0
+        say((f"{name:10}", "dim"), text)
 
 
 def _converted(tree: Any) -> tuple[Any, dict[str, str]]:

@@ -47,22 +47,21 @@ def ls(directory: FileOrURL, /, *, verify: bool = False) -> int:
         verify: read every byte and check the digests, not only the headers.
     """
     files = sorted((_examined(found, every_byte=verify) for found in _find(directory)), key=Found.age)
-    console = to_terminal()
     text = read_pointer(directory)
     newest = file_named(directory, text, []) if text else None
     if files:
-        console.print(_table(files, newest))
+        to_terminal().print(_table(files, newest))
     else:
-        say(console, f"no checkpoints in {directory}")
+        say(f"no checkpoints in {directory}")
     if text:
         gone = " (which is not there)" if newest is not None and not newest.exists() else ""
-        say(console, ("→ ", "bold"), f"{LAST}: {printable(text)}{gone}")
+        say(("→ ", "bold"), f"{LAST}: {printable(text)}{gone}")
     bad = [found for found in files if found.problem]
     for found in bad:
-        say(console, (found.problem, _STYLES[found.state]))
+        say((found.problem, _STYLES[found.state]))
     for name in sorted(path.name for path, _ in list_files(directory)):
         if name.startswith(TEMPORARY_PREFIX) and name.endswith(".tmp"):
-            say(console, ("unfinished: ", "yellow"), f"{name}, from a save that was killed or is still running")
+            say(("unfinished: ", "yellow"), f"{name}, from a save that was killed or is still running")
     return int(bool(bad))
 
 
@@ -73,20 +72,19 @@ def verify_all(path: FileOrURL, /, *more: FileOrURL) -> int:
         path: a checkpoint, a directory, or a URL of one.
         more: further checkpoints, directories or URLs.
     """
-    console = to_terminal()
     states: Counter[str] = Counter()
     for found in _named([path, *more]):
         _examined(found, every_byte=True)
         states[found.state] += 1
         names = " = ".join(printable(str(path)) for path in found.names)
         fine = "plain safetensors, which have no digest" if found.state == "weights" else decimal(found.bytes)
-        say(console, (f"{found.state:10}", _STYLES[found.state]), found.problem or f"{names}  {fine}")
+        say((f"{found.state:10}", _STYLES[found.state]), found.problem or f"{names}  {fine}")
     bad = states["damaged"] + states["unreadable"]
     if not states["verified"] and not bad:
         raise CheckpointError("nothing to verify")
     if states.total() > 1:
         damaged = (f", {bad} damaged" if bad else "", "bold red")
-        say(console, f"{states['verified']} of {states.total()} files verified", damaged)
+        say(f"{states['verified']} of {states.total()} files verified", damaged)
     return int(bad > 0)
 
 

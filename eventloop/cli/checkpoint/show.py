@@ -23,7 +23,7 @@ _LONG: Final = 4096  # bits from which a JSON reader may refuse an integer
 _SHORT: Final = 60  # characters of a container that fits in its line
 
 
-def show(file: FileOrURL, /, *, key: str | None = None, depth: Positive | None = None, json: bool = False) -> int:
+def show(file: FileOrURL, /, *, key: str | None = None, depth: Positive | None = None, json: bool = False) -> None:
     """Show the contents of a checkpoint: names, shapes, dtypes, numbers. Tensors are not read, so nothing is verified.
 
     Args:
@@ -35,18 +35,16 @@ def show(file: FileOrURL, /, *, key: str | None = None, depth: Positive | None =
     check_checkpoint(file)
     about, tree = inspect(file), outline(file)
     path, part = ("", tree) if key is None else find(tree, key)
-    console = to_terminal()
     outlined = Outline(tree, most=_MANY if depth is None and key is None else None)
     if json:
         facts = {"file": str(about.path), "bytes": about.bytes, "version": about.version, "digest": about.digest, "key": path}
         tree = outlined.as_json(path, part, depth or math.inf)
-        console.out(dumps({**facts, "tree": tree}, indent=2), highlight=False)
-        return 0
+        to_terminal().out(dumps({**facts, "tree": tree}, indent=2), highlight=False)
+        return
     size = f"  {decimal(about.bytes)}, {len(about.tensors):,} tensors, {about.digest} "
-    say(console, (printable(str(about.path)), "bold"), size, ("(not verified)", "dim"))
+    say((printable(str(about.path)), "bold"), size, ("(not verified)", "dim"))
     for line in outlined.lines(path, part, depth or _DEPTH):
-        say(console, *line)
-    return 0
+        say(*line)
 
 
 def find(tree: Any, key: str) -> tuple[str, Any]:
