@@ -16,7 +16,8 @@ from rich.console import Console
 from torch.distributed import is_torchelastic_launched
 
 import trainbus
-from eventloop.cli import catalogue, checkpoint, run
+from eventloop.cli import catalogue, run
+from eventloop.cli.checkpoint import exchange, listing, show
 from eventloop.cli.common import say
 from eventloop.config.read import shortened
 from eventloop.errors import CheckpointDamagedError, TrainbusError
@@ -35,7 +36,17 @@ app.command(run.demo)
 app.command(run.run)
 app.command(catalogue.list_hooks, name="hooks")
 app.command(catalogue.list_events, name="events")
-app.command(checkpoint.app)
+files = App(
+    name="checkpoint",
+    help="List, verify, show, export and import checkpoints.",
+    help_epilogue="Exit status: 0, 1 for a damaged file or one that could not be written, 2 for a mistake in the call.",
+)
+files.command(listing.ls)
+files.command(listing.verify_all, name="verify")
+files.command(show.show)
+files.command(exchange.export)
+files.command(exchange.import_, name="import")
+app.command(files)
 app.register_install_completion_command(add_to_startup=False)
 
 
