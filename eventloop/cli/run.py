@@ -120,9 +120,6 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-# ------------------------------------------------------------------------------------------------------ folders of runs
-
-
 def _work_dir(loop: dict[str, Any], config: Path, resume: str | None) -> tuple[Path, str | None]:
     """Return the folder of the run, and what the loop is to resume."""
     chosen, default = loop.get("work_dir"), _RUNS / config.stem

@@ -28,8 +28,6 @@ _LISTS = (list, tuple, set, frozenset, abc.Sequence, abc.MutableSequence, abc.It
 _TABLES = (dict, abc.Mapping, abc.MutableMapping)
 _NOT_IT: Any = object()
 
-# ---------------------------------------------------------------------------------------------------------- signatures
-
 
 class OptionsOf(msgspec.Struct, frozen=True):
     """Mark the ``**options`` of a constructor as options of the class that another option names.
@@ -147,9 +145,6 @@ def _member(annotation: Any) -> Member:
     if base is not None and (issubclass(base, msgspec.Struct) or dataclasses.is_dataclass(base) or typing.is_typeddict(base)):
         return Member("record", annotation, shown, None if typing.is_typeddict(base) else base)
     return Member("path" if base is not None and issubclass(base, os.PathLike) else "object", annotation, shown, base)
-
-
-# ------------------------------------------------------------------------------------------------------------- objects
 
 
 class Maker:

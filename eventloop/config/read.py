@@ -38,9 +38,6 @@ class FromText(str):
     __slots__ = ()
 
 
-# ------------------------------------------------------------------------------------------------------------- files
-
-
 def read(path: Path) -> dict[str, Any]:
     """Return the configuration in a ``.toml``, ``.yaml``, ``.yml`` or ``.json`` file.
 

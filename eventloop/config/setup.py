@@ -24,6 +24,7 @@ from eventloop.training.distributed.ranks import is_parallel, world_size
 from eventloop.training.loop import TrainLoop
 from eventloop.training.rng import checked_seed, seed_everything
 
+Tables = Mapping[str, Mapping[str, Any]]
 Chosen = tuple[Hook, PriorityLike | None]
 """A hook and its priority from the configuration; None keeps the hook's own priority."""
 
@@ -78,7 +79,7 @@ def hook_from(entry: Any, maker: Maker, where: str) -> Chosen:
     return hook, priority
 
 
-def merged(defaults: Mapping[str, Mapping[str, Any]], changes: Any, where: str) -> dict[str, Any]:
+def merged(defaults: Tables, changes: Any, where: str) -> dict[str, Any]:
     """Return ``defaults`` with the changes of a configuration, by name.
 
     A table without ``type`` changes options, a table with ``type`` replaces the hook, and ``false`` (or null) removes it. A new
@@ -160,13 +161,7 @@ class Setup:
         ConfigurationError: a key is unknown or missing, a module does not exist, or an option of the loop is invalid.
     """
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        *,
-        default_hooks: Mapping[str, Mapping[str, Any]] | None = None,
-        folders: Sequence[Path] = (),
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], *, default_hooks: Tables | None = None, folders: Sequence[Path] = ()) -> None:
         signature = Signature(TrainLoop, label="loop")
         signature.options = {name: option for name, option in signature.options.items() if name not in _NOT_OF_LOOP}
         self._defaults = default_hooks or {}

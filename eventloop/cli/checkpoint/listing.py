@@ -32,11 +32,7 @@ class Found(msgspec.Struct):
     state: Literal["complete", "verified", "damaged", "unreadable", "weights"] = "complete"
     problem: str = ""  # why it is damaged or unreadable
     progress: Mapping[str, Any] = {}
-
-    def age(self) -> tuple[bool, tuple[int, ...], float]:
-        """Return a sort key: the progress of the run, then the time of change; unknown progress is last."""
-        progress = how_far({"progress": self.progress}) if self.progress else ()
-        return not progress, progress, self.modified or 0.0
+    how_far: tuple[int, ...] = ()  # () if unknown, or for another kind of file
 
 
 def ls(directory: FileOrURL, /, *, verify: bool = False) -> int:
@@ -46,7 +42,8 @@ def ls(directory: FileOrURL, /, *, verify: bool = False) -> int:
         directory: a directory, or its URL, such as s3://bucket/run.
         verify: read every byte and check the digests, not only the headers.
     """
-    files = sorted((_examined(found, every_byte=verify) for found in _find(directory)), key=Found.age)
+    files = [_examined(found, every_byte=verify) for found in _find(directory)]
+    files.sort(key=lambda found: (not found.how_far, found.how_far, found.modified or 0.0))
     text = read_pointer(directory)
     newest = file_named(directory, text, []) if text else None
     if files:
@@ -124,7 +121,7 @@ def _examined(found: Found, *, every_byte: bool) -> Found:
     try:
         tree = outline(path)
         progress = tree.get("progress") if isinstance(tree, Mapping) else None
-        found.progress = progress if isinstance(progress, Mapping) else {}
+        found.progress, found.how_far = (progress, how_far(tree)) if isinstance(progress, Mapping) else ({}, ())
         if every_byte:
             verify(path)
             verify_shards(tree, path)
