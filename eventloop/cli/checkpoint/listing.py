@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from rich.filesize import decimal
@@ -31,8 +31,7 @@ class Found(msgspec.Struct):
     modified: float | None
     state: Literal["complete", "verified", "damaged", "unreadable", "weights"] = "complete"
     problem: str = ""  # why it is damaged or unreadable
-    progress: Mapping[str, Any] = {}
-    how_far: tuple[int, ...] = ()  # () if unknown, or for another kind of file
+    progress: tuple[int, ...] = ()  # iteration, epoch …; () if unknown, or for another kind of file
 
 
 def ls(directory: FileOrURL, /, *, verify: bool = False) -> int:
@@ -43,7 +42,7 @@ def ls(directory: FileOrURL, /, *, verify: bool = False) -> int:
         verify: read every byte and check the digests, not only the headers.
     """
     files = [_examined(found, every_byte=verify) for found in _find(directory)]
-    files.sort(key=lambda found: (not found.how_far, found.how_far, found.modified or 0.0))
+    files.sort(key=lambda found: (not found.progress, found.progress, found.modified or 0.0))
     text = read_pointer(directory)
     newest = file_named(directory, text, []) if text else None
     if files:
@@ -120,8 +119,7 @@ def _examined(found: Found, *, every_byte: bool) -> Found:
     path = found.names[0]
     try:
         tree = outline(path)
-        progress = tree.get("progress") if isinstance(tree, Mapping) else None
-        found.progress, found.how_far = (progress, how_far(tree)) if isinstance(progress, Mapping) else ({}, ())
+        found.progress = how_far(tree)
         if every_byte:
             verify(path)
             verify_shards(tree, path)
@@ -142,11 +140,11 @@ def _table(files: list[Found], newest: AnyPath | None) -> Table:
     table = Table(*columns, box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for found in files:
         first, *others = found.names
-        counts = [found.progress.get(name) for name in ("epoch", "iter")]
+        counts = [str(count) if count.bit_length() <= 64 else "-" for count in found.progress[1::-1]] or ["-", "-"]
         table.add_row(
             "→" if newest in found.names else "",
             Text("\n".join([printable(first.name), *(f"= {printable(path.stem)}" for path in others)])),
-            *(str(count) if isinstance(count, int) and count.bit_length() <= 64 else "-" for count in counts),
+            *counts,
             decimal(found.bytes, precision=1).replace("bytes", "B"),
             _when(found.modified),
             f"[{_STYLES[found.state]}]{found.state}[/]",
