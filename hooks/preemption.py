@@ -75,7 +75,7 @@ class PreemptionHook(Hook):
         self._workers.ignore()
         for number in self.signals:
             self._previous[number] = signal.getsignal(number)
-            signal.signal(number, partial(self._heard, event.run))
+            signal.signal(number, partial(self._on_signal, event.run))
 
     @mount(priority=Priority.LOWEST)
     def after_run(self, event: AfterRun) -> None:
@@ -85,7 +85,7 @@ class PreemptionHook(Hook):
             log.warning("a signal ended the run", signal=self.received.name, saved=self._saved, iter=event.progress.iter, **why)
         event.run.wait_for_saves()
 
-    def _heard(self, run: RunView, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, run: RunView, number: int, frame: FrameType | None) -> None:
         # Python calls this between any two instructions of the main thread, which may hold any lock: never lock, log or
         # change a shared collection here.
         now = time.monotonic()

@@ -127,7 +127,7 @@ class IterTimerHook(Hook):
         self._data_seconds = 0.0
 
     @mount("before_val_iter", "before_test_iter")
-    def batch_is_there(self, event: events.BeforeValIter | events.BeforeTestIter) -> None:
+    def batch_arrives(self, event: events.BeforeValIter | events.BeforeTestIter) -> None:
         self._data_seconds += perf_counter() - self._last
 
     @mount("after_val_iter", "after_test_iter")

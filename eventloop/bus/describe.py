@@ -75,9 +75,9 @@ def describe(subscriptions: Sequence[Subscription], *, stats: bool, ranks: bool 
         (name, one)
         for name in mount_points()
         for one in subscriptions
-        if any(heard in lineage(resolve(name)) and not _listed_apart(heard) for heard in one.mount_points)
+        if any(heard in lineage(resolve(name)) and not _has_own_row(heard) for heard in one.mount_points)
     ]
-    pairs += [(name, one) for one in subscriptions for name in one.mount_points if _listed_apart(name)]
+    pairs += [(name, one) for one in subscriptions for name in one.mount_points if _has_own_row(name)]
     rows = [
         Row(
             mount_point=name,
@@ -95,7 +95,7 @@ def describe(subscriptions: Sequence[Subscription], *, stats: bool, ranks: bool 
     return Description(rows, stats, ranks)
 
 
-def _listed_apart(mount_point: str) -> bool:
+def _has_own_row(mount_point: str) -> bool:
     """Return True for ``Event`` and for groups that users declare, which have one row instead of one per event."""
     event = resolve(mount_point)
     return event is Event or (event.group and mount_point not in BUILTIN)

@@ -276,7 +276,7 @@ class Maker:
         kinds = members(annotation)
         forms = {one.form for one in kinds}
         if "any" in forms:
-            return self._anything(settle(value), where)
+            return self._untyped(settle(value), where)
         typed = isinstance(value, FromText)
         if typed and forms - {"text", "path"} and isinstance(found := parsed(value), list | dict):
             value = found
@@ -321,14 +321,14 @@ class Maker:
         is_made = kind.form in ("object", "record", "path") and kind.base is not None and isinstance(value, kind.base)
         return value if is_made else _NOT_IT
 
-    def _anything(self, value: Any, where: str) -> Any:
+    def _untyped(self, value: Any, where: str) -> Any:
         """Make an object of every table in an untyped value whose ``type`` is ``module:attribute``."""
         if isinstance(value, dict) and is_reference(value.get("type")):
             return self.make(value, where)
         if isinstance(value, dict):
-            return {key: self._anything(entry, inside(where, str(key))) for key, entry in value.items()}
+            return {key: self._untyped(entry, inside(where, str(key))) for key, entry in value.items()}
         if isinstance(value, list):
-            return [self._anything(entry, inside(where, index)) for index, entry in enumerate(value)]
+            return [self._untyped(entry, inside(where, index)) for index, entry in enumerate(value)]
         return value
 
 

@@ -47,16 +47,16 @@ def read(path: Path) -> dict[str, Any]:
     """
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        hint = "; a Python file is a program: run it with python" if path.suffix == ".py" else _those_there(path)
+        hint = "; a Python file is a program: run it with python" if path.suffix == ".py" else _neighbours(path)
         raise wrong(str(path), f"a configuration is a .toml, .yaml or .json file{hint}")
     try:
         text = _text(path)
         found = reader(text) if text.strip() else None
         _check_bounds(found)
     except OSError as error:
-        raise wrong(str(path), f"cannot be read: {error.strerror}{_those_there(path)}") from None
+        raise wrong(str(path), f"cannot be read: {error.strerror}{_neighbours(path)}") from None
     except (RecursionError, ValueError) as error:  # UnicodeDecodeError and the errors of the readers, too
-        raise wrong(str(path), _why(error)) from None
+        raise wrong(str(path), _reason(error)) from None
     if not isinstance(found, dict):
         got = "nothing" if not found else kind_of(found)
         raise wrong(str(path), f"expected a table with model, data, optimizer …, got {got}")
@@ -71,7 +71,7 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _those_there(path: Path) -> str:
+def _neighbours(path: Path) -> str:
     """Return the names of the configurations in a folder (or a file's folder), as the end of a message."""
     folder = path if path.is_dir() else path.parent
     found = sorted(one.name for one in folder.glob("*") if one.suffix.lower() in SUFFIXES and one.is_file())
@@ -80,7 +80,7 @@ def _those_there(path: Path) -> str:
     return did_you_mean(path.name, found) or f"; in {folder} there are {', '.join(found)}"
 
 
-def _why(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return _TOO_DEEP
     if isinstance(error, UnicodeDecodeError):
@@ -130,7 +130,7 @@ def _yaml(text: str) -> Any:
         try:
             return loader("").construct_document(node)
         except (AttributeError, KeyError, ValueError) as error:  # such as 2026-13-01, or !!bool maybe
-            raise ValueError(f"a value is not of its type: {_why(error)}") from None
+            raise ValueError(f"a value is not of its type: {_reason(error)}") from None
     except yaml.MarkedYAMLError as error:
         raise ValueError(f"{error.problem}{_at(error.problem_mark)}") from None
     except yaml.YAMLError as error:
@@ -183,7 +183,7 @@ def override(config: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
         try:
             _check_bounds(parsed(value))
         except (RecursionError, ValueError) as error:
-            raise wrong(key, _why(error)) from None
+            raise wrong(key, _reason(error)) from None
         _put(changed, _steps(key.strip()), value)
     return changed
 

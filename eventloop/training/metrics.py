@@ -48,7 +48,7 @@ class Metrics:
 
     With several ranks, means cover the samples of all ranks, each once. A torchmetrics metric syncs itself. A metric with
     ``merge_state(others)`` (torcheval's protocol) is merged from pickled copies. Any other metric covers rank 0 only, with a
-    warning; all metrics of a run share the names already warned about (``told``).
+    warning; all metrics of a run share the names already warned about (``warned``).
 
     Raises:
         ConfigurationError: a metric lacks ``update``, ``compute`` or ``reset``.
@@ -56,14 +56,14 @@ class Metrics:
 
     @check_options
     def __init__(
-        self, metrics: NamedMetrics | None = None, device: torch.device | None = None, told: set[str] | None = None
+        self, metrics: NamedMetrics | None = None, device: torch.device | None = None, warned: set[str] | None = None
     ) -> None:
         self._metrics = dict(metrics or {})
         self._device = device
         self._wanted = {name: _parameters(name, metric) for name, metric in self._metrics.items()}
         self._sums: dict[str, tuple[Any, int]] = {}  # of the scalar entries, with the number of samples
         self._empty = True
-        self._told = set() if told is None else told
+        self._warned = set() if warned is None else warned
         # Entries that feed a metric. The loss is averaged all the same.
         self._fed = {entry for wanted in self._wanted.values() for entry in wanted or ()} - {"loss"}
         self._sized: set[str] = set()  # entries that were not a scalar in some batch
@@ -126,8 +126,8 @@ class Metrics:
         able = {name: metric for name, metric in alone.items() if callable(getattr(metric, "merge_state", None))}
         gathered = ranks.gather(able)
         for name, metric in alone.items():
-            if name not in able and name not in self._told:
-                self._told.add(name)
+            if name not in able and name not in self._warned:
+                self._warned.add(name)
                 log.warning(
                     "this metric covers only the batches of rank 0; give it merge_state(others) to cover all ranks",
                     metric=name,

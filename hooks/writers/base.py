@@ -65,7 +65,7 @@ class Writer:
             iteration, with more their means (see ``LoggerHook``).
 
     Raises:
-        ConfigurationError: the interval is not positive.
+        ConfigurationError: an option is invalid. All writers check their options.
     """
 
     interval: int | None = None

@@ -28,9 +28,6 @@ class ConsoleWriter(Writer):
             both use the same console.
         interval: iterations between lines; None uses the logger's.
         num_digits: digits after the decimal point.
-
-    Raises:
-        ConfigurationError: the interval is not positive, or the number of digits is negative.
     """
 
     @check_options

@@ -25,9 +25,6 @@ class CSVWriter(FileWriter):
     Args:
         filename: name of the file in the work dir.
         interval: iterations between rows; None uses the logger's.
-
-    Raises:
-        ConfigurationError: an option is invalid.
     """
 
     @check_options

@@ -48,7 +48,7 @@ class FileWriter(Writer):
             raise OSError(error.errno, "the file is a symbolic link, which is not followed; remove it", str(path)) from None
         file = os.fdopen(descriptor, "ab")
         try:
-            _cut_half_a_line(descriptor, path)
+            _cut_incomplete_line(descriptor, path)
         except BaseException:
             file.close()
             raise
@@ -102,7 +102,7 @@ def run_id(work_dir: Path | None, filename: str, make: Callable[[], str], exists
     return made
 
 
-def _cut_half_a_line(descriptor: int, path: Path) -> None:
+def _cut_incomplete_line(descriptor: int, path: Path) -> None:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "the path is not a regular file; remove it", str(path))

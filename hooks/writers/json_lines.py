@@ -27,9 +27,6 @@ class JSONLinesWriter(FileWriter):
     Args:
         filename: name of the file in the work dir.
         interval: iterations between lines; None uses the logger's.
-
-    Raises:
-        ConfigurationError: an option is invalid.
     """
 
     @check_options

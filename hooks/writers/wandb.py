@@ -47,16 +47,16 @@ class WandbWriter(Writer):
         """Begin a W&B run; the user's global W&B run stays untouched."""
         run.folder.mkdir(parents=True, exist_ok=True)
         self._iter, self._failed = 0, False
-        noted = run_id(run.work_dir, "wandb/run_id", lambda: secrets.token_hex(4))
+        stored_id = run_id(run.work_dir, "wandb/run_id", lambda: secrets.token_hex(4))
         # W&B names a folder by second and id, and would overwrite the folder of a training that ended in the same second.
-        while (run.folder / "wandb" / f"offline-run-{datetime.now().astimezone():%Y%m%d_%H%M%S}-{noted}").exists():
+        while (run.folder / "wandb" / f"offline-run-{datetime.now().astimezone():%Y%m%d_%H%M%S}-{stored_id}").exists():
             time.sleep(0.05)
         self._run = self._wandb.init(
             mode="offline",
             dir=str(run.work_dir),
             project=self.project,
             name=run.name,
-            id=noted,
+            id=stored_id,
             reinit="create_new",
             # A logger does not record the terminal, the code and the machine.
             settings=self._wandb.Settings(console="off", silent=True, x_disable_stats=True, disable_git=True, save_code=False),
