@@ -2,7 +2,7 @@
 
 from eventloop.offload.collectives import collectives_allowed
 from eventloop.offload.consumers import Delivery, Reader, Sources, arrive_async
-from eventloop.offload.detach import detach, detacher, from_json, from_msgpack, is_plain
+from eventloop.offload.detach import detacher, from_json, from_msgpack, is_plain
 from eventloop.offload.drain import Deadline, DrainReport
 from eventloop.offload.importable import importable_of
 from eventloop.offload.lane import FULL, Full, Lane
@@ -27,7 +27,6 @@ __all__ = [
     "Sources",
     "arrive_async",
     "collectives_allowed",
-    "detach",
     "detacher",
     "from_json",
     "from_msgpack",

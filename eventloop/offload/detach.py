@@ -41,7 +41,7 @@ def detacher() -> Detach:
 
 
 def is_plain(event_type: type[Event]) -> bool:
-    """True if all fields of ``event_type`` are plain and immutable, so that :func:`detach` has nothing to do."""
+    """Return True if all fields of ``event_type`` are plain and immutable, so that detaching an event changes nothing."""
     try:
         return all(plan == "keep" for plan in _plans(event_type).values())
     except EventDefinitionError:
@@ -118,16 +118,12 @@ def _make(event_type: type[Event]) -> Detach:
     """Return the function that detaches events of one class, with no more work than its fields need."""
     plans = _plans(event_type)
     if all(plan == "keep" for plan in plans.values()):
-        return _same
+        return lambda event: event
     keep, copied, scalars = ([name for name in plans if plans[name] == kind] for kind in ("keep", "copy", "scalars"))
     target = detached_type(event_type)
     if copied or len(scalars) != 1:
         return _copying(target, keep, copied, scalars)
     return _taking(target, keep, scalars[0])
-
-
-def _same(event: Event) -> Event:
-    return event
 
 
 def _taking(target: type[Event], keep: list[str], scalars: str) -> Detach:
@@ -199,7 +195,3 @@ def _live_property(event_type: type[Event], name: str) -> property:
         )
 
     return property(touch, doc=f"Raises LiveFieldError: {name} is live training state.")
-
-
-detach = detacher()
-"""Return an event without its live fields (:func:`detacher`), outside of any lane."""

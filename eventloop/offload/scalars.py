@@ -11,6 +11,7 @@ with one element: that is the smaller last batch.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -49,16 +50,12 @@ class ScalarTaker:
         if plan is not None:
             try:
                 taken = plan.take(values)
-            except (
-                RuntimeError,
-                TypeError,
-                AttributeError,
-                ValueError,
-            ):  # a scalar has another shape now, or is something else
+            except (RuntimeError, TypeError, AttributeError, ValueError):  # a scalar has another shape or kind now
                 taken = None
             if taken is not None:
                 return taken
-        self._sized.update(name for name, value in outputs.items() if _elements(value) != 1)
+        arrays = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor | np.ndarray)}
+        self._sized.update(name for name, value in arrays.items() if math.prod(value.shape) != 1)
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
         plan = self._plans[names] = ScalarPlan(names, values, self._sized)
@@ -90,7 +87,7 @@ class ScalarPlan:
         self._order = None if taken == sorted(taken) else _getter([taken.index(position) for position in sorted(taken)])
 
     def take(self, values: tuple[Any, ...]) -> Taken | None:
-        """Take what is planned; None if the values are of other kinds than planned.
+        """Take the planned values; None if they are of other kinds than planned.
 
         Raises:
             RuntimeError, TypeError, AttributeError, ValueError: a value that was planned as a scalar is not one.
@@ -103,7 +100,7 @@ class ScalarPlan:
                 return None  # it has become a scalar
             numbers = self._number(values)
             if self._numpy:
-                numbers = tuple([_item(value) for value in numbers])
+                numbers = tuple([value.item() if isinstance(value, np.generic | np.ndarray) else value for value in numbers])
         if self._shaped:
             reshaped = list(values)
             for i in self._shaped:
@@ -118,7 +115,7 @@ class ScalarPlan:
         return self, numbers, stacks
 
     def read(self, numbers: Sequence[Any], stacks: Sequence[torch.Tensor | DeviceStack]) -> dict[str, Any]:
-        """Return what :meth:`take` has taken, by name in the order of the outputs; on the consumer's thread, which may wait."""
+        """Return the scalars by name, in the order of the outputs; on the consumer's thread, which may wait."""
         found = [*numbers]
         for stack in stacks:
             found += stack.tolist()
@@ -165,8 +162,7 @@ class DeviceStack(msgspec.Struct, eq=False):
     tensor: torch.Tensor  # kept until the copy has arrived: another stream would use its memory again
     stream: torch.cuda.Stream
     fetches: _Fetches
-    host: torch.Tensor | None = None
-    arrived: torch.cuda.Event | None = None
+    fetched: Fetched | None = None
 
     def query(self) -> bool:
         """Return True if :meth:`tolist` need not wait; begins the copy to the host."""
@@ -205,16 +201,16 @@ class _Fetches:
         return stack
 
     def begin(self, stack: DeviceStack) -> Fetched:
-        """Return where ``stack`` is being copied to, and what tells that it has arrived; begins the copy if need be."""
+        """Return the tensor that ``stack`` is copied to and the event of its arrival; begins the copy if need be."""
         with self._lock:
-            if stack.host is None or stack.arrived is None:
+            if stack.fetched is None:
                 stacks = [self._waiting.popleft() for _ in range(len(self._waiting))]
                 if stack not in stacks:
                     stacks.append(stack)
                 hosts, arrived = _fetch([one.tensor for one in stacks], {one.stream for one in stacks})
                 for one, host in zip(stacks, hosts.unbind(), strict=True):
-                    one.host, one.arrived = host, arrived
-            return cast("Fetched", (stack.host, stack.arrived))
+                    one.fetched = host, arrived
+            return cast("Fetched", stack.fetched)
 
 
 Fetched = tuple[torch.Tensor, torch.cuda.Event]
@@ -248,16 +244,6 @@ def _kind(value: Any, *, sized: bool) -> Literal["number", "tensor", "other"]:
     if isinstance(value, np.ndarray):
         return "other" if value.ndim and sized else "number"
     return "number" if isinstance(value, int | float | str | np.generic) else "other"
-
-
-def _elements(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel()
-    return value.size if isinstance(value, np.ndarray) else 1
-
-
-def _item(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic | np.ndarray) else value
 
 
 def _getter(positions: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

@@ -15,28 +15,23 @@ from eventloop.offload.snapshot import Snapshot, capture, nbytes
 
 
 class SizedLane(Lane):
-    """A lane of copies of what ``picks`` returns: at most ``max_bytes`` together, with those that the handler has.
+    """A lane of copies of the values that ``picks`` (the ``capture=`` of the subscription) returns.
 
-    The order is: a slot, then ``picks``, then its bytes, then the copy. So nothing is copied that has no room.
-
-    Args:
-        label: of the subscription, for errors.
-        picks: the ``capture=`` of the subscription: picks from the event what is queued.
-        max_bytes: budget for the tensors and arrays of what is queued and what is being handled; None counts only.
-        **options: of :class:`Lane`.
+    The tensors and arrays that are queued or in the handler have at most ``max_bytes`` together; None counts them only. The
+    order is: a slot, then ``picks``, then its bytes, then the copy. So nothing is copied that has no room.
     """
 
-    chunk = 1  # what was taken holds its bytes, and cannot be dropped any more
+    chunk = 1  # a value that was taken holds its bytes, and cannot be dropped any more
 
     def __init__(self, label: str, picks: Callable[[Any], Any], *, max_bytes: int | None = None, **options: Any) -> None:
         super().__init__(label, self._captured, **options)
         self._picks = picks
         self.max_bytes = max_bytes
         self._own = _Own()
-        self._in_hand: deque[int] = deque()  # sizes of what was taken and is not accounted for, oldest first
+        self._in_hand: deque[int] = deque()  # sizes of values that were taken and are not counted yet, oldest first
 
     def put(self, event: Any) -> None:
-        """Queue a copy of what the capture picks, as the policy allows for slots and for bytes.
+        """Queue a copy of the captured value, as the policy allows for slots and for bytes.
 
         Raises:
             LaneFullError: also for a value that is larger than the whole budget.
@@ -86,9 +81,9 @@ class SizedLane(Lane):
         self._own.bytes = 0
 
     def _drop_for(self, size: int, budget: float) -> bool:
-        # Only what is queued can make room: not what the handler or another publisher holds.
-        queued = [self._size(index) for index in range(len(self._queue))]
-        if sum(queued) < self.bytes + size - budget:
+        # Only queued values can make room: not those that the handler or another publisher holds.
+        queued = list(self._queue)  # at once: other publishers may append
+        if sum(map(self._size, queued)) < self.bytes + size - budget:
             return False
         if self.full == "latest":
             self._drop(len(queued))
@@ -96,14 +91,13 @@ class SizedLane(Lane):
             self._drop(1)
         return True
 
-    def _size(self, index: int) -> int:
-        item = self._queue[index]
+    def _size(self, item: Any) -> int:
         size: int = (item[1] if self.contextual else item).nbytes
         return size
 
     def _drop(self, most: int) -> None:
         for _ in range(min(most, len(self._queue))):
-            size = self._size(0)
+            size = self._size(self._queue[0])
             # Without a call in between, as in the lane's own.
             self.bytes -= size
             super()._drop(1)
@@ -111,7 +105,7 @@ class SizedLane(Lane):
     def take(self, most: int) -> list[Any]:
         """Return queued items, oldest first; their slots are free again, their bytes are not yet."""
         items = super().take(most)
-        self._in_hand.extend((item[1] if self.contextual else item).nbytes for item in items)
+        self._in_hand.extend(map(self._size, items))
         return items
 
     def count(self, *, delivered: int = 0, dropped: int = 0, failed: int = 0) -> None:

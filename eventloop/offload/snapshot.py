@@ -1,4 +1,4 @@
-"""Snapshots: what an offloaded handler gets, copied on the publisher's thread.
+"""Snapshots: values for an offloaded handler, copied on the publisher's thread.
 
 Nothing here waits for a device. Copies from a GPU are queued behind what the training thread has queued before, and the
 consumer waits for them.
@@ -23,10 +23,10 @@ IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, tor
 
 
 class Owned(Generic[T]):
-    """Wraps what a ``capture=`` returns when the handler may have it without a copy.
+    """Wraps the value that a ``capture=`` returns, so that the handler gets it without a copy.
 
-    The handler receives ``value``. For captures that have made their own copy (a rendered figure, a cloned ``state_dict``):
-    no other code may change the value afterwards.
+    For captures that have made their own copy (a rendered figure, a cloned ``state_dict``): no other code may change the value
+    afterwards.
     """
 
     __slots__ = ("value",)
@@ -60,7 +60,7 @@ class Snapshot(msgspec.Struct, eq=False):
 
 
 def capture(value: Any) -> Snapshot:
-    """Copy what ``capture=`` returned: tensors (and numpy arrays) in any nesting of dicts, lists and tuples.
+    """Copy the value of ``capture=``: tensors (and numpy arrays) in any nesting of dicts, lists and tuples.
 
     Tensors arrive on the CPU, detached from the graph, in the shape they had.
 
@@ -105,7 +105,10 @@ class Copies:
         if isinstance(value, IMMUTABLE):
             return value
         if isinstance(value, torch.Tensor):
-            return self._tensor(value)
+            if value.device.type != "cuda":
+                return value.detach().clone().cpu()
+            self._gpus.add(value.device)
+            return pinned(value)
         if isinstance(value, dict):
             return {key: self.copy(entry) for key, entry in value.items()}
         if isinstance(value, list | set | frozenset):
@@ -116,12 +119,6 @@ class Copies:
         if isinstance(value, np.ndarray):
             return np.array(value)
         return _copy_object(value)
-
-    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type != "cuda":
-            return tensor.detach().clone().cpu()
-        self._gpus.add(tensor.device)
-        return pinned(tensor)
 
 
 def _copy_object(value: Any) -> Any:

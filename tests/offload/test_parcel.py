@@ -7,10 +7,11 @@ import torch
 
 from eventloop import Event, Progress
 from eventloop.events import AfterTrainIter, AfterValEpoch
-from eventloop.offload import detach
+from eventloop.offload import detacher
 from eventloop.offload.parcel import Segment, pack, unpack
 from eventloop.offload.snapshot import Snapshot
 
+detach = detacher()
 TENSORS = [
     torch.arange(6.0).reshape(2, 3),
     torch.arange(6.0).reshape(2, 3).t(),

@@ -18,10 +18,11 @@ from eventloop.events import (
     OnException,
     RunEvent,
 )
-from eventloop.offload import Owned, detach
+from eventloop.offload import Owned, detacher
 from eventloop.offload.detach import detached_type
 from eventloop.offload.snapshot import Snapshot, capture
 
+detach = detacher()
 P = Progress(epoch=2, iter=30, stage="train")
 
 
