@@ -32,44 +32,28 @@ Bytes = npt.NDArray[np.uint8]
 _ALIGNMENT = 64  # of every part, so that copies run at full speed
 
 
-class _Events(msgspec.Struct):
-    """Encoded events, and the modules that declare them."""
-
-    origins: list[Origin]
-    encoded: list[bytes]
-
-
-def pack(items: Sequence[Any], segment: Segment) -> bytes:
+def pack(items: list[Any], segment: Segment) -> bytes:
     """Write ``items`` to ``segment``, and return the ticket with which the other side can :func:`unpack` them.
 
     Raises:
         TypeError: an event has a field that msgpack cannot hold.
-        Exception: whatever an object in a captured value raises when it is pickled.
+        Exception: the error of an object in a captured value that cannot be pickled.
     """
-    payload: Any = list(items)
-    if all(isinstance(item, Event) for item in items):
-        # The modules of the registered classes: a detached event's class is made from one of them.
-        modules = {registry[item.mount_point].__module__ for item in items}
-        payload = _Events([origin_of(module) for module in modules], [item.to_msgpack() for item in items])
     pickler = _Pickler()
-    pickler.dump(payload)
-    parts = segment.write([_bytes(one) for one in (pickler.file.getbuffer(), *(part.raw() for part in pickler.parts))])
+    pickler.dump(items)
+    parts = segment.write([np.asarray(part) for part in (pickler.file.getbuffer(), *(one.raw() for one in pickler.parts))])
     return msgspec.msgpack.encode((segment.size, parts))
 
 
 def unpack(ticket: bytes, segment: Segment) -> list[Any]:
     """Return the items of :func:`pack`; copies, which the handler may keep."""
     pickled, *parts = segment.read(*msgspec.msgpack.decode(ticket))
-    payload: Any = pickle.loads(pickled.data, buffers=parts)  # noqa: S301 - our own bytes
-    if not isinstance(payload, _Events):
-        return list(payload)
-    for origin in payload.origins:
-        load(origin)  # declares the events, where the handler's module does not
-    return [from_msgpack(event) for event in payload.encoded]
+    items: list[Any] = pickle.loads(pickled.data, buffers=parts)  # noqa: S301 - our own bytes
+    return items
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves the bytes of tensors and arrays out of the pickle: they would be copied twice more."""
+    """Leaves the bytes of tensors and arrays beside the pickle: in it, they would be copied twice more."""
 
     def __init__(self) -> None:
         self.file = io.BytesIO()
@@ -77,7 +61,10 @@ class _Pickler(pickle.Pickler):
         super().__init__(self.file, protocol=5, buffer_callback=self.parts.append)
 
     def reducer_override(self, value: Any) -> Any:
-        """Reduce a plain tensor to its bytes; sparse and quantised tensors and subclasses go torch's own way."""
+        """Reduce events to msgpack and plain tensors to bytes; torch reduces sparse and quantised tensors and subclasses."""
+        if isinstance(value, Event):
+            # The module of the registered class: a detached event's class is made from that.
+            return _event, (origin_of(registry[value.mount_point].__module__), value.to_msgpack())
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_quantized:
             return NotImplemented
         flat = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
@@ -88,8 +75,9 @@ def _tensor(part: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Te
     return torch.frombuffer(part, dtype=dtype).reshape(shape) if part.nbytes else torch.empty(shape, dtype=dtype)
 
 
-def _bytes(buffer: memoryview) -> Bytes:
-    return np.frombuffer(buffer, np.uint8) if buffer.nbytes else np.empty(0, np.uint8)
+def _event(origin: Origin, encoded: bytes) -> Event:
+    load(origin)  # declares the event, where the handler's module does not
+    return from_msgpack(encoded)
 
 
 class Segment:
