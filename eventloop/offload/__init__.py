@@ -5,14 +5,13 @@ from eventloop.offload.consumers import Delivery, Reader, Sources, arrive_async
 from eventloop.offload.detach import detacher, from_json, from_msgpack, is_plain
 from eventloop.offload.drain import Deadline, DrainReport
 from eventloop.offload.importable import importable_of
-from eventloop.offload.lane import FULL, Full, Lane
+from eventloop.offload.lane import Full, Lane
 from eventloop.offload.loops import Backend, HostLoop, in_thread, threadsafe_call
 from eventloop.offload.runtime import Runtime
 from eventloop.offload.sized import SizedLane
 from eventloop.offload.snapshot import Owned
 
 __all__ = [
-    "FULL",
     "Backend",
     "Deadline",
     "Delivery",

@@ -6,10 +6,10 @@ on another rank: all of them would hang, or mix up their tensors.
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import distributed
@@ -30,9 +30,16 @@ def refuses_collectives(handler: Callable[[Any], Any], label: str, *, is_async: 
     """
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return handler
-    if is_async:
-        return functools.partial(_call_async, handler, label)
-    return functools.partial(_call, handler, label)
+
+    def call(function: Callable[..., Any], *arguments: Any) -> Any:
+        with _Refusal(label):
+            return function(*arguments)
+
+    async def call_async(item: Any) -> Any:
+        # Step by step: the refusal must not reach the other tasks of the loop's thread.
+        return await await_through(call, handler(item))
+
+    return call_async if is_async else partial(call, handler)
 
 
 @contextmanager
@@ -60,17 +67,3 @@ class _Refusal(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: un
                 "inline, or reduce in an inline handler and hand the result over (run.publish, capture=)"
             )
         return func(*args, **(kwargs or {}))
-
-
-def _call(handler: Callable[[Any], Any], label: str, item: Any) -> Any:
-    with _Refusal(label):
-        return handler(item)
-
-
-async def _call_async(handler: Callable[[Any], Coroutine[Any, Any, Any]], label: str, item: Any) -> Any:
-    # Step by step: the refusal must not reach the other tasks of the loop's thread.
-    def take_step(function: Callable[..., Any], *arguments: Any) -> Any:
-        with _Refusal(label):
-            return function(*arguments)
-
-    return await await_through(take_step, handler(item))

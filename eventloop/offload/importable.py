@@ -8,9 +8,10 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -20,14 +21,14 @@ _MISSING = object()
 _WAY_OUT = 'Define it with `def` at the top level of a module that can be imported, or use offload="thread"'
 
 
-class Origin(msgspec.Struct, frozen=True, array_like=True):
+class Origin(msgspec.Struct, frozen=True):
     """A module: its name, and its file in case only an importer of this process finds the name (pytest's)."""
 
     module: str
     file: str | None = None
 
 
-class Importable(msgspec.Struct, frozen=True, array_like=True):
+class Importable(msgspec.Struct, frozen=True):
     """A module-level function (or a static method of a module-level class)."""
 
     origin: Origin
@@ -35,10 +36,8 @@ class Importable(msgspec.Struct, frozen=True, array_like=True):
 
     def load(self) -> Callable[[Any], object]:
         """Import the module and return the function."""
-        found: Any = load(self.origin)
-        for name in self.qualname.split("."):
-            found = getattr(found, name)
-        return cast("Callable[[Any], object]", found)
+        found: Callable[[Any], object] = attrgetter(self.qualname)(load(self.origin))
+        return found
 
     def check(self, handler: Callable[..., Any]) -> None:
         """Raise WorkerDiedError unless the name leads to ``handler`` (a decorator runs before the name is bound)."""
@@ -107,10 +106,10 @@ def _refusal(what: str, why: str, way_out: str = _WAY_OUT) -> SubscribeError:
 
 
 def _bound(module: str, qualname: str) -> object:
-    found: object = sys.modules.get(module, _MISSING)
-    for name in qualname.split("."):
-        found = getattr(found, name, _MISSING)
-    return found
+    try:
+        return attrgetter(qualname)(sys.modules[module])
+    except (KeyError, AttributeError):
+        return _MISSING
 
 
 def _main_can_be_imported() -> bool:

@@ -25,14 +25,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 from eventloop.errors import LaneClosedError, LaneFullError
 from eventloop.log import get_logger
 from eventloop.offload.drain import Deadline, DrainReport
 
 Full = Literal["block", "drop_old", "drop_new", "latest", "raise"]
-FULL: tuple[str, ...] = get_args(Full)
 
 PATIENCE = 10.0
 """Seconds that a publisher waits for a slot, while nothing moves, before it logs which handler it waits for."""
@@ -49,15 +48,7 @@ _NOT_OPEN = "the bus is not open: wrap the publishing code in `with bus:` (a Run
 
 
 class Lane:
-    """A bounded queue with a policy for when it is full. Publishers on any thread, one consumer.
-
-    Args:
-        label: of the subscription, for errors.
-        prepare: turns an event into what is queued; runs on the publisher's thread once a slot is reserved.
-        capacity: events that the queue holds.
-        full: what a publish does when it is full: wait, drop the oldest or the newest, keep only the newest, or raise.
-        linger: seconds the consumer waits before it looks again.
-    """
+    """A bounded queue with a policy for when it is full. Publishers on any thread, one consumer."""
 
     chunk = 64
     """Items that the consumer takes at once for a handler that gets them one by one."""
@@ -71,14 +62,14 @@ class Lane:
         full: Full = "block",
         linger: float = 0.01,
     ) -> None:
-        self.label = label
-        self.capacity = capacity
+        self.label = label  # of the subscription, for errors
+        self.capacity = capacity  # most events in the queue
         self.contextual = False
         """Whether items are queued as tuples of the publisher's context and the item (some 100 ns)."""
         self.context = copy_context()  # of the subscriber, for handlers whose items come without one
-        self.linger = linger
-        self.full = full
-        self._prepare = prepare
+        self.linger = linger  # seconds after which the consumer looks again
+        self.full = full  # when it is full: wait, drop the oldest or the newest, keep only the newest, or raise
+        self._prepare = prepare  # makes an item of an event, on the publisher's thread once a slot is reserved
         self._queue: deque[Any] = deque()
         self._lock = threading.Lock()
         # Locks, all taken, of threads that wait for a change. A Condition would lose track of its own lock at a Ctrl-C in it.
@@ -188,16 +179,9 @@ class Lane:
             raise
 
     def _make_room(self, what: str, option: str, drop: Callable[[], bool], *, waited: bool) -> threading.Lock | None:
-        """Make room as the policy allows; called with the lock held.
+        """Make room as the policy allows, perhaps by ``drop``, which returns False if that is not enough.
 
-        Args:
-            what: fills the lane, for errors.
-            option: gives it more room.
-            drop: drops queued events; returns False if that makes no room.
-            waited: whether the publisher has waited already.
-
-        Returns:
-            None if there is room now, else a bell to wait for, or DROPPED.
+        Called with the lock held. Returns None if there is room now, else a bell to wait for, or DROPPED.
         """
         if self._closed or (self._retired and waited):
             if self._retired and (not waited or self.full != "block"):
@@ -249,12 +233,7 @@ class Lane:
     # -------------------------------------------------------------------------------------------- consumer's side
 
     def attach(self, wake: Callable[[], object], owns: Callable[[], bool]) -> None:
-        """Open the lane to publishers.
-
-        Args:
-            wake: wakes the consumer.
-            owns: returns True on a thread that must not wait for a slot; may raise instead.
-        """
+        """Open the lane to publishers. ``owns`` returns True on a thread that must not wait for a slot, or raises."""
         with self._lock:
             self._wake = wake
             self._owns = owns
@@ -281,13 +260,13 @@ class Lane:
         self.wake()
 
     def give_up(self, reason: str) -> None:
-        """Retire, and drop what is queued and what publishes under way still queue."""
+        """Retire, and drop the queued events and those of publishes under way."""
         self.given_up = True
         self.retire(reason)
         self.discard()
 
     def detach(self) -> None:
-        """Forget the consumer, which is gone, as its loop may be. What is still queued is dropped."""
+        """Forget the consumer, which is gone, as its loop may be, and drop the queued events."""
         with self._lock:
             self._closed = True
             self._set_gate()
@@ -297,7 +276,7 @@ class Lane:
         self.discard()
 
     def discard(self) -> None:
-        """Drop what is queued."""
+        """Drop the queued events."""
         with self._lock:
             self._drop(len(self._queue))
 
@@ -355,7 +334,7 @@ class Lane:
             return DrainReport(self._delivered, self._dropped + self._refused, self._failed, self._reserved - done)
 
     def join(self, deadline: Deadline) -> bool:
-        """Wait until all that was published before this call is done; False if ``deadline`` came first."""
+        """Wait until all events published before this call are done; False if ``deadline`` came first."""
         self.wake()
         target = None
         while True:

@@ -37,10 +37,12 @@ class Loop:
         self._call_soon: CallSoon = lambda callback: None  # until it runs: then it looks at ``stopping`` first
         self._arrivals: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
         self._bell: anyio.Event
+        self._ready = threading.Event()
         self._over = threading.Event()
 
     def start(self) -> None:
-        """Return once the loop runs; raises BusStateError if it does not start."""
+        """Wait until the loop takes tasks."""
+        self._ready.wait()
 
     def stop(self, grace: float) -> bool:
         """Cancel the tasks and wait, not on the loop's thread; False if ``grace`` seconds were too few."""
@@ -64,14 +66,12 @@ class Loop:
     def _ring(self) -> None:
         self._bell.set()
 
-    def _prepare(self) -> None:
-        """Prepare for calls from other threads; called inside the loop."""
+    async def _serve(self) -> None:
         self._bell = anyio.Event()
         self._call_soon = threadsafe_call()
-
-    async def _serve(self) -> None:
-        # Tasks are started from in here: anyio's task groups cannot be used from a bare callback of the loop.
+        self._ready.set()
         try:
+            # Tasks are started from in here: anyio's task groups cannot be used from a bare callback of the loop.
             async with anyio.create_task_group() as group:
                 while not self.stopping:
                     while self._arrivals:
@@ -91,15 +91,14 @@ class LoopThread(Loop):
     def __init__(self, backend: Backend, owner: object) -> None:
         super().__init__()
         self._backend = backend
-        self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._thread = OwnedThread(owner, self._run, self.name)
 
     def start(self) -> None:
-        """Start the loop if it is not running yet, and wait until it is."""
+        """Start the loop if it is not running yet; raises BusStateError if that fails."""
         if self._thread.ident is None:
             self._thread.start()
-        self._ready.wait()
+        super().start()
         if self._failure is not None:
             raise BusStateError(f"the {self._backend} event loop did not start: {self._failure}") from self._failure
 
@@ -114,16 +113,11 @@ class LoopThread(Loop):
         # asyncio on uvloop where that is installed
         options = {"use_uvloop": find_spec("uvloop") is not None} if self._backend == "asyncio" else {}
         try:
-            anyio.run(self._main, backend=self._backend, backend_options=options)
+            anyio.run(self._serve, backend=self._backend, backend_options=options)
         except BaseException as error:  # noqa: BLE001 - handed to start(), which raises it on the caller's thread
             self._failure = error
             self._ready.set()
             self._over.set()
-
-    async def _main(self) -> None:
-        self._prepare()
-        self._ready.set()
-        await self._serve()
 
 
 class HostLoop(Loop):
@@ -139,7 +133,6 @@ class HostLoop(Loop):
     def __init__(self) -> None:
         super().__init__()
         self._ident = threading.get_ident()
-        self._prepare()
         self._task: object  # held here: asyncio holds no task
         if in_trio():
             import trio

@@ -64,7 +64,7 @@ class ProcessCaller(Caller):
         try:
             if starts:
                 self._wait_for_start(process)
-            process.send(pack(what if self._batched else [what], process.segment))
+            _send(process.pipe, pack(what if self._batched else [what], process.segment))
             reply = self._receive(process, self._timeout)
         finally:
             with self._lock:
@@ -130,7 +130,7 @@ class _Process:
     def __init__(self, target: Importable, name: str, *, batched: bool) -> None:
         self.segment = Segment()
         self.code = 0
-        self._pipe, other = _spawn.Pipe()
+        self.pipe, other = _spawn.Pipe()
         # A daemon, so that multiprocessing's own exit handler cannot wait for it.
         self._process = _spawn.Process(target=serve, args=(other, self.segment, target, batched), name=name, daemon=True)
         # Blocked in the child, which inherits that, until it is ready to take them; no signal goes to this thread anyway.
@@ -138,7 +138,7 @@ class _Process:
         try:
             self._process.start()
         except BaseException:
-            self._pipe.close()
+            self.pipe.close()
             self.segment.close()
             raise
         finally:
@@ -149,15 +149,12 @@ class _Process:
         self._death = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else os.dup(self._process.sentinel)
         _processes.add(self)
 
-    def send(self, ticket: bytes) -> None:
-        _send(self._pipe, ticket)
-
     def receive(self, timeout: float | None) -> bytes | None:
         """Return the next message, None if the process has died; raises TimeoutError."""
-        ready = wait([self._pipe, self._death], timeout)
+        ready = wait([self.pipe, self._death], timeout)
         if not ready:
             raise TimeoutError
-        return (_receive(self._pipe) or None) if self._pipe in ready else None
+        return (_receive(self.pipe) or None) if self.pipe in ready else None
 
     def kill(self) -> None:
         """End it at once; harmless if it has ended."""
@@ -165,7 +162,7 @@ class _Process:
 
     def end(self, grace: float) -> bool:
         """End it in order within ``grace`` seconds, else kill it; it leaves nothing behind. False if it had to be killed."""
-        self.send(b"")
+        _send(self.pipe, b"")
         in_order = bool(wait([self._death], grace))
         if not in_order:
             self._process.kill()
@@ -173,7 +170,7 @@ class _Process:
         _processes.discard(self)
         self.code = self._process.exitcode or 0
         self._process.close()
-        self._pipe.close()
+        self.pipe.close()
         os.close(self._death)
         self.segment.close()
         return in_order

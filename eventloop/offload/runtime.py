@@ -23,7 +23,7 @@ class Runtime:
     """The consumers of an open bus: made when the bus opens, thrown away when it has closed.
 
     Args:
-        loop: for async handlers: the host's, or the backend of a loop on a thread of the bus.
+        loop: runs async handlers: the loop of the host, or one with this backend on a thread of the bus.
         interrupt: called on a thread that is about to wait for a slot in a lane; may raise instead.
     """
 
