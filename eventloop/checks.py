@@ -41,7 +41,9 @@ def check_options(init: Callable[P, R]) -> Callable[P, R]:
     function or object only the kind is checked; the constructor checks its contents.
     """
     named = [one.name for one in inspect.signature(init).parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
-    annotations = functools.cache(lambda: typing.get_type_hints(init, include_extras=True))  # not yet: names may come later
+    annotations = functools.cache(
+        lambda: typing.get_type_hints(init, include_extras=True)
+    )  # at the first call: names may be defined later
 
     @functools.wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -86,10 +88,10 @@ def _allows(member: Any, value: Any) -> bool:
             return False
         return True
     if isinstance(value, str) and kind in (Sequence, Iterable):
-        return False  # of its letters: never meant
+        return False  # a text is not meant as a sequence of letters
     try:
         return not isinstance(kind, type) or isinstance(value, kind)
-    except TypeError:  # a protocol that cannot be asked for
+    except TypeError:  # a protocol without @runtime_checkable
         return True
 
 

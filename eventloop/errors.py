@@ -41,7 +41,7 @@ class OffloadError(TrainbusError, RuntimeError):
     """Several offloaded handlers failed, or what they left could not be delivered in time."""
 
 
-class RunCancelled(BaseException):  # as in asyncio and trio: nothing that `except Exception` takes
+class RunCancelled(BaseException):  # as in asyncio and trio: `except Exception` must not catch it
     """``run.cancel()`` was called, or ``await loop.arun()`` cancelled; raised on the training thread."""
 
 
@@ -66,7 +66,7 @@ class ConfigurationError(TrainbusError, ValueError):
 
 
 class RegistrationError(TrainbusError, TypeError):
-    """A class that cannot be registered: of no kind that can, or under a name that another class has."""
+    """A class that cannot be registered: it is of another kind, or another class has its name."""
 
 
 class UnknownNameError(ConfigurationError, LookupError):

@@ -42,7 +42,7 @@ def _plain() -> Any:
 
 
 class _Stderr:
-    """``sys.stderr``, or where that fails the process's own: a line that cannot be written must not end a training.
+    """``sys.stderr``, or if that fails the process's own: a line that cannot be written must not end a training.
 
     A live display of rich (a progress bar) stands in for ``sys.stderr`` while it is shown, and its terminal can go away.
     Each line is one write: flushed in its middle, the stand-in prints its colours as text, and lines of other writers to
@@ -63,7 +63,7 @@ class _Stderr:
                     file.write(line)
                     file.flush()
                     return
-            except Exception:  # noqa: BLE001, S112 - there is nowhere to tell it
+            except Exception:  # noqa: BLE001, S112 - nothing is left to log it to
                 continue
 
     def flush(self) -> None:

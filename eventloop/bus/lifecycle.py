@@ -211,7 +211,7 @@ class Lifecycle:
             if self.state != "idle":
                 where = " in an event loop by `async with bus:`" if self._runtime is not None and self._runtime.hosted else ""
                 raise BusStateError(f"this bus is {self.state}{where} already; the code that opened it closes it")
-            self._failures = {}  # of a session before
+            self._failures = {}  # of an earlier session
             try:
                 for subscription in self.subscriptions:
                     subscription.serve(runtime)

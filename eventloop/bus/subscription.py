@@ -19,7 +19,7 @@ from eventloop.events.event import moment, name_of
 from eventloop.log import get_logger
 from eventloop.offload import Delivery, DrainReport, Runtime, Sources, importable_of, is_plain
 
-_MOST_TIMEOUTS = 3  # handlers that hang in threads left behind, or worker processes that do not start, before it is retired
+_MOST_TIMEOUTS = 3  # threads left behind, or worker processes that do not start, that retire a handler
 _OFFLOADED = "in the offloaded"  # begins the note on an error of an offloaded handler
 
 log = get_logger()
@@ -122,7 +122,7 @@ class Subscription:
 
     def blame(self, error: Exception, event: Event) -> None:
         """Add the handler, its location and the moment as a note to an error of this handler or its hand-off."""
-        if isinstance(error, StopIteration | StopAsyncIteration):  # by design no error to the iterators that publish
+        if isinstance(error, StopIteration | StopAsyncIteration):  # iterators that publish would take it as their end
             error = stopped(error, f"{self.label} of {name_of(type(event))}")
             self._annotate(error, event)
             raise error
@@ -166,7 +166,9 @@ class Subscription:
 
     def _note_offloaded(self, error: BaseException, events: Sources) -> None:
         note = f"{_OFFLOADED} ({self.mode}) handler {self.label} of "
-        if not any(other.startswith(note) for other in getattr(error, "__notes__", ())):  # it may raise one object every time
+        if not any(
+            other.startswith(note) for other in getattr(error, "__notes__", ())
+        ):  # a handler may raise the same object each time
             moments = [moment(*event) for event in (events[0], events[-1])] if events else [self.mount_point]
             error.add_note(f"{note}{' to '.join(dict.fromkeys(moments))}, {self.location}")
 
