@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 import structlog
 from structlog.typing import FilteringBoundLogger
@@ -30,7 +30,7 @@ def _plain() -> Any:
     rank = distributed.get_rank() if distributed and distributed.is_available() and distributed.is_initialized() else 0
     colors = sys.stderr is not None and sys.stderr.isatty()
     return structlog.wrap_logger(
-        structlog.PrintLogger(cast("TextIO", _Stderr())),
+        _Stderr(),
         processors=[
             *([lambda _, __, event: {**event, "rank": rank}] if rank else []),
             structlog.processors.add_log_level,
@@ -42,29 +42,21 @@ def _plain() -> Any:
 
 
 class _Stderr:
-    """``sys.stderr``, or if that fails the process's own: a line that cannot be written must not end a training.
+    """Writes to ``sys.stderr``, or if that fails to the process's own: a line that cannot be written must not end a training.
 
     A live display of rich (a progress bar) stands in for ``sys.stderr`` while it is shown, and its terminal can go away.
     Each line is one write: flushed in its middle, the stand-in prints its colours as text, and lines of other writers to
-    the same pipe come in between.
+    the same pipe come in between. (structlog's own PrintLogger writes twice.)
     """
 
-    def __init__(self) -> None:
-        self._begun = ""
-
-    def write(self, text: str) -> None:
-        self._begun += text
-        if not self._begun.endswith("\n"):
-            return
-        line, self._begun = self._begun, ""
+    def error(self, line: str) -> None:
         for file in (sys.stderr, sys.__stderr__):
             try:
                 if file is not None:
-                    file.write(line)
+                    file.write(f"{line}\n")
                     file.flush()
                     return
             except Exception:  # noqa: BLE001, S112 - nothing is left to log it to
                 continue
 
-    def flush(self) -> None:
-        """Nothing is left to flush."""
+    debug = info = warning = critical = error

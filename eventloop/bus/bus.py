@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from eventloop.bus.describe import Description, describe
-from eventloop.bus.handler import check_stream_options, stream
+from eventloop.bus.handler import StreamOptions, stream
 from eventloop.bus.hook import Hook, check_names, subscriptions_of
 from eventloop.bus.lifecycle import Lifecycle, log
 from eventloop.bus.overloads import TypedOn, decorates
@@ -79,7 +79,10 @@ class Bus(TypedOn, Lifecycle):
         return subscription
 
     def _stream(self, event: type[Event] | str, options: dict[str, Any]) -> Any:
-        check_stream_options(options)
+        known = ["capture", *StreamOptions.__annotations__]
+        for name in options:
+            if name not in known:
+                raise SubscribeError(f"bus.stream has no option {name}=; its options are {', '.join(known)}")
         subscription = Subscription(self, (resolve(event),), stream, **{"full": "drop_old", **options})
         try:
             made = Stream[Any](subscription, self._interrupt)

@@ -84,14 +84,6 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def check_stream_options(options: Mapping[str, Any]) -> None:
-    """Raise SubscribeError for an option that ``bus.stream`` does not take."""
-    known = ["capture", *StreamOptions.__annotations__]
-    for name in options:
-        if name not in known:
-            raise SubscribeError(f"bus.stream has no option {name}=; its options are {', '.join(known)}")
-
-
 def stream(event: Any) -> None:
     """Stand in for the handler of a stream; the stream's reader takes the events."""
 
