@@ -79,7 +79,7 @@ class Steps:
         return p50, p99
 
     def durations(self) -> Iterator[float]:
-        """Seconds of one step after the other, as long as anybody asks; a save is finished before it ends."""
+        """Yield the seconds of consecutive steps; finish a running save at the end."""
         deadline = time.monotonic() + LONGEST
         saving = None
         try:

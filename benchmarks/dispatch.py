@@ -71,6 +71,6 @@ def timed(statement: Statement) -> Sample:
 
 
 def without_loop(samples: Samples) -> Samples:
-    """Take off what the timing loop itself costs: its least, since a disturbed loop would make everybody else too fast."""
+    """Subtract the cost of the timing loop: its minimum, because a disturbed loop would make all others too fast."""
     loop = min(samples.pop(EMPTY_LOOP))
     return {name: [time - loop for time in times] for name, times in samples.items()}

@@ -97,7 +97,7 @@ class Comparison:
     floor: str
     samples: Samples
     baseline: str | None = None
-    """A contender whose time is taken off everybody else's in the same round; the rows are then *added* time."""
+    """A contender whose time is subtracted from all others in the same round; the rows are then *added* time."""
     budget: Budget | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Peers that could not take part, with the reason."""

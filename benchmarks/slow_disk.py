@@ -1,4 +1,4 @@
-"""The digits job with checkpoints of 18 MB on a disk of 20 MB/s, in everybody's loop, over the bare loop.
+"""The digits job with checkpoints of 18 MB on a disk of 20 MB/s, in the loop of each system, over the bare loop.
 
 Every feature is on, as in ``training``, on a larger model and larger batches; what a run leaves to be written when its last
 iteration is over is waited for. First a checkpoint is due every 2.4 s, of which the disk is busy for 0.9, and the last one
@@ -119,23 +119,23 @@ def main() -> None:
 
 
 def run(scenario: Scenario, part: int, parts: int) -> Figures:
-    """Everybody once, and between all of them the loops that save nothing.
+    """Run each system once, and between them the loops that save nothing.
 
     A run takes so long that the machine may be another one afterwards. So each is put in proportion to the bare loops right
     before and after it, and given as what it would have taken at their median.
     """
     interval = max(1, round(scenario.seconds / statistics.median(bare(scenario) for _ in range(3))))
-    everybody = contenders(dropping=scenario.dropping)
+    systems = contenders(dropping=scenario.dropping)
     bares, floors = [bare(scenario)], []
     ratios, committed = {}, {}
-    for number, (name, (train, module)) in enumerate(everybody.items(), start=1):
+    for number, (name, (train, module)) in enumerate(systems.items(), start=1):
         took, committed[name] = saving(train, module, scenario.job(interval * scenario.due, interval))
         if committed[name] != scenario.due and name not in DROPPING:
             raise RuntimeError(f"{name} has committed {committed[name]} of {scenario.due} checkpoints")
         bares.append(bare(scenario))
         floors.append(seconds(handwritten.train_floor, scenario.job(scenario.ground), Path()) / bares[-1])
         ratios[name] = took / statistics.mean(bares[-2:])
-        print("done", part * len(everybody) + number, parts * len(everybody), flush=True)
+        print("done", part * len(systems) + number, parts * len(systems), flush=True)
     ratios = {BARE: 1.0, ARITHMETIC: statistics.median(floors), **ratios}
     return Figures({name: [ratio * statistics.median(bares)] for name, ratio in ratios.items()}, committed)
 
@@ -178,7 +178,7 @@ def saving(train: Train, module: ModuleType, job: Job) -> tuple[float, int]:
 
 @contextmanager
 def witnessed(job: Job) -> Iterator[dict[int, list[Tensor]]]:
-    """The weights as they are after the steps after which a checkpoint is due, for everybody alike."""
+    """The weights after each step with a due checkpoint, which are the same for all systems."""
     seen: dict[int, list[Tensor]] = {}
     steps = 0
 

@@ -1,4 +1,4 @@
-"""A slow disk for everybody alike: a process in which writing below one directory is held to a rate.
+"""A slow disk: a process in which writing below one directory is limited to a rate.
 
 ``throttle.c`` is compiled here and loaded before everything else (``LD_PRELOAD``), so it stands between the C library and
 for every caller: Python's files, torch's C++ writer, Rust. A call of write() and its kin returns when its bytes had their

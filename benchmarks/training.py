@@ -86,7 +86,7 @@ def parts(settings: Settings) -> Comparison:
 
 
 def phase(train: Train, make: Callable[[], Job], wrote: ModuleType | None = None) -> Sample:
-    """One run on a fresh model in a fresh directory; checks that it wrote what everybody has to write."""
+    """One run on a fresh model in a fresh directory; checks that it wrote the required files."""
 
     def sample() -> float:
         job = make()

@@ -17,7 +17,7 @@ from trainbus import Bus, TrainLoop
 
 
 def make_loop(bus: Bus) -> TrainLoop:
-    """Return a job that goes on for longer than anybody would wait: a network that learns y = sin(x)."""
+    """Return a very long job: a network that learns y = sin(x)."""
     x = torch.linspace(-3, 3, 640).unsqueeze(1)
     model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1))
     return TrainLoop(

@@ -74,12 +74,12 @@ def test_a_name_far_from_all_others_lists_what_is_registered():
 
 
 def test_the_error_without_registered_names_says_what_to_import():
-    @registrable("nobody_of_these_tests")
+    @registrable("kind_of_these_tests")
     class Base:
         pass
 
     with pytest.raises(UnknownNameError, match=r"registered: none \(`import hooks` registers those that come with trainbus\)"):
-        find("nobody_of_these_tests", "x")
+        find("kind_of_these_tests", "x")
     assert Base not in [entry.cls for entry in registered("hook")]
 
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def bound_socket():
-    """A socket on a free port, bound before anybody else can take it."""
+    """A socket bound to a free port."""
     one = socket.socket()
     one.bind(("127.0.0.1", 0))
     one.listen()

@@ -2,7 +2,7 @@
 
 Each line on the server's standard input is a run; two lines answer: its process, and how that ended. At the mount point
 ``at`` (the first time in or after iteration ``iteration``) the run prints ``here`` and waits for a line on its standard
-input, ``times`` times; so whoever started it decides what happens in between.
+input, ``times`` times; so its parent decides what happens in between.
 """
 
 from __future__ import annotations

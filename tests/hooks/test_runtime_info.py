@@ -79,7 +79,7 @@ def test_only_scalars_are_kept_and_unchanged(bus):
 
 
 def test_nothing_synchronises_with_the_device():
-    """On the meta device there are no numbers: whoever asks for one fails."""
+    """On the meta device there are no numbers, so reading one fails."""
     bus = Bus()
     bus.add(RuntimeInfoHook())
     model = torch.nn.Linear(3, 1)

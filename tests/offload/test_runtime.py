@@ -670,7 +670,7 @@ def wait_for_failure(subscription) -> None:
         threading.Event().wait(0.001)
 
 
-@pytest.mark.parametrize("event", [EVENT, BeforeRun(progress=P)], ids=["heard", "heard by nobody"])
+@pytest.mark.parametrize("event", [EVENT, BeforeRun(progress=P)], ids=["subscribed", "without subscribers"])
 def test_the_next_publish_of_any_event_raises_the_error_of_an_offloaded_handler(bus, kind, event):
     subscription = failing(bus, kind)
     bus.publish(BeforeRun(progress=P))  # its route is cached

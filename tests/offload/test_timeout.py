@@ -57,7 +57,7 @@ def check_that_the_lane_goes_on(bus, kind, release):
             bus.publish(iteration(i))
         bus.drain()
         assert finished == [0, 2]
-        release.set()  # what was left behind ends now; nobody hears of it
+        release.set()  # the abandoned thread ends now, without a report
     stats = subscription.stats
     assert (stats.published, stats.delivered, stats.failed, stats.pending) == (3, 2, 1, 0)
     errors = [entry["exc_info"] for entry in logs if "exc_info" in entry]

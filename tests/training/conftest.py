@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+from torch.nn import functional as F  # noqa: N812 - the usual name
 from torch.utils.data import dataloader
 
 from eventloop import Bus, Event, TrainLoop

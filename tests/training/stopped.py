@@ -168,7 +168,7 @@ def main() -> None:
 
 
 def end_group(pid: int) -> None:
-    """End the workers of a loader, which notice only after seconds that nobody is there any more."""
+    """End the workers of a loader, which would notice the end of their parent only after seconds."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from structlog.testing import capture_logs
-from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+from torch.nn import functional as F  # noqa: N812 - the usual name
 from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+from torch.nn import functional as F  # noqa: N812 - the usual name
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from eventloop import (

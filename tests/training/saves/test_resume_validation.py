@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+from torch.nn import functional as F  # noqa: N812 - the usual name
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from eventloop import Bus, Run, TrainLoop

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+from torch.nn import functional as F  # noqa: N812 - the usual name
 
 from eventloop import CheckpointError, Hook, Run, Update, mount
 from eventloop.checkpoint import load
