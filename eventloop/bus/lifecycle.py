@@ -47,6 +47,8 @@ class Lifecycle:
         self.state: State = "idle"
         """``"idle"``, ``"open"`` or ``"draining"``."""
         self._routes: dict[type, Route | None] = {}  # publishing an event without an entry compiles its route
+        self.heard = self._routes.get
+        """``heard(AfterForward, True)`` is falsy if a publish does nothing: :meth:`Bus.wants` at the cost of a dictionary."""
         self._failures: dict[Subscription, BaseException] = {}  # the first that is not raised yet
         self._training: tuple[_TrainingThread, ...] = ()  # those that failures are raised on
         self._backend: Backend = backend

@@ -110,7 +110,8 @@ class Feed:
         """
         if self._iterator is None:
             self.begin()
-        batch = self._pull() if self._ahead is _MISSING else self._ahead
+        if (batch := self._ahead) is _MISSING:
+            batch = self._pull()
         if batch is _END:
             self._check_end(may_be_empty=may_be_empty)
             if not self._endless or self._epoch is None:
@@ -300,7 +301,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if kind is torch.Tensor and batch.device == device:
         return batch
     if kind is tuple or kind is list:
-        return kind([to_device(value, device) for value in batch])
+        for value in batch:
+            if type(value) is not torch.Tensor or value.device != device:
+                return kind([to_device(value, device) for value in batch])
+        return batch
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=batch.device.type == "cpu" and device.type == "cuda" and batch.is_pinned())
     if callable(getattr(batch, "to", None)):

@@ -231,10 +231,12 @@ class TrainBatches(Batches):
             self._begin()
         if state.scopes.innermost != "iter":
             bodies.abandon_evaluation()
-        if state.scopes.innermost == "iter":
-            drive.end_iteration()
+        ended = state.scopes.innermost == "iter"
+        if ended:
+            drive.end_iteration()  # handles requests
         complete = self._begun and counters.max_iters is not None and counters.iter >= counters.max_iters
-        if state.should_stop() and not (complete or (self._begun and self._feed.last)):  # else it cuts nothing short
+        stops = (state.stop or not ended or state.agreement is not None) and state.should_stop()
+        if stops and not (complete or (self._begun and self._feed.last)):  # else it cuts nothing short
             self._over = True
             bodies.abandon_epoch()
             return None

@@ -126,9 +126,13 @@ class TrainLoop:
                 if by_iter and run.counters.phase == "val":  # resumed just before a validation
                     metrics = self._validate(run) or metrics
                 for batch in run.train(data, endless=by_iter):
-                    run.publish(BeforeForward, batch=batch)
-                    run.report(**_checked_outputs(_called("step", self._step, self.model, batch)))
-                    run.publish(AfterForward, outputs=run.outputs)
+                    if run.heard(BeforeForward, True):
+                        run.publish(BeforeForward, batch=batch)
+                    outputs = _called("step", self._step, self.model, batch)
+                    is_loss = type(outputs) is torch.Tensor and outputs.dim() == 0  # the usual case
+                    run.state.outputs.update({"loss": outputs} if is_loss else _checked_outputs(outputs))
+                    if run.heard(AfterForward, True):
+                        run.publish(AfterForward, outputs=run.outputs)
                     if by_iter and self._validation_due(run.counters.iter + 1):
                         metrics = self._validate(run) or metrics
                 if not by_iter and self._validation_due():
@@ -265,8 +269,6 @@ def _checked_outputs(outputs: Any) -> dict[str, Any]:
             f"step() returned no 'loss', only {', '.join(map(repr, outputs)) or 'an empty dict'}; the update needs a loss"
         )
     loss = outputs["loss"]
-    if type(loss) is torch.Tensor and loss.dim() == 0:  # fast path
-        return dict(outputs)
     if not isinstance(loss, torch.Tensor):
         raise TrainingError(f"step() returned a loss of type {type(loss).__name__}; return a scalar tensor")
     if loss.numel() != 1:

@@ -131,7 +131,6 @@ class Session:
             seed_everything(run.seed)
         for model in run.models.values() if self._moves else ():
             model.to(run.device)
-        # Before _watch_steps: its fence must precede the handlers of before_optimizer_step, which may change weights.
         self._saves.open(state.ranks)
         for name, optimizer in run.optimizers.items():
             self._watch_steps(name, optimizer)
@@ -214,14 +213,18 @@ class Session:
 
     def _watch_steps(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         # GradScaler does not call step() for a step that it skips, so torch's hooks see only real steps.
-        publish, stepped = self._run.publish, self.state.stepped
+        publish, heard, stepped, saves = self._run.publish, self._run.heard, self.state.stepped, self._saves
 
         def before_step(*step: Any) -> None:
-            publish(ev.BeforeOptimizerStep, name=name, optimizer=optimizer)
+            if saves.overlap is not None:
+                saves.overlap.fence()  # first, because a handler may change weights
+            if heard(ev.BeforeOptimizerStep, True):
+                publish(ev.BeforeOptimizerStep, name=name, optimizer=optimizer)
 
         def after_step(*step: Any) -> None:
             stepped.add(id(optimizer))
-            publish(ev.AfterOptimizerStep, name=name, optimizer=optimizer)
+            if heard(ev.AfterOptimizerStep, True):
+                publish(ev.AfterOptimizerStep, name=name, optimizer=optimizer)
 
         inner = stepping(optimizer)
         self.state.scopes.defer(inner.register_step_pre_hook(before_step).remove)

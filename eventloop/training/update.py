@@ -152,9 +152,11 @@ class Update(Hook):
                 "the loss does not depend on any trainable parameter (requires_grad is False): did step() compute it under "
                 "torch.no_grad(), detach it, or call backward()?"
             )
-        run.publish(ev.BeforeBackward, loss=loss)
+        if run.heard(ev.BeforeBackward, True):
+            run.publish(ev.BeforeBackward, loss=loss)
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
-        run.publish(ev.AfterBackward)
+        if run.heard(ev.AfterBackward, True):
+            run.publish(ev.AfterBackward)
         if self._count >= self.accumulate or run.last_batch:
             if self._count < self.accumulate and (gradients := _gradients(run.optimizers.values())):
                 torch._foreach_mul_(gradients, self.accumulate / self._count)

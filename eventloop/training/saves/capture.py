@@ -50,12 +50,13 @@ class Saves:
 
     def __init__(self, run: SavedRun, feeds: Feeds) -> None:
         self._run = run
-        self._requests: list[SaveRequest] = []
+        self.requests: list[SaveRequest] = []
         self._last: SaveJob | None = None
         self._names: set[AnyPath] = set()  # all paths of the last file, links included
         self._buffer = StageBuffer()
         self._writer: CheckpointWriter | None = None
-        self._overlap: Overlap
+        self.overlap: Overlap | None = None
+        """Copies beside the training, once a save asked for them."""
         self.feeds = feeds
         self.directories: list[AnyPath] = [] if run.work_dir is None else [run.work_dir]
         """The work dir, if any, and the directories of hooks."""
@@ -72,12 +73,16 @@ class Saves:
         self.sharded = any(map(is_sharded, run.models.values()))
         if self.sharded and ranks is not None:
             own_group("saves")  # a collective: all ranks are here
-        self._overlap = Overlap(map(stepping, run.optimizers.values()))
         self._writer = CheckpointWriter(run, run.bus)
         if run.state.agreement is not None:
-            run.state.agreement.asked = lambda: [request.path.name for request in self._requests]
-        run.state.scopes.defer(self._overlap.close)
+            run.state.agreement.asked = lambda: [request.path.name for request in self.requests]
+        run.state.scopes.defer(self._end_overlap)
         run.state.scopes.defer(self._writer.lane.cancel)  # the lane still writes its queued jobs
+
+    def _end_overlap(self) -> None:
+        overlap, self.overlap = self.overlap, None
+        if overlap is not None:
+            overlap.close()
 
     def directory(self, directory: str | AnyPath | None = None) -> AnyPath:
         """Return ``directory``, or the work dir if it is None; raise ConfigurationError if there is neither."""
@@ -97,7 +102,7 @@ class Saves:
         directory = request.path.parent
         if directory not in writer.made and directory.exists() and not directory.is_dir():
             raise ConfigurationError(f"cannot save to {request.path}: {directory} is not a directory")
-        self._requests.append(request)
+        self.requests.append(request)
 
     def check(self, request: SaveRequest, *, copy: bool) -> list[str]:
         """Raise the error that a save would raise; with ``copy``, stage the state in the save's buffer and return its keys."""
@@ -117,13 +122,13 @@ class Saves:
     def save_if_asked(self, *, force: bool = False) -> None:
         """Save if hooks or threads requested it; inside an accumulation window only with ``force``."""
         state = self._run.state
-        if not self._requests and self.ranks is None and not state.save_now:
+        if not self.requests and self.ranks is None and not state.save_now:
             return  # the usual case
         if not state.has_trained or (not force and window_open(self._run.bus.hooks)):
             return
         self._add_asked_now()
         standing = None if self.ranks is None else self._agree(self.ranks, force=force)
-        if self._requests:
+        if self.requests:
             self._save(standing)
 
     def end(self) -> None:
@@ -131,7 +136,7 @@ class Saves:
         self.save_if_asked(force=True)
         if not self._run.state.has_trained:
             self._add_asked_now()
-            asked, self._requests = self._requests, []
+            asked, self.requests = self.requests, []
             for request in asked:
                 self._refuse(request)
         self.wait()  # even if the bus stays open: the next run may resume from the file
@@ -169,33 +174,33 @@ class Saves:
         state.save_now = False
         if state.agreement is not None:
             state.agreement.save = False
-        self._requests.append(SaveRequest(self.directory() / f"iter_{state.counters.iter}.safetensors"))
+        self.requests.append(SaveRequest(self.directory() / f"iter_{state.counters.iter}.safetensors"))
 
     def _agree(self, ranks: Ranks, *, force: bool) -> tuple[bool, bool] | None:
         """Make all ranks save the same files, with all random states; if sharded, return their joint :meth:`_standing`."""
         standing = None
         if force:  # rank 0 alone sees a failed write, after which it may request another file
-            everyones = ranks.gather(self._requests)
+            everyones = ranks.gather(self.requests)
             ranks.check_first_has_all([[request.path.name for request in requests] for requests in everyones])
-            self._requests = everyones[0]
-        elif self._requests and self._run.state.agreement is not None:
+            self.requests = everyones[0]
+        elif self.requests and self._run.state.agreement is not None:
             self._run.state.agreement.confirm()
-        if self._requests:
-            own = (self._state_of_rank(), secrets.token_hex(4), self._standing(merged(self._requests)))
+        if self.requests:
+            own = (self._state_of_rank(), secrets.token_hex(4), self._standing(merged(self.requests)))
             self._rank_states, tokens, standings = zip(*ranks.gather(own), strict=True)
             self._token = tokens[0]
             if self.sharded:  # all ranks must decide alike, even if only some have finished the previous save
                 held, busy = zip(*standings, strict=True)
                 standing = all(held), any(busy)
         if ranks.rank and not self.sharded:
-            self._requests = []
+            self.requests = []
         return standing
 
     # ----------------------------------------------------------------------------------------------------- capture
 
     def _save(self, standing: tuple[bool, bool] | None) -> None:
         """Capture the state for all requests and pass it to the writer; wait at most for the previous save."""
-        requests, self._requests = self._requests, []
+        requests, self.requests = self.requests, []
         wanted, writer = merged(requests), self._opened()
         held, busy = standing or self._standing(wanted)
         paths = list(dict.fromkeys(request.path for request in requests))
@@ -216,8 +221,10 @@ class Saves:
             if self.sharded:
                 state, job.parts = self._take_shards(state, wanted.path)
             # In a validation hooks may have swapped in averaged weights, which only a copy made now holds.
-            overlap = self._overlap if wanted.staging == "overlap" and progress.stage == "train" else None
-            job.staged = stage(state, self._buffer, overlap=overlap)
+            beside = wanted.staging == "overlap" and progress.stage == "train"
+            if beside and self.overlap is None:
+                self.overlap = Overlap(map(stepping, self._run.optimizers.values()))
+            job.staged = stage(state, self._buffer, overlap=self.overlap if beside else None)
             writer.hand_over(job)
             self._last, self._names = job, set(paths)  # last: after Ctrl-C above, no file may hold this state
 
