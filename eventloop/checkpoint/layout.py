@@ -63,7 +63,9 @@ class Layout:
             key=lambda index: (-self._dtypes[index].itemsize, str(self._dtypes[index]), self._row(index)),
         )
         self.batches = list(self._batches(tensors))
-        self._pick_neighbours = _picker(_neighbours(tensors))
+        # The tensors that begin at the address of another: aliases of it, or not, by their form alone.
+        counts = Counter(map(torch.Tensor.data_ptr, tensors))
+        self._pick_neighbours = _picker([i for i, tensor in enumerate(tensors) if (at := tensor.data_ptr()) and counts[at] > 1])
         neighbours = self._pick_neighbours(tensors)
         self._neighbour_facts, self._neighbour_forms = _facts(neighbours), list(map(_form, neighbours))
         #: Whether there are tensors on CUDA devices, which are copied faster, and without waiting, into pinned memory.
@@ -206,12 +208,6 @@ def _originals(tensors: Tensors) -> list[int]:
             same.append(index)
         originals.append(original)
     return originals
-
-
-def _neighbours(tensors: Tensors) -> list[int]:
-    """The tensors that begin at the address of another: aliases of it, or not, by their form alone."""
-    counts = Counter(tensor.data_ptr() for tensor in tensors)
-    return [index for index, tensor in enumerate(tensors) if (at := tensor.data_ptr()) and counts[at] > 1]
 
 
 def _form(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], bool, bool]:

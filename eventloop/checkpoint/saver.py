@@ -68,22 +68,18 @@ class Turns(Generic[Job]):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._under_way: tuple[Job, ...] = ()
+        self.under_way: tuple[Job, ...] = ()
+        """The jobs that were entered and have not ended."""
         self.waiting: Job | None = None
         """The job that can be taken back."""
         # One taken lock for each thread in `wait`. An Event would lose track of its own lock when Ctrl-C strikes in it.
         self._bells: list[threading.Lock] = []
 
-    @property
-    def busy(self) -> bool:
-        """True while a job is under way."""
-        return bool(self._under_way)
-
     def wait(self) -> None:
         """Wait until no job is under way."""
         while True:
             with self._lock:
-                if not self._under_way:
+                if not self.under_way:
                     return
                 bell = threading.Lock()
                 bell.acquire()
@@ -93,7 +89,7 @@ class Turns(Generic[Job]):
     def enter(self, job: Job, *, can_wait: bool = True) -> None:
         """Note a job. Unless it ``can_wait``, it cannot be taken back, and `begin` is not asked about it."""
         with self._lock:
-            self._under_way = (*self._under_way, job)
+            self.under_way = (*self.under_way, job)
             if can_wait:
                 self.waiting = job
 
@@ -119,11 +115,11 @@ class Turns(Generic[Job]):
             self._remove(job)
 
     def _remove(self, job: Job) -> None:
-        left = tuple(other for other in self._under_way if other is not job)
-        self._under_way = left
+        left = tuple(other for other in self.under_way if other is not job)
+        self.under_way = left
         if self.waiting is job:
             self.waiting = None
-        while self._bells and not self._under_way:
+        while self._bells and not self.under_way:
             self._bells.pop().release()
 
 
@@ -191,7 +187,7 @@ class AsyncSaver:
         future: Future[CommitInfo] = Future()
         if self._busy == "wait":
             self.wait()
-        elif self._busy == "skip" and self._turns.busy:
+        elif self._busy == "skip" and self._turns.under_way:
             self._bell.put(None)  # see _finish
             future.cancel()
             future.set_running_or_notify_cancel()  # else concurrent.futures.wait() would wait for it

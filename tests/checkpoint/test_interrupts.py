@@ -196,8 +196,8 @@ def test_thousands_of_interrupts_leave_turns_consistent(ctrl_c):
         ctrl_c.every(delays.uniform(10e-6, 100e-6))  # again and again: one that comes too early strikes nothing
         ctrl_c.call(work)
         ctrl_c.every(0)
-        assert turns.busy or turns.waiting is None
+        assert turns.under_way or turns.waiting is None
         turns.take_back()
-        for job in turns._under_way:
+        for job in turns.under_way:
             turns.end(job)
         turns.wait()

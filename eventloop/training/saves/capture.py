@@ -237,7 +237,7 @@ class Saves:
             and last.request.path not in writer.failed
             and last.request.leave_out <= wanted.leave_out
         )
-        return held, writer.turns.busy
+        return held, bool(writer.turns.under_way)
 
     def _version(self) -> object:
         """Return a value that changes when the state of the run does: tensor versions show changes between mount points."""
