@@ -202,12 +202,12 @@ def weights_only(value: Any, path: str = "") -> Any:
             return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
         except TypeError as error:
             raise CheckpointValueError(f"{path or 'the tree'}: an array of {value.dtype} cannot be a tensor") from error
-    if isinstance(value, np.generic) and type(number := value.item()) in (bool, int, float, complex):
-        return number
-    raise CheckpointValueError(f"{path or 'the tree'}: torch.load(weights_only=True) refuses {_described(value)}")
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, int):
-        return f"an integer of {value.bit_length():,} bits; the limit is {_LONGEST_INT:,}"
-    return f"a {value.dtype}: Python has no such number" if isinstance(value, np.generic) else f"a {type(value).__qualname__}"
+    if isinstance(value, np.generic):
+        if type(number := value.item()) in (bool, int, float, complex):
+            return number
+        what = f"a {value.dtype}: Python has no such number"
+    elif kind is int:
+        what = f"an integer of {value.bit_length():,} bits; the limit is {_LONGEST_INT:,}"
+    else:
+        what = f"a {kind.__qualname__}"
+    raise CheckpointValueError(f"{path or 'the tree'}: torch.load(weights_only=True) refuses {what}")

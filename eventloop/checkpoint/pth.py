@@ -212,11 +212,6 @@ def _array(args: tuple[Any, ...], state: Any) -> Any:
     return _numbers(dtype, data, tuple(shape), "F" if fortran else "C")
 
 
-def _scalar(args: tuple[Any, ...], state: Any) -> Any:
-    dtype, data = args
-    return _numbers(dtype, data)[()]
-
-
 def _numbers(dtype: _Inert, data: bytes | _Inert, shape: tuple[int, ...] = (), order: Literal["C", "F"] = "C") -> Any:
     (code, *_), (_, bytes_order, *_) = dtype.args, dtype.state
     data = _bytes(data.args, data.state) if isinstance(data, _Inert) else data
@@ -234,8 +229,8 @@ def _bytes(args: tuple[Any, ...], state: Any) -> bytes:
 _OBJECTS: Final[dict[str, ToPlain]] = {
     "numpy.core.multiarray._reconstruct": _array,
     "numpy._core.multiarray._reconstruct": _array,
-    "numpy.core.multiarray.scalar": _scalar,
-    "numpy._core.multiarray.scalar": _scalar,
+    "numpy.core.multiarray.scalar": lambda args, state: _numbers(*args)[()],
+    "numpy._core.multiarray.scalar": lambda args, state: _numbers(*args)[()],
     "builtins.bytes": _bytes,
 }
 # These mean something only within one of the above. getattr: how protocol 2 names the methods of objects.

@@ -38,12 +38,12 @@ _FETCH_NEXT = fetch._IterableDatasetFetcher.fetch.__code__
 
 
 class Feed:
-    """Iterate over a loader pass by pass, move batches to ``device`` (unless None), and track the position in the data.
+    """Iterate over a loader pass by pass, move batches to ``device``, and track the position in the data.
 
     Errors call the loader ``name``, such as ``"train_data"``.
     """
 
-    def __init__(self, loader: Iterable[Any], device: torch.device | None, name: str = "train_data") -> None:
+    def __init__(self, loader: Iterable[Any], device: torch.device, name: str = "train_data") -> None:
         self.loader: Any = loader
         self.length = length_of(loader)
         self.used = 0
@@ -57,8 +57,7 @@ class Feed:
         """Random states at the start of the pass, and whether workers were running; None before the first pass."""
         self.resuming = False
         self._told = False
-        self._epoch: int | None = None
-        self._endless = False
+        self._endless: int | None = None  # the epoch in which an exhausted loader is restarted
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the remaining batches."""
@@ -67,7 +66,7 @@ class Feed:
 
     def begin_epoch(self, epoch: int, *, endless: bool) -> None:
         """Set the epoch of the datasets; ``endless`` restarts an exhausted loader."""
-        self._epoch, self._endless = epoch, endless
+        self._endless = epoch if endless else None
         if not self.resuming:
             self.passes = 0
         set_epoch(self.loader, epoch + self.passes)
@@ -75,8 +74,8 @@ class Feed:
     def begin(self) -> None:
         """Make the iterator of a new pass, or of the interrupted pass of a resumed run."""
         self._ahead = self._position = _MISSING
-        if self._endless and self._epoch is not None:  # after the hooks, which only know the epoch
-            set_sampler_epoch(self.loader, self._epoch + self.passes)
+        if self._endless is not None:  # after the hooks, which only know the epoch
+            set_sampler_epoch(self.loader, self._endless + self.passes)
         if self.resuming and self.used and self.start is not None:
             self._iterator = iter(self.loader) if has_state(self.loader) else self._remaining(self.start)
         else:
@@ -114,23 +113,23 @@ class Feed:
             batch = self._pull()
         if batch is _END:
             self._check_end(may_be_empty=may_be_empty)
-            if not self._endless or self._epoch is None:
+            if self._endless is None:
                 return None
             self.passes += 1  # another order: no mount point lets a hook set it
-            set_epoch(self.loader, self._epoch + self.passes)
+            set_epoch(self.loader, self._endless + self.passes)
             self.begin()
             return self.next()
         self._ahead = self._position = _MISSING
         self.used += 1
-        return (batch if self._device is None else to_device(batch, self._device),)
+        return (to_device(batch, self._device),)
 
     @property
     def last(self) -> bool:
         """True if the last returned batch ends the epoch; a loader without length is asked for one batch ahead."""
-        if self._endless:
+        if self._endless is not None or (self.length is None and self._iterator is None):
             return False
-        if self.length is not None or self._iterator is None:
-            return self.length is not None and self.used >= self.length
+        if self.length is not None:
+            return self.used >= self.length
         if self._ahead is _MISSING:
             self._position = self.loader.state_dict() if has_state(self.loader) else _MISSING
             self._ahead = self._pull()

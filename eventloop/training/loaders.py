@@ -111,8 +111,10 @@ def skip_batches(loader: Iterable[Any], used: int, again: Callable[[], None] | N
     A map-style DataLoader loads no skipped samples. Batches of other loaders are read and dropped, with a warning. ``again``
     restores the random states of the pass's start, if that pass drew no seed for its workers.
     """
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and _iterates_as_torch(loader):
-        return _skip_by_index(loader, used, again)
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        kind = type(loader)  # a subclass may change batches, which a rebuilt loader would not
+        if kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator:
+            return _skip_by_index(loader, used, again)
     if isinstance(loader, list | tuple):
         return iter(loader[used:])
     warnings.warn(
@@ -125,12 +127,6 @@ def skip_batches(loader: Iterable[Any], used: int, again: Callable[[], None] | N
     for _ in islice(iterator, used):
         pass
     return iterator
-
-
-def _iterates_as_torch(loader: DataLoader[Any]) -> bool:
-    """Return False for a subclass that changes batches, because a rebuilt loader would not change them."""
-    kind = type(loader)
-    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
 
 
 def _skip_by_index(loader: DataLoader[Any], used: int, again: Callable[[], None] | None) -> Iterator[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -120,16 +121,12 @@ def set_epoch(loader: Iterable[Any], epoch: int) -> None:
         seen.add(id(thing))
         if isinstance(thing, SeededDataset):
             thing.set_epoch(epoch)
-        for value in _attributes(thing):
+        state: Any = object.__getstate__(thing)  # a dict of attributes, or a pair of that and a dict of slots
+        for value in chain(*(part.values() for part in (state if isinstance(state, tuple) else (state,)) if part)):
             if isinstance(value, list | tuple):
                 waiting += value
             else:
                 waiting += value.values() if isinstance(value, dict) else [value]
-
-
-def _attributes(thing: object) -> list[Any]:
-    state: Any = object.__getstate__(thing)  # a dict of attributes, or a pair of that and a dict of slots
-    return [value for part in (state if isinstance(state, tuple) else (state,)) if part for value in part.values()]
 
 
 def set_sampler_epoch(loader: Iterable[Any] | None, epoch: int) -> None:
