@@ -91,12 +91,7 @@ class Driver(Session):
 
     @check_options
     def begin_train(self, *, max_epochs: Limit | None = None, max_iters: Limit | None = None) -> None:
-        """Publish ``before_train``.
-
-        Args:
-            max_epochs: total epochs, for hooks that need them, or else
-            max_iters: total iterations. The driver does not end the training: your code counts.
-        """
+        """Publish ``before_train``. The limits are for hooks that need them: your code counts and ends the training."""
         self._take_turn("begin_train")
         if max_epochs is not None and max_iters is not None:
             raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give drive.begin_train() one of them")
@@ -125,8 +120,7 @@ class Driver(Session):
         after the event, so that hooks can seed samplers.
 
         Args:
-            data: the loader; None hides the data from the run. A resumed run then begins with batch
-                ``run.progress.batch_idx`` of its epoch, which your code must find.
+            data: the loader; None hides it. A resumed epoch then begins with batch ``run.progress.batch_idx``.
             endless: restart an exhausted loader within the same epoch (iteration-based training).
         """
         self._take_turn("begin_epoch")
@@ -167,12 +161,7 @@ class Driver(Session):
         self.state.scopes.leave("epoch")
 
     def begin_iteration(self, batch: Any = None, *, last: bool | None = None) -> None:
-        """Publish ``before_train_iter``.
-
-        Args:
-            batch: the batch for the handlers.
-            last: True if it is the last batch of the epoch; None asks the data.
-        """
+        """Publish ``before_train_iter``. ``last`` tells whether it is the last batch of the epoch; None asks the data."""
         # This method and end_iteration() make few calls: after a step of the model each costs about a microsecond.
         state = self.state
         if state.scopes.innermost != "epoch":
@@ -222,11 +211,7 @@ class Driver(Session):
     def begin_validation(self, data: Iterable[Any] | None = None, metrics: AnyMetrics | None = None) -> Iterable[Any]:
         """Publish ``before_val`` and ``before_val_epoch``, in evaluation mode and without gradients; return the batches.
 
-        In a training, call it between epochs or iterations.
-
-        Args:
-            data: the loader; None hides it from the run.
-            metrics: metrics to feed with the outputs of each iteration; scalar outputs are averaged in any case.
+        The outputs of each iteration feed ``metrics``; scalar outputs are averaged in any case.
         """
         return self._begin_evaluation("begin_validation", "val", data, metrics)
 
@@ -239,11 +224,7 @@ class Driver(Session):
         self._end_evaluation_iteration("end_validation_iteration", "val", outputs)
 
     def end_validation(self, metrics: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Publish ``after_val_epoch`` with the metrics, then ``after_val``; return them.
-
-        Args:
-            metrics: more values; they override computed metrics and means of the same name.
-        """
+        """Publish ``after_val_epoch`` with the metrics, then ``after_val``; return them. ``metrics`` adds or replaces some."""
         return self._end_evaluation("end_validation", "val", metrics)
 
     def abandon_validation(self) -> None:

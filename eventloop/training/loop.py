@@ -42,10 +42,6 @@ class TrainLoop:
         val_interval: epochs (default 1) or iterations (default 1000) between validations. The last one always validates.
         val_begin: first epoch (or iteration) to validate after, 1-based.
         work_dir, device, seed, stateful, name, config: see :class:`Run`.
-
-    Raises:
-        ConfigurationError: both or neither of ``max_epochs`` and ``max_iters`` are given with ``train_data``, or another
-            option is invalid.
     """
 
     @check_options
@@ -114,7 +110,6 @@ class TrainLoop:
             strict: False loads only the matching part of a checkpoint of another model or optimizer.
 
         Raises:
-            ConfigurationError: ``train_data`` or ``optimizer`` is missing.
             Exception: the unchanged error of a step, a loader or a hook.
         """
         data, by_iter = self._need("train"), self.max_iters is not None

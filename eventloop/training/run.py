@@ -68,9 +68,6 @@ class Run:
         name: name of the experiment; by default that of the work dir.
         config: your configuration, for the record (see ``RuntimeInfoHook``).
         counters: counts of an earlier run to continue.
-
-    Raises:
-        ConfigurationError: an option is invalid.
     """
 
     @check_options

@@ -38,9 +38,6 @@ class Update(Hook):
         amp: ``"bf16"`` or ``"fp16"`` runs all forward passes under ``torch.autocast``; ``"fp16"`` adds a gradient scaler.
         scaler: a ``torch.amp.GradScaler``, or the arguments of the fp16 scaler as a mapping. Checkpoints hold its state. A
             step that it skips does not count as an update. The scaler itself syncs with the device once per step.
-
-    Raises:
-        ConfigurationError: an option is out of range.
     """
 
     name = "training.update"
@@ -198,8 +195,9 @@ def _zero_grad(optimizer: torch.optim.Optimizer) -> None:
     if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
         optimizer.zero_grad(set_to_none=True)
         return
-    for parameter in parameters_of(optimizer):
-        parameter.grad = None
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def _overflown(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
