@@ -19,7 +19,16 @@ import msgspec
 
 from eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
 from eventloop.config import registered
-from eventloop.events import AfterTrainIter, CheckpointStaged, Event, ImageReported, Progress, RunEvent, RunView, Scalars, Slot
+from eventloop.events import (
+    AfterRun,
+    AfterTrainEpoch,
+    AfterTrainIter,
+    CheckpointStaged,
+    ImageReported,
+    OnException,
+    RunView,
+    Slot,
+)
 from hooks.evaluate import Evaluated
 from hooks.options import PositiveInt, one_or_more
 from hooks.smoothing import Smoother
@@ -38,13 +47,16 @@ _Writers = Annotated[
 _tokens = count(1)
 
 
-class LogRecord(RunEvent, kw_only=True):
+class LogRecord(events.RunEvent, kw_only=True):
     """A task for a logger, in order with the scalars. ``logger`` identifies one of several loggers on a bus."""
 
     logger: int
     kind: Literal["open", "begin_epoch", "metrics", "line"]
     facts: dict[str, Any]
-    outputs: Scalars
+    outputs: events.Scalars
+
+
+HEARD = (AfterTrainIter, AfterTrainEpoch, AfterRun, OnException, LogRecord, ImageReported, Evaluated, CheckpointStaged)
 
 
 @register
@@ -147,22 +159,8 @@ class LoggerHook(Hook):
 
     # on_error="log" only here: when an inline method publishes, it may raise the error of another offloaded handler.
     # A long linger, because this thread shares the GIL with training: in large batches a line costs a third.
-    @mount(
-        AfterTrainIter,
-        events.AfterTrainEpoch,
-        events.AfterRun,
-        events.OnException,
-        LogRecord,
-        ImageReported,
-        Evaluated,
-        CheckpointStaged,
-        offload="thread",
-        batch=256,
-        linger=0.1,
-        timeout=attrgetter("timeout"),
-        on_error="log",
-    )
-    def write(self, batch: list[Event]) -> None:
+    @mount(*HEARD, offload="thread", batch=256, linger=0.1, timeout=attrgetter("timeout"), on_error="log")
+    def write(self, batch: list[events.Event]) -> None:
         with self._writing:
             durable = False
             for event in batch:
@@ -179,10 +177,10 @@ class LoggerHook(Hook):
                     self._fanout.evaluated(event.metrics, event.iter, where)
                 elif isinstance(event, CheckpointStaged):
                     durable = True  # the checkpoint is committed after this method returns
-                elif isinstance(event, events.AfterTrainEpoch):
+                elif isinstance(event, AfterTrainEpoch):
                     self._fanout.end_epoch()
                 else:
-                    self._close(finished=isinstance(event, events.AfterRun))
+                    self._close(finished=isinstance(event, AfterRun))
             self._fanout.flush(durable=durable)
 
     def _write_record(self, event: LogRecord, **facts: Any) -> None:
@@ -215,17 +213,10 @@ class LoggerHook(Hook):
 LOGGER = Slot("logger", LoggerHook)
 
 
-def _where(progress: Progress, batch: int = 0, epoch_length: int | None = None) -> Where:
+def _where(progress: events.Progress, batch: int = 0, epoch_length: int | None = None) -> Where:
     now = progress.stage == "train"  # progress does not count the present iteration yet
-    return Where(
-        stage=progress.stage,
-        epoch=progress.epoch + now,
-        iter=progress.iter + now,
-        batch=batch,
-        epoch_length=epoch_length,
-        max_epochs=progress.max_epochs,
-        max_iters=progress.max_iters,
-    )
+    epoch, iteration = progress.epoch + now, progress.iter + now
+    return Where(progress.stage, epoch, iteration, batch, epoch_length, progress.max_epochs, progress.max_iters)
 
 
 def _numbers(outputs: Mapping[str, Any]) -> Mapping[str, float]:

@@ -19,12 +19,8 @@ _LOOKS = 40  # tensors per update whose storage is checked: microseconds, howeve
 class Pairs:
     """Pair each tensor of a model with an averaged one, and check cheaply that the model still has these tensors.
 
-    Of tensors that are sharded over processes (FSDP2's ``fully_shard``), each process pairs its own part.
-
-    Args:
-        model: the model.
-        buffers: also pair the buffers in the model's ``state_dict``.
-        former: averaged tensors to continue with, by checkpoint key.
+    Of tensors that are sharded over processes (FSDP2's ``fully_shard``), each process pairs its own part. With ``buffers``,
+    those in the model's ``state_dict`` are also paired. The averages continue with ``former`` ones, by checkpoint key.
     """
 
     def __init__(self, model: torch.nn.Module, buffers: bool, former: Mapping[str, torch.Tensor]) -> None:
@@ -37,7 +33,7 @@ class Pairs:
                 twins[id(tensor)] = fits.to(tensor.device, tensor.dtype)
         self.held = {key: twins[id(tensor)] for key, tensor in live.items()}
         self._live = list({id(tensor): tensor for tensor in live.values()}.values())
-        self._twins = [twins[id(tensor)] for tensor in self._live]
+        self._twins = list(twins.values())
         self.swapped = [False] * len(self._live)
         """For each pair, True if the live tensor holds the average."""
         self._unfinished: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
