@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity
 from eventloop import ConfigurationError, Hook, Priority, check_options, register
 from eventloop.events import AfterTrainIter, BeforeTrain, BeforeTrainIter
 from hooks.options import Name
-from hooks.profiling import ProfilerSession, in_work_dir
+from hooks.profiler import ProfilerSession, in_work_dir
 
 
 @register

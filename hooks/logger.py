@@ -19,16 +19,7 @@ import msgspec
 
 from eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
 from eventloop.config import registered
-from eventloop.events import (
-    AfterRun,
-    AfterTrainEpoch,
-    AfterTrainIter,
-    CheckpointStaged,
-    ImageReported,
-    OnException,
-    RunView,
-    Slot,
-)
+from eventloop.events import AfterRun, AfterTrainEpoch, AfterTrainIter, CheckpointStaged, ImageReported, OnException, Slot
 from hooks.evaluate import Evaluated
 from hooks.options import PositiveInt, one_or_more
 from hooks.smoothing import Smoother
@@ -56,7 +47,7 @@ class LogRecord(events.RunEvent, kw_only=True):
     outputs: events.Scalars
 
 
-HEARD = (AfterTrainIter, AfterTrainEpoch, AfterRun, OnException, LogRecord, ImageReported, Evaluated, CheckpointStaged)
+_HEARD = (AfterTrainIter, AfterTrainEpoch, AfterRun, OnException, LogRecord, ImageReported, Evaluated, CheckpointStaged)
 
 
 @register
@@ -148,18 +139,18 @@ class LoggerHook(Hook):
         times = {name: info[f"{stage}/{name}"] for name in ("time", "data_time") if f"{stage}/{name}" in info}
         self._record(event.run, "metrics", {**event.metrics, **times})
 
-    def log_line(self, run: RunView, line: str, **facts: Any) -> None:
+    def log_line(self, run: events.RunView, line: str, **facts: Any) -> None:
         """Log a line below all scalars so far, for hooks that find this logger in ``run.shared[LOGGER]``."""
         self._record(run, "line", line=line, facts=facts)
 
-    def _record(self, run: RunView, kind: str, outputs: Mapping[str, Any] | None = None, **facts: Any) -> None:
+    def _record(self, run: events.RunView, kind: str, outputs: Mapping[str, Any] | None = None, **facts: Any) -> None:
         run.publish(LogRecord, logger=self._token, kind=kind, facts=facts, outputs=outputs or {})
 
     # --------------------------------------------------------------------------------------- on the thread of the lane
 
     # on_error="log" only here: when an inline method publishes, it may raise the error of another offloaded handler.
     # A long linger, because this thread shares the GIL with training: in large batches a line costs a third.
-    @mount(*HEARD, offload="thread", batch=256, linger=0.1, timeout=attrgetter("timeout"), on_error="log")
+    @mount(*_HEARD, offload="thread", batch=256, linger=0.1, timeout=attrgetter("timeout"), on_error="log")
     def write(self, batch: list[events.Event]) -> None:
         with self._writing:
             durable = False

@@ -35,7 +35,7 @@ class Smoother:
             self._mean_pattern = re.compile(mean_pattern)
         except re.error as error:
             raise ConfigurationError(f"mean_pattern={mean_pattern!r} is not a regular expression: {error}") from None
-        self._customs = [_Window(_custom(entry)) for entry in custom_cfg]
+        self._customs = [_Window(entry) for entry in custom_cfg]
         self.customised = bool(self._customs)
         names = [custom.options.log_name for custom in self._customs]
         if twice := next((name for name in names if names.count(name) > 1), None):
@@ -97,8 +97,13 @@ class _WindowOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Window:
     """The last ``window_size`` values; without a number, one value folded from all values."""
 
-    def __init__(self, options: _WindowOptions) -> None:
-        self.options = options
+    def __init__(self, entry: Mapping[str, Any]) -> None:
+        try:
+            self.options = options = msgspec.convert({"log_name": entry["data_src"], **entry}, _WindowOptions)
+        except (KeyError, TypeError, msgspec.ValidationError) as error:
+            known = 'method_name (mean, min, max or current) and window_size ("epoch", "global" or a number of iterations)'
+            advice = f"give a mapping with data_src (the scalar's name) and any of log_name, {known}"
+            raise ConfigurationError(f"custom_cfg: {entry!r}: {error}; {advice}") from None
         self._fold = _FOLDS[options.method_name]
         self._size = options.window_size if isinstance(options.window_size, int) else None
         self._values: deque[float] = deque(maxlen=self._size or 1)
@@ -116,12 +121,3 @@ class _Window:
     def value(self) -> float:
         value = reduce(self._fold, self._values)
         return value / min(self.count, self._size or self.count) if self.options.method_name == "mean" else value
-
-
-def _custom(entry: Mapping[str, Any]) -> _WindowOptions:
-    try:
-        return msgspec.convert({"log_name": entry["data_src"], **entry}, _WindowOptions)
-    except (KeyError, TypeError, msgspec.ValidationError) as error:
-        options = 'method_name (mean, min, max or current) and window_size ("epoch", "global" or a number of iterations)'
-        advice = f"give a mapping with data_src (the scalar's name) and any of log_name, {options}"
-        raise ConfigurationError(f"custom_cfg: {entry!r}: {error}; {advice}") from None
