@@ -44,7 +44,7 @@ class Delivery(msgspec.Struct, frozen=True):
     target: Importable | None = None  # finds the handler in a worker process; None: it is called in this process
 
 
-class Consumer:
+class _Consumer:
     """Takes the items of a lane, and accounts for each that it has taken."""
 
     def __init__(self, delivery: Delivery) -> None:
@@ -53,16 +53,9 @@ class Consumer:
         self.before = self.lane.stats
         """The counts of the lane before this bus session, or when last reported."""
         self._abandoned = False
+        self._tell_failed = delivery.failed
         self._ended_at: Sources = []
         self._held = 0  # items that were taken and are not accounted for yet
-
-    def wake(self) -> None:
-        """Have it look at its lane, from any thread; starts it if it has not begun, or has ended."""
-        raise NotImplementedError
-
-    def ended(self, grace: float = 0.0) -> bool:
-        """Wait ``grace`` seconds for its thread; return True if its thread or task has ended."""
-        raise NotImplementedError
 
     def abandon(self, *, now: bool) -> None:
         """Deliver nothing more after the item in progress; ``now``: the bus waits no longer."""
@@ -84,14 +77,14 @@ class Consumer:
             return [(context, [item]) for context, item in items]
         return [(self.lane.context.copy(), [item]) for item in items]
 
-    def _count_failed(self, number: int) -> None:
-        self._held -= number
-        self.lane.count(failed=number)
-
-    def _fail(self, error: Exception, items: list[Any], arrived: list[Any]) -> None:
-        # Told before it is counted: a drain that saw the count must find the error.
-        self.delivery.failed(error, _sources(items, arrived))
-        self._count_failed(len(items))
+    def _fail(self, error: BaseException, items: list[Any], arrived: list[Any]) -> None:
+        sources = _sources(items, arrived)
+        if isinstance(error, Exception):
+            self._tell_failed(error, sources)  # before it is counted: a drain that saw the count must find the error
+        else:
+            self._ended_at = sources
+        self._held -= len(items)
+        self.lane.count(failed=len(items))
 
     def _break(self, error: BaseException) -> None:
         self._drop_held()
@@ -118,7 +111,7 @@ def _sources(items: list[Any], arrived: list[Any]) -> Sources:
 # ------------------------------------------------------------------------------------------------------------ threads
 
 
-class ThreadConsumer(Consumer):
+class ThreadConsumer(_Consumer):
     """Delivers a lane's items to a blocking handler on a thread of its own."""
 
     def __init__(self, delivery: Delivery, caller: Caller, owner: object) -> None:
@@ -131,7 +124,7 @@ class ThreadConsumer(Consumer):
         self._thread: threading.Thread | None = None
 
     def wake(self) -> None:
-        """Wake the thread, or start it."""
+        """Wake the thread, or start it if it has not begun, or has ended."""
         with self._starting:
             if self._thread is None and not self._abandoned:
                 self._start()
@@ -143,6 +136,7 @@ class ThreadConsumer(Consumer):
     def abandon(self, *, now: bool) -> None:
         """Deliver nothing more after the item in progress, which a worker process does not finish."""
         super().abandon(now=now)
+        self._tell_failed = lambda error, sources: None  # the bus has closed and says so
         self._caller.interrupt(now=now)
         self.wake()
 
@@ -209,25 +203,18 @@ class ThreadConsumer(Consumer):
                 context.run(self._caller.call, arrived[0] if self.delivery.batch is None else arrived)
             except Exception as error:  # noqa: BLE001 - whatever a handler raises is reported, and the lane goes on
                 self._fail(error, items, arrived)
-            except BaseException:
-                self._ended_at = _sources(items, arrived)
-                self._count_failed(len(items))
+            except BaseException as error:
+                self._fail(error, items, arrived)
                 raise
             else:
                 self._held -= len(items)
                 self.lane.count(delivered=len(items))
 
-    def _fail(self, error: Exception, items: list[Any], arrived: list[Any]) -> None:
-        if self._abandoned:
-            self._count_failed(len(items))  # the bus has closed and said so
-        else:
-            super()._fail(error, items, arrived)
-
 
 # -------------------------------------------------------------------------------------------------------------- tasks
 
 
-class TaskConsumer(Consumer):
+class TaskConsumer(_Consumer):
     """Delivers a lane's items to an async handler in a task of the bus's event loop; cancels a call after its timeout."""
 
     def __init__(self, delivery: Delivery, loop: Loop, mark: object) -> None:
@@ -238,7 +225,7 @@ class TaskConsumer(Consumer):
         self._reader: Reader | None = None
 
     def wake(self) -> None:
-        """Wake the task, or start it."""
+        """Wake the task, or start it if it has not begun, or has ended; from any thread."""
         self._loop.call_soon(self._ring)
 
     def ended(self, grace: float = 0.0) -> bool:
@@ -293,9 +280,8 @@ class TaskConsumer(Consumer):
             stray = OffloadError("the handler awaited something that was cancelled; catch that where it is awaited")
             stray.__cause__ = error
             self._fail(stray, items, arrived)
-        except BaseException:
-            self._ended_at = _sources(items, arrived)
-            self._count_failed(len(items))
+        except BaseException as error:
+            self._fail(error, items, arrived)
             raise
         else:
             self._held -= len(items)
@@ -310,6 +296,9 @@ class TaskConsumer(Consumer):
             await called
         if scope.cancelled_caught:
             raise HandlerTimeoutError(timed_out(self.lane.label, timeout, "it was cancelled"))
+
+
+Consumer = ThreadConsumer | TaskConsumer
 
 
 class Reader:
@@ -345,6 +334,6 @@ async def arrive_async(item: Any) -> Any:
     """Return the value of an item of a lane, after waiting for its copies without blocking the event loop."""
     if not isinstance(item, Snapshot):
         return item
-    while not item.ready:  # noqa: ASYNC110 - a GPU sets no event of ours
+    while not all(one.query() for one in item.pending):  # noqa: ASYNC110 - a GPU sets no event of ours
         await anyio.sleep(_COPY_POLL)
     return item.resolve()

@@ -106,14 +106,12 @@ class ProcessCaller(Caller):
             raise failure
 
     def _receive(self, process: _Process, timeout: float | None) -> Reply:
-        try:
-            data = process.receive(timeout)
-        except TimeoutError:
-            process.kill()
-            self._lose(process)
-            limit = _START if timeout is None else timeout
-            raise HandlerTimeoutError(timed_out(self._label, limit, "its worker process was killed")) from None
-        if data is None:
+        ready = wait([process.pipe, process.death], timeout)
+        if timeout is not None and not ready:
+            self._lose(process, 0)
+            raise HandlerTimeoutError(timed_out(self._label, timeout, "its worker process was killed"))
+        data = _receive(process.pipe) if process.pipe in ready else b""
+        if not data:
             self._lose(process)
             raise WorkerDiedError(f"the worker process of {self._label} died ({_how(process.code)})")
         return msgspec.msgpack.decode(data, type=Reply)
@@ -146,15 +144,8 @@ class _Process:
             other.close()
         self.pid = int(self._process.pid or 0)
         # Not the sentinel, nor the end of the pipe: a process forked while this one started holds their other ends as well.
-        self._death = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else os.dup(self._process.sentinel)
+        self.death = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else os.dup(self._process.sentinel)
         _processes.add(self)
-
-    def receive(self, timeout: float | None) -> bytes | None:
-        """Return the next message, None if the process has died; raises TimeoutError."""
-        ready = wait([self.pipe, self._death], timeout)
-        if not ready:
-            raise TimeoutError
-        return (_receive(self.pipe) or None) if self.pipe in ready else None
 
     def kill(self) -> None:
         """End it at once; harmless if it has ended."""
@@ -163,7 +154,7 @@ class _Process:
     def end(self, grace: float) -> bool:
         """End it in order within ``grace`` seconds, else kill it; it leaves nothing behind. False if it had to be killed."""
         _send(self.pipe, b"")
-        in_order = bool(wait([self._death], grace))
+        in_order = bool(wait([self.death], grace))
         if not in_order:
             self._process.kill()
         self._process.join()
@@ -171,7 +162,7 @@ class _Process:
         self.code = self._process.exitcode or 0
         self._process.close()
         self.pipe.close()
-        os.close(self._death)
+        os.close(self.death)
         self.segment.close()
         return in_order
 
@@ -226,12 +217,12 @@ def serve(pipe: Connection, segment: Segment, target: Importable, batched: bool)
     torch.set_num_threads(1)  # the training needs the others
     _send(pipe, _outcome(target.load))
     while ticket := _receive(pipe):
-        _send(pipe, _outcome(partial(_call, target.load(), ticket, segment, batched=batched)))
+        _send(pipe, _outcome(partial(_call, target, ticket, segment, batched=batched)))
 
 
-def _call(handler: Callable[[Any], object], ticket: bytes, segment: Segment, *, batched: bool) -> None:
+def _call(target: Importable, ticket: bytes, segment: Segment, *, batched: bool) -> None:
     items = unpack(ticket, segment)
-    handler(items if batched else items[0])
+    target.load()(items if batched else items[0])
 
 
 def _outcome(work: Callable[[], object]) -> bytes:

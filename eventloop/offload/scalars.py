@@ -143,14 +143,12 @@ class _Group:
         tensors = values if self._pick is None else self._pick(values)
         if [*map(_dtype, tensors)] != self._dtypes:
             return None
-        if _is_grad_enabled():
-            _set_grad_enabled(False)
-            try:
-                stacked = _stack(tensors)
-            finally:
-                _set_grad_enabled(True)
-        else:
+        grad = _is_grad_enabled()
+        _set_grad_enabled(False)
+        try:
             stacked = _stack(tensors)
+        finally:
+            _set_grad_enabled(grad)
         if stacked.ndim != 1 or (self._elsewhere and stacked.device != self._device):
             return None
         return stacked if self._fetches is None else self._fetches.wrap(stacked)
@@ -216,6 +214,9 @@ class _Fetches:
 Fetched = tuple[torch.Tensor, torch.cuda.Event]
 
 
+_fetch_stream = cache(torch.cuda.Stream)  # by device
+
+
 def _fetch(tensors: list[torch.Tensor], streams: set[torch.cuda.Stream]) -> Fetched:
     """Queue a copy behind what ``streams`` have queued, on a stream of its own: training does not wait for it."""
     own = _fetch_stream(tensors[0].device)
@@ -229,11 +230,6 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
     """Queue a copy of ``tensor`` to the host on the current stream, and return where it will be."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor.detach(), non_blocking=True)
-
-
-@cache
-def _fetch_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _kind(value: Any, *, sized: bool) -> Literal["number", "tensor", "other"]:

@@ -22,17 +22,14 @@ T = TypeVar("T")
 IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
 
 
-class Owned(Generic[T]):
+class Owned(msgspec.Struct, Generic[T], eq=False):
     """Wraps the value that a ``capture=`` returns, so that the handler gets it without a copy.
 
     For captures that have made their own copy (a rendered figure, a cloned ``state_dict``): no other code may change the value
     afterwards.
     """
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: T) -> None:
-        self.value = value
+    value: T
 
 
 class Snapshot(msgspec.Struct, eq=False):
@@ -46,11 +43,6 @@ class Snapshot(msgspec.Struct, eq=False):
     finish: Callable[[Any], Any] | None = None
     nbytes: int = 0  # of captured tensors and arrays, where a lane counts them
     source: tuple[type[Event], Any] | None = None  # kind and progress of the event that it was captured from, for errors
-
-    @property
-    def ready(self) -> bool:
-        """True if :meth:`resolve` need not wait."""
-        return all(one.query() for one in self.pending)
 
     def resolve(self) -> Any:
         """Return the value; called once, on the consumer's thread."""
