@@ -77,11 +77,7 @@ def set_attributes(ordered: OrderedDict[Any, Any], attributes: Mapping[Any, Any]
 
 
 def convert_parts(container: Any, path: str, convert: Callable[[Any, str], Any]) -> Any:
-    """Copy a container with ``convert(part, its path)`` for each part; a defaultdict becomes a dict, a frozenset a set.
-
-    Raises:
-        CheckpointValueError: what has become of a key, or of an item of a set, cannot be one.
-    """
+    """Copy a container with ``convert(part, its path)`` for each part; a defaultdict becomes a dict, a frozenset a set."""
 
     def hashable(part: Any, where: str) -> Any:
         converted = convert(part, where)

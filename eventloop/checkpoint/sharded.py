@@ -62,10 +62,7 @@ class Parts:
     def commit(self, write: Callable[[], int]) -> int:
         """Write this process's part, wait for the others', and have rank 0 ``write`` the file; return its result.
 
-        A collective. All processes raise if one of them fails.
-
-        Raises:
-            CheckpointError: a part or the file could not be written.
+        A collective. All processes raise CheckpointError if one of them fails.
         """
         self._agree(lambda: make_directory(self._directory) if self.first else None)  # after each step all go on, or none
         self._agree(self._write_parts)
@@ -123,9 +120,7 @@ def put_shards(state: Mapping[str, Any], path: Path, like: Like, group: distribu
     """Return the tree of a loaded checkpoint with its sharded tensors. A collective, unless ``group`` is None.
 
     ``state`` is the tree loaded from ``path``; ``like`` makes the tensors to read into; ``group`` has the reading processes.
-
-    Raises:
-        CheckpointDamagedError: the directory is damaged or incomplete.
+    Raises CheckpointDamagedError.
     """
     tensors: dict[str, torch.Tensor] = {}
     with shards.naming_damage(path), warnings.catch_warnings():

@@ -101,11 +101,7 @@ class Feed:
     def next(self, *, may_be_empty: bool = False) -> tuple[Any] | None:
         """Return the next batch, on its device, in a tuple (a batch may be None), or None at the end of the pass.
 
-        Args:
-            may_be_empty: allow a pass without batches, because another rank may have some.
-
-        Raises:
-            TrainingError: the pass had no batch.
+        Raise TrainingError if the pass had no batch, unless it ``may_be_empty``, because another rank may have some.
         """
         if self._iterator is None:
             self.begin()
@@ -136,10 +132,7 @@ class Feed:
         return self._ahead is _END
 
     def state_dict(self, instead: Mapping[torch.Generator, torch.Tensor] = {}) -> dict[str, Any]:
-        """Return the position: consumed batches (not prefetched ones), and the random states that order this pass.
-
-        ``instead`` replaces the current states of generators.
-        """
+        """Return the consumed batches (not prefetched ones) and the random states of the pass; see `generator_states`."""
         state: dict[str, Any] = {
             "used": self.used,
             "passes": self.passes,

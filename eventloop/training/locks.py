@@ -21,10 +21,9 @@ log = get_logger()
 
 
 class DirectoryLock:
-    """Lock a directory by ``flock`` on a file in it, until :meth:`release` or the end of this process.
+    """Lock a directory, created if missing, by ``flock`` on a file in it, until :meth:`release` or the end of this process.
 
-    The directory is created if missing. If the file system supports no locks, or the file cannot be written, log a warning and
-    let the training continue.
+    If the file system supports no locks, or the file cannot be written, a warning is logged, and the training continues.
 
     Raises:
         ConfigurationError: another training holds the directory; the error names its process.

@@ -154,12 +154,9 @@ class Agreement:
         self._take()
 
     def confirm(self) -> None:
-        """Wait until all ranks have requested the files that this rank has requested.
+        """Wait until all ranks have requested the files that this rank has; raise TrainingError if one requests others.
 
         A rank that is already in a collective of the training may never answer; then a warning tells the reason.
-
-        Raises:
-            TrainingError: another rank has requested other files.
         """
         asked = self.asked()
         if self._under_way is None or self._told != asked:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,16 +51,12 @@ class Share:
 
     def leave_out(self) -> Callable[[], object]:
         """Shorten the sampler by the repeated sample; return a function that undoes it."""
-        sampler = self._sampler
         if not self._repeats:
             return lambda: None
-        before = sampler.num_samples, sampler.total_size
-        sampler.num_samples, sampler.total_size = self._samples, len(sampler.dataset)
-
-        def put_back() -> None:
-            sampler.num_samples, sampler.total_size = before
-
-        return put_back
+        attributes = vars(self._sampler)
+        before = {name: attributes[name] for name in ("num_samples", "total_size")}
+        attributes.update(num_samples=self._samples, total_size=len(self._sampler.dataset))
+        return partial(attributes.update, before)
 
 
 def forward_alone(models: Iterable[torch.nn.Module], lengths: list[int | None]) -> Callable[[], object]:
