@@ -12,6 +12,7 @@ import os
 import signal
 import weakref
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from typing import Any
@@ -33,7 +34,7 @@ class WorkerSignals:
         self._signals = frozenset(signals)
         self._ignored: torch.Tensor | None = None  # in shared memory: persistent workers must see restore()
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._originals: list[tuple[type, str, Any]] = []
+        self._originals = ExitStack()
 
     def ignore(self) -> None:
         """Make workers ignore the signals from now on."""
@@ -49,13 +50,12 @@ class WorkerSignals:
 
     def restore(self) -> None:
         """Let the signals end workers again."""
-        while self._originals:
-            setattr(*self._originals.pop())
+        self._originals.close()
         if self._ignored is not None:
             self._ignored.fill_(False)
 
     def _replace(self, kind: type, name: str, method: Any) -> None:
-        self._originals.append((kind, name, vars(kind)[name]))
+        self._originals.callback(setattr, kind, name, vars(kind)[name])
         setattr(kind, name, method)
 
     def _making(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -51,7 +51,7 @@ def own_device(device: Any) -> Any:
 def shared(loader: Iterable[Any], name: str, seed: int) -> Iterable[Any]:
     """Return a loader of this rank's share of the data; ``seed`` sets the order and must be equal on all ranks.
 
-    A sequential or shuffled ``DataLoader`` gets a ``DistributedSampler``; its batch size stays per rank. Others stay as they are.
+    A sequential or shuffled ``DataLoader`` gets a ``DistributedSampler``; its batch size stays per rank. Others stay.
     """
     if world_size() == 1 or callable(getattr(getattr(loader, "sampler", None), "set_epoch", None)):
         return loader
