@@ -169,7 +169,7 @@ class Bus(TypedOn, Lifecycle):
         try:
             route = self._routes[type(event)]
         except KeyError:
-            route = self._publish_anew  # called below, so that its errors do not have this KeyError as context
+            route = self._publish_unrouted  # called below, so that its errors do not have this KeyError as context
         if route is not None:
             route(event)
 
@@ -188,8 +188,8 @@ class Bus(TypedOn, Lifecycle):
 
     def may_change_state(self, event: type[Event] | str) -> bool:
         """Return True if an inline handler of ``event`` may change the state of a run (see :class:`Hook`'s ``observes``)."""
-        heard = self._heard_by(resolve(event))
-        return any(one.mode == "inline" and not (one.hook is not None and one.hook.observes) for one in heard)
+        found = self._subscribers_of(resolve(event))
+        return any(one.mode == "inline" and not (one.hook is not None and one.hook.observes) for one in found)
 
     # ------------------------------------------------------------------------------------------------ looking in
 
@@ -201,7 +201,7 @@ class Bus(TypedOn, Lifecycle):
     def explain(self, event: type[Event] | str) -> str:
         """Return the source of the function that is compiled for ``event``."""
         event_type = resolve(event)
-        return route_source(event_type, self._heard_by(event_type), timing=self._timing)
+        return route_source(event_type, self._subscribers_of(event_type), timing=self._timing)
 
     def stats(self) -> dict[Subscription, Stats]:
         """Return the counts of every subscription."""
@@ -285,8 +285,8 @@ class Bus(TypedOn, Lifecycle):
         if self._watches or self._taps:
             # On an idle bus an offloaded handler has no consumer, and calling the model must not fail for that.
             unserved = ("async", "thread", "process") if self.state == "idle" else ()
-            heard = {kind: {one.mode for one in self._heard_by(kind)} for kind in KINDS}
-            kinds = [kind for kind, modes in heard.items() if modes and modes.isdisjoint(unserved)]
+            found = {kind: {one.mode for one in self._subscribers_of(kind)} for kind in KINDS}
+            kinds = [kind for kind, modes in found.items() if modes and modes.isdisjoint(unserved)]
             self._taps.attach(self._watches, kinds, self.publish)
 
     def _unwatch(self, watch: Watch) -> None:
@@ -294,7 +294,7 @@ class Bus(TypedOn, Lifecycle):
             self._watches = [one for one in self._watches if one is not watch]
             self._attach()
 
-    def _heard_by(self, event_type: type[Event]) -> list[Subscription]:
+    def _subscribers_of(self, event_type: type[Event]) -> list[Subscription]:
         names = set(lineage(event_type))
         return [
             subscription
@@ -302,7 +302,7 @@ class Bus(TypedOn, Lifecycle):
             if not names.isdisjoint(subscription.mount_points) and (not self._rank or subscription.ranks == "all")
         ]
 
-    def _publish_anew(self, event: Event) -> None:
+    def _publish_unrouted(self, event: Event) -> None:
         """Publish an event whose route is not cached, after raising errors of offloaded handlers."""
         event_type: type = type(event)
         if not issubclass(event_type, Event):
@@ -318,9 +318,9 @@ class Bus(TypedOn, Lifecycle):
         with self._lock:
             if self._inert:
                 return None
-            heard = self._heard_by(event_type)
+            found = self._subscribers_of(event_type)
             count = self._counts.setdefault(name_of(event_type), Count())
-            route = compile_route(event_type, heard, count, timing=self._timing) if heard else None
+            route = compile_route(event_type, found, count, timing=self._timing) if found else None
             if not self._failures:
                 self._routes[event_type] = route
             return route

@@ -78,13 +78,13 @@ class Lifecycle:
         runtime = self._outside("close", blocks=True)
         if runtime is not None and runtime.hosted:
             raise BusStateError("this bus was opened by `async with bus:`, which closes it when its block ends")
-        self._close(_Patience(self, abort=abort))
+        self._close(_CloseDeadline(self, abort=abort))
 
     async def aclose(self, *, abort: bool = False) -> None:
         """Close without blocking the event loop, as ``async with bus:`` does. If cancelled, continue as with ``abort=True``."""
         if self._outside("aclose", blocks=False) is not None:
-            patience = _Patience(self, abort=abort)
-            await in_thread(partial(self._close, patience), "trainbus closes", cancelled=patience.abort)
+            deadline = _CloseDeadline(self, abort=abort)
+            await in_thread(partial(self._close, deadline), "trainbus closes", cancelled=deadline.abort)
 
     def drain(self, timeout: float | None = None) -> DrainReport:
         """Wait until everything published before this call is delivered, dropped or failed.
@@ -225,7 +225,7 @@ class Lifecycle:
             self._over = False
             self._attach()
 
-    def _close(self, patience: _Patience) -> None:
+    def _close(self, deadline: _CloseDeadline) -> None:
         with self._lock:
             runtime = self._runtime
             closes = self.state == "open"
@@ -234,16 +234,16 @@ class Lifecycle:
         if runtime is None:
             return
         if not closes:  # another thread does; a signal handler that struck in this close does not wait for itself
-            while self._runtime is runtime and threading.get_ident() != self._closer and patience.left:
-                time.sleep(min(_CLOSER_POLL, patience.left))
+            while self._runtime is runtime and threading.get_ident() != self._closer and deadline.left:
+                time.sleep(min(_CLOSER_POLL, deadline.left))
             return
         settled = False
         try:
-            settled = runtime.settle(patience)
+            settled = runtime.settle(deadline)
         finally:
             left = self._shut(runtime, 5.0 if settled else 1.0, abandon=not settled)
             failures = self._take_failures()
-        if patience.aborted:
+        if deadline.aborted:
             if left:
                 log.warning("events were not delivered before the bus closed", events=left)
             return
@@ -292,7 +292,7 @@ class Lifecycle:
                 self._attach()
 
 
-class _Patience(Deadline):
+class _CloseDeadline(Deadline):
     """How long closing waits for handlers. Another thread may abort it later."""
 
     def __init__(self, bus: Lifecycle, *, abort: bool) -> None:
@@ -321,7 +321,7 @@ def _close_at_exit() -> None:
     for bus in list(_buses):
         if bus.state != "idle":
             log.warning("the interpreter exits while a bus is open; use `with bus:` so that nothing is lost")
-            bus._close(_Patience(bus, abort=True))
+            bus._close(_CloseDeadline(bus, abort=True))
 
 
 def _inert_after_fork() -> None:
