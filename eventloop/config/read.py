@@ -76,8 +76,8 @@ def _neighbours(path: Path) -> str:
     folder = path if path.is_dir() else path.parent
     found = sorted(one.name for one in folder.glob("*") if one.suffix.lower() in SUFFIXES and one.is_file())
     if not found:
-        return f"; there is none in {folder}"
-    return did_you_mean(path.name, found) or f"; in {folder} there are {', '.join(found)}"
+        return f"; {folder} has none"
+    return did_you_mean(path.name, found) or f"; {folder} has {', '.join(found)}"
 
 
 def _reason(error: Exception) -> str:
@@ -113,7 +113,7 @@ def _table(entries: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 def _check_once(names: Iterable[str], at: str = "") -> None:
     if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise ValueError(f"the key {twice[0]!r} is there twice in one table{at}")
+        raise ValueError(f"the key {twice[0]!r} appears twice in one table{at}")
 
 
 def _yaml(text: str) -> Any:
@@ -130,7 +130,7 @@ def _yaml(text: str) -> Any:
         try:
             return loader("").construct_document(node)
         except (AttributeError, KeyError, ValueError) as error:  # such as 2026-13-01, or !!bool maybe
-            raise ValueError(f"a value is not of its type: {_reason(error)}") from None
+            raise ValueError(f"a value does not have its type: {_reason(error)}") from None
     except yaml.MarkedYAMLError as error:
         raise ValueError(f"{error.problem}{_at(error.problem_mark)}") from None
     except yaml.YAMLError as error:
@@ -148,7 +148,7 @@ def _check_node(node: Any, sizes: dict[int, float]) -> float:
         children = [value for _, value in children]
     sizes[id(node)] = size = 1 + sum(_check_node(child, sizes) for child in children)
     if size > _MOST_VALUES:
-        what = "an alias stands within itself" if size == math.inf else f"aliases repeat more than {_MOST_VALUES:,} values"
+        what = "an alias contains itself" if size == math.inf else f"aliases expand to more than {_MOST_VALUES:,} values"
         raise ValueError(f"{what}{_at(node.start_mark)}")
     return size
 

@@ -182,7 +182,7 @@ def test_ls_lists_other_files_beside_a_pipe_named_like_a_checkpoint(trainbus):
 
 
 @pytest.mark.parametrize(("name", "says"), [("nowhere", "no such directory"), ("file", "is a file")])
-def test_ls_of_no_directory_is_a_mistake(trainbus, name, says):
+def test_ls_of_a_file_or_of_a_missing_directory_is_a_mistake(trainbus, name, says):
     Path("file").touch()
     result = trainbus("ls", name)
     assert result.status == 2

@@ -239,8 +239,8 @@ def test_a_missing_configuration_names_those_that_are_there(project, capsys):
 
 def test_a_folder_instead_of_a_configuration_names_those_in_it(project, capsys):
     (Path("configs") / "other.toml").mkdir()
-    assert said(capsys, "run", "configs").endswith("is a .toml, .yaml or .json file; in configs there are mine.toml")
-    assert said(capsys, "run", "mine").endswith("is a .toml, .yaml or .json file; there is none in .")
+    assert said(capsys, "run", "configs").endswith("is a .toml, .yaml or .json file; configs has mine.toml")
+    assert said(capsys, "run", "mine").endswith("is a .toml, .yaml or .json file; . has none")
 
 
 def test_an_unknown_option_names_the_nearest(project, capsys):

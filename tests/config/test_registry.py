@@ -50,7 +50,7 @@ def test_a_class_of_another_module_cannot_replace_a_name_or_alias(taken):
         find("hook", "Thief")
 
 
-def test_a_class_of_no_kind_cannot_be_registered():
+def test_only_classes_with_a_declared_base_can_be_registered():
     with pytest.raises(RegistrationError, match=r"classes derived from Hook or .*Writer.*, not for <class 'int'>"):
         register(int)
 
@@ -74,12 +74,20 @@ def test_a_name_far_from_all_others_lists_what_is_registered():
 
 
 def test_the_error_without_registered_names_says_what_to_import():
+<<<<<<< HEAD
     @registrable("kind_of_these_tests")
+=======
+    @registrable("kind_without_classes")
+>>>>>>> 367d989 (Words of reading a configuration: plain sentences)
     class Base:
         pass
 
     with pytest.raises(UnknownNameError, match=r"registered: none \(`import hooks` registers those that come with trainbus\)"):
+<<<<<<< HEAD
         find("kind_of_these_tests", "x")
+=======
+        find("kind_without_classes", "x")
+>>>>>>> 367d989 (Words of reading a configuration: plain sentences)
     assert Base not in [entry.cls for entry in registered("hook")]
 
 
