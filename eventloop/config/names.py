@@ -36,7 +36,6 @@ C = TypeVar("C", bound=type)
 class Registered(msgspec.Struct, frozen=True):
     """A class that configurations can name."""
 
-    kind: str
     name: str
     cls: type
     aliases: tuple[str, ...] = ()
@@ -79,7 +78,7 @@ def register(cls: C | None = None, /, *, name: str | None = None, aliases: Itera
     if kind is None:
         bases = " or ".join(base.__name__ for base in _bases.values())
         raise RegistrationError(f"@register is for classes derived from {bases}, not for {cls!r}")
-    entry, named, full = Registered(kind, name or cls.__name__, cls, tuple(aliases)), _found[kind], _full_name(cls)
+    entry, named, full = Registered(name or cls.__name__, cls, tuple(aliases)), _found[kind], _full_name(cls)
     for one in (entry.name, *entry.aliases):
         if not isinstance(one, str) or not one or ":" in one:
             raise RegistrationError(f"{cls.__qualname__} cannot be registered as {one!r}: give a name without a colon")
