@@ -49,12 +49,7 @@ def printable(name: object) -> str:
 
 
 def status_of(path: AnyPath, modified: float | None = None) -> tuple[object, int, float | None]:
-    """Return a file's identity (shared by all its names), size, and time of change (Unix time in s).
-
-    Args:
-        path: the file.
-        modified: the time of change of a remote file.
-    """
+    """Return a file's identity (shared by all its names), size, and time of change (Unix time in s); remote, ``modified``."""
     if isinstance(path, RemotePath):
         return path, int(path.info()["size"]), modified
     status = path.stat()

@@ -41,13 +41,9 @@ class OptionsOf(msgspec.Struct, frozen=True):
 class Signature:
     """The options of a class or function.
 
-    Attributes:
-        target: the class or function.
-        label: name of the target in messages.
-        also: further keys, for messages.
-        options: parameters that a configuration can give by name, in order, with resolved annotations.
-        rest: annotation of ``**options``, or None.
-        rest_of: name of the option whose class takes ``**options`` (see :class:`OptionsOf`), or None.
+    ``options`` are the parameters that a configuration can give by name, in order, with resolved annotations. ``rest`` is the
+    annotation of ``**options``, or None; ``rest_of`` names the option whose class takes them, see :class:`OptionsOf`. ``label``
+    and the further keys ``also`` are for messages.
     """
 
     def __init__(self, target: Callable[..., Any], *, label: str = "", also: Sequence[str] = ()) -> None:

@@ -69,12 +69,7 @@ def find(tree: Any, key: str) -> tuple[str, Any]:
 
 
 class Outline:
-    """A tree as lines of text or as JSON; a tied tensor refers to its first path.
-
-    Args:
-        tree: the whole tree.
-        most: entries of one level to show; None for all.
-    """
+    """A whole tree as lines of text, at most ``most`` of a level, or as JSON; a tied tensor refers to its first path."""
 
     def __init__(self, tree: Any, most: int | None) -> None:
         self._most = most
