@@ -74,20 +74,12 @@ def test_a_name_far_from_all_others_lists_what_is_registered():
 
 
 def test_the_error_without_registered_names_says_what_to_import():
-<<<<<<< HEAD
     @registrable("kind_of_these_tests")
-=======
-    @registrable("kind_without_classes")
->>>>>>> 367d989 (Words of reading a configuration: plain sentences)
     class Base:
         pass
 
     with pytest.raises(UnknownNameError, match=r"registered: none \(`import hooks` registers those that come with trainbus\)"):
-<<<<<<< HEAD
         find("kind_of_these_tests", "x")
-=======
-        find("kind_without_classes", "x")
->>>>>>> 367d989 (Words of reading a configuration: plain sentences)
     assert Base not in [entry.cls for entry in registered("hook")]
 
 
