@@ -18,8 +18,6 @@ from eventloop.events.mount_points import BUILTIN
 Method = TypeVar("Method", bound=Callable[..., Any])
 Ranks = Literal["all", "rank0"]
 
-_PREFIXES = ("before_", "after_", "on_")
-
 
 class Hook:
     """A set of subscriptions with state. Methods named like mount points, also your own, are subscribed by ``bus.add(hook)``.
@@ -166,7 +164,7 @@ def _check_instance(hook: object) -> None:
 def _check_spelling(hook: Hook, name: str, *, marked: bool) -> None:
     if marked:
         raise SubscribeError(f"{hook.label}.{name} is marked with @mount but there is no mount point {name!r}{suggest(name)}")
-    if name.startswith(_PREFIXES):
+    if name.startswith(("before_", "after_", "on_")):
         raise SubscribeError(
             f"{hook.label}.{name} looks like a handler, but there is no mount point {name!r}{suggest(name)} "
             "(a helper method of another kind needs a name that does not start with before_, after_ or on_)"
