@@ -11,8 +11,7 @@ _NAMES: Final = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod)\.")
 
 def without_wrappers(names: Iterable[str]) -> dict[str, str]:
     """Map names to themselves without ``module.`` (DataParallel's) and ``_orig_mod.`` (torch.compile's), wherever they are."""
-    # Looked for first: a substitution in each of 20,000 names would take 16 ms.
-    return {name: _NAMES.sub("", name) if "module." in name or "_orig_mod." in name else name for name in names}
+    return {name: _NAMES.sub("", name) for name in names}
 
 
 _INNER: Final = {
