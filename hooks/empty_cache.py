@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 
 from eventloop import ConfigurationError, Hook, check_options, register
-from eventloop.events import RunEvent
+from eventloop.events import AfterEpoch, AfterIter, BeforeEpoch
 
 
 @register
@@ -35,8 +35,16 @@ class EmptyCacheHook(Hook):
     def unused(self) -> Collection[str]:
         return [name for name, wanted in self._wanted.items() if not wanted]
 
-    def before_epoch(self, event: RunEvent) -> None:
-        if torch.accelerator.is_available():
-            torch.accelerator.empty_cache()
+    def before_epoch(self, event: BeforeEpoch) -> None:
+        _empty()
 
-    after_iter = after_epoch = before_epoch
+    def after_iter(self, event: AfterIter) -> None:
+        _empty()
+
+    def after_epoch(self, event: AfterEpoch) -> None:
+        _empty()
+
+
+def _empty() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()

@@ -112,10 +112,12 @@ class EvaluateHook(Hook):
         return {"after_train_iter", "after_train_epoch"} - ({counted} if self.period else set())
 
     @mount(every=attrgetter("period"))
-    def after_train_iter(self, event: AfterTrainIter | AfterTrainEpoch) -> None:
+    def after_train_iter(self, event: AfterTrainIter) -> None:
         self._evaluate(event.run, event.progress.epoch + 1, event.progress.iter + 1)
 
-    after_train_epoch = after_train_iter
+    @mount(every=attrgetter("period"))
+    def after_train_epoch(self, event: AfterTrainEpoch) -> None:
+        self._evaluate(event.run, event.progress.epoch + 1, event.progress.iter + 1)
 
     def after_train(self, event: AfterTrain) -> None:
         """Evaluate at the end of training, unless this iteration was evaluated, and log the best result."""

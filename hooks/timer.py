@@ -105,7 +105,9 @@ class IterTimerHook(Hook):
         if training.validations:
             facts["validation"] = _rounded(training.validations)
         if training.counted:
-            mean, data, hooks = training.summary()
+            total = training.counted_seconds + training.gaps  # outside of validations
+            mean, data = training.counted_seconds / training.counted, training.data / total
+            hooks = 1 - data - training.step_seconds / total
             info.update({"train/mean_time": mean, "train/data_share": data, "train/hooks_share": hooks})
             facts |= {"seconds_per_iter": round(mean, 6), "data": f"{data:.1%}", "hooks": f"{hooks:.1%}"}
         else:
@@ -151,7 +153,7 @@ class _Training:
         self.iters, self.seconds, self.validations = 0, 0.0, 0.0
         # Sums over the iterations that count, and over the gaps between iterations.
         self.counted = 0
-        self._seconds = self._data = self._step = self._gaps = 0.0
+        self.counted_seconds = self.data = self.step_seconds = self.gaps = 0.0
 
     def iteration_ends(self) -> float:
         """Return the seconds since the last iteration, validation or gap ended."""
@@ -159,9 +161,9 @@ class _Training:
         time, self.last = now - self.last, now
         if self.iters >= self._warmup:
             self.counted += 1
-            self._seconds += time
-            self._data += self.batch - self.hooks_done
-            self._step += self.updated - self.step
+            self.counted_seconds += time
+            self.data += self.batch - self.hooks_done
+            self.step_seconds += self.updated - self.step
         self.iters += 1
         self.seconds += time
         return time
@@ -172,13 +174,8 @@ class _Training:
         if validation:
             self.validations += now - self.last
         elif self.iters >= self._warmup:
-            self._gaps += now - self.last
+            self.gaps += now - self.last
         self.last = self.hooks_done = now
-
-    def summary(self) -> tuple[float, float, float]:
-        """Return the mean seconds per iteration, and the shares of data and hooks in the time outside of validations."""
-        total = self._seconds + self._gaps
-        return self._seconds / self.counted, self._data / total, (total - self._data - self._step) / total
 
 
 def _rounded(seconds: float) -> str:
