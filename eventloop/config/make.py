@@ -257,7 +257,7 @@ class Maker:
                     raise wrong(inside(where, key), f"there is no optimizer {value!r}{there}")
                 values[key] = self._optimizers[value]
             else:
-                values[key] = self._value(value, signature.options[key].annotation, inside(where, key))
+                values[key] = self.typed(value, signature.options[key].annotation, inside(where, key))
         known, label = [*signature.options, *signature.also], signature.label
         if (owner := signature.rest_of) is not None:
             theirs = Signature(values.get(owner, signature.options[owner].default))
@@ -266,9 +266,10 @@ class Maker:
             return values | self.decode(theirs, further, where)
         if signature.rest is None:
             check_keys(further, known, where, label)
-        return values | {key: self._value(value, signature.rest, inside(where, key)) for key, value in further.items()}
+        return values | {key: self.typed(value, signature.rest, inside(where, key)) for key, value in further.items()}
 
-    def _value(self, value: Any, annotation: Any, where: str) -> Any:
+    def typed(self, value: Any, annotation: Any, where: str) -> Any:
+        """Return a value of a configuration as its annotation wants it; raise ConfigurationError if that is not possible."""
         kinds = members(annotation)
         forms = {one.form for one in kinds}
         if "any" in forms:
@@ -300,9 +301,9 @@ class Maker:
             if len(inner) != len(value):
                 raise wrong(where, f"expected a list of {len(inner)}, got one of {len(value)}")
             entries = enumerate(zip(value, inner, strict=True))
-            return (kind.base or list)(self._value(one, of, inside(where, index)) for index, (one, of) in entries)
+            return (kind.base or list)(self.typed(one, of, inside(where, index)) for index, (one, of) in entries)
         if kind.form == "table" and isinstance(value, Mapping):
-            return {key: self._value(entry, kind.inner, inside(where, str(key))) for key, entry in value.items()}
+            return {key: self.typed(entry, kind.inner, inside(where, str(key))) for key, entry in value.items()}
         if kind.form == "path" and isinstance(value, str):
             return Path(value) if is_name else value
         if kind.form == "function" and (is_name or isinstance(value, Mapping) or callable(value)):

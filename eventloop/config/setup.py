@@ -73,9 +73,7 @@ def hook_from(entry: Any, maker: Maker, where: str) -> Chosen:
     name = None if "name" in signature.options else options.pop("name", None)
     hook: Hook = maker.call(signature, options, where)
     if name is not None:
-        if not isinstance(name, str) or not name:
-            raise wrong(inside(where, "name"), f"expected str, got {kind_of(name)}")
-        hook.name = str(name)
+        hook.name = maker.typed(name, str, inside(where, "name"))
     return hook, priority
 
 
