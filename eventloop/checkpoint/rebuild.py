@@ -56,24 +56,19 @@ def unflatten(packed: msgspec.Raw, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 def _parts(container: Any) -> Iterable[object]:
-    if type(container) is OrderedDict:
-        return chain(container, container.values(), vars(container).values())
-    return chain(container, container.values()) if isinstance(container, dict) else container
+    if not isinstance(container, dict):
+        return container  # type: ignore[no-any-return]
+    return chain(container, container.values(), vars(container).values() if type(container) is OrderedDict else ())
 
 
-def _decode_ordered(parts: list[Any]) -> object:
-    mapping, attributes = parts
-    ordered = OrderedDict(mapping)
-    set_attributes(ordered, attributes)
-    return ordered
-
-
-def set_attributes(ordered: OrderedDict[Any, Any], attributes: Mapping[Any, Any]) -> None:
-    """Give an OrderedDict attributes of its own. None may hide a method such as ``items``, which readers call."""
+def _ordered(mapping: Mapping[Any, Any], attributes: Mapping[Any, Any]) -> OrderedDict[Any, Any]:
+    """Return an OrderedDict with attributes of its own. None may hide a method such as ``items``, which readers call."""
     for name in attributes:
         if not isinstance(name, str) or hasattr(OrderedDict, name):
             raise ValueError(f"an attribute {short(text_of(name))} of an OrderedDict")
+    ordered = OrderedDict(mapping)
     vars(ordered).update(attributes)
+    return ordered
 
 
 def convert_parts(container: Any, path: str, convert: Callable[[Any, str], Any]) -> Any:
@@ -93,11 +88,11 @@ def convert_parts(container: Any, path: str, convert: Callable[[Any, str], Any])
         return kind(convert(part, join(path, index)) for index, part in enumerate(container))
     if kind in (set, frozenset):
         return {hashable(part, join(path, "(item)")) for part in container}
-    copied: Any = {} if kind is defaultdict else kind()
+    copied: Any = Counter() if kind is Counter else {}
     for key, part in container.items():
         copied[hashable(key, join(path, "(key)"))] = convert(part, join(path, key))
     if kind is OrderedDict:  # nn.Module.state_dict() keeps versions of modules in an attribute
-        set_attributes(copied, convert_parts(vars(container), join(path, "(attributes)"), convert))
+        return _ordered(copied, convert_parts(vars(container), join(path, "(attributes)"), convert))
     return copied
 
 
@@ -124,7 +119,7 @@ _DECODE_CONTAINER: Final[dict[int, Callable[[Any], object]]] = {
     Code.SET: set,
     Code.FROZENSET: frozenset,
     Code.DICT: lambda parts: dict(zip(*parts, strict=True)),
-    Code.ORDERED: _decode_ordered,
+    Code.ORDERED: lambda parts: _ordered(*parts),
     Code.COUNTER: Counter,
     Code.DEFAULT: lambda parts: defaultdict(None if parts[0] is None else FACTORIES[parts[0]], parts[1]),
     Code.ARRAY: lambda parts: number_array(*parts),

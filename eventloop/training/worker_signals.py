@@ -42,7 +42,7 @@ class WorkerSignals:
             self._ignored.fill_(True)
         # Loaders start their workers in this method; torchdata's loader overrides it.
         kinds: list[type] = [DataLoader]
-        for kind in kinds:
+        for kind in kinds:  # which grows
             kinds += kind.__subclasses__()
             if original := vars(kind).get("_get_iterator"):
                 self._replace(kind, "_get_iterator", self._making(original))
