@@ -104,15 +104,10 @@ class Bus(TypedOn, Lifecycle):
             self.remove(*gone)
 
     def add(self, *hooks: Hook, priority: PriorityLike | None = None) -> None:
-        """Subscribe the mount-point methods of hooks: all hooks, or none if one is invalid.
+        """Subscribe the mount-point methods of hooks: all hooks, or none if one is invalid, which is a SubscribeError.
 
-        Args:
-            *hooks: objects of :class:`Hook` classes.
-            priority: priority of all their methods, instead of those of the class and ``@mount``.
-
-        Raises:
-            SubscribeError: a mount point is unknown, an option is invalid, a hook is on the bus already, or two hooks with
-                state have the same name.
+        A ``priority`` is that of all their methods, instead of those of the class and ``@mount``. Hooks with state need a name
+        each.
         """
         self.add_chosen([(hook, priority) for hook in hooks])
 

@@ -94,12 +94,7 @@ class Filter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 def make_filter(events: Iterable[type[Event]], options: Mapping[str, Any]) -> Filter | None:
-    """Return the filter that ``options`` of ``bus.on``, whose types are checked, ask for, or None if they ask for none.
-
-    Raises:
-        SubscribeError: an event lacks the progress that it counts by, ``when`` cannot be called with the event, or the
-            combination can never fire.
-    """
+    """Return the filter that these options ask for, or None; raise SubscribeError if it can never fire on these events."""
     once, when, seconds = (options.get(name) for name in ("once", "when", "every_seconds"))
     if when is not None:
         check_picks("when", when, "a truth value")

@@ -111,11 +111,7 @@ def mode_of(handler: Callable[..., Any], offload: str | None) -> Mode:
 
 
 def make_lane(label: str, mode: Mode, options: Mapping[str, Any]) -> Lane | None:
-    """Return the lane of a handler with these options, or None for an inline one; ``label`` names its subscription in errors.
-
-    Raises:
-        SubscribeError: an option does not fit the mode or the others, or ``capture`` cannot be called with the event.
-    """
+    """Return the lane of a handler, or None for an inline one; raise SubscribeError for options that do not fit together."""
     if mode == "inline":
         for name in _LANE_OPTIONS:
             if name in options:

@@ -30,15 +30,12 @@ Publish = Callable[[ModuleEvent], object]
 
 
 class Watch:
-    """The handle that ``bus.watch(model, ...)`` returns. ``detach()`` it, or use it as a context manager.
-
-    Attributes:
-        names: the qualified names of the watched modules; that of the model itself is ``""``.
-    """
+    """The handle that ``bus.watch(model, ...)`` returns. ``detach()`` it, or use it as a context manager."""
 
     def __init__(self, model: nn.Module, patterns: tuple[str, ...], detach: Callable[[Watch], object]) -> None:
         found = _matching(model, patterns or ("*",))
         self.names = tuple(found)
+        """The qualified names of the watched modules; that of the model itself is ``""``."""
         self._modules = weakref.WeakValueDictionary(found)
         self._detach = detach
 

@@ -103,20 +103,17 @@ class Event(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="even
         return name_of(type(self))
 
     def to_json(self) -> bytes:
-        """Encode a detached event (what an offloaded handler gets) as one JSON object tagged with its mount point.
+        """Encode a detached event (what an offloaded handler gets) as one JSON object; raises TypeError for live state.
 
         Non-finite floats become the strings "NaN", "Infinity" and "-Infinity". In fields that may hold both floats and texts
         (``Any``, ``dict[str, Any]``, ``float | str``), such a text gets a backslash in front. :func:`from_json` undoes both.
-
-        Raises:
-            TypeError: the event holds live state, which has no encoding.
         """
         mixed = mixed_fields(type(self))
         fields = msgspec.to_builtins(self, enc_hook=_refuse_live)
         return msgspec.json.encode({name: _spell(value, texts=name in mixed) for name, value in fields.items()})
 
     def to_msgpack(self) -> bytes:
-        """Encode a detached event as a tagged msgpack map; raises TypeError for live state."""
+        """Encode a detached event as a msgpack map; raises TypeError for live state."""
         return msgspec.msgpack.encode(self, enc_hook=_refuse_live)
 
     def __repr__(self) -> str:

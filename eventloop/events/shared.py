@@ -25,14 +25,9 @@ _Name = Annotated[str, Meta(min_length=1, description="a name of the value")]
 
 
 class Slot(Generic[T]):
-    """The name and type of a value that hooks share. Two slots hold two values, even under one name.
+    """The name, for tables and errors, and the type of a value that hooks share; a value of another type is an error.
 
-    Args:
-        name: name for tables and errors.
-        kind: type of the value; a value of another type is an error.
-
-    Raises:
-        ConfigurationError: ``name`` is empty, or ``kind`` is not a type.
+    Two slots hold two values, even under one name.
     """
 
     __slots__ = ("__weakref__", "kind", "name")
