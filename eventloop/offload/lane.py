@@ -90,7 +90,7 @@ class Lane:
         self.bytes = 0
         """Size of the captured tensors that are pending."""
         self._stuck_since: float | None = None
-        self._told = False
+        self._warned = False
         self._retired = False
         self.given_up = False
         """True once the rest of the queue will not be delivered."""
@@ -222,8 +222,8 @@ class Lane:
             return
         now = time.monotonic()
         self._stuck_since = self._stuck_since or now
-        if now - self._stuck_since >= PATIENCE and not self._told:
-            self._told = True
+        if now - self._stuck_since >= PATIENCE and not self._warned:
+            self._warned = True
             log.warning(
                 f"publishing waits for a handler: its lane is full, and nothing has left it for {PATIENCE:g} s. Find what it "
                 "hangs in; a timeout= ends such calls, another full= does not wait for it",
@@ -238,7 +238,7 @@ class Lane:
             self._wake = wake
             self._owns = owns
             self._armed = False
-            self._stuck_since, self._told = None, False
+            self._stuck_since, self._warned = None, False
             self._closed = False
             self._reason = _NOT_OPEN
             self._set_gate()
@@ -314,7 +314,8 @@ class Lane:
             self._delivered += delivered
             self._dropped += dropped
             self._failed += failed
-            self._notify()
+            if self._waiting:
+                self._notify()
 
     def disarm(self) -> bool:
         """Announce that the consumer is about to sleep; False if an item came in meanwhile and it must not."""

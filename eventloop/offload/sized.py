@@ -27,7 +27,7 @@ class SizedLane(Lane):
         super().__init__(label, self._captured, **options)
         self._picks = picks
         self.max_bytes = max_bytes
-        self._own = _Own()
+        self._own = threading.local()  # ``bytes`` that this thread has reserved for the event that it is preparing
         self._in_hand: deque[int] = deque()  # sizes of values that were taken and are not counted yet, oldest first
 
     def put(self, event: Any) -> None:
@@ -114,12 +114,6 @@ class SizedLane(Lane):
             for _ in range(delivered + dropped + failed):
                 self.bytes -= self._in_hand.popleft()
         super().count(delivered=delivered, dropped=dropped, failed=failed)
-
-
-class _Own(threading.local):
-    """Bytes that this thread has reserved for the event that it is preparing."""
-
-    bytes = 0
 
 
 class _Refused(Exception):  # noqa: N818 - never leaves this module
