@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from operator import add
 
 import msgspec
+from msgspec.structs import astuple
 
 
 class Deadline:
-    """A moment until which a thread waits; another thread may move it nearer meanwhile.
-
-    Args:
-        seconds: from now on; None waits for as long as it takes.
-    """
+    """A moment, ``seconds`` from now or never, until which a thread waits; another thread may move it nearer meanwhile."""
 
     def __init__(self, seconds: float | None) -> None:
         self._at = math.inf if seconds is None else time.monotonic() + seconds
@@ -42,12 +40,7 @@ class DrainReport(msgspec.Struct, frozen=True):
         return self.delivered + self.dropped + self.failed + self.pending
 
     def __add__(self, other: DrainReport) -> DrainReport:
-        return DrainReport(
-            self.delivered + other.delivered,
-            self.dropped + other.dropped,
-            self.failed + other.failed,
-            self.pending + other.pending,
-        )
+        return DrainReport(*map(add, astuple(self), astuple(other)))
 
     def since(self, before: DrainReport) -> DrainReport:
         """Return the counts since ``before``, and the events that are pending now."""

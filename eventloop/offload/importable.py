@@ -58,23 +58,23 @@ def importable_of(handler: Callable[..., Any]) -> Importable:
     """
     qualname = getattr(handler, "__qualname__", "")
     module = getattr(handler, "__module__", None) or ""
-    if isinstance(handler, functools.partial):
-        raise _refusal("a functools.partial", "holds arguments of this process")
-    if inspect.ismethod(handler) or not isinstance(getattr(handler, "__self__", None), ModuleType | None):
-        raise _refusal("a method", "is bound to an object of this process", 'Make it a @staticmethod, or use offload="thread"')
-    if not qualname or isinstance(handler, type):
-        raise _refusal(f"a {type(handler).__name__} object", "is not a function")
-    if "<lambda>" in qualname:
-        raise _refusal("a lambda", "has no name")
-    if "<locals>" in qualname:
-        raise _refusal("a function defined in a function", "cannot be imported")
-    if module == "__main__" and not _main_can_be_imported():
-        raise _refusal("a function of an interactive session", "cannot be imported")
-    if module not in sys.modules:
-        raise _refusal("a function", f"says that it is of {module!r}, which is not a module")
+    is_method = inspect.ismethod(handler) or not isinstance(getattr(handler, "__self__", None), ModuleType | None)
     found = _bound(module, qualname)
-    if found is not handler and found is not _MISSING:  # missing: this is its decorator, and its name is not bound yet
-        raise _refusal("a function", f"is not what its name leads to: {module}.{qualname} is {found!r}")
+    differs = found is not handler and found is not _MISSING  # missing: this is its decorator, and its name is not bound yet
+    refusals = [
+        (isinstance(handler, functools.partial), "a functools.partial holds arguments of this process"),
+        (is_method, "a method is bound to an object of this process"),
+        (not qualname or isinstance(handler, type), f"a {type(handler).__name__} object is not a function"),
+        ("<lambda>" in qualname, "a lambda has no name"),
+        ("<locals>" in qualname, "a function defined in a function cannot be imported"),
+        (module == "__main__" and not _main_can_be_imported(), "a function of an interactive session cannot be imported"),
+        (module not in sys.modules, f"a function says that it is of {module!r}, which is not a module"),
+        (differs, f"a function is not what its name leads to: {module}.{qualname} is {found!r}"),
+    ]
+    for applies, why in refusals:
+        if applies:
+            way_out = 'Make it a @staticmethod, or use offload="thread"' if is_method else _WAY_OUT
+            raise SubscribeError(f'offload="process" imports its handler by name in another process, and {why}. {way_out}')
     return Importable(origin_of(module), qualname)
 
 
@@ -99,10 +99,6 @@ def load(origin: Origin) -> ModuleType:
         module = sys.modules[origin.module] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
-
-
-def _refusal(what: str, why: str, way_out: str = _WAY_OUT) -> SubscribeError:
-    return SubscribeError(f'offload="process" imports its handler by name in another process, and {what} {why}. {way_out}')
 
 
 def _bound(module: str, qualname: str) -> object:
