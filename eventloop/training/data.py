@@ -56,7 +56,7 @@ class Feed:
         self.start: dict[str, Any] | None = None
         """Random states at the start of the pass, and whether workers were running; None before the first pass."""
         self.resuming = False
-        self._told = False
+        self._warned = False
         self._endless: int | None = None  # the epoch in which an exhausted loader is restarted
 
     def __iter__(self) -> Iterator[Any]:
@@ -182,8 +182,8 @@ class Feed:
         """Raise if the pass was empty; warn if it ended early."""
         if not may_be_empty:
             self.check_not_empty()
-        if self.length is not None and self.used < self.length and not self._told:
-            self._told = True
+        if self.length is not None and self.used < self.length and not self._warned:
+            self._warned = True
             log.warning(
                 "the loader ended before its length: one of its next() calls raised StopIteration, or its __len__ is wrong",
                 data=self._name,
@@ -199,7 +199,7 @@ class Feeds:
         self.train: Feed | None = None
         self.evaluated: Feed | None = None
         self._device = device
-        self._told: set[str] = set()  # metrics already warned about
+        self._warned: set[str] = set()  # metrics already warned about
         self._evaluated: list[Iterable[Any]] = []  # loaders of validations and tests, in order of first use
         self._position: Mapping[str, Any] | None = None
         self._positions: list[Mapping[str, Any]] = []  # their positions in the checkpoint
@@ -234,7 +234,7 @@ class Feeds:
 
     def metrics(self, metrics: NamedMetrics | None) -> Metrics:
         """Return metrics on the device of the run; they share its warnings."""
-        return Metrics(metrics, self._device, self._told)
+        return Metrics(metrics, self._device, self._warned)
 
     def state_dict(self, *, validating: bool) -> Mapping[str, Any] | None:
         """Return the position in the data; with ``validating``, that at the start of the current validation.

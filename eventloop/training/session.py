@@ -17,7 +17,7 @@ from eventloop.events import Event
 from eventloop.events.run_view import RunView
 from eventloop.log import get_logger
 from eventloop.offload import Deadline
-from eventloop.training.distributed.ranks import Wishes, join_ranks, tell_failure, world_size
+from eventloop.training.distributed.ranks import Requests, join_ranks, tell_failure, world_size
 from eventloop.training.locks import DirectoryLock
 from eventloop.training.optimizers import stepping, warn_if_useless
 from eventloop.training.rng import seed_everything
@@ -118,7 +118,7 @@ class Session:
         state.agreement = join_ranks(
             self._bus,
             run.models,
-            lambda: Wishes(state.stop, state.save_now, state.cancelled, state.paused, bool(state.rates), state.stop_reason),
+            lambda: Requests(state.stop, state.save_now, state.cancelled, state.paused, bool(state.rates), state.stop_reason),
             trains=bool(run.optimizers),
         )
         state.scopes.defer(run.resume)  # so that a run entered again does not begin paused

@@ -102,7 +102,7 @@ class Ranks:
                 raise TrainingError(f"rank {rank} requests the checkpoint {', '.join(more)}, but rank 0 does not. {_TOGETHER}")
 
 
-class Wishes(NamedTuple):
+class Requests(NamedTuple):
     """The requests of one rank, or of all ranks together, and the reason of a stop."""
 
     stop: bool = False
@@ -114,7 +114,7 @@ class Wishes(NamedTuple):
 
 
 class Agreement:
-    """Make requests of any rank (:class:`Wishes`) take effect on all ranks after the same iteration.
+    """Make requests of any rank (:class:`Requests`) take effect on all ranks after the same iteration.
 
     During training, exchanges run in the background: a request takes effect at the end of a later iteration, after up to
     :data:`INTERVAL` seconds or one iteration, whichever is longer. An exchange costs about 200 µs, so short iterations share
@@ -123,17 +123,17 @@ class Agreement:
     Each exchange also compares the files that hooks request. All ranks must request the same files, or the run would hang: one
     rank would wait in its save, and the others in their next collective.
 
-    ``wishes`` returns the requests of this rank.
+    ``requests`` returns the requests of this rank.
     """
 
-    def __init__(self, ranks: Ranks, wishes: Callable[[], Wishes]) -> None:
+    def __init__(self, ranks: Ranks, requests: Callable[[], Requests]) -> None:
         self.ranks = ranks
-        self.stop, self.save, self.cancelled, self.paused, self.rates, self.reason = Wishes()
+        self.stop, self.save, self.cancelled, self.paused, self.rates, self.reason = Requests()
         self.asked: Callable[[], list[str]] = list
         """Returns the names of the files to save next."""
-        self._wishes = wishes
-        self._flags = torch.zeros(len(Wishes._fields) + 2, dtype=torch.int32)
-        self._told: list[str] = []
+        self._requests = requests
+        self._flags = torch.zeros(len(Requests._fields) + 2, dtype=torch.int32)
+        self._sent: list[str] = []
         self._every = 1
         self._since = 0
         self._started: float | None = None
@@ -159,17 +159,17 @@ class Agreement:
         A rank that is already in a collective of the training may never answer; then a warning tells the reason.
         """
         asked = self.asked()
-        if self._under_way is None or self._told != asked:
+        if self._under_way is None or self._sent != asked:
             self._take()
             self._launch(asked)
         self._take()
 
     def _launch(self, asked: list[str]) -> None:
-        self._told = asked
+        self._sent = asked
         digest = zlib.crc32("/".join(asked).encode()) >> 1
         # The exchange takes the maximum over ranks. The pace is negated to get the smallest one. The digest is sent with both
         # signs: if all ranks have the same, both come back unchanged.
-        flags = (*self._wishes()[:-1], -self._pace(), digest, -digest)
+        flags = (*self._requests()[:-1], -self._pace(), digest, -digest)
         self._flags.copy_(torch.tensor(flags, dtype=torch.int32))
         self._under_way = distributed.all_reduce(
             self._flags, op=distributed.ReduceOp.MAX, group=self.ranks.group, async_op=True
@@ -189,33 +189,33 @@ class Agreement:
         self._under_way = None
         stop, save, cancelled, paused, rates, fewest, digest, negative = self._flags.tolist()
         if digest != -negative:
-            mine = f"rank {self.ranks.rank} requests {', '.join(self._told) or 'none'}"
+            mine = f"rank {self.ranks.rank} requests {', '.join(self._sent) or 'none'}"
             raise TrainingError(f"the ranks request different checkpoints at the same time: {mine}. {_TOGETHER}")
         self._every = -fewest
         if stop and not self.stop:
-            self.reason = next(filter(None, self.ranks.gather(self._wishes().reason)), "")
+            self.reason = next(filter(None, self.ranks.gather(self._requests().reason)), "")
         self.stop = self.stop or bool(stop)
         self.save = self.save or bool(save)
         self.cancelled = self.cancelled or bool(cancelled)
         self.paused, self.rates = bool(paused), bool(rates)
 
     def _wait_for(self, work: distributed.Work) -> None:
-        if self._told and not work.is_completed():
+        if self._sent and not work.is_completed():
             try:
                 work.wait(timedelta(seconds=PATIENCE))
             except RuntimeError:
                 if work.is_completed():  # it failed
                     raise
-                log.warning(f"waiting for the other ranks to request this checkpoint. {_TOGETHER}", names=self._told)
+                log.warning(f"waiting for the other ranks to request this checkpoint. {_TOGETHER}", names=self._sent)
         work.wait()
 
 
 def join_ranks(
-    bus: Bus, models: Mapping[str, torch.nn.Module], wishes: Callable[[], Wishes], *, trains: bool
+    bus: Bus, models: Mapping[str, torch.nn.Module], requests: Callable[[], Requests], *, trains: bool
 ) -> Agreement | None:
     """Join a new run with those of the other ranks, and set the rank of the bus. A collective.
 
-    Return None if there is only one process. ``wishes`` is that of :class:`Agreement`. ``trains`` is False for a run without
+    Return None if there is only one process. ``requests`` is that of :class:`Agreement`. ``trains`` is False for a run without
     an optimizer; else warn about models whose weights are not synchronised between ranks.
 
     Raises:
@@ -232,7 +232,7 @@ def join_ranks(
     if world_size() == 1:
         return None
     _runs += 1
-    agreement = Agreement(Ranks(own_group("control")), wishes)
+    agreement = Agreement(Ranks(own_group("control")), requests)
     for name, model in models.items():
         if trains and not is_parallel(model):
             log.warning(
