@@ -49,9 +49,6 @@ class Metrics:
     With several ranks, means cover the samples of all ranks, each once. A torchmetrics metric syncs itself. A metric with
     ``merge_state(others)`` (torcheval's protocol) is merged from pickled copies. Any other metric covers rank 0 only, with a
     warning; all metrics of a run share the names already warned about (``warned``).
-
-    Raises:
-        ConfigurationError: a metric lacks ``update``, ``compute`` or ``reset``.
     """
 
     @check_options
@@ -77,11 +74,7 @@ class Metrics:
                 move(self._device)
 
     def update(self, outputs: Mapping[str, Any], samples: int = 1) -> None:
-        """Accumulate the outputs of one batch of ``samples`` samples; 0 skips it.
-
-        Raises:
-            TrainingError: the outputs lack an entry that a metric needs.
-        """
+        """Accumulate the outputs of one batch of ``samples`` samples; 0 skips it."""
         if not samples:
             return
         self._empty = False

@@ -21,9 +21,6 @@ def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that calls torch's step hooks: the inner one of a wrapper that skips ``Optimizer.__init__``.
 
     Accelerate's ``AcceleratedOptimizer`` and torchft's ``OptimizerWrapper`` are such wrappers.
-
-    Raises:
-        ConfigurationError: the wrapper holds no optimizer with step hooks.
     """
     inner: torch.optim.Optimizer | None = optimizer
     while inner is not None and not hasattr(inner, "_optimizer_step_pre_hooks"):  # made by Optimizer.__init__

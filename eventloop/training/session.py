@@ -69,8 +69,7 @@ class Session:
     def begin_run(self) -> None:
         """Open the bus if it is idle, publish ``before_run``, and load the checkpoint to resume from.
 
-        Raises:
-            Exception: the error of a handler or of the checkpoint, after everything was closed.
+        After an error, everything is closed.
         """
         self._take_turn("begin_run")
         if self._bus.state == "idle":

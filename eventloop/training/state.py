@@ -90,10 +90,6 @@ class Scopes:
 
         Register ``undo`` before the action that it reverts, and let it check how much to revert: Ctrl-C may interrupt the
         action. If Ctrl-C interrupts ``undo``, it is called once more.
-
-        Raises:
-            RuntimeError: no scope is open.
-            TypeError: ``undo`` is the result of a call instead of a function.
         """
         if not callable(undo):
             raise TypeError(f"run.defer() takes a function to call later, not {undo!r}: write run.defer(f), not run.defer(f())")
@@ -125,7 +121,7 @@ class Scopes:
                         self._cut_short = undos[-1]
                     raise
                 undos.pop()
-            del self._open[inner]
+            self._open.pop(inner, None)  # the garbage collector may have ended it meanwhile, with a `for` statement's iterator
             self.innermost = next(reversed(self._open), "")
         if first is not None:
             raise first
