@@ -57,7 +57,7 @@ def world_size() -> int:
 def is_parallel(model: torch.nn.Module) -> bool:
     """Return True for a model that is wrapped or sharded, or has nothing to train."""
     trains = any(parameter.requires_grad for parameter in model.parameters())
-    return not trains or is_sharded(model) or any(isinstance(one, DistributedDataParallel) for one in model.modules())
+    return not trains or is_sharded(model) or isinstance(model, DistributedDataParallel)
 
 
 class Ranks:
@@ -234,7 +234,7 @@ def join_ranks(
     _runs += 1
     agreement = Agreement(Ranks(own_group("control")), requests)
     for name, model in models.items():
-        if trains and not is_parallel(model):
+        if trains and not (is_parallel(model) or any(isinstance(part, DistributedDataParallel) for part in model.modules())):
             log.warning(
                 "each process trains its own copy of this model: wrap it in DistributedDataParallel or shard it, unless you "
                 "average gradients yourself",
