@@ -30,6 +30,7 @@ _TOO_LONG = "an integer has thousands of digits; put text in quotes"
 # YAML 1.2's floats. PyYAML reads YAML 1.1, where 1e-3, the usual form of a learning rate, is text.
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+")
 _STEP = re.compile(r'(?:^|\.)(?:"([^"]+)"|([\w-]+))|\[(-?\d{1,9})\]')
+_KEY = re.compile(f"(?:{_STEP.pattern})+")
 
 
 class FromText(str):
@@ -206,13 +207,8 @@ def settle(value: Any) -> Any:
 
 
 def _steps(key: str) -> list[str | int]:
-    steps: list[str | int] = []
-    end = 0
-    while end < len(key) and (match := _STEP.match(key, end)):
-        quoted, name, index = match.groups()
-        steps.append(int(index) if index is not None else quoted or name)
-        end = match.end()
-    if end < len(key) or not steps or isinstance(steps[0], int) or len(steps) > _DEEPEST:
+    steps = [int(index) if index else quoted or name for quoted, name, index in _STEP.findall(key)]
+    if not _KEY.fullmatch(key) or isinstance(steps[0], int) or len(steps) > _DEEPEST:
         raise ConfigurationError(
             f"{shortened(key)!r} is not a configuration key; write it like loop.max_epochs or custom_hooks[0].interval"
         )

@@ -129,7 +129,7 @@ _KEYS = ("imports", "model", "wrap", "optimizer", "data", *_STEPS, "metrics", "l
 _NEEDED = {
     "model": 'the model to train, such as model = "my_module:network"',
     "optimizer": 'such as optimizer = { type = "torch.optim:AdamW", lr = 0.001 }',
-    "data": 'with a train, such as data.train = "my_module:train_loader"',
+    "data.train": 'the data to train on, such as data.train = "my_module:train_loader"',
     "step": 'the function of (model, batch) that returns the loss, such as step = "my_module:step"',
 }
 # TrainLoop gets these from other keys.
@@ -166,15 +166,17 @@ class Setup:
         self._config = {name: _settled(value, deep=name != "loop") for name, value in config.items()}
         inner = [*(f"loop.{name}" for name in signature.options), *(f"default_hooks.{name}" for name in self._defaults)]
         check_keys(self._config, _KEYS, "", "a configuration", further=inner)
+        check_keys(data := self._table("data"), STAGES, "data", "data")
+        given = {**self._config, "data.train": data.get("train")}
         for name, what in _NEEDED.items():
-            if self._config.get(name) is None:
+            if given.get(name) is None:
                 raise wrong(name, f"is missing: {what}")
         modules = self._config.get("imports", [])
         if not isinstance(modules, list) or not all(isinstance(one, str) for one in modules):
             raise wrong("imports", f'expected a list of modules, such as ["my_module"], got {modules!r}')
         self._maker = Maker(Imports(modules, folders))
         self.loop = self._maker.decode(signature, self._table("loop"), "loop")
-        self.tests = self._table("data").get("test") is not None
+        self.tests = data.get("test") is not None
 
     def make(self) -> TrainLoop:
         """Make every object in order, and the loop last. ``loop.seed`` seeds the random generators first."""
@@ -241,12 +243,8 @@ class Setup:
         return maker.make(value, where, expected=torch.optim.Optimizer)
 
     def _data(self) -> dict[str, Any]:
-        table = self._table("data")
-        check_keys(table, STAGES, "data", "data")
-        if table.get("train") is None:
-            raise wrong("data.train", 'is missing: the data to train on, such as data.train = "my_module:train_loader"')
         made: dict[str, Any] = {}
-        for stage, value in table.items():
+        for stage, value in self._table("data").items():
             if value is not None:
                 where = inside("data", stage)
                 batches = self._maker.make(value, where)
