@@ -31,7 +31,6 @@ from eventloop.training.saves.capture import Saves
 from eventloop.training.saves.request import OnError, SaveRequest
 from eventloop.training.saves.restore import HOSTED, Restore
 from eventloop.training.state import Counters, RunState
-from eventloop.training.update import window_open
 
 
 class Run:
@@ -101,7 +100,7 @@ class Run:
         self.name = name or (self.work_dir.name if self.work_dir else "run")
         self.config = config or {}
         self.counters = counters or Counters()
-        self.state = RunState(self.counters, self.optimizers, lambda: window_open(self.bus.hooks))
+        self.state = RunState(self.counters, self.optimizers, self.bus)
         self.info: dict[str, Any] = {}
         self.shared = Shared()
         self.validates: bool | None = None

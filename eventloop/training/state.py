@@ -14,11 +14,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 import torch
 
+from eventloop.bus import Bus
 from eventloop.errors import RunCancelled, TrainingError, stopped
 from eventloop.events import Progress, Stage
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import Agreement, Ranks
 from eventloop.training.optimizers import set_learning_rate
+from eventloop.training.update import Update
 
 log = get_logger()
 
@@ -140,14 +142,9 @@ class Scopes:
 
 
 class RunState:
-    """Hold the state of a run and the requests of other threads, which take effect at the next safe mount point.
+    """Hold the state of a run and the requests of other threads, which take effect at the next safe mount point."""
 
-    ``window_open`` returns True inside an accumulation window.
-    """
-
-    def __init__(
-        self, counters: Counters, optimizers: Mapping[str, torch.optim.Optimizer], window_open: Callable[[], bool]
-    ) -> None:
+    def __init__(self, counters: Counters, optimizers: Mapping[str, torch.optim.Optimizer], bus: Bus) -> None:
         self.counters = counters
         self.progress: Progress = counters.snapshot()
         self.version = 0
@@ -174,13 +171,18 @@ class RunState:
         self.rates: deque[tuple[float, tuple[str, ...]]] = deque()
         """Learning rates to set, and the names of their optimizers."""
         self._optimizers = optimizers
-        self._window_open = window_open
+        self._bus = bus
         self._refusal: Callable[[], object] | None = None
 
     @property
     def training(self) -> bool:
         """True from ``before_train`` to the end of training."""
         return "train" in self.scopes
+
+    @property
+    def window_open(self) -> bool:
+        """True inside an accumulation window of the bus's update."""
+        return any(hook.window_open for hook in self._bus.hooks if isinstance(hook, Update))
 
     @property
     def ranks(self) -> Ranks | None:
@@ -224,7 +226,7 @@ class RunState:
     def should_stop(self) -> bool:
         """Handle requests; return True if the run must stop here. A stop waits for the step of an accumulation window."""
         self.handle_requests()
-        return (self.agreement or self).stop and not self._window_open()
+        return (self.agreement or self).stop and not self.window_open
 
     def settle(self) -> None:
         """Collect the requests of all ranks, if there are several."""

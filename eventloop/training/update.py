@@ -233,11 +233,6 @@ def _gradients(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor
     return [parameter.grad for one in optimizers for parameter in parameters_of(one) if parameter.grad is not None]
 
 
-def window_open(hooks: Iterable[Hook]) -> bool:
-    """Return True inside an accumulation window of the bus's update."""
-    return any(hook.window_open for hook in hooks if isinstance(hook, Update))
-
-
 def check_updates(hooks: Iterable[Hook], *, loop_driven: bool) -> None:
     """Raise ConfigurationError if more than one hook, or a hook and the user's own loop, would step the optimizers."""
     updates = [hook for hook in hooks if isinstance(hook, Update)]

@@ -29,7 +29,6 @@ from eventloop.training.rng import get_rng_state
 from eventloop.training.saves.request import SaveRequest, merged
 from eventloop.training.saves.write import CheckpointWriter, SaveJob
 from eventloop.training.state import RunState
-from eventloop.training.update import window_open
 
 FORMAT = 1
 """Version of the state's layout, saved as ``"format"`` in every checkpoint."""
@@ -124,7 +123,7 @@ class Saves:
         state = self._run.state
         if not self.requests and self.ranks is None and not state.save_now:
             return  # the usual case
-        if not state.has_trained or (not force and window_open(self._run.bus.hooks)):
+        if not state.has_trained or (not force and state.window_open):
             return
         self._add_asked_now()
         standing = None if self.ranks is None else self._agree(self.ranks, force=force)
