@@ -143,7 +143,7 @@ class ThreadConsumer(_Consumer):
     def ended(self, grace: float = 0.0) -> bool:
         """Wait for the thread; return True if it has ended."""
         thread = self._thread
-        if thread is not None:
+        if thread is not None and grace:
             thread.join(grace)
         return thread is None or not thread.is_alive()
 

@@ -21,31 +21,25 @@ _MISSING = object()
 _WAY_OUT = 'Define it with `def` at the top level of a module that can be imported, or use offload="thread"'
 
 
-class Origin(msgspec.Struct, frozen=True):
-    """A module: its name, and its file in case only an importer of this process finds the name (pytest's)."""
-
-    module: str
-    file: str | None = None
-
-
 class Importable(msgspec.Struct, frozen=True):
     """A module-level function (or a static method of a module-level class)."""
 
-    origin: Origin
+    module: str
     qualname: str
+    file: str | None
 
     def load(self) -> Callable[[Any], object]:
         """Import the module and return the function."""
-        found: Callable[[Any], object] = attrgetter(self.qualname)(load(self.origin))
+        found: Callable[[Any], object] = attrgetter(self.qualname)(load(self.module, self.file))
         return found
 
     def check(self, handler: Callable[..., Any]) -> None:
         """Raise WorkerDiedError unless the name leads to ``handler`` (a decorator runs before the name is bound)."""
-        found = _bound(self.origin.module, self.qualname)
+        found = _bound(self.module, self.qualname)
         if found is not handler:
             what = "nothing" if found is _MISSING else f"another object, {found!r}"
             raise WorkerDiedError(
-                f"a worker process imports its handler by name, and {self.origin.module}.{self.qualname} is {what}. {_WAY_OUT}",
+                f"a worker process imports its handler by name, and {self.module}.{self.qualname} is {what}. {_WAY_OUT}",
                 started=False,
             )
 
@@ -75,28 +69,28 @@ def importable_of(handler: Callable[..., Any]) -> Importable:
         if applies:
             way_out = 'Make it a @staticmethod, or use offload="thread"' if is_method else _WAY_OUT
             raise SubscribeError(f'offload="process" imports its handler by name in another process, and {why}. {way_out}')
-    return Importable(origin_of(module), qualname)
+    return Importable(module, qualname, file_of(module))
 
 
 @functools.cache
-def origin_of(module: str) -> Origin:
-    """Return where ``module`` comes from."""
+def file_of(module: str) -> str | None:
+    """Return the file of a module that was imported."""
     file = getattr(sys.modules[module], "__file__", None)
-    return Origin(module, None if file is None else str(Path(file).absolute()))
+    return None if file is None else str(Path(file).absolute())
 
 
-def load(origin: Origin) -> ModuleType:
-    """Import a module by name, else from its file."""
+def load(name: str, file: str | None) -> ModuleType:
+    """Import a module by name, else from its file: only an importer of the first process may find the name (pytest's)."""
     try:
-        return importlib.import_module(origin.module)
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
         # A module that this one imports is missing: that is its own error.
-        if origin.file is None or not (origin.module == error.name or origin.module.startswith(f"{error.name}.")):
+        if file is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise
-        spec = importlib.util.spec_from_file_location(origin.module, origin.file)
+        spec = importlib.util.spec_from_file_location(name, file)
         if spec is None or spec.loader is None:
             raise
-        module = sys.modules[origin.module] = importlib.util.module_from_spec(spec)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
 

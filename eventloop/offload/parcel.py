@@ -25,7 +25,7 @@ import torch
 from eventloop.events import Event
 from eventloop.events.event import registry
 from eventloop.offload.detach import from_msgpack
-from eventloop.offload.importable import Origin, load, origin_of
+from eventloop.offload.importable import file_of, load
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -64,7 +64,8 @@ class _Pickler(pickle.Pickler):
         """Reduce events to msgpack and plain tensors to bytes; torch reduces sparse and quantised tensors and subclasses."""
         if isinstance(value, Event):
             # The module of the registered class: a detached event's class is made from that.
-            return _event, (origin_of(registry[value.mount_point].__module__), value.to_msgpack())
+            module = registry[value.mount_point].__module__
+            return _event, (module, file_of(module), value.to_msgpack())
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_quantized:
             return NotImplemented
         flat = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
@@ -75,8 +76,8 @@ def _tensor(part: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Te
     return torch.frombuffer(part, dtype=dtype).reshape(shape) if part.nbytes else torch.empty(shape, dtype=dtype)
 
 
-def _event(origin: Origin, encoded: bytes) -> Event:
-    load(origin)  # declares the event, where the handler's module does not
+def _event(module: str, file: str | None, encoded: bytes) -> Event:
+    load(module, file)  # declares the event, where the handler's module does not
     return from_msgpack(encoded)
 
 
