@@ -360,6 +360,30 @@ def test_cancelled_lanes_leave_no_thread_and_report_once():
         assert not bus._runtime._consumers
 
 
+def test_a_drain_counts_every_event_once_while_handlers_come_and_go(bus, kind):
+    subscriptions, over = [], threading.Event()
+
+    def publish():
+        while not over.is_set():
+            bus.publish(EVENT)
+
+    with bus:
+        publishers = [threading.Thread(target=publish) for _ in range(2)]
+        for thread in publishers:
+            thread.start()
+        for number in range(30):
+            with offload(bus, lambda event: None, kind, full="drop_old", linger=0) as subscription:
+                over.wait(0.001 * (number % 2))
+            subscriptions.append(subscription)
+        over.set()
+        for thread in publishers:
+            thread.join()
+        report = bus.drain(timeout=20)
+        assert report.pending == 0
+        assert report.delivered == sum(subscription.stats.delivered for subscription in subscriptions)
+        assert report.dropped == sum(subscription.stats.dropped for subscription in subscriptions)
+
+
 # ---------------------------------------------------------------------------------------------------------- policies
 
 
