@@ -16,7 +16,8 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Final
 
 import msgspec
@@ -151,29 +152,36 @@ def header_bytes(prefix: bytes, file_bytes: int) -> int:
     return length
 
 
-def decode(text: bytes | memoryview) -> tuple[dict[str, str], dict[str, TensorInfo]]:
-    """Return the metadata and the tensors of the header of any safetensors file."""
-    try:
+def decode(text: bytes | memoryview) -> tuple[dict[str, str], dict[str, msgspec.Raw]]:
+    """Return the metadata and the encoded tensors of the header of any safetensors file."""
+    with _decoding():
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(raw.pop(METADATA, b"{}"), type=dict[str, str])
-        return metadata, {name: msgspec.json.decode(info, type=TensorInfo) for name, info in raw.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointDamagedError(f"the header cannot be read: {error}") from error
+        return msgspec.json.decode(raw.pop(METADATA, b"{}"), type=dict[str, str]), raw
 
 
 def parse(text: bytes | memoryview, data_bytes: int) -> Header:
     """Read the JSON header of a checkpoint and check all its promises about the data; raise NewerError for a newer version."""
-    metadata, tensors = decode(text)
+    metadata, raw = decode(text)
     if metadata.get("format") != FORMAT:
         raise CheckpointDamagedError("its header does not say that it is a checkpoint of trainbus")
     version = metadata.get("version", "")
     if not (version.isascii() and version.isdigit()) or metadata.get("digest") != "crc32":
         raise CheckpointDamagedError(f"the header names version {version!r} and digest {metadata.get('digest')!r}")
-    if int(version[:9]) > VERSION:
+    if int(version[:9]) > VERSION:  # before the tensors are decoded: a newer version may describe them in another way
         raise NewerError(f"it has format version {version}, this trainbus reads up to {VERSION}; upgrade trainbus")
+    with _decoding():
+        tensors = {name: msgspec.json.decode(info, type=TensorInfo) for name, info in raw.items()}
     _check_tensors(tensors, data_bytes)
     del tensors[DIGEST]
     return Header(int(version), tensors.pop(TREE).data_offsets, tensors, LENGTH_BYTES + len(text))
+
+
+@contextmanager
+def _decoding() -> Iterator[None]:
+    try:
+        yield
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointDamagedError(f"the header cannot be read: {error}") from error
 
 
 def _check_tensors(tensors: dict[str, TensorInfo], data_bytes: int) -> None:

@@ -133,6 +133,14 @@ def test_a_newer_format_version_is_named(good, path):
     assert_damaged(path, bytes([*newer[:-1], newer[-1] ^ 1]), "its bytes give")
 
 
+def test_a_newer_format_may_describe_its_tensors_in_another_way(good, path):
+    header, data = split(good)
+    header["__metadata__"]["version"] = "2"
+    path.write_bytes(seal(header | {"__tree__": {"at": "the end"}}, data))
+    with pytest.raises(CheckpointError, match="it has format version 2"):
+        load(path)
+
+
 def test_a_flipped_bit_in_the_version_is_damage(good, path):
     at = good.index(b'"version":"1"') + len(b'"version":"')
     assert_damaged(path, bytes([*good[:at], good[at] ^ 2, *good[at + 1 :]]), "its bytes give")
