@@ -1,12 +1,11 @@
 """Take the scalars of an event on the training thread, as they are now, without waiting for a device.
 
-Numbers are taken as they are. Tensors of one element are stacked on their device, one stack for each dtype and device: that is
-one kernel, and no number reaches the host. The consumer reads the stacks later. From a GPU it fetches all stacks that wait
-with one copy.
+Numbers are taken as they are, and so are those of tensors on the CPU. Tensors of one element on another device are stacked
+there, one stack for each dtype and device: that is one kernel, and no number reaches the host. The consumer reads the stacks
+later. From a GPU it fetches all stacks that wait with one copy.
 
-The outputs of an iteration nearly always have the same scalars as those before. A plan notes which they are, and an iteration
-only checks that its plan still holds. A value that had several elements once is not a scalar while it has dimensions, even
-with one element: that is the smaller last batch.
+A value that had several elements once is not a scalar while it has dimensions, even with one element: that is the smaller last
+batch.
 """
 
 from __future__ import annotations
@@ -14,144 +13,64 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
-from operator import attrgetter, itemgetter
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import torch
 
-_MOST_PLANS = 64  # for outputs whose names never repeat; a new plan costs some 10 µs
 _MOST_WAITING = 1024  # stacks on a GPU that one copy fetches at most: the events of a full lane
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-# Looked up once: a hundred nanoseconds are a tenth of what an event may cost. Switching grad mode by hand is ten times cheaper
-# than entering torch.no_grad().
-_dtype = attrgetter("dtype")
-_stack = torch.stack
-_is_grad_enabled = torch.is_grad_enabled
-_set_grad_enabled = torch._C._set_grad_enabled
 
 
 class ScalarTaker:
     """Takes the scalars of mappings that are mostly alike, such as the outputs of iterations."""
 
     def __init__(self) -> None:
-        self._plans: dict[tuple[str, ...], ScalarPlan] = {}
         self._sized: set[str] = set()  # names whose values had another number of elements than one
+        self._fetches: dict[torch.device, _Fetches] = {}
 
-    def take(self, outputs: Mapping[str, Any]) -> Taken:
-        """Take the scalars of ``outputs``; other entries (logits, batches, objects) are left out."""
-        names = tuple(outputs)
-        values = tuple(outputs.values())
-        plan = self._plans.get(names)
-        if plan is not None:
-            try:
-                taken = plan.take(values)
-            except (RuntimeError, TypeError, AttributeError, ValueError):  # a scalar has another shape or kind now
-                taken = None
-            if taken is not None:
-                return taken
-        arrays = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor | np.ndarray)}
-        self._sized.update(name for name, value in arrays.items() if math.prod(value.shape) != 1)
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
-        plan = self._plans[names] = ScalarPlan(names, values, self._sized)
-        return cast("Taken", plan.take(values))
+    def take(self, outputs: Mapping[str, Any]) -> tuple[dict[str, Any], list[Stack]]:
+        """Return the scalars of ``outputs`` by name, and stacks that bring those of other devices, which are None until then.
 
-
-class ScalarPlan:
-    """Which values of a mapping with certain names are scalars, and how they are taken."""
-
-    def __init__(self, names: Sequence[str], values: Sequence[Any], sized: Collection[str]) -> None:
-        kinds = [_kind(value, sized=name in sized) for name, value in zip(names, values, strict=True)]
-        tensors = [i for i, kind in enumerate(kinds) if kind == "tensor"]
-        numbers = [i for i, kind in enumerate(kinds) if kind == "number"]
-        rest = [i for i, kind in enumerate(kinds) if kind != "tensor"]  # stacking checks the tensors
-        self._rest = _getter(rest) if rest else None
-        self._rest_types = [type(values[i]) for i in rest]
-        self._others = _getter([i for i in rest if kinds[i] == "other" and hasattr(values[i], "ndim")])
-        self._number = _getter(numbers)
-        self._numpy = any(isinstance(values[i], np.generic | np.ndarray) for i in numbers)
-        self._shaped = [i for i in tensors if values[i].ndim]
-        keys: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for i in tensors:
-            keys.setdefault((values[i].dtype, values[i].device), []).append(i)
-        self._groups = [_Group(*key, positions, len(values)) for key, positions in keys.items()]
-        self.waits = any(group.on_gpu for group in self._groups)
-        """Whether reading the stacks means waiting for a copy."""
-        taken = [*numbers, *(position for group in self._groups for position in group.positions)]
-        self._names = [names[position] for position in sorted(taken)]
-        self._order = None if taken == sorted(taken) else _getter([taken.index(position) for position in sorted(taken)])
-
-    def take(self, values: tuple[Any, ...]) -> Taken | None:
-        """Take the planned values; None if they are of other kinds than planned.
-
-        Raises:
-            RuntimeError, TypeError, AttributeError, ValueError: a value that was planned as a scalar is not one.
+        Other entries (logits, batches, objects) are left out.
         """
-        numbers: tuple[Any, ...] = ()
-        if self._rest is not None:
-            if [*map(type, self._rest(values))] != self._rest_types:
-                return None
-            if not all(value.ndim for value in self._others(values)):
-                return None  # it has become a scalar
-            numbers = self._number(values)
-            if self._numpy:
-                numbers = tuple([value.item() if isinstance(value, np.generic | np.ndarray) else value for value in numbers])
-        if self._shaped:
-            reshaped = list(values)
-            for i in self._shaped:
-                reshaped[i] = values[i].detach().reshape(())
-            values = tuple(reshaped)
-        stacks = []
-        for group in self._groups:
-            stacked = group.stack(values)
-            if stacked is None:
-                return None
-            stacks.append(stacked)
-        return self, numbers, stacks
+        numbers: dict[str, Any] = {}
+        elsewhere: dict[tuple[torch.dtype, torch.device], dict[str, torch.Tensor]] = {}
+        for name, value in outputs.items():
+            kind = type(value)
+            if kind is float:
+                numbers[name] = value
+            elif kind in _PLAIN or isinstance(value, torch.Tensor):
+                if value.ndim and (self._has_several(name, value) or kind not in _PLAIN or value.layout is not torch.strided):
+                    continue  # one element of a sparse or a distributed tensor cannot be had without work
+                if value.is_cpu and kind in _PLAIN:
+                    numbers[name] = value.item()  # waits for nothing, and takes less time than a copy
+                else:
+                    numbers[name] = None
+                    elsewhere.setdefault((value.dtype, value.device), {})[name] = value
+            elif isinstance(value, np.ndarray | np.generic):
+                if not (value.ndim and self._has_several(name, value)):
+                    numbers[name] = value.item()
+            elif isinstance(value, int | float | str):
+                numbers[name] = value
+        return numbers, [self._stack(device, tensors) for (_, device), tensors in elsewhere.items()] if elsewhere else []
 
-    def read(self, numbers: Sequence[Any], stacks: Sequence[torch.Tensor | DeviceStack]) -> dict[str, Any]:
-        """Return the scalars by name, in the order of the outputs; on the consumer's thread, which may wait."""
-        found = [*numbers]
-        for stack in stacks:
-            found += stack.tolist()
-        return dict(zip(self._names, found if self._order is None else self._order(found), strict=True))
+    def _has_several(self, name: str, value: torch.Tensor | np.ndarray[Any, Any] | np.generic) -> bool:
+        if math.prod(value.shape) != 1:
+            self._sized.add(name)
+        return name in self._sized
 
-
-Taken = tuple[ScalarPlan, tuple[Any, ...], list[Any]]
-"""The plan that reads them, the numbers, and the stacks of the tensors' values (a tensor, or a DeviceStack)."""
-
-
-class _Group:
-    """The scalars of one dtype on one device."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device, positions: list[int], width: int) -> None:
-        self.positions = positions
-        self.on_gpu = device.type == "cuda"
-        self._pick = None if positions == list(range(width)) else _getter(positions)
-        self._dtypes = [dtype] * len(positions)
-        self._device = device
-        self._fetches = _Fetches(device) if self.on_gpu else None
-        self._elsewhere = torch.accelerator.is_available()  # not asked on import: that could break CUDA in forked processes
-
-    def stack(self, values: tuple[Any, ...]) -> torch.Tensor | DeviceStack | None:
-        """Copy the scalars; None if one has another dtype or device by now (a number that is converted may be another)."""
-        tensors = values if self._pick is None else self._pick(values)
-        if [*map(_dtype, tensors)] != self._dtypes:
-            return None
-        grad = _is_grad_enabled()
-        _set_grad_enabled(False)
-        try:
-            stacked = _stack(tensors)
-        finally:
-            _set_grad_enabled(grad)
-        if stacked.ndim != 1 or (self._elsewhere and stacked.device != self._device):
-            return None
-        return stacked if self._fetches is None else self._fetches.wrap(stacked)
+    @torch.no_grad()
+    def _stack(self, device: torch.device, tensors: Mapping[str, torch.Tensor]) -> Stack:
+        stacked = torch.stack([tensor.reshape(()) for tensor in tensors.values()])
+        if device.type != "cuda":
+            return [*tensors], stacked
+        if device not in self._fetches:
+            self._fetches[device] = _Fetches(device)
+        return [*tensors], self._fetches[device].wrap(stacked)
 
 
 class DeviceStack(msgspec.Struct, eq=False):
@@ -212,6 +131,8 @@ class _Fetches:
 
 
 Fetched = tuple[torch.Tensor, torch.cuda.Event]
+Stack = tuple[list[str], torch.Tensor | DeviceStack]
+"""Names, and the tensor of their values."""
 
 
 _fetch_stream = cache(torch.cuda.Stream)  # by device
@@ -223,27 +144,10 @@ def _fetch(tensors: list[torch.Tensor], streams: set[torch.cuda.Stream]) -> Fetc
     for stream in streams:
         own.wait_stream(stream)
     with torch.cuda.stream(own):
-        return pinned(_stack(tensors)), own.record_event()
+        return pinned(torch.stack(tensors)), own.record_event()
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
     """Queue a copy of ``tensor`` to the host on the current stream, and return where it will be."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor.detach(), non_blocking=True)
-
-
-def _kind(value: Any, *, sized: bool) -> Literal["number", "tensor", "other"]:
-    if isinstance(value, torch.Tensor):
-        # One element of a sparse or a distributed tensor cannot be had without work.
-        shaped = value.ndim and (sized or type(value) not in _PLAIN or value.layout is not torch.strided)
-        return "other" if shaped else "tensor"
-    if isinstance(value, np.ndarray):
-        return "other" if value.ndim and sized else "number"
-    return "number" if isinstance(value, int | float | str | np.generic) else "other"
-
-
-def _getter(positions: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Return ``lambda values: tuple(values[i] for i in positions)``, in C where there are several."""
-    if len(positions) > 1:
-        return itemgetter(*positions)
-    return lambda values: tuple([values[i] for i in positions])
