@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import distributed
 
@@ -52,20 +50,11 @@ class SyncBuffersHook(Hook):
 
     def _sync(self, run: RunView, iterations: int) -> None:
         self._synced_at = iterations
-        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-            average_over_ranks(buffer for model in run.models.values() for buffer in model.buffers())
-
-
-def average_over_ranks(tensors: Iterable[torch.Tensor]) -> None:
-    """Replace tensors by their mean over all ranks of the default process group, with one message per dtype and device."""
-    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.dtype is not torch.bool and tensor.numel():
-            groups.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for group in groups.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in group])
-        distributed.all_reduce(flat)
-        exact = flat.is_floating_point() or flat.is_complex()
-        mean = flat.div_(distributed.get_world_size(), rounding_mode=None if exact else "floor")
-        for tensor, part in zip(group, torch.split(mean, [tensor.numel() for tensor in group]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        if not distributed.is_available() or not distributed.is_initialized():
+            return
+        for buffer in (buffer.detach() for model in run.models.values() for buffer in model.buffers()):
+            if buffer.dtype is not torch.bool and buffer.numel():
+                total = buffer.clone(memory_format=torch.contiguous_format)
+                distributed.all_reduce(total)
+                exact = total.is_floating_point() or total.is_complex()
+                buffer.copy_(total.div_(distributed.get_world_size(), rounding_mode=None if exact else "floor"))

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from eventloop import Hook, Priority, events, mount, register
-from eventloop.events import RunView
 
 _NUMBERS = (int, float, np.generic)
 
@@ -42,12 +41,12 @@ class RuntimeInfoHook(Hook):
         self._own_rate: set[str] = set()
         self._stage_before: Any = None
 
-    def before_run(self, event: events.BeforeRun) -> None:
-        _identify(event.run)
+    @mount("before_run", "before_train")  # again, because a resume has restored the facts of the run that saved
+    def identify(self, event: events.BeforeRun | events.BeforeTrain) -> None:
+        event.run.info.update(experiment=event.run.name, seed=event.run.seed, config=dict(event.run.config))
 
     def before_train(self, event: events.BeforeTrain) -> None:
         run, progress = event.run, event.progress
-        _identify(run)  # again, because a resume has restored the facts of the run that saved
         limits = {"max_epochs": progress.max_epochs, "max_iters": progress.max_iters}
         run.info.update(limits, epoch=progress.epoch, iter=progress.iter, stage="train")
         alone = len(run.optimizers) == 1
@@ -104,7 +103,3 @@ class RuntimeInfoHook(Hook):
                 self._own_rate.add(label)
             if label in self._own_rate:
                 yield label, rate
-
-
-def _identify(run: RunView) -> None:
-    run.info.update(experiment=run.name, seed=run.seed, config=dict(run.config))
