@@ -16,17 +16,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+import hooks
 from eventloop import Bus, ConfigurationError, TrainLoop
-from hooks.check_loss import CheckInvalidLossHook
-from hooks.checkpoint import CheckpointHook
-from hooks.ema import EMAHook
-from hooks.logger import LoggerHook
-from hooks.optimizer import OptimizerHook
-from hooks.progress_bar import ProgressBar
-from hooks.runtime_info import RuntimeInfoHook
-from hooks.schedule import ParamSchedulerHook
-from hooks.timer import IterTimerHook
-from hooks.writers import ConsoleWriter, JSONLinesWriter
 
 BATCH = 32
 
@@ -89,15 +80,15 @@ def make_bus(optimizer: torch.optim.Optimizer, iterations: int, console: Console
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warm_up_and_decay, total=iterations))
     bus = Bus()
     bus.add(
-        OptimizerHook(grad_clip=5.0),
-        EMAHook(momentum=0.02),
-        ParamSchedulerHook(schedule, by="iter"),
-        RuntimeInfoHook(),
-        IterTimerHook(),
-        CheckInvalidLossHook(),
-        LoggerHook(interval=20, writers=[ConsoleWriter(console), JSONLinesWriter(interval=1)]),
-        ProgressBar(console),
-        CheckpointHook(interval=1, save_best="accuracy", max_keep_ckpts=2),
+        hooks.OptimizerHook(grad_clip=5.0),
+        hooks.EMAHook(momentum=0.02),
+        hooks.ParamSchedulerHook(schedule, by="iter"),
+        hooks.RuntimeInfoHook(),
+        hooks.IterTimerHook(),
+        hooks.CheckInvalidLossHook(),
+        hooks.LoggerHook(interval=20, writers=[hooks.ConsoleWriter(console), hooks.JSONLinesWriter(interval=1)]),
+        hooks.ProgressBar(console),
+        hooks.CheckpointHook(interval=1, save_best="accuracy", max_keep_ckpts=2),
     )
     return bus
 

@@ -56,9 +56,7 @@ class PreemptionHook(Hook):
         """The signal that ended the present or last run, or None."""
         self._received_at = 0.0
         self._workers = WorkerSignals(self.signals)
-        self._process = os.getpid()
         self._previous: dict[signal.Signals, Any] = {}
-        self._saved = False
 
     def before_run(self, event: BeforeRun) -> None:
         if threading.current_thread() is not threading.main_thread():

@@ -66,10 +66,9 @@ class ParamSchedulerHook(Hook):
         by: By | None = None,
         monitor: str | None = None,
     ) -> None:
-        if scheduler is None and (by is not None or monitor is not None):
-            raise ConfigurationError(f"by={by!r}, monitor={monitor!r}: give a scheduler, too")
-        if scheduler is not None and by is None:
-            raise ConfigurationError(f'by={by!r}: give "iter", "epoch" or "metric" (after validations), when to step')
+        if (scheduler is None) != (by is None):
+            steps = 'give "iter", "epoch" or "metric" (after validations), when to step'
+            raise ConfigurationError(f"by={by!r}: {'give a scheduler, too' if scheduler is None else steps}")
         if (by == "metric") != (monitor is not None):
             advice = "name the metric to step with" if by == "metric" else 'monitor= needs by="metric"'
             raise ConfigurationError(f"by={by!r}, monitor={monitor!r}: {advice}")
