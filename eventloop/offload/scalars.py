@@ -63,9 +63,13 @@ class ScalarTaker:
             self._sized.add(name)
         return name in self._sized
 
-    @torch.no_grad()
     def _stack(self, device: torch.device, tensors: Mapping[str, torch.Tensor]) -> Stack:
-        stacked = torch.stack([tensor.reshape(()) for tensor in tensors.values()])
+        grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # a tenth of the time that entering torch.no_grad() takes
+        try:
+            stacked = torch.stack([tensor.reshape(()) if tensor.ndim else tensor for tensor in tensors.values()])
+        finally:
+            torch._C._set_grad_enabled(grad)
         if device.type != "cuda":
             return [*tensors], stacked
         if device not in self._fetches:

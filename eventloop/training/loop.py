@@ -128,7 +128,7 @@ class TrainLoop:
                     run.state.outputs.update({"loss": outputs} if is_loss else _checked_outputs(outputs))
                     if run.heard(AfterForward, True):
                         run.publish(AfterForward, outputs=run.outputs)
-                    if by_iter and self._validation_due(run.counters.iter + 1):
+                    if run.state.validation_follows is not None and self._validation_due(run.counters.iter + 1):
                         metrics = self._validate(run) or metrics
                 if not by_iter and self._validation_due():
                     metrics = self._validate(run) or metrics
@@ -232,7 +232,8 @@ class TrainLoop:
         run = self._running = self._new_run(**options)
         run.state.trains = trains
         run.validates = self._data["val"] is not None
-        run.state.validation_follows = None if self.max_iters is None else self._validation_due
+        if run.validates and self.max_iters is not None:
+            run.state.validation_follows = self._validation_due
         if self._cancelled:
             run.cancel()
         try:

@@ -216,7 +216,8 @@ class Run:
         """Add named entries to the outputs of the current iteration; tensors stay on their device."""
         if unnamed:
             raise TrainingError("run.report() takes entries by name only, such as run.report(loss=loss)")
-        self.state.check_open("run.report()")
+        if not self.state.scopes.innermost:
+            self.state.check_open("run.report()")
         self.state.outputs.update(entries)
 
     def report_image(self, name: str, image: torch.Tensor | np.ndarray[Any, Any]) -> None:

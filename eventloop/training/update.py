@@ -130,9 +130,13 @@ class Update(Hook):
 
     def before_train_iter(self, event: ev.BeforeTrainIter) -> None:
         """Zero the gradients when a window begins; torchft starts its quorum there, before the forward pass."""
-        if not self._count:
-            for optimizer in self._optimizers.values():
-                _zero_grad(optimizer)
+        for optimizer in () if self._count else self._optimizers.values():
+            if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+                optimizer.zero_grad(set_to_none=True)
+                continue
+            for group in optimizer.param_groups:  # like torch, but without its profiler range, which takes most of the time
+                for parameter in group["params"]:
+                    parameter.grad = None
 
     def after_train_iter(self, event: ev.AfterTrainIter) -> None:
         """Accumulate gradients, and step at the end of the window."""
@@ -188,16 +192,6 @@ class Update(Hook):
                 self._scaler.step(optimizer)
         if self._scaler is not None and optimizers:
             self._scaler.update()
-
-
-def _zero_grad(optimizer: torch.optim.Optimizer) -> None:
-    """Set gradients to None like torch, but without torch's profiler range, which takes most of the time."""
-    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
-        optimizer.zero_grad(set_to_none=True)
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
 
 
 def _overflown(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
