@@ -69,9 +69,10 @@ class WeightAverage:
 
     def update_parameters(self, model: torch.nn.Module) -> None:
         """Add the model's present weights to the average."""
-        if self.swapped:
+        pairs = self._pairs
+        if True in pairs.swapped:
             raise TrainingError("cannot update an average while the model has the averaged weights; swap them back first")
-        if self._pairs.replaced or self._pairs.moved():
+        if pairs.replaced or pairs.moved():
             self._pair_again(model)
         if self.steps % self.interval == 0:
             for averages, weights in self._pairs.groups:

@@ -125,6 +125,7 @@ class CheckpointHook(Hook):
         self._kept = RetentionPolicy(None if max_keep_ckpts == -1 else max_keep_ckpts, best)
         self._saves = interval > 0 or save_last or bool(best.names)
         self._sharded = self._checked = self._finished = False
+        self._last: int | None = None  # iteration
         self._loaded_here = False  # the run was resumed from a file in this directory
         self._removes = True  # on rank 0
         self._began_at: int | None = None  # iterations at the beginning, if that state needs no save
@@ -138,6 +139,7 @@ class CheckpointHook(Hook):
         event.run.shared[KEPT] = policies = event.run.shared.get(KEPT, [])
         self._kept.begin(directory, policies)
         self._loaded_here = self._checked = self._finished = False
+        self._last = None
         self._removes = event.run.rank == 0
         if directory is not None and directory.exists() and not directory.is_dir():
             raise ConfigurationError(f"{self.label} cannot save to {directory}: it is not a directory")
@@ -193,9 +195,10 @@ class CheckpointHook(Hook):
             if self.interval > 0 and last is not None and self.save_begin > last:
                 end = f"{'epoch' if self.by_epoch else 'iteration'} {last}, before its first regular save"
                 log.warning(f"{self.label}(save_begin={self.save_begin}): this training ends with {end}")
-        done = event.progress.iter + 1
-        if not self.by_epoch and self._due(done, run.total_iters):
-            self._request(run, self._template.format(done))
+        if not self.by_epoch:
+            self._last = self._last or run.total_iters
+            if self._due(done := event.progress.iter + 1, self._last):
+                self._request(run, self._template.format(done))
 
     def after_train_epoch(self, event: events.AfterTrainEpoch) -> None:
         done = event.progress.epoch + 1

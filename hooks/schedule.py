@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from operator import is_not, methodcaller
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -80,7 +81,7 @@ class ParamSchedulerHook(Hook):
         self.monitor = monitor
         # By the name of the scheduler: the run's optimizer, and the ``initial_lr`` of its parameter groups.
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
-        self._starts: dict[str, list[float]] = {}
+        self._starts: dict[str, list[Any]] = {}
 
     def unused(self) -> Collection[str]:
         """Return the mount points of the other values of ``by``; without schedulers, all mount points."""
@@ -105,7 +106,7 @@ class ParamSchedulerHook(Hook):
                 raise ConfigurationError(f"scheduler {name!r} is in two hooks, which would both step it; remove it from one")
             if run.optimizers and isinstance(getattr(scheduler, "optimizer", None), torch.optim.Optimizer):
                 self._optimizers[name] = _optimizer_of(name, scheduler, run.optimizers)
-        self._starts = {name: _starts(optimizer) for name, optimizer in self._optimizers.items()}
+        self._starts = {name: [*map(_initial_lr, one.param_groups)] for name, one in self._optimizers.items()}
 
     def after_train_iter(self, event: events.AfterTrainIter) -> None:
         run = event.run
@@ -152,18 +153,20 @@ class ParamSchedulerHook(Hook):
 
     def _rescale(self, name: str, scheduler: Any) -> None:
         """Scale a schedule's copies of ``initial_lr`` as ``run.set_lr()`` has scaled the optimizer's."""
-        if name not in self._optimizers or self._starts[name] == (now := _starts(self._optimizers[name])):
+        optimizer = self._optimizers.get(name)
+        # run.set_lr() makes new objects; comparing the values of tensors would wait for a device.
+        if optimizer is None or not any(map(is_not, map(_initial_lr, optimizer.param_groups), self._starts[name])):
             return
-        before, self._starts[name] = self._starts[name], now
-        factors = [new / old if old else 1.0 for old, new in zip(before, now, strict=True)]
+        before, now = self._starts[name], [*map(_initial_lr, optimizer.param_groups)]
+        self._starts[name] = now
+        factors = [float(new) / float(old) if old else 1.0 for old, new in zip(before, now, strict=True)]
         for one in (scheduler, *getattr(scheduler, "_schedulers", ())):
             for attribute in ("base_lrs", "max_lrs"):  # max_lrs are CyclicLR's
                 if rates := getattr(one, attribute, None):
                     setattr(one, attribute, [rate * factor for rate, factor in zip(rates, factors, strict=True)])
 
 
-def _starts(optimizer: torch.optim.Optimizer) -> list[float]:
-    return [float(group.get("initial_lr", 0.0)) for group in optimizer.param_groups]
+_initial_lr = methodcaller("get", "initial_lr", 0.0)
 
 
 def _optimizer_of(name: str, scheduler: Any, optimizers: Mapping[str, torch.optim.Optimizer]) -> torch.optim.Optimizer:

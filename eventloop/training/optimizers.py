@@ -73,7 +73,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             log.warning("the schedule's learning rate is 0 now and cannot be scaled; the schedule is unchanged", wanted=rate)
         for key in ("initial_lr", "max_lr", "min_lr"):
             if key in group and before > 0:
-                group[key] *= rate / before
+                group[key] = group[key] * (rate / before)  # a new object, by which a schedule notices it
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)
         else:
