@@ -166,9 +166,8 @@ class Subscription:
 
     def _note_offloaded(self, error: BaseException, events: Sources) -> None:
         note = f"{_OFFLOADED} ({self.mode}) handler {self.label} of "
-        if not any(
-            other.startswith(note) for other in getattr(error, "__notes__", ())
-        ):  # a handler may raise the same object each time
+        # A handler may raise the same object each time.
+        if not any(other.startswith(note) for other in getattr(error, "__notes__", ())):
             moments = [moment(*event) for event in (events[0], events[-1])] if events else [self.mount_point]
             error.add_note(f"{note}{' to '.join(dict.fromkeys(moments))}, {self.location}")
 

@@ -235,17 +235,18 @@ class Run:
 
     def publish(self, event: type[Event], **payload: Any) -> None:
         """Make and publish an event of this class; its fields ``run`` and ``progress``, if any, are filled in."""
-        if isinstance(event, Event):
-            raise TrainingError(
-                f"run.publish() takes a class, run.publish({type(event).__name__}, ...); bus.publish() an event"
-            )
-        if self.bus.heard(event, True):
-            if issubclass(event, RunEvent):
-                made: Event = event(run=self, progress=self.state.progress, **payload)
-            else:
-                ours = {"run": self, "progress": self.state.progress}
-                made = event(**{name: ours[name] for name in ours if name in event.__struct_fields__}, **payload)
-            self.bus.publish(made)
+        if not self.bus.heard(event, True):
+            return
+        kind: Any = event  # unchecked: many users give an event, or its name
+        if isinstance(kind, type) and issubclass(kind, RunEvent):
+            made: Event = kind(run=self, progress=self.state.progress, **payload)
+        elif isinstance(kind, type) and issubclass(kind, Event):
+            ours = {"run": self, "progress": self.state.progress}
+            made = kind(**{name: ours[name] for name in ours if name in kind.__struct_fields__}, **payload)
+        else:
+            name = type(kind).__name__ if isinstance(kind, Event) else "MyEvent"
+            raise TrainingError(f"run.publish() takes a class, run.publish({name}, ...), not {kind!r}; bus.publish() an event")
+        self.bus.publish(made)
 
     def defer(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` when the innermost open scope ends, even by an exception; last registered, first called."""

@@ -313,6 +313,9 @@ def test_errors_of_report_and_publish_show_the_call(job):
             run.report(torch.ones(()))
         with pytest.raises(TrainingError, match=r"run.publish\(PlainOfRunTests, ...\)"):
             run.publish(PlainOfRunTests(points=3))
+        for wrong in ("plain_of_run_tests", int, 3):
+            with pytest.raises(TrainingError, match=r"run.publish\(\) takes a class, run.publish\(MyEvent, ...\), not"):
+                run.publish(wrong, points=3)
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (1, None), (None, 1)])
