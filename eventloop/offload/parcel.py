@@ -121,12 +121,13 @@ class Segment:
     def _bytes(self, needed: int) -> Bytes:
         if self._map is None or needed > self.size:
             # It stays as large as the largest parcel was: the next may be as large.
-            self.size = -(-needed // mmap.PAGESIZE) * mmap.PAGESIZE
-            if self._map is not None:
-                self._map.close()
+            size = -(-needed // mmap.PAGESIZE) * mmap.PAGESIZE
             if self._writes:
-                os.ftruncate(self.descriptor, self.size)
-            self._map = mmap.mmap(self.descriptor, self.size, access=mmap.ACCESS_WRITE if self._writes else mmap.ACCESS_READ)
+                os.ftruncate(self.descriptor, size)
+            larger = mmap.mmap(self.descriptor, size, access=mmap.ACCESS_WRITE if self._writes else mmap.ACCESS_READ)
+            if self._map is not None:  # after the calls that fail where memory is short: smaller parcels still fit
+                self._map.close()
+            self._map, self.size = larger, size
         return np.frombuffer(self._map, np.uint8)
 
 

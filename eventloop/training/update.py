@@ -130,7 +130,9 @@ class Update(Hook):
 
     def before_train_iter(self, event: ev.BeforeTrainIter) -> None:
         """Zero the gradients when a window begins; torchft starts its quorum there, before the forward pass."""
-        for optimizer in () if self._count else self._optimizers.values():
+        if self._count:
+            return
+        for optimizer in self._optimizers.values():
             if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
                 optimizer.zero_grad(set_to_none=True)
                 continue

@@ -1,3 +1,4 @@
+import errno
 import os
 from pathlib import Path
 
@@ -101,3 +102,16 @@ def test_closing_leaves_no_descriptor():
     pack([torch.ones(10)], segment)
     segment.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_parcel_that_finds_no_memory_leaves_room_for_smaller_ones(ends, monkeypatch):
+    def full(descriptor: int, size: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    assert through(ends, [1]) == [1]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", full)
+        with pytest.raises(OSError, match="Cannot allocate memory"):
+            pack([torch.ones(10_000)], ends[0])
+    assert through(ends, [2]) == [2]
+    assert torch.equal(through(ends, [torch.ones(10_000)])[0], torch.ones(10_000))
