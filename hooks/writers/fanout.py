@@ -25,6 +25,8 @@ class Fanout:
         self._interval_exp_name = interval_exp_name
         self._smoother = smoother
         self._targets: list[Target] = []
+        self._raw: list[Target] = []
+        self._smoothed: list[Target] = []
         self._opened = False
         self._warned = False
 
@@ -40,8 +42,7 @@ class Fanout:
         self._smoothed = [target for target in self._targets if target not in self._raw]
 
     def train(self, scalars: Mapping[str, float], where: Where) -> None:
-        if not self._opened:  # the logger was added during a run
-            self.open(RunFacts("run"))
+        self._open_late()
         if where.epoch != self._last.epoch:
             self._smoother.begin_epoch()
         self._last = where
@@ -67,11 +68,13 @@ class Fanout:
                 self._write_train(target)
 
     def evaluated(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
+        self._open_late()
         named = _named(scalars, where.stage)
         for target in self._targets:
             target.give("write_scalars", named, step, where)
 
     def image(self, name: str, image: Any, step: int, where: Where) -> None:
+        self._open_late()
         takers = [target for target in self._targets if target.takes_images]
         if not takers and not self._warned:
             self._warned = True
@@ -89,7 +92,13 @@ class Fanout:
         """Flush and close all writers; ``finished`` is False if an exception has ended the run."""
         for target in self._targets:
             target.close(finished=finished)
-        self._targets, self._opened = [], False
+        self._targets, self._raw, self._smoothed = [], [], []
+        self._opened = False
+
+    def _open_late(self) -> None:
+        """Open the writers if the logger was added while a run was going on."""
+        if not self._opened:
+            self.open(RunFacts("run"))
 
     def _write_train(self, target: Target) -> None:
         values = self._smoother.read(target.written, smooth=target.interval > 1)

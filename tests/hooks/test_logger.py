@@ -510,6 +510,13 @@ def test_a_logger_added_during_a_run_writes_from_then_on(notes):
     assert (notes.names[0], notes.names[-1]) == ("open", "close")
 
 
+def test_a_logger_added_in_the_last_iteration_of_an_epoch_writes_its_validation(notes):
+    bus = Bus()
+    bus.on("after_train_iter", lambda event: bus.add(LoggerHook(interval=2, writers=[notes])), once=7)
+    make_loop(bus, val_data=DATA).run()
+    assert notes.steps("val") == [1, 2]
+
+
 def test_a_run_that_fails_before_it_begins_opens_no_writer(notes):
     bus = bus_with(notes)
     bus.on("before_run", lambda event: 1 / 0, priority=0)
