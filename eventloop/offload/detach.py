@@ -19,6 +19,8 @@ from eventloop.events.event import ABSENT, hints_of, mixed_fields, name_of, regi
 from eventloop.offload.scalars import DeviceStack, ScalarTaker, Stack
 from eventloop.offload.snapshot import IMMUTABLE, Copies, Snapshot
 
+_FLOAT = {float}
+
 Detach = Callable[[Any], Event | Snapshot]
 
 
@@ -136,7 +138,7 @@ def _taking(target: type[Event], keep: list[str], scalars: str) -> Detach:
         outputs = getattr(event, scalars)
         if outputs is ABSENT:
             return made(event, ABSENT)
-        numbers, stacks = take(outputs)
+        numbers, stacks = ({**outputs}, []) if _FLOAT.issuperset(map(type, outputs.values())) else take(outputs)
         try:
             detached = made(event, numbers)
         except Exception as error:  # noqa: BLE001 - of the event's class: a failure of the handler, not of the training
