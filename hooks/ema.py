@@ -13,7 +13,7 @@ from eventloop.checkpoint import unwrapped
 from eventloop.config import OptionsOf, find
 from eventloop.errors import UnknownNameError
 from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WeightAverage
-from hooks.options import Name, NonNegativeInt, model_name
+from hooks.options import Name, NonNegativeInt, added_late, model_name
 
 log = get_logger()
 
@@ -145,6 +145,8 @@ class EMAHook(Hook):
             self.average.steps = int(state["steps"])
 
     def _make_average(self) -> WeightAverage:
+        if not self._model_name:
+            raise added_late(self.label)
         self.average = self._type(self._model, **self._options)
         return self.average
 
@@ -207,7 +209,12 @@ class EMAIterHook(Hook):
 
     def after_train_iter(self, event: events.AfterTrainIter) -> None:
         if event.run.updated or not event.run.optimizers:
-            self._model.update_ema()
+            self._update()
+
+    def _update(self) -> None:
+        if self._model is None:
+            raise added_late(self.label)
+        self._model.update_ema()
 
 
 @register
@@ -218,4 +225,4 @@ class EMAEpochHook(EMAIterHook):
         return ("after_train_iter",)
 
     def after_train_epoch(self, event: events.AfterTrainEpoch) -> None:
-        self._model.update_ema()
+        self._update()

@@ -32,3 +32,8 @@ def model_name(label: str, models: Collection[str], name: str | None) -> str:
         return name or next(iter(models))
     there = ", ".join(map(repr, models))
     raise ConfigurationError(f"{label}: model={name!r}, but the models of this run are {there}; name one of them")
+
+
+def added_late(label: str) -> ConfigurationError:
+    """Return the error of a hook that was added to a bus during a run, after the event in which it finds its model."""
+    return ConfigurationError(f"{label} was added during a run; add it before the run begins")

@@ -184,7 +184,7 @@ class ProfilerHook(Hook):
             "with_stack": with_stack,
             "with_flops": with_flops,
         }
-        self._session: ProfilerSession
+        self._session: ProfilerSession | None = None  # also None if the hook is added during a training
         self._count = 0
 
     def before_train(self, event: BeforeTrain) -> None:
@@ -193,12 +193,13 @@ class ProfilerHook(Hook):
             raise ConfigurationError(f"{self.label}(by_epoch=True) would profile all of an iteration-based training, {advice}")
         self._count = 0
         json_path = None if self._json is None else in_work_dir(self._json, event.run)
-        self._session = ProfilerSession(self.label, self._handler(event.run), json_path, **self._options)
-        event.run.defer(self._session.close)
-        self._session.start()
+        self._session = session = ProfilerSession(self.label, self._handler(event.run), json_path, **self._options)
+        event.run.defer(session.close)
+        session.start()
 
     def after_train_iter(self, event: AfterTrainIter) -> None:
-        self._session.step()
+        if self._session is not None:
+            self._session.step()
         self._close_if_done(counts=not self.by_epoch)
 
     def after_train_epoch(self, event: AfterTrainEpoch) -> None:
@@ -206,7 +207,7 @@ class ProfilerHook(Hook):
 
     def _close_if_done(self, *, counts: bool) -> None:
         self._count += counts
-        if self._count >= self.profile_times:
+        if self._session is not None and self._count >= self.profile_times:
             self._session.close()
 
     def _handler(self, run: RunView) -> TraceHandler | None:

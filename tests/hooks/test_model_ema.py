@@ -11,7 +11,7 @@ from torch import nn
 
 from eventloop import ConfigurationError, Hook
 from hooks.checkpoint import CheckpointHook
-from hooks.ema import EMAEpochHook, EMAIterHook
+from hooks.ema import EMAEpochHook, EMAHook, EMAIterHook
 from hooks.optimizer import OptimizerHook
 
 
@@ -102,3 +102,11 @@ def test_a_model_without_the_methods_is_an_error_naming_the_other_hook(job: Simp
 def test_wrong_options_are_errors_at_construction(kind: Any, name: Any) -> None:
     with pytest.raises(ConfigurationError, match="model"):
         kind(model=name)
+
+
+@pytest.mark.parametrize("kind", [EMAHook, EMAIterHook, EMAEpochHook])
+def test_a_hook_added_during_a_run_is_an_error(job: SimpleNamespace, kind: type[Hook]) -> None:
+    loop = job.loop(model=Averaging())
+    loop.bus.on("before_train_iter", lambda event: loop.bus.add(kind()), once=2)
+    with pytest.raises(ConfigurationError, match=rf"{kind.__name__} was added during a run; add it before the run begins"):
+        loop.run()

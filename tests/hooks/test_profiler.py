@@ -49,6 +49,13 @@ def test_the_first_epochs_or_iterations_are_profiled(job: SimpleNamespace, trace
     assert traces == [steps]
 
 
+def test_a_hook_added_during_a_training_begins_with_the_next(job: SimpleNamespace, traces: Any) -> None:
+    loop = job.loop()
+    loop.bus.on("before_train_iter", lambda event: loop.bus.add(ProfilerHook(on_trace_ready=traces)), once=2)
+    loop.run()
+    assert traces == []
+
+
 def test_a_schedule_makes_several_traces_of_some_iterations(job: SimpleNamespace, traces: Any) -> None:
     schedule = {"wait": 1, "warmup": 1, "active": 2, "repeat": 2}
     job.loop(ProfilerHook(profile_times=3, schedule=schedule, on_trace_ready=traces), max_epochs=3).run()
