@@ -261,7 +261,7 @@ def test_an_option_without_an_equivalent_is_accepted_with_our_behaviour(entry):
         (dict(type="CheckPointHook", max_num_checkpoints="x"), "hooks[0].max_keep_ckpts: expected int, got str 'x'"),
         (
             dict(type="ParamSchedulerHook", by="iter"),
-            "hooks[0] (ParamSchedulerHook): by='iter', monitor=None: give a scheduler, too",
+            "hooks[0] (ParamSchedulerHook): by='iter': give a scheduler, too",
         ),
         (
             dict(type="PrepareTTAHook", tta_cfg={}),
