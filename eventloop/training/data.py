@@ -296,7 +296,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
         for value in batch:
             if type(value) is not torch.Tensor or value.device != device:
                 return kind([to_device(value, device) for value in batch])
-        return batch
+        return kind(batch)  # a copy of a list, whose entries a step or a hook may replace
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=batch.device.type == "cpu" and device.type == "cuda" and batch.is_pinned())
     if callable(getattr(batch, "to", None)):

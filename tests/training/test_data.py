@@ -229,6 +229,13 @@ def test_tensors_on_the_device_are_not_copied(parts):
     assert to_device(batch, torch.device("cpu"))[0] is batch[0]
 
 
+def test_a_batch_that_is_a_list_can_be_changed_in_place_without_changing_the_data():
+    data = [[torch.ones(2), torch.zeros(2)]]
+    batch = to_device(data[0], torch.device("cpu"))
+    batch[0] = batch[0] + 1
+    assert torch.equal(data[0][0], torch.ones(2))
+
+
 def test_device_moves_the_model_and_the_batches_of_all_stages(parts, bus):
     devices = {}
     for name in ("before_train_iter", "before_val_iter", "before_test_iter"):
