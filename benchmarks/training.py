@@ -46,7 +46,7 @@ def run(settings: Settings) -> list[Comparison]:
     iterations, epochs = (100, 2) if settings.quick else (1000, 20)
     long_epoch = partial(Job, iterations)
     short_epochs = partial(Job, epochs * BATCHES_PER_EPOCH, epochs=epochs, batch_size=BATCH_SIZE)
-    rounds = settings.rounds(quick=2, full=11)
+    rounds = settings.rounds(quick=2, full=25)
     jobs = [
         ("Everything on: added per iteration over the bare loop", full, long_epoch, Budget(4, 2.0)),
         (f"The same in {epochs} epochs of {BATCHES_PER_EPOCH} iterations", full, short_epochs, Budget(4, 2.0)),

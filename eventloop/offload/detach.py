@@ -138,8 +138,10 @@ def _taking(target: type[Event], keep: list[str], scalars: str) -> Detach:
         outputs = getattr(event, scalars)
         if outputs is ABSENT:
             return made(event, ABSENT)
-        numbers, stacks = ({**outputs}, []) if _FLOAT.issuperset(map(type, outputs.values())) else take(outputs)
         try:
+            if _FLOAT.issuperset(map(type, outputs.values())):
+                return made(event, {**outputs})
+            numbers, stacks = take(outputs)
             detached = made(event, numbers)
         except Exception as error:  # noqa: BLE001 - of the event's class: a failure of the handler, not of the training
             return Snapshot(error, finish=_raise)
