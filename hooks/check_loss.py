@@ -23,7 +23,7 @@ class CheckInvalidLossHook(Hook):
         keys: names of the outputs to check; by default all names that contain ``"loss"``.
 
     Raises:
-        TrainingError: later, from the run: a value is NaN or infinite, or there is no output to check.
+        TrainingError: during the run, if a value is NaN or infinite, or if there is no output to check.
     """
 
     @check_options

@@ -125,7 +125,7 @@ class CheckpointHook(Hook):
         self._kept = RetentionPolicy(None if max_keep_ckpts == -1 else max_keep_ckpts, best)
         self._saves = interval > 0 or save_last or bool(best.names)
         self._sharded = self._checked = self._finished = False
-        self._last: int | None = None  # iteration
+        self._last: int | None = None  # iteration of the run, once it is known
         self._loaded_here = False  # the run was resumed from a file in this directory
         self._removes = True  # on rank 0
         self._began_at: int | None = None  # iterations at the beginning, if that state needs no save

@@ -68,7 +68,7 @@ class LoggerHook(Hook):
 
     Args:
         interval: iterations between lines, for writers without an interval of their own.
-        ignore_last: leave out the line at the end of an epoch, unless the epoch is no longer than the interval.
+        ignore_last: write no line at the end of an epoch; an epoch that is not longer than the interval still has one.
         interval_exp_name: iterations between lines with the experiment's name.
         out_dir: after the run, copy the work dir's files into a subfolder of this folder with the name of the work dir.
         out_suffix: suffixes of the files to copy.

@@ -16,6 +16,8 @@ from hooks.rules import check_validated, missing_metric, score_of, warn_unvalida
 
 log = get_logger()
 
+_initial_lr = methodcaller("get", "initial_lr", 0.0)  # of a parameter group
+
 By = Literal["iter", "epoch", "metric"]
 
 
@@ -164,9 +166,6 @@ class ParamSchedulerHook(Hook):
             for attribute in ("base_lrs", "max_lrs"):  # max_lrs are CyclicLR's
                 if rates := getattr(one, attribute, None):
                     setattr(one, attribute, [rate * factor for rate, factor in zip(rates, factors, strict=True)])
-
-
-_initial_lr = methodcaller("get", "initial_lr", 0.0)
 
 
 def _optimizer_of(name: str, scheduler: Any, optimizers: Mapping[str, torch.optim.Optimizer]) -> torch.optim.Optimizer:

@@ -162,7 +162,7 @@ class Bus(TypedOn, Lifecycle):
             LaneClosedError: an offloaded handler is subscribed and the bus is not open.
         """
         try:
-            route = self._routes[event.__class__]  # type(event) takes 11 ns longer, of 330 for ten hooks
+            route = self._routes[event.__class__]  # some 4 ns less than type(event), of 125 without a subscriber
         except KeyError:
             route = self._publish_unrouted  # called below, so that its errors do not have this KeyError as context
         if route is not None:
