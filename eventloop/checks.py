@@ -64,12 +64,14 @@ def check_value(option: str, value: object, annotation: Any, error: type[Excepti
         raise error(f"{option}={shown}: give {', or '.join(map(_described, _members(annotation)))}")
 
 
+@functools.cache
 def _members(annotation: Any) -> tuple[Any, ...]:
     """Return the members of a union, or the annotation alone."""
     is_union = typing.get_origin(annotation) in (Union, types.UnionType)
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
+@functools.cache
 def _parts(member: Any) -> tuple[Any, msgspec.Meta | None]:
     """Return a member of a union without ``Annotated``, and the bounds that were in there."""
     if typing.get_origin(member) is not Annotated:

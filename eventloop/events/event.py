@@ -63,6 +63,7 @@ registry: dict[str, type[Event]] = {}
 """Mount-point name → event class, in order of definition, which for the built-in ones is the order of a run."""
 
 
+@cache
 def mount_name(class_name: str) -> str:
     """Return the mount point of an event class: ``"AfterTrainIter"`` → ``"after_train_iter"``."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", class_name).lower()

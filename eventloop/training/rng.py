@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -80,6 +81,14 @@ class SeededDataset(Dataset[Any]):
         ConfigurationError: the seed is not a 64-bit integer.
     """
 
+    _all: ClassVar[weakref.WeakSet[SeededDataset]] = weakref.WeakSet()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Remember the instance here, because copies are made without ``__init__``."""
+        made = super().__new__(cls)
+        SeededDataset._all.add(made)
+        return made
+
     def __init__(self, dataset: Dataset[Any], seed: int = 0) -> None:
         self.dataset = dataset
         self.seed = checked_seed(seed)
@@ -112,6 +121,8 @@ def set_epoch(loader: Iterable[Any], epoch: int) -> None:
 
     It searches the attributes of every object that can be iterated or indexed, as wrappers of data can.
     """
+    if not SeededDataset._all:
+        return  # the usual case: the search would look at each sample of a dataset that is a list
     seen: set[int] = set()
     waiting: list[Any] = [loader]
     while waiting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import namedtuple
 from collections.abc import Mapping
 
@@ -354,8 +355,10 @@ class Prefetching:
         lambda data: ConcatDataset([data]),
         lambda data: Doubled(data),
         lambda data: Subset(ConcatDataset([Doubled(Subset(data, [0, 1])), Subset(data, [2, 3])]), range(4)),
+        copy.copy,
+        copy.deepcopy,
     ],
-    ids=["Subset", "random_split", "ConcatDataset", "own", "nested"],
+    ids=["Subset", "random_split", "ConcatDataset", "own", "nested", "copied", "deep copy"],
 )
 @pytest.mark.parametrize("wrap_loader", [lambda loader: loader, Prefetching], ids=["", "own loader"])
 def test_a_nested_seeded_dataset_gets_the_epoch(parts, bus, wrapped, wrap_loader):
