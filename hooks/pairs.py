@@ -63,6 +63,8 @@ class Pairs:
 
         Each call checks some of the tensors, so in a large model it may take several updates to find a single new one.
         """
+        if len(self._live) <= _LOOKS:
+            return list(map(self._pointer, self._live)) != self._pointers
         part = slice(self._next, self._next + _LOOKS)
         self._next = part.stop if part.stop < len(self._live) else 0
         return list(map(self._pointer, self._live[part])) != self._pointers[part]

@@ -173,7 +173,8 @@ class Driver(Session):
         state.counters.phase, state.validation_rng = "train", None
         state.scopes.enter("iter")
         if self._run.heard(ev.BeforeTrainIter, True):
-            self._run.publish(ev.BeforeTrainIter, batch_idx=state.counters.batches, batch=batch)
+            event = ev.BeforeTrainIter(run=self._run, progress=state.progress, batch_idx=state.counters.batches, batch=batch)
+            self._bus.publish(event)
 
     def end_iteration(self, outputs: Mapping[str, Any] | None = None) -> None:
         """Publish ``after_train_iter`` with ``outputs`` and those of ``run.report()``, and count the iteration."""
@@ -183,7 +184,9 @@ class Driver(Session):
         if outputs is not None:
             self._take_outputs("end_iteration", outputs)
         if self._run.heard(ev.AfterTrainIter, True):
-            self._run.publish(ev.AfterTrainIter, batch_idx=state.counters.batches, batch=self._batch, outputs=state.outputs)
+            index, batch, progress = state.counters.batches, self._batch, state.progress
+            event = ev.AfterTrainIter(run=self._run, progress=progress, batch_idx=index, batch=batch, outputs=state.outputs)
+            self._bus.publish(event)
         self._count_iteration()
         if state.agreement is not None:
             state.agreement.exchange()
