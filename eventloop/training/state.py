@@ -104,6 +104,10 @@ class Scopes:
 
         All deferred functions are called; then the first error among them is raised.
         """
+        if self.innermost == name and not self._open[name]:  # the usual case
+            del self._open[name]
+            self.innermost = next(reversed(self._open), "")
+            return
         first: Exception | None = None
         while name in self._open:
             inner = next(reversed(self._open))
