@@ -8,12 +8,12 @@ detaches events, so the training thread never waits for a device or a disk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import count
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, groupby
 from operator import attrgetter
 from pathlib import Path
 from threading import Lock
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 
@@ -154,25 +154,33 @@ class LoggerHook(Hook):
     def write(self, batch: list[events.Event]) -> None:
         with self._writing:
             durable = False
-            for event in batch:
-                if isinstance(event, AfterTrainIter):
-                    self._fanout.train(_numbers(event.outputs), _where(event.progress, event.batch_idx + 1, self._epoch_length))
-                elif isinstance(event, LogRecord):
-                    if event.logger == self._token:
-                        self._write_record(event, **event.facts)
-                elif isinstance(event, ImageReported):
-                    where = _where(event.progress)
-                    self._fanout.image(event.name, event.image, self._step(where), where)
-                elif isinstance(event, Evaluated):
-                    where = msgspec.structs.replace(_where(event.progress), stage="eval", epoch=event.epoch, iter=event.iter)
-                    self._fanout.evaluated(event.metrics, event.iter, where)
-                elif isinstance(event, CheckpointStaged):
-                    durable = True  # the checkpoint is committed after this method returns
-                elif isinstance(event, AfterTrainEpoch):
-                    self._fanout.end_epoch()
-                else:
-                    self._close(finished=isinstance(event, AfterRun))
+            for kind, group in groupby(batch, type):
+                if issubclass(kind, AfterTrainIter):
+                    self._write_iterations(cast("Iterator[AfterTrainIter]", group))
+                    continue
+                for event in group:
+                    self._write_one(event)
+                    durable |= isinstance(event, CheckpointStaged)  # it is committed after this method returns
             self._fanout.flush(durable=durable)
+
+    def _write_iterations(self, group: Iterator[AfterTrainIter]) -> None:
+        length = self._epoch_length
+        self._fanout.train([(event.outputs, _where(event.progress, event.batch_idx + 1, length)) for event in group])
+
+    def _write_one(self, event: events.Event) -> None:
+        if isinstance(event, LogRecord):
+            if event.logger == self._token:
+                self._write_record(event, **event.facts)
+        elif isinstance(event, ImageReported):
+            where = _where(event.progress)
+            self._fanout.image(event.name, event.image, self._step(where), where)
+        elif isinstance(event, Evaluated):
+            where = msgspec.structs.replace(_where(event.progress), stage="eval", epoch=event.epoch, iter=event.iter)
+            self._fanout.evaluated(event.metrics, event.iter, where)
+        elif isinstance(event, AfterTrainEpoch):
+            self._fanout.end_epoch()
+        elif isinstance(event, AfterRun | OnException):
+            self._close(finished=isinstance(event, AfterRun))
 
     def _write_record(self, event: LogRecord, **facts: Any) -> None:
         match event.kind:
@@ -180,7 +188,7 @@ class LoggerHook(Hook):
                 self._epoch_length = facts["epoch_length"]
             case "metrics":
                 where = _where(event.progress)
-                self._fanout.evaluated(_numbers(event.outputs), self._step(where), where)
+                self._fanout.evaluated(event.outputs, self._step(where), where)
             case "line":
                 self._fanout.flush()
                 log.info(facts["line"], **facts["facts"])
@@ -208,10 +216,6 @@ def _where(progress: events.Progress, batch: int = 0, epoch_length: int | None =
     now = progress.stage == "train"  # progress does not count the present iteration yet
     epoch, iteration = progress.epoch + now, progress.iter + now
     return Where(progress.stage, epoch, iteration, batch, epoch_length, progress.max_epochs, progress.max_iters)
-
-
-def _numbers(outputs: Mapping[str, Any]) -> Mapping[str, float]:
-    return {name: value for name, value in outputs.items() if isinstance(value, int | float)}
 
 
 def _plain(value: Any) -> Any:

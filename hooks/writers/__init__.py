@@ -1,6 +1,6 @@
 """Writers of scalars and images. Derive your own from :class:`Writer`; only the logger's thread calls it."""
 
-from hooks.writers.base import Image, RunFacts, Where, Writer
+from hooks.writers.base import Image, Row, RunFacts, Where, Writer
 from hooks.writers.console import ConsoleWriter
 from hooks.writers.csv_table import CSVWriter
 from hooks.writers.json_lines import JSONLinesWriter
@@ -14,6 +14,7 @@ __all__ = [
     "Image",
     "JSONLinesWriter",
     "MLflowWriter",
+    "Row",
     "RunFacts",
     "TensorBoardWriter",
     "WandbWriter",

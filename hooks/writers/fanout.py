@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from eventloop import get_logger
 from hooks.smoothing import Smoother
-from hooks.writers.base import RunFacts, Where, Writer, as_image
+from hooks.writers.base import Row, RunFacts, Where, Writer, as_image
 from hooks.writers.target import Target
 
 log = get_logger()
+
+_NUMBERS = (int, float)
 
 
 class Fanout:
@@ -41,24 +43,23 @@ class Fanout:
         self._raw = [target for target in self._targets if target.interval == 1 and not self._smoother.customised]
         self._smoothed = [target for target in self._targets if target not in self._raw]
 
-    def train(self, scalars: Mapping[str, float], where: Where) -> None:
+    def train(self, iterations: Iterable[tuple[Mapping[str, Any], Where]]) -> None:
+        """Pass on the outputs of iterations, of which only the numbers count."""
         self._open_late()
-        if where.epoch != self._last.epoch:
-            self._smoother.begin_epoch()
-        self._last = where
-        if self._raw:
-            named = _named(scalars)
-            for target in self._raw:
-                target.give("write_scalars", named, where.iter, where)
-        # This thread shares the GIL with training, so it only keeps values that a writer reads.
-        if self._smoothed:
-            self._smoother.push(scalars)
-            for target in self._smoothed:
-                if where.batch % target.interval == 0:
-                    self._write_train(target)
-        if where.iter % self._interval_exp_name == 0:
-            for target in self._targets:
-                target.give("write_text", "experiment", self._run.name, where)
+        rows: list[Row] = []
+        # This thread shares the GIL with training: few calls per iteration, and only values that a writer reads.
+        for outputs, where in iterations:
+            if self._raw:
+                rows.append((_named(outputs), where.iter, where))
+            if self._smoothed:
+                self._smooth(outputs, where)
+            self._last = where
+            if where.iter % self._interval_exp_name == 0:
+                self._write_rows(rows)
+                rows = []
+                for target in self._targets:
+                    target.give("write_text", "experiment", self._run.name, where)
+        self._write_rows(rows)
 
     def end_epoch(self) -> None:
         """Write the last iterations of a training epoch that are not written yet."""
@@ -100,11 +101,25 @@ class Fanout:
         if not self._opened:
             self.open(RunFacts("run"))
 
+    def _write_rows(self, rows: list[Row]) -> None:
+        if rows:
+            for target in self._raw:
+                target.give_rows(rows)
+
+    def _smooth(self, outputs: Mapping[str, Any], where: Where) -> None:
+        if where.epoch != self._last.epoch:
+            self._smoother.begin_epoch()
+        self._last = where
+        self._smoother.push({name: value for name, value in outputs.items() if isinstance(value, _NUMBERS)})
+        for target in self._smoothed:
+            if where.batch % target.interval == 0:
+                self._write_train(target)
+
     def _write_train(self, target: Target) -> None:
         values = self._smoother.read(target.written, smooth=target.interval > 1)
         target.written = self._smoother.count
         target.give("write_scalars", _named(values), self._last.iter, self._last)
 
 
-def _named(scalars: Mapping[str, float], stage: str = "train") -> dict[str, float]:
-    return {f"{stage}/{name}": value for name, value in scalars.items()}
+def _named(scalars: Mapping[str, Any], stage: str = "train") -> dict[str, float]:
+    return {f"{stage}/{name}": value for name, value in scalars.items() if isinstance(value, _NUMBERS)}

@@ -30,10 +30,11 @@ class FileWriter(Writer):
         self.directory = run.folder
         self.path = self.directory / self.filename
 
-    def append(self, line: bytes) -> None:
-        """Append a line that ends in a newline."""
+    def append(self, *lines: bytes) -> None:
+        """Append lines that end in a newline."""
         self._file = self._file or self.open_file()
-        self._file.write(line)
+        # Not joined: of a text that is longer than its buffer, a file may write half a line before an error.
+        self._file.writelines(lines)
 
     def open_file(self) -> BinaryIO:
         """Open the file at its end."""

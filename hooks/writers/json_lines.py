@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -11,7 +11,7 @@ import orjson
 
 from eventloop import check_options, register
 from hooks.options import Name, PositiveInt
-from hooks.writers.base import Where
+from hooks.writers.base import Row, Where
 from hooks.writers.files import FileWriter, replace
 
 
@@ -39,6 +39,18 @@ class JSONLinesWriter(FileWriter):
             replace(self.directory / "test_metrics.json", line)
         else:
             self.append(line)
+
+    def write_rows(self, rows: Sequence[Row]) -> None:
+        lines = [
+            orjson.dumps({"step": step, "epoch": where.epoch, "iter": where.iter, **scalars}, None, orjson.OPT_APPEND_NEWLINE)
+            for scalars, step, where in rows
+        ]
+        # orjson writes NaN and infinities as null. The bytes may also be part of a name, which changes nothing.
+        if b":null" in b"".join(lines):
+            lines = [
+                _encode({"step": step, "epoch": where.epoch, "iter": where.iter, **scalars}) for scalars, step, where in rows
+            ]
+        self.append(*lines)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write ``config.json``, if there is a configuration."""

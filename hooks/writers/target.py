@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from time import monotonic
 from typing import Any, Final
 
 from eventloop import get_logger
-from hooks.writers.base import RunFacts, Writer
+from hooks.writers.base import Row, RunFacts, Writer
 
 log = get_logger()
 
@@ -30,6 +31,7 @@ class Target:
     def __init__(self, writer: Writer, interval: int, run: RunFacts) -> None:
         self.interval = interval
         self.takes_images = type(writer).write_image is not Writer.write_image
+        self._takes_rows = _takes_rows(type(writer))
         self.written = 0
         """Number of iterations whose scalars were written."""
         self._writer = writer
@@ -54,6 +56,14 @@ class Target:
             self._make(call)
         except Exception:  # noqa: BLE001 - logged
             self._failed()
+
+    def give_rows(self, rows: Sequence[Row]) -> None:
+        """Write training scalars, now or later: by one call, if the writer takes many rows and works."""
+        if self._takes_rows and not self._failures:
+            self.give("write_rows", rows)
+        else:
+            for row in rows:
+                self.give("write_scalars", *row)
 
     def flush(self, *, durable: bool = False) -> None:
         """Flush the writer; try a failing one again if its pause is over (with ``durable``, at once)."""
@@ -138,9 +148,26 @@ class Target:
             self._lost += 1
 
     def _failed(self) -> None:
+        # Single rows from now on: then a bad one costs only itself, and the largest number that is kept counts rows.
+        done = _single(self._calls[: self._done])
+        self._calls = [*done, *_single(self._calls[self._done :])]
+        self._done = len(done)
         self._failures += 1
         pause = min(_FIRST_PAUSE * 2 ** min(self._failures - 1, 10), _LONGEST_PAUSE)
         self._next_try = monotonic() + pause
         if self._failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time, because a failure may last for days
             facts = {"failures": self._failures, "kept": len(self._calls), "lost": self._lost}
             log.exception("a writer failed, and is tried again", writer=self._name, seconds=pause, **facts)
+
+
+def _takes_rows(kind: type[Writer]) -> bool:
+    """Return True if ``write_rows`` is made for this class: not if a subclass overrides ``write_scalars`` alone."""
+    first = next(base for base in kind.__mro__ if "write_rows" in vars(base) or "write_scalars" in vars(base))
+    return first is not Writer and "write_rows" in vars(first)
+
+
+def _single(calls: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Return the calls with one of ``write_scalars`` per row instead of ``write_rows``."""
+    return [
+        one for call in calls for one in ([("write_scalars", *row) for row in call[1]] if call[0] == "write_rows" else [call])
+    ]

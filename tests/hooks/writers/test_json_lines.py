@@ -54,6 +54,25 @@ def test_nan_and_infinities_are_written_as_words(writer, tmp_path, value, spelle
     assert str(json.loads(text)["train/loss"]) == str(value)
 
 
+@pytest.mark.parametrize("name", ["train/loss", 'train/":null'])
+@pytest.mark.parametrize("values", [(0.5, 1 / 3, 2), (0.5, math.nan, 0.25), (math.inf, True, 1e300)])
+def test_rows_that_are_written_together_are_the_same_lines(tmp_path, name, values):
+    texts = []
+    for folder, many in (("single", False), ("together", True)):
+        writer = JSONLinesWriter()
+        writer.open(RunFacts("digits", tmp_path / folder))
+        rows = [({name: value, "train/lr": 0.1}, step, AT) for step, value in enumerate(values)]
+        if many:
+            writer.write_rows(rows)
+        else:
+            for row in rows:
+                writer.write_scalars(*row)
+        writer.close()
+        texts.append((tmp_path / folder / "scalars.jsonl").read_bytes())
+    assert texts[0] == texts[1]
+    assert len(texts[0].splitlines()) == 3
+
+
 def test_numbers_keep_all_digits(writer, tmp_path):
     write(writer, tmp_path, 1 / 3, 1e300)
     assert [line["train/loss"] for line in lines(tmp_path / "scalars.jsonl")] == [1 / 3, 1e300]

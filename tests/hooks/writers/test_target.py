@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from hooks.writers import RunFacts, Where, Writer
-from hooks.writers.target import MOST_IMAGES, Target
+from hooks.writers.target import MOST_IMAGES, MOST_KEPT, Target
 
 WHERE = Where("train", epoch=1, iter=1)
 IMAGE = np.zeros((1, 1, 1), np.uint8)
@@ -128,3 +128,90 @@ def test_a_writer_that_cannot_be_opened_is_not_closed(writer: Recorder) -> None:
         give(target, 1)
         target.close(finished=True)
     assert set(writer.calls) == {"open"}
+
+
+class RowRecorder(Recorder):
+    """Takes many rows at once; a batch with a step of ``fails`` raises before it is recorded."""
+
+    def write_rows(self, rows: Any) -> None:
+        steps = [step for _, step, _ in rows]
+        self.record(steps)
+        if self.fails.intersection(steps):
+            raise OSError("no space left on device")
+
+    def record(self, call: Any) -> None:
+        self.calls.append(call)
+        if not isinstance(call, list) and call in self.fails:
+            raise OSError("no space left on device")
+
+
+@pytest.fixture
+def row_target() -> Target:
+    return Target(RowRecorder(), 1, RunFacts("digits"))
+
+
+def give_rows(target: Target, *steps: int) -> list[Any]:
+    """Give one batch, and return the calls that the writer has had since it was opened."""
+    target.give_rows([({"train/loss": 0.5}, step, WHERE) for step in steps])
+    return calls(target)
+
+
+def calls(target: Target) -> list[Any]:
+    recorded: list[Any] = target._writer.calls  # type: ignore[attr-defined]
+    return recorded[recorded.index("flush") + 1 :]
+
+
+def test_a_writer_with_write_rows_gets_a_batch_by_one_call(row_target: Target) -> None:
+    give_rows(row_target, 1, 2)
+    assert give_rows(row_target, 3) == [[1, 2], [3]]
+
+
+def test_a_writer_without_write_rows_gets_single_rows(writer: Recorder, target: Target) -> None:
+    target.give_rows([({"train/loss": 0.5}, step, WHERE) for step in (1, 2)])
+    assert writer.calls == [1, 2]
+
+
+def test_a_subclass_that_overrides_write_scalars_alone_gets_every_row() -> None:
+    class Doubles(RowRecorder):
+        def write_scalars(self, scalars: Any, step: int, where: Where) -> None:
+            super().write_scalars(scalars, 2 * step, where)
+
+    assert give_rows(Target(Doubles(), 1, RunFacts("digits")), 1, 2) == [2, 4]
+
+
+def test_write_rows_calls_write_scalars_by_default(writer: Recorder) -> None:
+    writer.write_rows([({"train/loss": 0.5}, 1, WHERE), ({"train/loss": 0.5}, 2, WHERE)])
+    assert writer.calls == [1, 2]
+
+
+def test_a_bad_row_of_a_batch_costs_one_row(row_target: Target) -> None:
+    row_target._writer.fails = {2}  # type: ignore[attr-defined]
+    with capture_logs():
+        give_rows(row_target, 1, 2, 3)
+        row_target.flush(durable=True)
+    assert calls(row_target) == [[1, 2, 3], 1, 2, 3, "flush"]
+    assert lost(row_target) == 1
+    assert give_rows(row_target, 4)[-1] == [4]
+
+
+def test_a_failed_flush_repeats_the_rows_of_batches(row_target: Target) -> None:
+    give_rows(row_target, 1, 2)
+    row_target._writer.fails = {"flush"}  # type: ignore[attr-defined]
+    with capture_logs():
+        row_target.flush()
+        give_rows(row_target, 3)
+        row_target._writer.fails = set()  # type: ignore[attr-defined]
+        row_target.flush(durable=True)
+    assert calls(row_target) == [[1, 2], "flush", "close", "open", 1, 2, 3, "flush"]
+    assert lost(row_target) == 0
+
+
+def test_a_failing_writer_keeps_a_bounded_number_of_rows(row_target: Target) -> None:
+    row_target._writer.fails = {"flush", 0}  # type: ignore[attr-defined]
+    with capture_logs():
+        give_rows(row_target, 0, 1)
+        give_rows(row_target, *range(2, MOST_KEPT + 5))
+        row_target._writer.fails = set()  # type: ignore[attr-defined]
+        row_target.flush(durable=True)
+    assert calls(row_target)[1:-1] == list(range(5, MOST_KEPT + 5))
+    assert lost(row_target) == 5
