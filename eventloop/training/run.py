@@ -449,6 +449,6 @@ class Run:
 def _in_handler() -> bool:
     """Return True if a handler of a run's event is calling on this thread."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not Run.publish.__code__:
+    while frame is not None and frame.f_code is not Bus.publish.__code__:
         frame = frame.f_back
     return frame is not None
