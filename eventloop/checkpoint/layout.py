@@ -16,8 +16,9 @@ from eventloop.checkpoint.container import FOREIGN_NAMES, RESERVED, SAFE_NAMES, 
 from eventloop.checkpoint.tree import FlatTree
 from eventloop.errors import CheckpointValueError
 
-_BATCH: Final = 256
-"""Tensors per batch: few enough that checked tensors are still in the processor's cache when they are copied."""
+_BATCH: Final = 1024
+"""Tensors per batch: many, since each call gives the GIL away once; few enough that what was copied is still in the
+processor's cache when its pointers are read, and that two threads have equal shares."""
 
 _JOIN_FROM: Final = 4
 _JOIN_UP_TO: Final = 1 << 18
@@ -26,6 +27,7 @@ _JOIN_UP_TO: Final = 1 << 18
 _pack: Final = msgspec.msgpack.Encoder().encode
 _dtype: Final = attrgetter("dtype")
 Tensors = Sequence[torch.Tensor]
+Join = Callable[..., torch.Tensor]
 
 
 class Changed(Exception):  # noqa: N818 - not an error: it asks for a new layout
@@ -40,9 +42,28 @@ class Batch(NamedTuple):
     stop: int
     pick: Callable[[Tensors], tuple[torch.Tensor, ...]]
     """Picks them from all tensors of a tree."""
-    facts: list[Any]
-    joined: tuple[int, ...] | None
-    """The shape of all of them joined along their first dimension; None where they are copied one by one."""
+    join: Join | None
+    """``torch.stack``, ``torch.cat`` or None: how to copy them by one call; by themselves without one."""
+    shape: tuple[int, ...]
+    """Of what `join` makes."""
+    form: list[Any]
+    pointers: list[int]
+
+    def check(self, sources: Tensors) -> None:
+        """Raise Changed if tensors are not those of the layout, as far as copying them does not show it by a RuntimeError."""
+        if _form(sources, self.join) != self.form:
+            raise Changed
+
+    def copy(self, sources: Tensors, target: Any) -> None:
+        """Copy tensors into their views, or joined into one."""
+        if self.join is None:
+            torch._foreach_copy_(target, sources)  # type: ignore[arg-type]  # a picker makes tuples
+        else:
+            self.join(sources, out=target)
+
+    def moved(self, sources: Tensors) -> bool:
+        """Return whether tensors are at other addresses. Ask after the copy: it fetches from memory what this reads."""
+        return _pointers(sources) != self.pointers
 
 
 class Layout:
@@ -66,8 +87,7 @@ class Layout:
         # The tensors that begin at the address of another: aliases of it, or not, by their form alone.
         counts = Counter(map(torch.Tensor.data_ptr, tensors))
         self._pick_neighbours = _picker([i for i, tensor in enumerate(tensors) if (at := tensor.data_ptr()) and counts[at] > 1])
-        neighbours = self._pick_neighbours(tensors)
-        self._neighbour_facts, self._neighbour_forms = _facts(neighbours), list(map(_form, neighbours))
+        self._neighbours = self._facts_of_neighbours(tensors)
         #: Whether there are tensors on CUDA devices, which are copied faster, and without waiting, into pinned memory.
         self.pinned = _any_cuda(tensors)
         self._describe(flat)
@@ -90,36 +110,36 @@ class Layout:
         self.packed_slots = msgspec.Raw(_pack([ranks[original] for original in self._originals]))
         self.packed_foreign = msgspec.Raw(_pack(foreign))
 
-    def matched(self, flat: FlatTree) -> Iterator[tuple[Batch, tuple[torch.Tensor, ...]]]:
-        """The tensors of another tree, batch by batch, each batch checked right before it is given out.
+    def check(self, flat: FlatTree) -> None:
+        """Raise Changed if another tree has other paths, or other shapes of empty tensors.
 
-        Paths, shapes, dtypes, aliases and the kind of device must be those of the layout. It runs at every save, so it looks
-        at each tensor once and makes nothing that the garbage collector tracks. Hence it compares shapes of empty tensors
-        only: two others with as many dimensions and elements are equal, or not broadcastable, and then the copy raises.
-        Of tensors that are to be joined the first one's shape is compared; the others agree with it or cannot be joined.
-
-        Raises:
-            Changed: they are not; batches given out before may have been copied in vain.
-            RuntimeError: a tensor without memory of its own (sparse …).
+        This, `Batch.check` and `check_aliases` run at every save. They look at each tensor as rarely as they can and make
+        nothing that the garbage collector tracks. Hence they compare shapes of empty tensors only: two others with as many
+        dimensions and elements are equal, or not broadcastable, and then the copy raises. Of tensors that are joined the
+        first one's shape is compared; the others agree with it, or the copy raises. ``torch.cat`` joins tensors of different
+        lengths, so their elements are counted, too.
         """
         if (flat.parents, flat.keys) != self._paths:
             raise Changed
         if any(tuple(flat.tensors[index].shape) != shape for index, shape in self._empty):
             raise Changed
-        moved = False
-        for batch in self.batches:
-            sources = batch.pick(flat.tensors)
-            moved |= _compare(_facts(sources), batch.facts)
-            if batch.joined is not None and tuple(sources[0].shape[1:]) != batch.joined[1:]:
-                raise Changed
-            yield batch, sources
-        neighbours = self._pick_neighbours(flat.tensors)
-        moved |= _compare(_facts(neighbours), self._neighbour_facts)
-        # Where nothing moved, and nothing else did either, there are the same aliases.
-        if moved and (_originals(flat.tensors) != self._originals or _any_cuda(flat.tensors) != self.pinned):
+
+    def check_aliases(self, tensors: Tensors, *, moved: bool) -> None:
+        """Raise Changed if other tensors are aliases, or one is on another kind of device; ``moved``: if any is elsewhere."""
+        form, pointers, strides = self._facts_of_neighbours(tensors)
+        expected_form, expected_pointers, expected_strides = self._neighbours
+        if form != expected_form:
             raise Changed
-        if not moved and list(map(_form, neighbours)) != self._neighbour_forms:
+        # Where nothing moved, and nothing else did either, there are the same aliases.
+        if moved or pointers != expected_pointers:
+            if _originals(tensors) != self._originals or _any_cuda(tensors) != self.pinned:
+                raise Changed
+        elif strides != expected_strides:
             raise Changed  # a weight was tied to another, and now it is that one transposed
+
+    def _facts_of_neighbours(self, tensors: Tensors) -> tuple[list[Any], list[int], list[Any]]:
+        neighbours = self._pick_neighbours(tensors)
+        return _form(neighbours, None), _pointers(neighbours), list(map(_strided, neighbours))
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """One view of `memory` (flat, uint8) per staged tensor, in the order of the file."""
@@ -144,11 +164,17 @@ class Layout:
         for joined, members in self._runs():
             for first in range(0, len(members), _BATCH):
                 part = members[first : first + _BATCH]
-                rows = sum(self._shapes[index][0] if self._shapes[index] else 1 for index in part) if joined else 0
-                shape = (rows, *self._shapes[part[0]][1:]) if joined else None
+                join, shape = self._join(part) if joined else (None, ())
                 pick = _picker(part)
+                sources = pick(tensors)
                 start, end = end, end + len(part)
-                yield Batch(start, end, pick, _facts(pick(tensors)), shape)
+                yield Batch(start, end, pick, join, shape, _form(sources, join), _pointers(sources))
+
+    def _join(self, part: list[int]) -> tuple[Join, tuple[int, ...]]:
+        shapes = [self._shapes[index] for index in part]
+        if len(set(shapes)) == 1:
+            return torch.stack, (len(part), *shapes[0])
+        return torch.cat, (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def _runs(self) -> Iterator[tuple[bool, list[int]]]:
         """Divide the order of the file into runs of tensors that are joined, and runs of others."""
@@ -164,24 +190,18 @@ class Layout:
         yield False, others
 
 
-def _facts(tensors: Tensors) -> list[Any]:
-    """Four facts per tensor, of all tensors one after the other; none of it runs Python for a tensor."""
-    return [
-        *map(_dtype, tensors),
-        *map(torch.Tensor.numel, tensors),
-        *map(torch.Tensor.dim, tensors),
-        *map(torch.Tensor.data_ptr, tensors),
-    ]
+def _form(tensors: Tensors, join: Join | None) -> list[Any]:
+    """Facts of all tensors one after the other; none of it runs Python for a tensor."""
+    if join is None:
+        return [*map(_dtype, tensors), *map(torch.Tensor.numel, tensors), *map(torch.Tensor.dim, tensors)]
+    first = tuple(tensors[0].shape)
+    if join is torch.stack:  # which wants all of them to have that shape
+        return [first, *map(_dtype, tensors)]
+    return [first[1:], *map(_dtype, tensors), *map(torch.Tensor.numel, tensors)]
 
 
-def _compare(found: list[Any], expected: list[Any]) -> bool:
-    """Return True if tensors have moved to other memory; raise Changed if they have another form."""
-    if found == expected:
-        return False
-    form = len(expected) // 4 * 3
-    if found[:form] != expected[:form]:
-        raise Changed
-    return True
+def _pointers(tensors: Tensors) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Tensors], tuple[torch.Tensor, ...]]:
@@ -210,12 +230,12 @@ def _originals(tensors: Tensors) -> list[int]:
     return originals
 
 
-def _form(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], bool, bool]:
+def _strided(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], bool, bool]:
     return tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def _is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one is other or (one.dtype == other.dtype and one.device == other.device and _form(one) == _form(other))
+    return one is other or (one.dtype == other.dtype and one.device == other.device and _strided(one) == _strided(other))
 
 
 def _check(flat: FlatTree) -> None:

@@ -75,6 +75,13 @@ class Overlap:
         self._under_way = [*(other for other in self._under_way if not other.done()), late]
         return late
 
+    def help(self, work: Callable[[], bool]) -> Future[bool]:
+        """Have the thread do `work` beside the caller, who cancels it or waits for it."""
+        try:
+            return self._own_thread().submit(work)
+        except RuntimeError:  # the interpreter is shutting down
+            return Future()
+
     def fence(self, *_: object) -> None:
         """Wait until nothing is being copied. Free where nothing is. Optimizers call it before each step."""
         if self._under_way:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Final
 
@@ -10,7 +12,7 @@ import msgspec
 import torch
 
 from eventloop.checkpoint.container import DIGEST_BYTES, Pieces, render
-from eventloop.checkpoint.layout import Batch, Changed, Layout
+from eventloop.checkpoint.layout import Batch, Changed, Layout, Tensors
 from eventloop.checkpoint.overlap import Overlap, Pair, by_device, copy, end_of_queue
 from eventloop.checkpoint.tree import FlatTree
 from eventloop.errors import CheckpointError
@@ -18,7 +20,9 @@ from eventloop.errors import CheckpointError
 _pack: Final = msgspec.msgpack.Encoder().encode
 
 _SMALL: Final = 16 << 10
-"""Bytes per tensor up to which copying joined tensors is faster than handing them to another thread."""
+"""Bytes per tensor up to which an Overlap does not pay: reading versions twice costs the training as much as the copy."""
+
+Target = list[torch.Tensor] | torch.Tensor
 
 
 class _Memory:
@@ -35,13 +39,13 @@ class _Memory:
         # The copies of an Overlap; they go on when the StagedTree is released before their end.
         self.late: Future[None] | None = None
 
-    def _target(self, batch: Batch) -> list[torch.Tensor] | torch.Tensor:
+    def _target(self, batch: Batch) -> Target:
         views = self.views[batch.start : batch.stop]
-        if batch.joined is None:
+        if batch.join is None:
             return views
         begin = views[0].storage_offset() * views[0].itemsize
         end = begin + sum(view.nbytes for view in views)
-        return self.flat[begin:end].view(views[0].dtype).view(batch.joined)
+        return self.flat[begin:end].view(views[0].dtype).view(batch.shape)
 
     def wait(self) -> None:
         """Wait for the copies from CUDA devices."""
@@ -81,19 +85,29 @@ class StageBuffer:
     def fill(self, flat: FlatTree, overlap: Overlap | None) -> tuple[Layout, _Memory]:
         """Copy the tensors of a tree into free memory; raise Changed, or RuntimeError, if they do not fit the layout."""
         layout = self._layout = self._layout or Layout(flat)
-        memory = next((one for one in self._memories if not one.in_use), None)
-        if memory is None:
-            memory = _Memory(layout)
-            self._memories.append(memory)
+        memory = next((one for one in self._memories if not one.in_use), None) or _Memory(layout)
+        # Not in the list until it is filled: after Ctrl-C in here a thread may still write to it.
+        self._memories = [one for one in self._memories if one is not memory]
         memory.wait()  # for the copies of a StagedTree that was never written, perhaps on another stream
         memory.late = None
-        pairs: list[Pair] = []
-        for (batch, sources), target in zip(layout.matched(flat), memory.targets, strict=True):
-            small = isinstance(target, torch.Tensor) and target.nbytes <= _SMALL * len(sources)
+        layout.check(flat)
+        at_once, pairs, moved = _Copying(flat.tensors), list[Pair](), False
+        for batch, target in zip(layout.batches, memory.targets, strict=True):
+            small = isinstance(target, torch.Tensor) and target.nbytes <= _SMALL * (batch.stop - batch.start)
             if not layout.pinned and (overlap is None or small):
-                _copy_batch(target, sources)
-            else:
-                pairs += map(Pair, memory.views[batch.start : batch.stop], sources, range(batch.start, batch.stop))
+                at_once.batches.append((batch, target))
+                continue
+            sources = batch.pick(flat.tensors)
+            batch.check(sources)
+            moved |= batch.moved(sources)
+            pairs += map(Pair, memory.views[batch.start : batch.stop], sources, range(batch.start, batch.stop))
+        if overlap is not None and len(at_once.batches) > 1:
+            helper = overlap.help(at_once.run)
+            moved |= at_once.run()
+            moved |= not helper.cancel() and helper.result()
+        else:
+            moved |= at_once.run()
+        layout.check_aliases(flat.tensors, moved=moved)
         later: list[Pair] = []
         if overlap is not None and pairs:
             pairs, later = overlap.divide(pairs)
@@ -103,6 +117,7 @@ class StageBuffer:
                 memory.events.append(end_of_queue(device))
         if overlap is not None and later:
             memory.late = overlap.start(later, lambda position: flat.path(layout.order[position]))
+        self._memories.append(memory)
         return layout, memory
 
 
@@ -173,10 +188,31 @@ def stage(tree: object, buffer: StageBuffer | None = None, *, overlap: Overlap |
     return staged
 
 
-def _copy_batch(target: list[torch.Tensor] | torch.Tensor, sources: tuple[torch.Tensor, ...]) -> None:
-    if isinstance(target, list):
-        torch._foreach_copy_(target, sources)
-    elif sources[0].dim():
-        torch.cat(sources, out=target)
-    else:
-        torch.stack(sources, out=target)
+class _Copying:
+    """Batches to copy, by one thread or several: each takes the next one."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.batches: deque[tuple[Batch, Target]] = deque()
+        self._tensors = tensors
+
+    @torch.no_grad()
+    def run(self) -> bool:
+        """Copy until no batch is left; return whether tensors have moved. If it raises, no other thread begins a batch."""
+        moved = False
+        try:
+            for batch, target in self._taken():
+                sources = batch.pick(self._tensors)
+                batch.check(sources)
+                batch.copy(sources, target)
+                moved |= batch.moved(sources)
+        except BaseException:
+            self.batches.clear()
+            raise
+        return moved
+
+    def _taken(self) -> Iterator[tuple[Batch, Target]]:
+        while True:
+            try:
+                yield self.batches.popleft()
+            except IndexError:
+                return

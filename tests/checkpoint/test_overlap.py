@@ -87,6 +87,43 @@ def test_many_small_weights_are_of_the_same_moment_as_large_ones(late, tmp_path)
     overlap.close()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weights: setattr(weights[2500], "data", torch.ones(2, 5)),
+        lambda weights: setattr(weights[2999], "data", torch.ones(10, dtype=torch.float64)),
+        lambda weights: setattr(weights[1500], "data", torch.ones(11)),
+        lambda weights: setattr(weights[1500], "data", weights[0].data),
+        lambda weights: setattr(weights[0], "data", torch.ones(10)),
+    ],
+    ids=["shape", "dtype", "length", "tied", "elsewhere"],
+)
+def test_small_weights_that_two_threads_copy_are_those_of_the_save_point(change, tmp_path):
+    """Also when a weight that the second save finds is another one than the first save saw."""
+    weights = [torch.nn.Parameter(torch.full((10,), float(i))) for i in range(3000)]
+    overlap, buffer = Overlap([torch.optim.SGD(weights)]), StageBuffer()
+    stage(weights, buffer, overlap=overlap).release()
+    change(weights)
+    write(stage(weights, buffer, overlap=overlap), tmp_path / "c")
+    loaded = load(tmp_path / "c")
+    assert all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(loaded, weights, strict=True))
+    assert (loaded[0].data_ptr() == loaded[1500].data_ptr()) == (weights[0].data_ptr() == weights[1500].data_ptr())
+    overlap.close()
+
+
+def test_a_small_weight_that_cannot_be_saved_any_more_is_named(tmp_path):
+    weights = {f"w{i}": torch.zeros(10) for i in range(3000)}
+    overlap, buffer = Overlap([torch.optim.SGD(list(weights.values()))]), StageBuffer()
+    stage(weights, buffer, overlap=overlap).release()
+    for i in (500, 1500, 2900):
+        for bad in (weights["w1"].to_sparse(), weights["w1"].to("meta")):
+            with pytest.raises(CheckpointError, match=rf"^w{i}: cannot store a "):
+                stage({**weights, f"w{i}": bad}, buffer, overlap=overlap)
+    write(stage(weights, buffer, overlap=overlap), tmp_path / "c")
+    assert list(load(tmp_path / "c")) == list(weights)
+    overlap.close()
+
+
 def test_tensors_outside_of_optimizers_are_copied_at_the_save_point(job, overlap, late, tmp_path):
     staged = stage(job.tree(), overlap=overlap)
     job.buffer.add_(1)
