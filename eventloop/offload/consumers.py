@@ -172,6 +172,7 @@ class ThreadConsumer(_Consumer):
                 self._deliver(items)
             elif not lingered and self.lane.linger and not self.lane.ending:
                 lingered = True
+                self.lane.begin_lingering()
                 self._bell.acquire(timeout=self.lane.linger)
             elif self.lane.disarm():
                 if self._finish():
@@ -321,6 +322,7 @@ class Reader:
                 return items
             if not lingered and self._lane.linger and not self._lane.ending:
                 lingered = True
+                self._lane.begin_lingering()
                 with anyio.move_on_after(self._lane.linger):
                     await self._bell.wait()
             elif self._lane.disarm():

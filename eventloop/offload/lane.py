@@ -14,7 +14,8 @@ still takes events of publishes under way, because a cancel takes effect at the 
 Waking. A wake-up per event costs the publisher 10 µs and more, so the consumer stays *armed* after a drain and looks again
 after ``linger``; only after an empty look does it disarm, and only a publisher that finds the lane disarmed wakes it. No
 wake-up is lost: the consumer disarms first and looks once more afterwards, the publisher appends first and reads the flag
-afterwards, so at least one of the two sees the other.
+afterwards, so at least one of the two sees the other. While the consumer of a large lane lingers, the gate stands at half of
+the capacity: the publisher that comes there wakes the consumer, so that a long linger does not fill the lane.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ log = get_logger()
 _HAS_GIL: Final = getattr(sys, "_is_gil_enabled", lambda: True)()
 _SHUT: Final = -1  # a gate that lets no publisher pass
 DROPPED: Final = threading.Lock()  # instead of a bell: the publisher does not wait
+_WORTH_A_WAKE_UP: Final = 32  # events; with fewer, lingering would save nothing
 _NOT_OPEN = "the bus is not open: wrap the publishing code in `with bus:` (a Run or TrainLoop does it for you)"
 
 
@@ -64,6 +66,7 @@ class Lane:
     ) -> None:
         self.label = label  # of the subscription, for errors
         self.capacity = capacity  # most events in the queue
+        self._half = (capacity + 1) // 2
         self.contextual = False
         """Whether items are queued as tuples of the publisher's context and the item (some 100 ns)."""
         self.context = copy_context()  # of the subscriber, for handlers whose items come without one
@@ -74,6 +77,7 @@ class Lane:
         self._lock = threading.Lock()
         # Locks, all taken, of threads that wait for a change. A Condition would lose track of its own lock at a Ctrl-C in it.
         self._waiting: deque[threading.Lock] = deque()
+        self._lingers = False  # until an item is taken, or the consumer was woken; changed with the lock held
         self._reserved = 0  # slots ever taken, with those given back; changed without the lock, so only by += without a call
         self._freed = 0  # slots that were free again; those not free are queued, or reserved by a publisher that prepares
         self._gate = _SHUT  # how far ``_reserved`` may go without the lock; changed with the lock held
@@ -105,7 +109,7 @@ class Lane:
             LaneClosedError: no consumer is attached, or the lane closed while waiting.
             LaneFullError: it is full and the policy is ``"raise"``, or waiting would be a deadlock.
         """
-        reserved = False
+        reserved = hurry = False
         waited = False
         try:
             # No call from here to the last of the three: neither Ctrl-C nor another thread can come between them.
@@ -116,6 +120,8 @@ class Lane:
                 with self._lock:
                     bell = None
                     self._gate = _SHUT  # so that no other publisher takes the slot that is freed here
+                    if self._lingers and self._reserved - self._freed >= self._half:
+                        self._lingers, hurry = False, True
                     if self._closed or self._reserved - self._freed >= self.capacity:
                         bell = self._make_room(f"{self.capacity} events wait", "queue", self._drop_for_slot, waited=waited)
                     if bell is None:
@@ -151,6 +157,8 @@ class Lane:
         # Read after the append: see the module's docstring.
         if not self._armed:
             self._wake_up()
+        elif hurry:
+            self.wake()
 
     def _give_back(self) -> None:
         """Undo what preparing the event has reserved besides its slot; called with the lock held, perhaps more than once."""
@@ -305,8 +313,16 @@ class Lane:
         with self._lock:
             items = [self._queue.popleft() for _ in range(min(most, len(self._queue)))]
             self._freed += len(items)
+            self._lingers = False
             self._notify()
         return items
+
+    def begin_lingering(self) -> None:
+        """Have a publisher wake the consumer early if half of the lane fills up; not if that would be every few events."""
+        if self._half >= _WORTH_A_WAKE_UP:
+            with self._lock:
+                self._lingers = True
+                self._set_gate()
 
     def count(self, *, delivered: int = 0, dropped: int = 0, failed: int = 0) -> None:
         """Count items that the consumer took: the handler returned, was not called, or raised."""
@@ -371,4 +387,5 @@ class Lane:
             self._waiting.popleft().release()
 
     def _set_gate(self) -> None:
-        self._gate = self._freed + self.capacity if _HAS_GIL and not self._closed else _SHUT
+        most = self._half if self._lingers else self.capacity
+        self._gate = self._freed + most if _HAS_GIL and not self._closed else _SHUT

@@ -148,6 +148,25 @@ def test_only_a_publisher_to_a_disarmed_lane_wakes_the_consumer():
     assert len(rings) == 2
 
 
+@pytest.mark.parametrize("put", [Lane.put, Lane.put_as_is])
+def test_a_lingering_consumer_is_woken_once_when_the_lane_is_half_full(put):
+    rings = []
+    lane = Lane("l", lambda event: event, capacity=64)
+    lane.attach(lambda: rings.append(len(lane._queue)), lambda: False)
+    put(lane, 0)
+    lane.take(9)
+    lane.begin_lingering()
+    rings.clear()
+    for i in range(64):
+        put(lane, i)
+    assert rings == [33]
+    assert lane.take(99) == list(range(64))
+    for i in range(64):  # the consumer is at work
+        put(lane, i)
+    assert rings == [33]
+    assert lane.stats == DrainReport(pending=129)
+
+
 def test_interleaved_publishers_neither_lose_counts_nor_overfill_the_lane(request):
     lane = make(capacity=5)
     most = 0

@@ -875,6 +875,28 @@ def test_awaiting_a_cancelled_task_fails_the_event_and_not_the_lane():
 # ------------------------------------------------------------------------------------------------------------ stress
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lane_that_is_half_full_is_not_left_to_a_long_linger(bus, kind):
+    heard = []
+    arrived = threading.Event()
+
+    def note(event):
+        heard.append(event.batch_idx)
+        if event.batch_idx >= 32:
+            arrived.set()
+
+    offload(bus, note, kind, queue=64, linger=50)
+    with bus:
+        bus.publish(iteration(0))
+        while not heard:
+            time.sleep(0.001)
+        for i in range(1, 64):
+            bus.publish(iteration(i))
+        assert arrived.wait(10)
+    assert heard == list(range(64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("linger", [0, 0.0005, 0.01])
 def test_no_wake_up_is_lost_in_many_short_bursts(bus, kind, linger):
     heard = []
