@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from eventloop import CheckpointError, get_logger
-from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, as_path, check_regular, is_plain_name, list_files, remove
+from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, check_regular, is_plain_name, list_files, remove
 from eventloop.events import Slot
 from hooks.rules import BestMetrics
 
@@ -43,6 +43,7 @@ class RetentionPolicy:
 
     def __init__(self, keep: int | None, best: BestMetrics) -> None:
         self.directory: AnyPath | None = None
+        self._prefix: str | None = None  # of the paths in it, as text: pathlib would hold the GIL beside the training
         self.best = best
         self._keep = keep
         self._files: dict[str, list[KeptFile]] = {REGULAR: []}  # by kind, oldest first
@@ -55,6 +56,7 @@ class RetentionPolicy:
         of_run.append(self)
         if directory != self.directory:
             self.directory = directory
+            self._prefix = None if directory is None else str(directory / "x").removesuffix("x")
             self.best.reset()
             with self._lock:
                 self._files = {REGULAR: []}
@@ -85,7 +87,10 @@ class RetentionPolicy:
 
     def own(self, paths: Iterable[str]) -> Collection[str]:
         """Return the names of the files that are in this policy's directory."""
-        return {path.name for path in map(as_path, paths) if path.parent == self.directory}
+        if (prefix := self._prefix) is None:
+            return ()
+        names = {path.removeprefix(prefix) for path in paths if path.startswith(prefix)}
+        return {name for name in names if "/" not in name}
 
     def committed(self, paths: Iterable[str]) -> list[str]:
         """Mark files as durable; return the names of files that no hook of the run keeps any more."""
@@ -98,6 +103,8 @@ class RetentionPolicy:
                 replaced = [] if keep is None else [file.name for file in files if file.durable][:-keep]
                 self._files[kind] = [file for file in files if file.name not in replaced]
                 gone += replaced
+        if not gone:
+            return []
         here = [policy for policy in self._of_run if policy.directory == self.directory]
         return [name for name in gone if not any(policy.has(name) for policy in here)]
 

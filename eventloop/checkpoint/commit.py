@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, TypeVar
@@ -30,11 +32,12 @@ def commit_file(path: str | os.PathLike[str], size: int, fill: Callable[[int], R
 
     `fill` is called with a file descriptor and writes the content, `size` bytes (for the error message).
     """
-    # System calls without pathlib: this runs beside the training, and Python code holds the GIL.
+    # System calls without pathlib and context managers: this runs beside the training, and Python code holds the GIL.
     name = os.fspath(path)
     directory = os.path.dirname(name)  # noqa: PTH120
-    with failing(f"cannot write {name} ({size:,} bytes)"):
-        with temporary_name(directory) as temporary:
+    temporary = temporary_name(directory)
+    try:
+        try:
             # O_EXCL: never write into a file that is there already. 0o666: the umask decides, as with open().
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
@@ -43,19 +46,31 @@ def commit_file(path: str | os.PathLike[str], size: int, fill: Callable[[int], R
             finally:
                 os.close(descriptor)
             os.replace(temporary, name)  # noqa: PTH105
+        except BaseException as error:  # also after KeyboardInterrupt: gigabytes must not stay behind
+            discard(temporary, os.unlink, error)
+            raise
         sync_directory(directory or os.curdir)
+    except OSError as error:
+        raise _failed(f"cannot write {name} ({size:,} bytes)", error) from error
     return result
 
 
-def write_all(descriptor: int, data: memoryview | bytes) -> None:
-    """Write all of `data`, in bounded pieces and however few bytes the system takes at a time."""
-    for chunk in chunks(data):
-        rest = chunk
-        while rest:
-            written = os.write(descriptor, rest)
-            if written == 0:
-                raise OSError(errno.EIO, "the file system takes no more bytes and does not say why")
-            rest = rest[written:]
+def write_all(descriptor: int, *parts: memoryview | bytes) -> None:
+    """Write all of `parts`, in bounded pieces and however few bytes the system takes at a time."""
+    size = sum(map(len, parts))
+    # Small parts by one system call: after each one a thread waits for the GIL, and the training for that thread.
+    done = os.writev(descriptor, parts) if len(parts) > 1 and size <= CHUNK else 0
+    if done == size:
+        return
+    for part in parts:
+        for chunk in chunks(memoryview(part)[done:]):
+            rest = chunk
+            while rest:
+                written = os.write(descriptor, rest)
+                if written == 0:
+                    raise OSError(errno.EIO, "the file system takes no more bytes and does not say why")
+                rest = rest[written:]
+        done = max(0, done - len(part))
 
 
 def chunks(data: memoryview | bytes) -> Iterator[memoryview]:
@@ -73,19 +88,19 @@ def failing(what: str, kind: type[Exception] = OSError, but: type[Exception] = C
     except (CheckpointError, but):
         raise
     except kind as error:
-        raise CheckpointError(f"{what}: {str(error) or type(error).__name__}") from error
+        raise _failed(what, error) from error
 
 
-@contextmanager
-def temporary_name(directory: str) -> Iterator[str]:
-    """A free name in `directory`; the file of that name is removed when the block ends by an exception."""
-    # Not derived from the final name: that one may be as long as the file system allows.
-    name = os.path.join(directory, f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}.tmp")  # noqa: PTH118
-    try:
-        yield name
-    except BaseException as error:  # also after KeyboardInterrupt: gigabytes must not stay behind
-        discard(name, os.unlink, error)
-        raise
+def _failed(what: str, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{what}: {str(error) or type(error).__name__}")
+
+
+def temporary_name(directory: str) -> str:
+    """Return a free name in `directory`."""
+    # Not derived from the final name: that one may be as long as the file system allows. Unlike random bytes, the thread and
+    # the time take no system call.
+    unique = f"{os.getpid():x}-{threading.get_ident():x}-{time.time_ns():x}"
+    return os.path.join(directory, f"{TEMPORARY_PREFIX}{unique}.tmp")  # noqa: PTH118
 
 
 def discard(name: str, remove: Callable[[str], object], error: BaseException) -> None:

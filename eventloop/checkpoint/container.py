@@ -24,7 +24,7 @@ import msgspec
 import orjson
 import torch
 
-from eventloop.checkpoint.commit import chunks, write_all
+from eventloop.checkpoint.commit import CHUNK, chunks, write_all
 from eventloop.errors import CheckpointDamagedError, CheckpointValueError
 
 FORMAT: Final = "trainbus.checkpoint"
@@ -204,7 +204,7 @@ def _check_tensors(tensors: dict[str, TensorInfo], data_bytes: int) -> None:
 def crc32(parts: Iterable[memoryview | bytes], crc: int = 0) -> int:
     """Return the CRC-32 of all parts together, or of what has ``crc`` and the parts."""
     for part in parts:
-        for chunk in chunks(part):
+        for chunk in chunks(part) if len(part) > CHUNK else (part,):
             crc = zlib.crc32(chunk, crc)
     return crc
 
@@ -216,11 +216,13 @@ def readable(crc: int) -> str:
 
 def write_sealed(descriptor: int, pieces: Pieces) -> int:
     """Write the pieces and their digest to a file descriptor; return the digest."""
-    for piece in pieces:
-        write_all(descriptor, piece)
-    small = sum(map(len, pieces)) < _ALONE
-    crc = crc32(pieces) if small else _digest_during_sync(descriptor, pieces)
-    write_all(descriptor, crc.to_bytes(DIGEST_BYTES, "little"))
+    if sum(map(len, pieces)) < _ALONE:
+        crc = crc32(pieces)
+        write_all(descriptor, *pieces, crc.to_bytes(DIGEST_BYTES, "little"))
+    else:
+        write_all(descriptor, *pieces)
+        crc = _digest_during_sync(descriptor, pieces)
+        write_all(descriptor, crc.to_bytes(DIGEST_BYTES, "little"))
     return crc
 
 

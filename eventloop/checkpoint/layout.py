@@ -26,6 +26,7 @@ _JOIN_UP_TO: Final = 1 << 18
 
 _pack: Final = msgspec.msgpack.Encoder().encode
 _dtype: Final = attrgetter("dtype")
+_is_cuda: Final = attrgetter("is_cuda")
 Tensors = Sequence[torch.Tensor]
 Join = Callable[..., torch.Tensor]
 
@@ -211,12 +212,12 @@ def _picker(indices: Sequence[int]) -> Callable[[Tensors], tuple[torch.Tensor, .
 
 
 def _any_cuda(tensors: Tensors) -> bool:
-    return any(tensor.is_cuda for tensor in tensors)
+    return any(map(_is_cuda, tensors))
 
 
 def _originals(tensors: Tensors) -> list[int]:
     """For each tensor, the index of the first one that is the same memory in the same form."""
-    pointers = [tensor.data_ptr() for tensor in tensors]
+    pointers = list(map(torch.Tensor.data_ptr, tensors))
     if len(set(pointers)) == len(pointers):
         return list(range(len(pointers)))
     originals: list[int] = []

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, TypeGuard
 from urllib.parse import unquote, urlsplit
 
-from eventloop.checkpoint.commit import CHUNK, chunks, commit_file, failing, sync_directory, temporary_name, write_all
+from eventloop.checkpoint.commit import CHUNK, chunks, commit_file, discard, failing, sync_directory, temporary_name, write_all
 from eventloop.checkpoint.container import DIGEST_BYTES, Pieces, crc32, write_sealed
 from eventloop.checkpoint.remote import RemotePath
 from eventloop.errors import CheckpointDamagedError
@@ -91,8 +91,8 @@ def _link(existing: Path, new: Path) -> bool:
     """Make a hard link; return False where that is not possible."""
     # rename() between two names of one file does nothing, and would leave the temporary one.
     if not (new.exists() and new.samefile(existing)):
-        with temporary_name(str(new.parent)) as name:
-            temporary = Path(name)
+        temporary = Path(temporary_name(str(new.parent)))
+        try:
             try:
                 temporary.hardlink_to(existing)
             except FileNotFoundError:
@@ -100,6 +100,9 @@ def _link(existing: Path, new: Path) -> bool:
             except OSError:
                 return False  # another file system, or one without hard links
             temporary.replace(new)
+        except BaseException as error:
+            discard(str(temporary), os.unlink, error)
+            raise
     sync_directory(new.parent)
     return True
 

@@ -23,6 +23,7 @@ class Faults:
         self.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for name in [*OPERATIONS, "link", "unlink"]:
             monkeypatch.setattr(os, name, self._wrap(name, getattr(os, name)))
+        gather(monkeypatch)
 
     def _wrap(self, name: str, real: Any) -> Any:
         def operation(*args: Any, **kwargs: Any) -> Any:
@@ -38,6 +39,11 @@ class Faults:
     def arm(self, at: int) -> None:
         self.calls.clear()
         self.fail_at = at
+
+
+def gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send what ``os.writev`` writes through ``os.write``."""
+    monkeypatch.setattr(os, "writev", lambda descriptor, parts: os.write(descriptor, b"".join(parts)))
 
 
 @pytest.fixture
@@ -101,6 +107,7 @@ def test_a_disk_that_fills_up_in_the_middle_is_reported(tmp_path, monkeypatch):
         return written
 
     monkeypatch.setattr(os, "write", fill_up)
+    gather(monkeypatch)
     with pytest.raises(CheckpointError, match="No space left") as caught:
         save({"w": torch.ones(1 << 20)}, tmp_path / "c")
     assert caught.value.__cause__.errno == errno.ENOSPC
@@ -108,9 +115,11 @@ def test_a_disk_that_fills_up_in_the_middle_is_reported(tmp_path, monkeypatch):
     assert names(tmp_path) == ["c"]
 
 
-def test_short_writes_are_continued(tmp_path, monkeypatch):
+@pytest.mark.parametrize("at_once", [0, 1, 7, 500, 1100, 2000])
+def test_short_writes_are_continued(tmp_path, monkeypatch, at_once):
     real = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:7]))
+    monkeypatch.setattr(os, "writev", lambda descriptor, parts: at_once and real(descriptor, b"".join(parts)[:at_once]))
     tree = {"w": torch.arange(100)}
     save(tree, tmp_path / "c")
     assert torch.equal(load(tmp_path / "c")["w"], tree["w"])

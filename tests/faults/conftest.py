@@ -50,6 +50,7 @@ class Disk:
         self._lock = threading.RLock()
         for name in ("open", "write", "fsync", "fdatasync", "close", "replace", "rename", "link", "unlink", "remove", "mkdir"):
             monkeypatch.setattr(os, name, self._before(name, getattr(os, name)))
+        monkeypatch.setattr(os, "writev", lambda descriptor, parts: os.write(descriptor, b"".join(parts)))
 
     def fail(self, at: int, error: int) -> None:
         """Have the operation number ``at`` from here fail with an errno."""

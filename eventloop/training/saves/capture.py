@@ -232,19 +232,23 @@ class Saves:
         last, writer = self._last, self._opened()
         held = (
             last is not None
+            and last.version[0] == self._run.state.version  # the usual case is another one, and needs no look at the tensors
             and last.version == self._version()
             and last.request.path not in writer.failed
             and last.request.leave_out <= wanted.leave_out
         )
         return held, bool(writer.turns.under_way)
 
-    def _version(self) -> object:
-        """Return a value that changes when the state of the run does: tensor versions show changes between mount points."""
+    def _version(self) -> tuple[int, ...]:
+        """Return numbers that change when the state of the run does: tensor versions show changes between mount points."""
+        version = self._run.state.version
         if self.sharded:  # a forward pass replaces the parameters, and so their versions
-            return self._run.state.version
-        tensors = (t for model in self._run.models.values() for t in chain(model.parameters(), model.buffers()))
+            return (version,)
+        modules = chain.from_iterable(model.modules() for model in self._run.models.values())
+        # Without parameters() and buffers(), which walk through all modules each.
+        own = [tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())]
         # Tensors made in inference mode have no version.
-        return self._run.state.version, sum(tensor._version for tensor in tensors if not tensor.is_inference())
+        return version, sum([tensor._version for tensor in own if tensor is not None and not tensor.is_inference()])
 
     def _state(self, path: AnyPath | str, leave_out: Collection[str] = ()) -> dict[str, Any]:
         """Return the state of the run by reference, with the entries of hooks and without ``leave_out``.
@@ -287,7 +291,7 @@ class Saves:
 def unwrapped_state(model: torch.nn.Module) -> dict[str, Any]:
     """Return ``model.state_dict()`` without wrapper names in its keys."""
     values: dict[str, Any] = model.state_dict()
-    return {short: values[name] for name, short in _keys(values).items()}
+    return {short: values[name] for name, short in _keys(values).items()} if _wrapped(values) else dict(values)
 
 
 def checkpoint_keys(model: torch.nn.Module) -> dict[str, str]:
@@ -301,7 +305,12 @@ def checkpoint_keys(model: torch.nn.Module) -> dict[str, str]:
 
 def _keys(names: Iterable[str]) -> dict[str, str]:
     same = {name: name for name in names}
-    if not any("module." in name or "_orig_mod." in name for name in same):
+    if not _wrapped(same):
         return same  # substitutions in 20,000 names would take 16 ms
     short = without_wrappers(same)
     return short if len(set(short.values())) == len(short) else same
+
+
+def _wrapped(names: Iterable[str]) -> bool:
+    together = "\0".join(names)
+    return "module." in together or "_orig_mod." in together

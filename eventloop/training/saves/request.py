@@ -45,6 +45,8 @@ class SaveRequest(msgspec.Struct, frozen=True):
 
 def merged(requests: list[SaveRequest]) -> SaveRequest:
     """Merge requests into one, with the first path and the safest options."""
+    if len(requests) == 1:
+        return requests[0]
     return SaveRequest(
         path=requests[0].path,
         leave_out=frozenset.intersection(*(request.leave_out for request in requests)),

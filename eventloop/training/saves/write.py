@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,7 +32,7 @@ class SaveJob(msgspec.Struct, eq=False):
     request: SaveRequest
     paths: list[AnyPath]
     progress: Progress
-    version: object = None
+    version: tuple[int, ...] = ()
     """Version of the state."""
     staged: StagedTree | None = None
     source: SaveJob | None = None
@@ -58,13 +57,15 @@ class CheckpointWriter:
         self._view = run
         self._bus = bus
         self.turns: Turns[SaveJob] = Turns()
-        self.made: set[AnyPath] = set()
-        """Directories that exist durably: a power cut cannot remove them."""
+        self.made: dict[AnyPath, AnyPath] = {}
+        """Directories that exist durably (a power cut cannot remove them), each with the path of its ``last_checkpoint``."""
         self._late: set[Subscription] = set()  # slow handlers of checkpoint_staged
         self._skipped = 0
         self.failed: set[AnyPath] = set()
         """Paths that could not be written."""
-        self.lane = bus.on(CheckpointStaged, self.run, priority=Priority.LOWEST, offload="thread", queue=16, capture=_job)
+        self.lane = bus.on(
+            CheckpointStaged, self.run, priority=Priority.LOWEST, offload="thread", queue=16, linger=0, capture=_job
+        )
 
     # --------------------------------------------------------------------------------------- on the training thread
 
@@ -163,9 +164,13 @@ class CheckpointWriter:
         """Write a staged state, with this rank's part of a sharded one; return the file's size in bytes."""
 
         def write_file() -> int:
-            self._make(path.parent)
+            directory = path.parent
+            self._make(directory)
             size = write(staged, path).bytes
-            self._point_to(path, home=self._view.work_dir)
+            self._point(directory, path.name)
+            if (home := self._view.work_dir) is not None and home != directory:
+                self._make(home)
+                self._point(home, str(path) if isinstance(path, RemotePath) else os.path.relpath(path, home))
             return size
 
         if job.parts is None:
@@ -179,26 +184,22 @@ class CheckpointWriter:
         """Link or copy the file ``source`` to ``path``, on the rank that writes."""
         parts = (job.source or job).parts
         if parts is None or parts.first:
-            self._make(path.parent)
-            link(source, path)
-            if source.parent != path.parent:
-                self._point_to(path)
-
-    def _point_to(self, path: AnyPath, home: Path | None = None) -> None:
-        """Point ``last_checkpoint`` to ``path``, in its directory and in the work dir ``home``."""
-        for directory in dict.fromkeys((path.parent, home or path.parent)):
+            directory = path.parent
             self._make(directory)
-            name = path.name
-            if directory != path.parent:
-                name = str(path) if isinstance(path, RemotePath) else os.path.relpath(path, str(directory))
-            commit_bytes(directory / LAST, os.fsencode(name))
+            link(source, path)
+            if source.parent != directory:
+                self._point(directory, path.name)
+
+    def _point(self, directory: AnyPath, name: str) -> None:
+        """Have ``last_checkpoint`` in ``directory`` name a file."""
+        commit_bytes(self.made[directory], os.fsencode(name))
 
     def _make(self, directory: AnyPath) -> None:
         # A local directory may have been removed; an object store has none to remove.
-        if directory in self.made and (isinstance(directory, RemotePath) or directory.is_dir()):
+        if directory in self.made and (isinstance(directory, RemotePath) or os.path.isdir(directory)):  # noqa: PTH112
             return
         make_directory(directory)
-        self.made.add(directory)
+        self.made[directory] = directory / LAST
 
 
 def _job(event: CheckpointStaged) -> Any:
