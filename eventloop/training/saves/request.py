@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal, get_args
 
 import msgspec
 
@@ -11,6 +11,11 @@ from eventloop.checks import check_value
 from eventloop.errors import ConfigurationError
 
 OnError = Literal["raise", "log"]
+
+_CHOICES: Final = {
+    option: (annotation, frozenset(get_args(annotation)))
+    for option, annotation in (("busy", Busy), ("staging", Staging), ("on_error", OnError))
+}
 
 
 class SaveRequest(msgspec.Struct, frozen=True):
@@ -25,9 +30,10 @@ class SaveRequest(msgspec.Struct, frozen=True):
 
     def check(self, *, sharded: bool) -> None:
         """Raise ConfigurationError for an unknown option, or one that does not work with a sharded model."""
-        check_value("busy", self.busy, Busy)
-        check_value("staging", self.staging, Staging)
-        check_value("on_error", self.on_error, OnError)
+        for option, (annotation, allowed) in _CHOICES.items():
+            value = getattr(self, option)
+            if type(value) is not str or value not in allowed:  # check_value takes 10 times as long, for its message
+                check_value(option, value, annotation)
         if not sharded:
             return
         if self.busy == "replace":
