@@ -225,6 +225,7 @@ def test_an_interrupt_after_the_lane_has_taken_a_save_leaves_it_its_memory(bus, 
     ("options", "message"),
     [
         ({"staging": "later"}, r"staging='later': give \"block\" or \"overlap\""),
+        ({"busy": ["wait"]}, r"busy=\['wait'\]: give \"wait\" or \"skip\" or \"replace\""),
         ({"busy": "drop"}, r"busy='drop': give \"wait\" or \"skip\" or \"replace\""),
         ({"on_error": "ignore"}, r"on_error='ignore': give \"raise\" or \"log\""),
     ],
@@ -236,6 +237,32 @@ def test_an_unknown_option_of_a_save_is_an_error_that_names_the_others(bus, tmp_
             run.request_save("a", **options)
         with pytest.raises(ConfigurationError, match=message):
             run.check_savable(**options)
+
+
+@pytest.mark.parametrize("name", ["0.1.weight", "0.1.running_mean", None])
+def test_a_tensor_that_an_observer_changes_makes_the_next_save_a_file_of_its_own(bus, tmp_path, name):
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
+
+    class Asks(Hook):
+        observes = True
+
+        def after_train_iter(self, event):
+            event.run.request_save("one.safetensors")
+
+        def after_train_epoch(self, event):
+            if name is not None:
+                model.state_dict()[name].add_(1)
+            event.run.request_save("two.safetensors")
+
+    bus.add(Asks())
+    with Run(bus, model=model, work_dir=tmp_path) as run:
+        for _ in run.epochs(1):
+            for _ in run.train([1]):
+                pass
+    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    assert one.samefile(two) is (name is None)
+    if name is not None:
+        assert torch.equal(load(two)["state_dict"][name], load(one)["state_dict"][name] + 1)
 
 
 def test_an_interrupt_before_the_lane_has_a_save_leaves_the_run_free_to_save(bus, tmp_path, monkeypatch):
