@@ -37,7 +37,7 @@ StartSave = Callable[[], Future[object]]
 
 def steps(settings: Settings, size: Size, directory: Path, tick: Tick) -> list[Comparison]:
     """The median step and the 99th percentile, over those of steps without a save."""
-    rounds, number = settings.rounds(quick=1, full=3), settings.rounds(quick=100, full=500)
+    rounds, number = settings.rounds(quick=1, full=11), settings.rounds(quick=100, full=500)
     step = python_step()
     with ExitStack() as scopes:
         savers, left_out = prepared(scopes, size.model(), directory)

@@ -181,7 +181,7 @@ def commits(settings: Settings, size: Size, directory: Path, tick: Tick) -> Comp
         return seconds
 
     contenders = {RAW: raw_write(size, directory), SUBJECT: commit}
-    samples = measure(contenders, settings.rounds(quick=2, full=15), tick)
+    samples = measure(contenders, settings.rounds(quick=2, full=31), tick)
     rates = {name: f"{size.bytes / statistics.median(times) / 1e9:.2f} GB/s" for name, times in samples.items()}
     budget = Budget(None, 1 / 0.85)
     return Comparison(f"Commit, digest included: {size}", "ms", RAW, samples, budget=budget, remarks=rates)
