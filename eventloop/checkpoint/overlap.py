@@ -2,7 +2,7 @@
 
 Parameters and the state of optimizers make up nearly all of a checkpoint, and between two steps nothing changes them. So
 they are copied on a thread while the next forward and backward pass run, and the next step waits for the copy: the fence,
-which is torch's own step pre-hook. Small tensors of one shape are copied at once, since that is faster.
+which is torch's own step pre-hook. Small tensors are copied at once, by both threads, since that is faster.
 
 If a tensor's version (which torch counts up with every change in place) moved during the copy, the save fails. Neither the
 fence nor the versions see the following changes, which must not be made to weights between a save and the next step:
