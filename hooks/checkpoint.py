@@ -128,6 +128,7 @@ class CheckpointHook(Hook):
         self._last: int | None = None  # iteration of the run, once it is known
         self._loaded_here = False  # the run was resumed from a file in this directory
         self._removes = True  # on rank 0
+        self._suffix = SUFFIX
         self._began_at: int | None = None  # iterations at the beginning, if that state needs no save
 
     def before_run(self, event: events.BeforeRun) -> None:
@@ -137,7 +138,11 @@ class CheckpointHook(Hook):
         if out_dir is not None and work_dir is not None and out_dir != work_dir:
             directory = out_dir / work_dir.resolve().name  # each run has its own folder
         event.run.shared[KEPT] = policies = event.run.shared.get(KEPT, [])
-        self._kept.begin(directory, policies)
+        self._suffix = event.run.checkpoint_suffix
+        self._kept.begin(directory, policies, self._suffix)
+        if self._publish is not None and self._suffix != SUFFIX:
+            advice = "but here another trainer writes the checkpoints; remove the option"
+            raise ConfigurationError(f"{self.label}(published_keys=...) copies parts of trainbus's own checkpoints, {advice}")
         self._loaded_here = self._checked = self._finished = False
         self._last = None
         self._removes = event.run.rank == 0
@@ -247,6 +252,7 @@ class CheckpointHook(Hook):
         return regular or (self.save_last and done == last)
 
     def _request(self, run: RunView, name: str, kind: str = REGULAR, score: float | None = None, **options: Any) -> None:
+        name = name.removesuffix(SUFFIX) + self._suffix
         self._kept.put(name, kind, score)
         run.request_save(name, directory=self._kept.directory, **(self._options | options))
 

@@ -44,14 +44,19 @@ class RetentionPolicy:
     def __init__(self, keep: int | None, best: BestMetrics) -> None:
         self.directory: AnyPath | None = None
         self._prefix: str | None = None  # of the paths in it, as text: pathlib would hold the GIL beside the training
+        self._suffix = SUFFIX
         self.best = best
         self._keep = keep
         self._files: dict[str, list[KeptFile]] = {REGULAR: []}  # by kind, oldest first
         self._of_run: list[RetentionPolicy] = [self]
         self._lock = threading.Lock()
 
-    def begin(self, directory: AnyPath | None, of_run: list[RetentionPolicy]) -> None:
-        """Begin a run, and add this policy to those ``of_run``. In a new directory, forget the files of the run before."""
+    def begin(self, directory: AnyPath | None, of_run: list[RetentionPolicy], suffix: str) -> None:
+        """Begin a run, whose files end in ``suffix``, and add this policy to those ``of_run``.
+
+        In a new directory, forget the files of the run before.
+        """
+        self._suffix = suffix
         self._of_run = of_run
         of_run.append(self)
         if directory != self.directory:
@@ -131,7 +136,7 @@ class RetentionPolicy:
 
     def _exists(self, name: object) -> bool:
         problem = "the hook gives no such name"
-        if is_plain_name(name) and name.endswith(SUFFIX) and not name.startswith("."):
+        if is_plain_name(name) and name.endswith(self._suffix) and not name.startswith("."):
             if self.directory is None:
                 return False
             try:

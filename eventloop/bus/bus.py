@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, Self
 
 import msgspec
 import torch
@@ -25,6 +26,23 @@ from eventloop.events.event import lineage, name_of, resolve
 from eventloop.offload import Backend
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Attachment(Protocol):
+    """What :meth:`Bus.attach` returns: a :class:`eventloop.bridges.Bridge`."""
+
+    @property
+    def missing(self) -> Mapping[str, str]:
+        """The mount points that the trainer does not give, with the reason."""
+
+    def detach(self) -> None:
+        """Leave the trainer as it was."""
+
+    def warn_of_missing(self, subscriptions: Iterable[Subscription]) -> None:
+        """Log a warning for each missing mount point that has a subscription."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *error: object) -> None: ...
 
 
 class Bus(TypedOn, Lifecycle):
@@ -62,6 +80,7 @@ class Bus(TypedOn, Lifecycle):
         self._rank, self._world_size = 0, 1
         self._watches: list[Watch] = []
         self._taps = Taps()
+        self._bridges: tuple[Attachment, ...] = ()
 
     # ----------------------------------------------------------------------------------------------- subscribing
 
@@ -148,6 +167,31 @@ class Bus(TypedOn, Lifecycle):
             self._watches.append(watch)
             self._attach()
         return watch
+
+    def attach(self, trainer: object) -> Attachment:
+        """Publish the mount points of another library's trainer on this bus, while it trains, validates or tests.
+
+            bus = Bus()
+            bus.add(EMAHook(), LoggerHook())
+            bus.attach(trainer)                         # before trainer.fit(), train() or run()
+
+        The bus publishes, and its hooks may stop the training and request checkpoints. The trainer does everything else: it
+        steps the optimizers, and it saves and resumes, with the state of the bus in its own checkpoints.
+
+        Args:
+            trainer: a ``lightning.Trainer``, a ``transformers.Trainer`` (or a subclass, such as TRL's), or an
+                ``ignite.engine.Engine``. For Accelerate, write your loop around ``Run(bus, accelerator=accelerator, ...)``.
+
+        Returns:
+            The bridge. ``bridge.detach()``, or the end of a block ``with bus.attach(trainer):``, leaves the trainer as it was.
+            ``bridge.missing`` has the mount points that the trainer does not give. Subscribing to one logs a warning.
+
+        Raises:
+            SubscribeError: another kind of object, or a trainer with a bus.
+        """
+        # By name, because bridges stand above the bus.
+        made: Attachment = importlib.import_module("eventloop.bridges").attach(self, trainer)
+        return made
 
     # ------------------------------------------------------------------------------------------------ publishing
 
@@ -243,6 +287,17 @@ class Bus(TypedOn, Lifecycle):
                 self._rank, self._world_size = rank, world_size
                 self._routes.clear()
 
+    def add_bridge(self, bridge: Attachment) -> None:
+        """Tell a bridge about all subscriptions, now and later."""
+        with self._lock:
+            self._bridges = (*self._bridges, bridge)
+            bridge.warn_of_missing(self.subscriptions)
+
+    def remove_bridge(self, bridge: Attachment) -> None:
+        """Undo :meth:`add_bridge`."""
+        with self._lock:
+            self._bridges = tuple(one for one in self._bridges if one is not bridge)
+
     def remove(self, *subscriptions: Subscription) -> None:
         """End subscriptions that are still active."""
         with self._lock:
@@ -265,6 +320,8 @@ class Bus(TypedOn, Lifecycle):
                 raise
             # sorted() is stable: equal priorities keep the order of registration.
             self._replace(sorted([*self.subscriptions, *new], key=lambda one: one.priority), changed=new)
+            for bridge in self._bridges:
+                bridge.warn_of_missing(new)
 
     def _replace(self, subscriptions: list[Subscription], changed: list[Subscription]) -> None:
         """Replace the subscriptions, and drop the routes of changed ones. A publish in progress keeps its route."""

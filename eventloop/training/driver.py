@@ -278,12 +278,7 @@ class Driver(Session):
         if len(lengths) > 1 and not self._in_step:
             state.scopes.defer(forward_alone(self._run.models.values(), lengths))
         state.progress = state.counters.snapshot(stage, 0)
-        state.scopes.defer(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
-        for module in (module for model in self._run.models.values() for module in model.modules()):
-            state.scopes.defer(partial(setattr, module, "training", module.training))
-        for model in self._run.models.values():
-            model.eval()
-        torch.set_grad_enabled(False)
+        self._enter_evaluation_mode()
         before, before_epoch, before_iter, after_iter, *_ = _EVALUATION[stage]
         self._evaluation_changes = self._bus.may_change_state(before_iter) or self._bus.may_change_state(after_iter)
         self._announce(before)
@@ -292,6 +287,15 @@ class Driver(Session):
             state.scopes.defer(self._share.leave_out())
         self._metrics.reset()
         return () if feed is None else feed
+
+    def _enter_evaluation_mode(self) -> None:
+        scopes, models = self.state.scopes, self._run.models.values()
+        scopes.defer(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+        for module in (module for model in models for module in model.modules()):
+            scopes.defer(partial(setattr, module, "training", module.training))
+        for model in models:
+            model.eval()
+        torch.set_grad_enabled(False)
 
     def _begin_evaluation_iteration(self, call: str, stage: Stage, batch: Any) -> None:
         self._take_turn(call)

@@ -130,6 +130,11 @@ class Run:
         return self.state.progress
 
     @property
+    def checkpoint_suffix(self) -> str:
+        """End of the names of this run's checkpoints: ``.safetensors``, or that of the trainer that writes them."""
+        return ".safetensors"
+
+    @property
     def rank(self) -> int:
         """Rank of this process; 0 if there is only one."""
         return this_rank()

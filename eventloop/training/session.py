@@ -142,8 +142,7 @@ class Session:
 
     def _abort(self, error: BaseException) -> None:
         """End the run after an exception; log errors in here and add them to it as notes."""
-        if world_size() > 1:
-            tell_failure(error)
+        self._tell_failure(error)
         self._patience = Deadline(self._bus.abort_timeout)
         with ExitStack() as last:  # a second Ctrl-C, for example in a handler of on_exception, must not leave anything open
             last.callback(self._close, abort=True)
@@ -158,6 +157,11 @@ class Session:
             except Exception as failure:
                 log.exception("a handler of on_exception failed")
                 error.add_note(f"then a handler of on_exception failed: {failure!r}")
+
+    def _tell_failure(self, error: BaseException) -> None:
+        """Share an error with the other ranks."""
+        if world_size() > 1:
+            tell_failure(error)
 
     def _close(self, *, abort: bool = False) -> None:
         self._bus.release_thread(self._interrupt)
@@ -212,6 +216,13 @@ class Session:
 
     def _watch_steps(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         # GradScaler does not call step() for a step that it skips, so torch's hooks see only real steps.
+        before_step, after_step = self._around_step(name, optimizer)
+        inner = stepping(optimizer)
+        self.state.scopes.defer(inner.register_step_pre_hook(before_step).remove)
+        self.state.scopes.defer(inner.register_step_post_hook(after_step).remove)
+
+    def _around_step(self, name: str, optimizer: torch.optim.Optimizer) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Return the functions to call before and after each step of an optimizer; they ignore their arguments."""
         publish, heard, stepped, saves = self._run.publish, self._run.heard, self.state.stepped, self._saves
 
         def before_step(*step: Any) -> None:
@@ -225,9 +236,7 @@ class Session:
             if heard(ev.AfterOptimizerStep, True):
                 publish(ev.AfterOptimizerStep, name=name, optimizer=optimizer)
 
-        inner = stepping(optimizer)
-        self.state.scopes.defer(inner.register_step_pre_hook(before_step).remove)
-        self.state.scopes.defer(inner.register_step_post_hook(after_step).remove)
+        return before_step, after_step
 
     def _take_turn(self, call: str) -> None:
         """Raise TrainingError if the call is out of turn."""

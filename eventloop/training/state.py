@@ -174,6 +174,8 @@ class RunState:
         self.stop_reason = ""
         self.rates: deque[tuple[float, tuple[str, ...]]] = deque()
         """Learning rates to set, and the names of their optimizers."""
+        self.in_window = False
+        """True inside an accumulation window of another trainer, which drives the run."""
         self._optimizers = optimizers
         self._bus = bus
         self._refusal: Callable[[], object] | None = None
@@ -185,8 +187,8 @@ class RunState:
 
     @property
     def window_open(self) -> bool:
-        """True inside an accumulation window of the bus's update."""
-        return any(hook.window_open for hook in self._bus.hooks if isinstance(hook, Update))
+        """True inside an accumulation window of the bus's update, or of another trainer."""
+        return self.in_window or any(hook.window_open for hook in self._bus.hooks if isinstance(hook, Update))
 
     @property
     def ranks(self) -> Ranks | None:

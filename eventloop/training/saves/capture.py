@@ -173,7 +173,7 @@ class Saves:
         state.save_now = False
         if state.agreement is not None:
             state.agreement.save = False
-        self.requests.append(SaveRequest(self.directory() / f"iter_{state.counters.iter}.safetensors"))
+        self.requests.append(SaveRequest(self.directory() / f"iter_{state.counters.iter}{self._run.checkpoint_suffix}"))
 
     def _agree(self, ranks: Ranks, *, force: bool) -> tuple[bool, bool] | None:
         """Make all ranks save the same files, with all random states; if sharded, return their joint :meth:`_standing`."""

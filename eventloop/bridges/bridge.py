@@ -1,0 +1,130 @@
+"""``Bridge``: the part of a bridge that all trainers have in common, and the choice of the bridge for a trainer."""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, ClassVar, Final, Self
+
+from eventloop.bridges.hosted import HostedRun
+from eventloop.bus import Bus, Subscription
+from eventloop.errors import SubscribeError, TrainingError
+from eventloop.log import get_logger
+
+log = get_logger()
+
+_BRIDGES: Final[Mapping[str, tuple[str, str]]] = {
+    "lightning.pytorch.trainer.trainer.Trainer": ("eventloop.bridges.lightning", "LightningBridge"),
+    "transformers.trainer.Trainer": ("eventloop.bridges.transformers", "TransformersBridge"),
+    "ignite.engine.engine.Engine": ("eventloop.bridges.ignite", "IgniteBridge"),
+}
+"""Module and class of the bridge for each class of trainers, by its full name: no library is imported to compare with it."""
+
+_attached: weakref.WeakSet[Bridge] = weakref.WeakSet()
+
+
+class Bridge:
+    """A bus in another library's trainer, from ``bus.attach(trainer)`` to :meth:`detach`.
+
+    A subclass installs itself in :meth:`install`, makes a :class:`HostedRun` when the trainer begins, and drives it. It
+    changes the trainer with :meth:`replace` and :meth:`on_detach` only, so that :meth:`detach` undoes everything.
+    """
+
+    host: ClassVar[str] = "the trainer"
+    """Name of the trainer's class, for messages."""
+    missing: ClassVar[Mapping[str, str]] = {}
+    """The mount points that this trainer does not give, with the reason."""
+
+    def __init__(self, bus: Bus, trainer: Any) -> None:
+        self.bus = bus
+        self.trainer = trainer
+        self.run: HostedRun | None = None
+        """The run of the trainer's present or last training, validation or test."""
+        self._undo = ExitStack()
+
+    def install(self) -> None:
+        """Make the trainer call this bridge."""
+        raise NotImplementedError
+
+    @property
+    def running(self) -> HostedRun | None:
+        """The run, if it has begun and not ended."""
+        return self.run if self.run is not None and self.run.running else None
+
+    def detach(self) -> None:
+        """Leave the trainer as it was. A second call does nothing.
+
+        Raises:
+            TrainingError: the trainer is running.
+        """
+        if self.running is not None:
+            raise TrainingError(f"bridge.detach() was called while {self.host} is running: call it before or after")
+        self._undo.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.detach()
+
+    def warn_of_missing(self, subscriptions: Iterable[Subscription]) -> None:
+        """Log a warning for each missing mount point that has a subscription."""
+        heard = [(name, one.label) for one in subscriptions for name in one.mount_points if name in self.missing]
+        for name in dict.fromkeys(name for name, _ in heard):
+            handlers = list(dict.fromkeys(label for other, label in heard if other == name))
+            log.warning(
+                f"{self.host} does not give this mount point, so its handlers are never called",
+                mount_point=name,
+                reason=self.missing[name],
+                handlers=handlers,
+            )
+
+    # ----------------------------------------------------------------------------------------------- for subclasses
+
+    def on_detach(self, undo: Any) -> None:
+        """Call ``undo`` when the bridge is detached; last registered, first called."""
+        self._undo.callback(undo)
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of one object, such as a method, until the bridge is detached."""
+        if name in vars(owner):
+            self.on_detach(partial(setattr, owner, name, vars(owner)[name]))
+        else:
+            self.on_detach(partial(delattr, owner, name))
+        setattr(owner, name, value)
+
+
+def attach(bus: Bus, trainer: object) -> Bridge:
+    """Return the bridge between a bus and a trainer; see :meth:`eventloop.Bus.attach`."""
+    for one in _attached:
+        if one.trainer is trainer:
+            whose = "this bus" if one.bus is bus else "another bus"
+            raise SubscribeError(
+                f"{whose} is attached to this {type(trainer).__name__} already: add your hooks to it, or detach its bridge"
+            )
+    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(trainer).__mro__]
+    found = next((_BRIDGES[name] for name in names if name in _BRIDGES), None)
+    if found is None:
+        raise SubscribeError(
+            "bus.attach() takes a lightning.Trainer, a transformers.Trainer or an ignite.engine.Engine, not "
+            f"{_shown(trainer)}; with Accelerate, write your loop around Run(bus, accelerator=accelerator, ...)"
+        )
+    bridge: Bridge = getattr(importlib.import_module(found[0]), found[1])(bus, trainer)
+    bridge.on_detach(partial(_attached.discard, bridge))
+    try:
+        bridge.on_detach(partial(bus.remove_bridge, bridge))
+        bridge.install()
+        bus.add_bridge(bridge)
+    except BaseException:
+        bridge.detach()
+        raise
+    _attached.add(bridge)
+    return bridge
+
+
+def _shown(trainer: object) -> str:
+    kind = trainer if isinstance(trainer, type) else type(trainer)
+    return f"{'the class' if isinstance(trainer, type) else 'a'} {kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,276 @@
+"""``HostedRun``: a run inside another library's trainer, which steps, saves and resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import torch
+
+from eventloop import events as ev
+from eventloop.bridges.saves import HostSaves
+from eventloop.bus import Bus
+from eventloop.checkpoint import AnyPath, weights_only
+from eventloop.errors import CheckpointError, ConfigurationError, TrainingError
+from eventloop.events import Stage
+from eventloop.log import get_logger
+from eventloop.training import Driver, Run, Update, checkpoint_keys
+from eventloop.training import arguments as given
+from eventloop.training.metrics import Metrics
+from eventloop.training.optimizers import warn_if_useless
+from eventloop.training.saves.capture import FORMAT, unwrapped_state
+from eventloop.training.state import Count, Counters
+
+log = get_logger()
+
+Weights = Mapping[str, Mapping[str, torch.Tensor]]
+"""Tensors by the name of the model and their name in its ``state_dict()``."""
+
+
+class HostedRun(Run):
+    """A run inside another trainer, made and driven by its bridge.
+
+    The trainer steps the optimizers, coordinates the processes, owns directories, seeds and the data, and writes and reads
+    checkpoints. The state of the bus is one entry in them (:meth:`gather_entry`, :meth:`restore_entry`).
+
+    Args:
+        bus: the bus.
+        model: the model, without a wrapper, or several by name.
+        optimizer: the optimizer, or several by name; None in a validation or test.
+        work_dir: directory for the files of hooks.
+        suffix: end of the names of the trainer's checkpoints, such as ``.ckpt``.
+        name: name of the experiment; by default that of the work dir.
+    """
+
+    train_data = None
+    epoch_length = None
+    """Training batches per epoch; the bridge sets it when it is known."""
+    evaluation_length = None
+
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        model: given.Models,
+        optimizer: given.Optimizers | None = None,
+        work_dir: str | Path | None = None,
+        suffix: str = "",
+        name: str | None = None,
+    ) -> None:
+        super().__init__(bus, model=model, optimizer=optimizer, work_dir=work_dir, name=name)
+        self._suffix = suffix
+        self._saves: HostSaves = HostSaves(self, self._feeds)
+        self._driver: HostedDriver = HostedDriver(self, bus, self.state, self._saves, self._restore, moves=False)
+
+    @property
+    def checkpoint_suffix(self) -> str:
+        """End of the names of the trainer's checkpoints."""
+        return self._suffix
+
+    @property
+    def running(self) -> bool:
+        """True from ``begin_run`` to the end of the run."""
+        return bool(self.state.scopes.innermost)
+
+    @property
+    def window_open(self) -> bool:
+        """True inside an accumulation window: set it before ``end_iteration``. Saves and a stop wait for its end."""
+        return self.state.in_window
+
+    @window_open.setter
+    def window_open(self, is_open: bool) -> None:
+        self.state.in_window = is_open
+
+    def drive(self) -> HostedDriver:
+        """Return the :class:`HostedDriver` of this run."""
+        return self._driver
+
+    # --------------------------------------------------------------------------------------------------- checkpoints
+
+    @property
+    def save_due(self) -> bool:
+        """True if the trainer must save at its next safe moment."""
+        return bool(self._saves.due)
+
+    def write_due(self, write: Callable[[AnyPath], object]) -> None:
+        """At a safe moment, call ``write`` with the path of the due checkpoint, if there is one; see :class:`HostSaves`."""
+        self._saves.write_due(write)
+
+    def writing(self, path: AnyPath) -> AbstractContextManager[None]:
+        """Report the file that the trainer writes in a ``with`` block, requested by a hook or not, as committed or failed."""
+        return self._saves.writing(path)
+
+    def gather_entry(self, path: str) -> tuple[dict[str, Any], Weights]:
+        """Return the state of the bus for the trainer's checkpoint ``path``, and the weights that the checkpoint should have.
+
+        The entry holds plain values and tensors by reference. The weights are only those that hooks replace (``EMAHook`` gives
+        the averaged ones); their raw values are in the entry.
+
+        Raises:
+            CheckpointValueError: a value is neither a tensor nor a plain value; the error names its path.
+        """
+        heard = self.heard(ev.BeforeSaveCheckpoint, True)
+        own = {name: unwrapped_state(model) for name, model in self.models.items()} if heard else {}
+        entry: dict[str, Any] = {
+            "format": FORMAT,
+            "state_dict": self._flat(own),
+            "progress": self.counters.state_dict(),
+            "bus": self.bus.state_dict(),
+            "info": {name: value for name, value in self.info.items() if isinstance(value, bool | int | float | str | None)},
+        }
+        # Hooks know a check by its path.
+        self.publish(ev.BeforeSaveCheckpoint, path=path or str(Path()), checkpoint=entry)
+        changed = self._changed(own, entry.pop("state_dict"))
+        if path:
+            self.publish(ev.CheckpointStaged, path=path)
+        plain: dict[str, Any] = weights_only(entry)
+        return plain, changed
+
+    def restore_entry(self, entry: Mapping[str, Any], path: str = "", weights: Weights | None = None) -> None:
+        """Restore what :meth:`gather_entry` returned, between ``begin_run`` and ``begin_train``; hooks keep the tensors.
+
+        Args:
+            entry: the entry.
+            path: the trainer's checkpoint.
+            weights: the weights that belong to the entry; None if the trainer has loaded them into the model.
+
+        Raises:
+            CheckpointError: this is not such an entry, or its format is too new.
+        """
+        _check(entry)
+        own: dict[str, Any] = {name: unwrapped_state(model) for name, model in self.models.items()}
+        for name, tensors in (weights or {}).items():
+            keys = checkpoint_keys(self.models[name])
+            own[name] |= {keys[long]: tensor for long, tensor in tensors.items()}
+        state = {**entry, "state_dict": self._flat(own)}
+        self.publish(ev.AfterLoadCheckpoint, path=path, checkpoint=state)
+        for name, tensors in self._changed(own, state["state_dict"]).items():
+            self.models[name].load_state_dict(dict(tensors), strict=False)
+        self.counters.load_state_dict(state["progress"])
+        self.info.update(state["info"])
+        self.bus.load_state_dict(state["bus"])
+        self.state.resumed = True
+        self.state.progress = self.counters.snapshot()
+        log.info("the bus has resumed", path=path, epoch=self.counters.epoch, iter=self.counters.iter)
+
+    def resume_without_entry(self, counters: Counters, path: str = "") -> None:
+        """Continue with the trainer's own counts from a checkpoint that was saved without a bus; warn if hooks have state."""
+        hooks = [hook.label for hook in self.bus.hooks if hook.stateful]
+        if hooks:
+            log.warning("the checkpoint was saved without this bus; its hooks start afresh", path=path, hooks=hooks)
+        self.counters.load_state_dict(counters.state_dict())
+        self.state.resumed = True
+        self.state.progress = self.counters.snapshot()
+
+    def gather_state(self, into: MutableMapping[str, Any]) -> NoReturn:
+        """Raise TrainingError: the trainer's checkpoints have the state of the bus."""
+        raise TrainingError("run.gather_state() is for your own loop; here the trainer's checkpoints have the state of the bus")
+
+    def apply_state(self, from_: Mapping[str, Any]) -> NoReturn:
+        """Raise TrainingError: the trainer resumes, and the bus with it."""
+        raise TrainingError("run.apply_state() is for your own loop; here the trainer resumes, and the bus with it")
+
+    def _flat(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Return the weights as checkpoints have them: those of the only model without its name."""
+        return weights.get("model", {}) if set(self.models) == {"model"} else weights
+
+    def _changed(self, before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Any]) -> Weights:
+        """Return the tensors that a hook has replaced."""
+        now = {"model": after} if set(self.models) == {"model"} else after
+        changed = {}
+        for name, own in before.items():
+            keys = checkpoint_keys(self.models[name])
+            replaced = {long: now[name][key] for long, key in keys.items() if now[name].get(key, own[key]) is not own[key]}
+            if replaced:
+                changed[name] = replaced
+        return changed
+
+
+class HostedDriver(Driver):
+    """Drive a :class:`HostedRun`. In an iteration the bridge calls, in this order, what the trainer lets it see.
+
+        drive.begin_iteration(batch, last=...)
+        run.publish(BeforeForward, ...); run.publish(AfterForward, ...); ...  # if run.heard(...)
+        drive.before_step(optimizer); drive.after_step(optimizer)             # around each real step
+        run.window_open = ...
+        drive.end_iteration(outputs)
+        run.write_due(save)
+        if drive.should_stop(): ...                                           # set the trainer's own flag
+
+    :meth:`end_validation` publishes the metrics that it is given, and no means of outputs.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._steps: dict[int, tuple[Callable[..., None], Callable[..., None]]] = {}
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Publish ``before_optimizer_step``, when the gradients are complete."""
+        self._steps[id(optimizer)][0]()
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step that has happened, and publish ``after_optimizer_step``."""
+        self._steps[id(optimizer)][1]()
+
+    def _begin(self) -> None:
+        run, state = self._run, self.state
+        state.scopes.enter("run")
+        self._bus.set_rank(run.rank, run.world_size)
+        state.scopes.defer(run.resume)
+        state.scopes.defer(run.shared.clear)
+        state.scopes.defer(self._forget)
+        for hook in self._bus.hooks:
+            if isinstance(hook, Update):
+                raise ConfigurationError(f"{hook.label} is on the bus, but the trainer steps the optimizers: remove the hook")
+        if run.optimizers:
+            warn_if_useless(run.optimizers, run.models)
+        self._saves.open(None)
+        self._steps = {id(optimizer): self._around_step(name, optimizer) for name, optimizer in run.optimizers.items()}
+        run.publish(ev.BeforeRun)
+
+    def _tell_failure(self, error: BaseException) -> None:
+        """Do nothing: the trainer coordinates the processes."""
+
+    def _lock(self) -> None:
+        """Do nothing: the directories are the trainer's."""
+
+    def _enter_evaluation_mode(self) -> None:
+        """Do nothing: the trainer does."""
+
+    def _begin_evaluation(self, call: str, stage: Stage, data: Any, metrics: Any) -> Any:
+        return super()._begin_evaluation(call, stage, data, _HostMetrics())
+
+
+class _HostMetrics(Metrics):
+    """No metrics of our own: the trainer computes them."""
+
+    def update(self, outputs: Mapping[str, Any], samples: int = 1) -> None:
+        """Do nothing, so that a validation costs nothing."""
+
+
+class _Entry(msgspec.Struct):
+    """The types that a resume requires: the trainer's file may hold any others."""
+
+    format: int
+    progress: Counters
+    bus: _BusEntry
+    info: dict[str, Any] = {}
+
+
+class _BusEntry(msgspec.Struct):
+    hooks: dict[str, Any]
+    publishes: dict[str, Count]
+
+
+def _check(entry: object) -> None:
+    try:
+        known = msgspec.convert(entry, _Entry)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"the checkpoint does not hold the state of a bus: {error}") from error
+    if known.format > FORMAT:
+        raise CheckpointError(
+            f"the checkpoint has format {known.format}, but this trainbus reads up to {FORMAT}; upgrade trainbus"
+        )

@@ -1,0 +1,122 @@
+"""Saves of a hosted run: its hooks request them, and the trainer writes them in its own format."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from eventloop import events as ev
+from eventloop.checkpoint import AnyPath, link
+from eventloop.errors import ConfigurationError
+from eventloop.log import get_logger
+from eventloop.training.distributed.ranks import Ranks
+from eventloop.training.saves.capture import Saves
+from eventloop.training.saves.request import SaveRequest, merged
+
+log = get_logger()
+
+
+class HostSaves(Saves):
+    """Collect the requests of hooks, and have the trainer write them.
+
+    At a save point of the run, requests become due. At its next safe moment the bridge calls :meth:`write_due`.
+    """
+
+    _run: Any
+    due: list[SaveRequest]
+    _others: list[AnyPath]
+    """Further names for the file that is being written."""
+
+    def open(self, ranks: Ranks | None) -> None:
+        """Accept requests until the run ends."""
+        self.requests, self.due, self._others = [], [], []
+
+    def request(self, request: SaveRequest) -> None:
+        """Queue a request; raise ConfigurationError for an option that needs trainbus's own format."""
+        self._run.state.check_open("run.request_save()")
+        self._check(request)
+        if self._run.state.has_trained or self._run.state.progress.stage == "train":
+            self.requests.append(request)
+        else:
+            self._refuse(request)
+
+    def check(self, request: SaveRequest, *, copy: bool) -> list[str]:
+        """Raise the error that a save would raise. The keys of the trainer's checkpoint are unknown."""
+        self._check(request)
+        if copy:
+            self._run.gather_entry("")
+        return []
+
+    def save_if_asked(self, *, force: bool = False) -> None:
+        """Make the requests due; inside an accumulation window only with ``force``."""
+        state = self._run.state
+        if not state.has_trained or (not force and state.window_open):
+            return
+        self._add_asked_now()
+        self.due += self.requests
+        self.requests = []
+
+    def end(self) -> None:
+        """Skip the requests that came too late for the trainer."""
+        left = [*self.due, *self.requests]
+        self.due, self.requests = [], []
+        for request in left:
+            self._refuse(request)
+
+    def wait(self) -> None:
+        """Return at once: the trainer has written its files."""
+
+    def write_due(self, write: Callable[[AnyPath], object]) -> None:
+        """Call ``write`` with the path of the file, if one is due. It makes the trainer save, within :meth:`writing`."""
+        if not self.due:
+            return
+        requests, self.due = self.due, []
+        path, *self._others = dict.fromkeys(request.path for request in requests)
+        try:
+            write(path)
+        except Exception:
+            if merged(requests).on_error == "raise":
+                raise
+        finally:
+            self._others = []
+
+    @contextmanager
+    def writing(self, path: AnyPath) -> Iterator[None]:
+        """Publish ``checkpoint_committed`` or ``checkpoint_failed`` at the end of a block in which the trainer saves."""
+        start, others = time.perf_counter(), self._others
+        self._others = []
+        names = [str(path), *map(str, others)]
+        told: dict[str, Any] = {"progress": self._run.state.progress, "path": names[0], "names": names}
+        first = self._run.rank == 0
+        try:
+            yield
+            for other in others if first else ():
+                link(path, other)
+        except Exception as error:
+            if first:
+                log.exception("checkpoint not written", names=names)
+                self._run.bus.publish(ev.CheckpointFailed(**told, error=str(error)))
+            raise
+        if first:
+            size = path.stat().st_size if isinstance(path, Path) and path.is_file() else 0
+            self._run.bus.publish(ev.CheckpointCommitted(**told, bytes=size, seconds=time.perf_counter() - start))
+
+    def _check(self, request: SaveRequest) -> None:
+        request.check(sharded=False)
+        for option, value in (("staging", request.staging), ("leave_out", sorted(request.leave_out))):
+            if value not in ("block", []):
+                raise ConfigurationError(
+                    f"{option}={value!r} does not work here: another trainer writes the checkpoints, whole and with its own "
+                    "saver (for a CheckpointHook: save_optimizer, save_param_scheduler and staging keep their defaults)"
+                )
+
+    def _refuse(self, request: SaveRequest) -> None:
+        reason = "only a training saves, and this run has not trained or has ended"
+        names: Any = [str(request.path)]
+        log.warning("checkpoint not made", names=names, reason=reason)
+        self._run.bus.publish(
+            ev.CheckpointSkipped(progress=self._run.state.progress, path=names[0], names=names, reason=reason)
+        )
