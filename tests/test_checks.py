@@ -85,3 +85,13 @@ def test_a_missing_or_unknown_argument_is_pythons_own_error():
         Needy()
     with pytest.raises(TypeError, match="unexpected keyword argument 'cuont'"):
         Needy(cuont=3)
+
+
+def test_an_annotation_may_have_marks_that_cannot_be_hashed():
+    class Marked:
+        @check_options
+        def __init__(self, count: Annotated[int, ["a note"], Meta(ge=1)] = 1) -> None: ...
+
+    Marked(2)
+    with pytest.raises(ConfigurationError, match="count=0: give an integer of at least 1"):
+        Marked(0)

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from eventloop import Bus, ConfigurationError, Run, TrainLoop
 from hooks.checkpoint import CheckpointHook
+from hooks.evaluate import Evaluated
 from hooks.logger import LoggerHook
 from hooks.timer import IterTimerHook
 from hooks.writers import ConsoleWriter, CSVWriter, JSONLinesWriter, Writer
@@ -148,6 +149,14 @@ def test_reported_scalars_are_written_and_other_values_are_not(notes):
     bus.on("after_train_iter", lambda event: event.run.report(mine=3, text="no", tensor=torch.ones(2)), priority=50)
     make_loop(bus).run()
     assert [set(scalars) for scalars, _, _ in notes.scalars()] == [{"train/loss", "train/mine"}] * 2
+
+
+def test_metrics_of_an_evaluation_reach_writers_as_they_were_published(notes):
+    bus = bus_with(notes)
+    metrics = {"accuracy": np.float32(0.5), "loss": torch.tensor(2.0)}
+    bus.on("after_train", lambda event: event.run.publish(Evaluated, hook="mine", epoch=2, iter=14, metrics=metrics))
+    make_loop(bus).run()
+    assert [scalars for scalars, _, _ in notes.scalars("eval")] == [{"eval/accuracy": 0.5, "eval/loss": 2.0}]
 
 
 def test_a_tensor_or_array_of_one_element_is_a_scalar(notes):

@@ -369,6 +369,42 @@ def test_a_nested_seeded_dataset_gets_the_epoch(parts, bus, wrapped, wrap_loader
     assert len({tuple(inputs.flatten().tolist()) for inputs in seen}) == 3
 
 
+class Compared(SeededDataset):
+    """Equals all of its kind, and so has no hash."""
+
+    def __eq__(self, other):
+        return isinstance(other, Compared)
+
+
+class Hashed(Compared):
+    """Has a hash that needs an attribute."""
+
+    def __hash__(self):
+        return hash(self.seed)
+
+
+class Counting:
+    """A user's own base class, whose constructor looks at its arguments."""
+
+    def __new__(cls, dataset):
+        made = super().__new__(cls)
+        made.length = len(dataset)
+        return made
+
+
+class Counted(SeededDataset, Counting):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Compared, Hashed, Counted])
+def test_every_subclass_of_a_seeded_dataset_gets_the_epoch(parts, bus, kind):
+    seen = []
+    bus.on("before_train_iter", lambda e: seen.append(e.batch[0].clone()))
+    kind(Random())  # equal to the next one, and gone
+    parts.loop(bus, train_data=DataLoader(kind(Random()), batch_size=4), val_data=None, max_epochs=3).run()
+    assert len({tuple(inputs.flatten().tolist()) for inputs in seen}) == 3
+
+
 def test_only_seeded_datasets_of_the_training_data_get_the_epoch(parts, bus):
     one, other, validation = (SeededDataset(Random()) for _ in range(3))
     before = validation[0][0]

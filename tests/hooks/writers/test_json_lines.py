@@ -73,6 +73,18 @@ def test_rows_that_are_written_together_are_the_same_lines(tmp_path, name, value
     assert len(texts[0].splitlines()) == 3
 
 
+def test_a_subclass_may_change_each_line(tmp_path):
+    class Shouting(JSONLinesWriter):
+        def append(self, line: bytes) -> None:
+            super().append(line.upper())
+
+    writer = Shouting()
+    writer.open(RunFacts("digits", tmp_path))
+    writer.write_rows([({"train/loss": 0.5}, 0, AT), ({"train/loss": 0.25}, 1, AT)])
+    writer.close()
+    assert [line["TRAIN/LOSS"] for line in lines(tmp_path / "scalars.jsonl")] == [0.5, 0.25]
+
+
 def test_numbers_keep_all_digits(writer, tmp_path):
     write(writer, tmp_path, 1 / 3, 1e300)
     assert [line["train/loss"] for line in lines(tmp_path / "scalars.jsonl")] == [1 / 3, 1e300]

@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812 - the usual name
 from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from eventloop import Bus, CheckpointError, ConfigurationError, Run, TrainingError, Update
+from eventloop import Bus, CheckpointError, ConfigurationError, Event, Run, TrainingError, Update
 from eventloop.errors import CheckpointValueError
 from hooks import EMAHook, LoggerHook, ParamSchedulerHook
 
@@ -268,6 +268,26 @@ def test_gathering_state_in_a_handler_is_an_error_with_advice(parts, bus, tmp_pa
     bus.on(mount_point, lambda e: e.run.gather_state({}))
     with pytest.raises(TrainingError, match=r"by a handler.*run\.request_save\(\)"):
         parts.loop(bus, work_dir=tmp_path).run()
+
+
+class TrialAsked(Event):
+    """An event of a program that trains in the handler."""
+
+
+def test_a_handler_of_the_programs_own_event_may_train_and_gather_state(parts, tmp_path):
+    checkpoint: dict[str, Any] = {}
+    program = Bus()
+
+    def train(event: TrialAsked) -> None:
+        with Run(model=parts.model(), work_dir=tmp_path) as run:
+            for _ in run.train([1, 2]):
+                pass
+            run.gather_state(checkpoint)
+
+    program.on(TrialAsked, train)
+    with program:
+        program.publish(TrialAsked())
+    assert "trainbus" in checkpoint
 
 
 def test_gathering_state_outside_a_run_is_an_error(parts):
