@@ -64,14 +64,28 @@ def check_value(option: str, value: object, annotation: Any, error: type[Excepti
         raise error(f"{option}={shown}: give {', or '.join(map(_described, _members(annotation)))}")
 
 
-@functools.cache
+def _known(read: Callable[[Any], R]) -> Callable[[Any], R]:
+    """Decorate a function of an annotation: it reads each one once."""
+    cached = functools.cache(read)
+
+    @functools.wraps(read)
+    def known(annotation: Any) -> R:
+        try:
+            return cached(annotation)
+        except TypeError:  # Annotated with a list, a dict ..., which cannot be hashed
+            return read(annotation)
+
+    return known
+
+
+@_known
 def _members(annotation: Any) -> tuple[Any, ...]:
     """Return the members of a union, or the annotation alone."""
     is_union = typing.get_origin(annotation) in (Union, types.UnionType)
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
-@functools.cache
+@_known
 def _parts(member: Any) -> tuple[Any, msgspec.Meta | None]:
     """Return a member of a union without ``Annotated``, and the bounds that were in there."""
     if typing.get_origin(member) is not Annotated:

@@ -189,7 +189,8 @@ class LoggerHook(Hook):
                 self._epoch_length = facts["epoch_length"]
             case "metrics":
                 where = _where(event.progress)
-                self._fanout.evaluated(event.outputs, self._step(where), where)
+                numbers = {name: value for name, value in event.outputs.items() if isinstance(value, int | float)}
+                self._fanout.evaluated(numbers, self._step(where), where)
             case "line":
                 self._fanout.flush()
                 log.info(facts["line"], **facts["facts"])

@@ -82,12 +82,14 @@ class SeededDataset(Dataset[Any]):
         ConfigurationError: the seed is not a 64-bit integer.
     """
 
-    _all: ClassVar[weakref.WeakSet[SeededDataset]] = weakref.WeakSet()
+    _all: ClassVar[weakref.WeakValueDictionary[int, SeededDataset]] = weakref.WeakValueDictionary()
+    """By id, because a subclass may have no hash, or be equal to another."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Remember the instance here, because copies are made without ``__init__``."""
-        made = super().__new__(cls)
-        SeededDataset._all.add(made)
+        new = super().__new__
+        made = new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
+        SeededDataset._all[id(made)] = made
         return made
 
     def __init__(self, dataset: Dataset[Any], seed: int = 0) -> None:

@@ -454,6 +454,11 @@ class Run:
 def _in_handler() -> bool:
     """Return True if a handler of a run's event is calling on this thread."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not Bus.publish.__code__:
+    while frame is not None:
+        if frame.f_code is Run.publish.__code__:
+            return True
+        # The driver publishes by its bus. Other events there are the program's own: their handlers may train.
+        if frame.f_code is Bus.publish.__code__ and isinstance(frame.f_locals["event"], RunEvent):
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False

@@ -70,7 +70,7 @@ class Fanout:
 
     def evaluated(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
         self._open_late()
-        named = _named(scalars, where.stage)
+        named = {f"{where.stage}/{name}": value for name, value in scalars.items()}
         for target in self._targets:
             target.give("write_scalars", named, step, where)
 
@@ -121,5 +121,5 @@ class Fanout:
         target.give("write_scalars", _named(values), self._last.iter, self._last)
 
 
-def _named(scalars: Mapping[str, Any], stage: str = "train") -> dict[str, float]:
-    return {f"{stage}/{name}": value for name, value in scalars.items() if isinstance(value, _NUMBERS)}
+def _named(scalars: Mapping[str, Any]) -> dict[str, float]:
+    return {f"train/{name}": value for name, value in scalars.items() if isinstance(value, _NUMBERS)}

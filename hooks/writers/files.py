@@ -30,11 +30,10 @@ class FileWriter(Writer):
         self.directory = run.folder
         self.path = self.directory / self.filename
 
-    def append(self, *lines: bytes) -> None:
-        """Append lines that end in a newline."""
+    def append(self, line: bytes) -> None:
+        """Append a line that ends in a newline."""
         self._file = self._file or self.open_file()
-        # Not joined: of a text that is longer than its buffer, a file may write half a line before an error.
-        self._file.writelines(lines)
+        self._file.write(line)
 
     def open_file(self) -> BinaryIO:
         """Open the file at its end."""

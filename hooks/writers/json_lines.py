@@ -50,7 +50,9 @@ class JSONLinesWriter(FileWriter):
             lines = [
                 _encode({"step": step, "epoch": where.epoch, "iter": where.iter, **scalars}) for scalars, step, where in rows
             ]
-        self.append(*lines)
+        # Not joined: of a text that is longer than its buffer, a file may write half a line before an error.
+        for line in lines:
+            self.append(line)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write ``config.json``, if there is a configuration."""
