@@ -101,6 +101,10 @@ class ParamSchedulerHook(Hook):
         run = event.run
         if self.by == "metric":
             check_validated(event, f'{self.label}(by="metric")')
+        for one in map(_optimizer_in, run.foreign_schedulers if self.schedulers else ()):
+            if one is None or any(one is other for other in map(_optimizer_in, self.schedulers.values())):
+                advice = "whose schedule the trainer steps already: remove one of the two"
+                raise ConfigurationError(f"{self.label} would step a schedule of an optimizer {advice}")
         run.shared[STEPPED] = hooks = run.shared.get(STEPPED, {})
         self._optimizers = {}
         for name, scheduler in self.schedulers.items():
@@ -177,6 +181,10 @@ def _optimizer_of(name: str, scheduler: Any, optimizers: Mapping[str, torch.opti
     ours, other = ", ".join(map(repr, optimizers)), type(scheduler.optimizer).__name__
     advice = "make it with one of these, or give the run its optimizer"
     raise ConfigurationError(f"scheduler {name!r} changes an optimizer ({other}) that the run does not have ({ours}); {advice}")
+
+
+def _optimizer_in(scheduler: Any) -> Any:
+    return getattr(scheduler, "optimizer", None)
 
 
 def _named(scheduler: Any) -> dict[str, Any]:

@@ -44,6 +44,7 @@ multiprocessing.set_forkserver_preload(
 # Tests of signals and of programs with several processes run one after the other, on one of pytest's two workers: two such
 # tests at once need more cores than there are, and some would come near their time limit.
 ALONE = (
+    "bridges/test_processes.py",
     "ranks/",
     "faults/",
     "examples/",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,10 +45,10 @@ class HostedRun(Run):
         name: name of the experiment; by default that of the work dir.
     """
 
-    train_data = None
-    epoch_length = None
-    """Training batches per epoch; the bridge sets it when it is known."""
-    evaluation_length = None
+    # The bridge sets these when they are known.
+    train_data: Iterable[Any] | None = None
+    epoch_length: int | None = None
+    evaluation_length: int | None = None
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class HostedRun(Run):
         # Hooks know a check by its path.
         self.publish(ev.BeforeSaveCheckpoint, path=path or str(Path()), checkpoint=entry)
         changed = self._changed(own, entry.pop("state_dict"))
-        if path:
+        if path and self.running:
             self.publish(ev.CheckpointStaged, path=path)
         plain: dict[str, Any] = weights_only(entry)
         return plain, changed
@@ -158,6 +158,8 @@ class HostedRun(Run):
 
     def resume_without_entry(self, counters: Counters, path: str = "") -> None:
         """Continue with the trainer's own counts from a checkpoint that was saved without a bus; warn if hooks have state."""
+        own = {name: unwrapped_state(model) for name, model in self.models.items()}
+        self.publish(ev.AfterLoadCheckpoint, path=path, checkpoint={"state_dict": self._flat(own)})
         hooks = [hook.label for hook in self.bus.hooks if hook.stateful]
         if hooks:
             log.warning("the checkpoint was saved without this bus; its hooks start afresh", path=path, hooks=hooks)

@@ -29,10 +29,12 @@ class HostSaves(Saves):
     due: list[SaveRequest]
     _others: list[AnyPath]
     """Further names for the file that is being written."""
+    _written: tuple[object, set[AnyPath]] | None
+    """The version of the last state that was written, and its paths."""
 
     def open(self, ranks: Ranks | None) -> None:
         """Accept requests until the run ends."""
-        self.requests, self.due, self._others = [], [], []
+        self.requests, self.due, self._others, self._written = [], [], [], None
 
     def request(self, request: SaveRequest) -> None:
         """Queue a request; raise ConfigurationError for an option that needs trainbus's own format."""
@@ -74,9 +76,13 @@ class HostSaves(Saves):
         if not self.due:
             return
         requests, self.due = self.due, []
+        asked, version = {request.path for request in requests}, self._version()
+        if self._written is not None and self._written[0] == version and asked <= self._written[1]:
+            return  # the end of training asks for the state of its last epoch again
         path, *self._others = dict.fromkeys(request.path for request in requests)
         try:
             write(path)
+            self._written = version, asked
         except Exception:
             if merged(requests).on_error == "raise":
                 raise
@@ -86,21 +92,22 @@ class HostSaves(Saves):
     @contextmanager
     def writing(self, path: AnyPath) -> Iterator[None]:
         """Publish ``checkpoint_committed`` or ``checkpoint_failed`` at the end of a block in which the trainer saves."""
+        # After the run, the trainer may still save, but the bus may be closed.
         start, others = time.perf_counter(), self._others
         self._others = []
         names = [str(path), *map(str, others)]
         told: dict[str, Any] = {"progress": self._run.state.progress, "path": names[0], "names": names}
-        first = self._run.rank == 0
+        first, told_here = self._run.rank == 0, self._run.running
         try:
             yield
             for other in others if first else ():
                 link(path, other)
         except Exception as error:
-            if first:
+            if first and told_here:
                 log.exception("checkpoint not written", names=names)
                 self._run.bus.publish(ev.CheckpointFailed(**told, error=str(error)))
             raise
-        if first:
+        if first and told_here:
             size = path.stat().st_size if isinstance(path, Path) and path.is_file() else 0
             self._run.bus.publish(ev.CheckpointCommitted(**told, bytes=size, seconds=time.perf_counter() - start))
 
