@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -11,7 +12,7 @@ from typing import Any, ClassVar, Final, Self
 
 from eventloop.bridges.hosted import HostedRun
 from eventloop.bus import Bus, Subscription
-from eventloop.errors import SubscribeError, TrainingError
+from eventloop.errors import ConfigurationError, SubscribeError, TrainingError
 from eventloop.log import get_logger
 
 log = get_logger()
@@ -30,7 +31,8 @@ class Bridge:
     """A bus in another library's trainer, from ``bus.attach(trainer)`` to :meth:`detach`.
 
     A subclass installs itself in :meth:`install`, makes a :class:`HostedRun` when the trainer begins, and drives it. It
-    changes the trainer with :meth:`replace` and :meth:`on_detach` only, so that :meth:`detach` undoes everything.
+    changes the trainer with :meth:`replace` and :meth:`on_detach` only, so that :meth:`detach` undoes everything. Keyword-only
+    arguments of its constructor are options of :meth:`eventloop.Bus.attach`.
     """
 
     host: ClassVar[str] = "the trainer"
@@ -97,7 +99,7 @@ class Bridge:
         setattr(owner, name, value)
 
 
-def attach(bus: Bus, trainer: object) -> Bridge:
+def attach(bus: Bus, trainer: object, **options: Any) -> Bridge:
     """Return the bridge between a bus and a trainer; see :meth:`eventloop.Bus.attach`."""
     for one in _attached:
         if one.trainer is trainer:
@@ -112,7 +114,9 @@ def attach(bus: Bus, trainer: object) -> Bridge:
             "bus.attach() takes a lightning.Trainer, a transformers.Trainer or an ignite.engine.Engine, not "
             f"{_shown(trainer)}; with Accelerate, write your loop around Run(bus, accelerator=accelerator, ...)"
         )
-    bridge: Bridge = getattr(importlib.import_module(found[0]), found[1])(bus, trainer)
+    kind: type[Bridge] = getattr(importlib.import_module(found[0]), found[1])
+    _check_options(kind, options)
+    bridge = kind(bus, trainer, **options)
     bridge.on_detach(partial(_attached.discard, bridge))
     try:
         bridge.on_detach(partial(bus.remove_bridge, bridge))
@@ -123,6 +127,16 @@ def attach(bus: Bus, trainer: object) -> Bridge:
         raise
     _attached.add(bridge)
     return bridge
+
+
+def _check_options(kind: type[Bridge], options: Iterable[str]) -> None:
+    signature = inspect.signature(kind)
+    known = [one.name for one in signature.parameters.values() if one.kind is one.KEYWORD_ONLY]
+    for name in options:
+        if name not in known:
+            raise ConfigurationError(
+                f"bus.attach({name}=...) is not an option for {kind.host}; the options are: {', '.join(known) or 'none'}"
+            )
 
 
 def _shown(trainer: object) -> str:

@@ -217,6 +217,11 @@ class HostedDriver(Driver):
         """Count a step that has happened, and publish ``after_optimizer_step``."""
         self._steps[id(optimizer)][1]()
 
+    def watch_steps(self) -> None:
+        """Have torch's step hooks count and publish the steps until the run ends, for a trainer in which they come rightly."""
+        for name, optimizer in self._run.optimizers.items():
+            self._watch_steps(name, optimizer)
+
     def _begin(self) -> None:
         run, state = self._run, self.state
         state.scopes.enter("run")

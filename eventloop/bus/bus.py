@@ -168,7 +168,7 @@ class Bus(TypedOn, Lifecycle):
             self._attach()
         return watch
 
-    def attach(self, trainer: object) -> Attachment:
+    def attach(self, trainer: object, **options: Any) -> Attachment:
         """Publish the mount points of another library's trainer on this bus, while it trains, validates or tests.
 
             bus = Bus()
@@ -181,6 +181,8 @@ class Bus(TypedOn, Lifecycle):
         Args:
             trainer: a ``lightning.Trainer``, a ``transformers.Trainer`` (or a subclass, such as TRL's), or an
                 ``ignite.engine.Engine``. For Accelerate, write your loop around ``Run(bus, accelerator=accelerator, ...)``.
+            **options: what the trainer itself does not know; see its bridge, such as
+                :class:`eventloop.bridges.ignite.IgniteBridge`.
 
         Returns:
             The bridge. ``bridge.detach()``, or the end of a block ``with bus.attach(trainer):``, leaves the trainer as it was.
@@ -188,9 +190,10 @@ class Bus(TypedOn, Lifecycle):
 
         Raises:
             SubscribeError: another kind of object, or a trainer with a bus.
+            ConfigurationError: an unknown or invalid option.
         """
         # By name, because bridges stand above the bus.
-        made: Attachment = importlib.import_module("eventloop.bridges").attach(self, trainer)
+        made: Attachment = importlib.import_module("eventloop.bridges").attach(self, trainer, **options)
         return made
 
     # ------------------------------------------------------------------------------------------------ publishing
