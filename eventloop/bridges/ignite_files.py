@@ -1,0 +1,67 @@
+"""Files of Ignite: write a requested checkpoint with Ignite's own handler, and find those that its handlers write."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ignite.engine import Engine
+from ignite.handlers import Checkpoint, DiskSaver
+
+from eventloop.checkpoint import AnyPath, unwrapped
+from eventloop.errors import ConfigurationError
+
+
+def write(trainer: Engine, path: AnyPath, objects: Mapping[str, Any], states: Mapping[int, dict[str, Any]]) -> None:
+    """Save the states of ``objects`` in one file; of those whose ``id`` is in ``states``, that state instead of their own.
+
+    Raises:
+        ConfigurationError: the path is a URL.
+    """
+    if not isinstance(path, Path):
+        raise ConfigurationError(f"{path}: Ignite writes requested checkpoints to local directories only")
+    saver = DiskSaver(path.parent, require_empty=False)
+    Checkpoint(_with_states(objects, states), saver, filename_pattern=path.name, n_saved=None)(trainer)
+
+
+def newest(engines: Iterable[Engine], entry: object) -> Path | None:
+    """Return the newest file of all ``Checkpoint`` handlers of the engines that save ``entry`` to a local directory."""
+    handlers = [one for engine in engines for one in _handlers(engine) if _holds(one.to_save, entry)]
+    directories = {Path(one.save_handler.dirname) for one in handlers if isinstance(one.save_handler, DiskSaver)}
+    files = [path for directory in directories for path in directory.iterdir() if path.is_file()]
+    return max(files, key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+class _Saved:
+    """An object of a checkpoint whose state is known."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+
+def _with_states(objects: Mapping[str, Any], states: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    """Return the objects of a checkpoint; those with an id in ``states`` have that state instead of their own."""
+    replaced: dict[str, Any] = {}
+    for name, value in objects.items():
+        if isinstance(value, Mapping):
+            replaced[name] = _with_states(value, states)
+        else:
+            key = id(unwrapped(value))
+            replaced[name] = _Saved(states[key]) if key in states else value
+    return replaced
+
+
+def _handlers(engine: Any) -> list[Checkpoint]:
+    functions = [inspect.unwrap(one[0]) for handlers in engine._event_handlers.values() for one in handlers]
+    return [one for one in functions if isinstance(one, Checkpoint)]
+
+
+def _holds(objects: object, wanted: object) -> bool:
+    if isinstance(objects, Mapping):
+        return any(_holds(value, wanted) for value in objects.values())
+    return objects is wanted
