@@ -222,6 +222,10 @@ class HostedDriver(Driver):
         for name, optimizer in self._run.optimizers.items():
             self._watch_steps(name, optimizer)
 
+    def around_step(self, optimizer: torch.optim.Optimizer) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Return :meth:`before_step` and :meth:`after_step` of one optimizer; they ignore their arguments."""
+        return self._steps[id(optimizer)]
+
     def _begin(self) -> None:
         run, state = self._run, self.state
         state.scopes.enter("run")

@@ -47,9 +47,11 @@ class LightningBridge(Bridge, Callback):  # type: ignore[misc]  # types of Light
     on_before_zero_grad = None
 
     _drive: HostedDriver
-    _waits: torch.optim.Optimizer | None = None
-    """The optimizer whose ``step(closure)`` has begun: its forward and backward passes come next."""
+    _heard: Callable[[type[ev.Event], bool], object] = staticmethod(lambda event, default: None)
+    _waits: Callable[..., None] | None = None
+    """What to call before the step of an optimizer whose ``step(closure)`` has begun: forward and backward come next."""
     _batch: Any = None
+    _length: float = 0
     _last = False
     """True if the current batch is the last one of its epoch."""
     _entry: Mapping[str, Any] | None = None
@@ -70,7 +72,7 @@ class LightningBridge(Bridge, Callback):  # type: ignore[misc]  # types of Light
         savers = [index for index, one in enumerate(trainer.callbacks) if isinstance(one, Checkpoint)]
         trainer.callbacks.insert(min(savers, default=len(trainer.callbacks)), self)
         self.on_detach(self._remove_callback)
-        self.replace(strategy, "training_step", partial(self._training_step, strategy.training_step))
+        self.replace(strategy, "training_step", self._around_training_step(strategy.training_step))
         self.replace(strategy, "save_checkpoint", partial(self._save_checkpoint, strategy.save_checkpoint))
 
     def _remove_callback(self) -> None:
@@ -121,12 +123,12 @@ class LightningBridge(Bridge, Callback):  # type: ignore[misc]  # types of Light
         named = {"optimizer": optimizers[0]} if len(optimizers) == 1 else _numbered(optimizers)
         run = HostedRun(self.bus, model=trainer.lightning_module, optimizer=named, work_dir=trainer.log_dir, suffix=".ckpt")
         run.config = dict(trainer.lightning_module.hparams)
-        self.run, self._drive, self._waits = run, run.drive(), None
+        self.run, self._drive, self._heard, self._waits = run, run.drive(), run.heard, None
         self._drive.begin_run()
         for optimizer in optimizers:
-            inner = stepping(optimizer)
-            run.defer(inner.register_step_pre_hook(partial(self._before_step, optimizer)).remove)
-            run.defer(inner.register_step_post_hook(partial(self._after_step, optimizer)).remove)
+            inner, (before_step, after_step) = stepping(optimizer), self._drive.around_step(optimizer)
+            run.defer(inner.register_step_pre_hook(partial(self._before_step, before_step)).remove)
+            run.defer(inner.register_step_post_hook(after_step).remove)
         return run
 
     def _resume(self, run: HostedRun) -> None:
@@ -157,8 +159,8 @@ class LightningBridge(Bridge, Callback):  # type: ignore[misc]  # types of Light
         drive = self._drive
         if drive.state.scopes.innermost != "epoch":
             self._begin_epoch(batch_idx)
-        self._batch, self._waits = batch, None
-        self._last = trainer.is_last_batch or batch_idx + 1 >= trainer.num_training_batches
+        self._batch = batch
+        self._last = batch_idx + 1 >= self._length or trainer.is_last_batch
         drive.begin_iteration(batch, last=self._last)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -170,7 +172,8 @@ class LightningBridge(Bridge, Callback):  # type: ignore[misc]  # types of Light
         run = self.run
         if run is not None and run.save_due:
             run.write_due(self._write)
-        self._stop_if_asked()
+        if drive.state.stop:
+            self._stop_if_asked()
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         """End the epoch, unless a validation at its end has done so."""
@@ -189,25 +192,32 @@ class LightningBridge(Bridge, Callback):  # type: ignore[misc]  # types of Light
     def _begin_epoch(self, batches: int) -> None:
         counters = self._drive.state.counters
         counters.epoch, counters.batches = self.trainer.current_epoch, batches
-        self._last = False
+        self._length, self._last, self._waits = self.trainer.num_training_batches, False, None
         self._drive.begin_epoch()
 
-    def _training_step(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        run = self.running
-        if run is None:
-            return original(*arguments, **options)
-        if run.heard(ev.BeforeForward, True):
-            run.publish(ev.BeforeForward, batch=self._batch)
-        output = original(*arguments, **options)
-        run.outputs.update(_outputs(output))
-        if run.heard(ev.AfterForward, True):
-            run.publish(ev.AfterForward, outputs=run.outputs)
-        return output
+    def _around_training_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def training_step(*arguments: Any, **options: Any) -> Any:
+            run = self.running
+            if run is None:  # in a Tuner
+                return original(*arguments, **options)
+            if run.heard(ev.BeforeForward, True):
+                run.publish(ev.BeforeForward, batch=self._batch)
+            output = original(*arguments, **options)
+            outputs = run.state.outputs
+            if type(output) is torch.Tensor:
+                outputs["loss"] = output
+            else:
+                outputs.update(_outputs(output))
+            if run.heard(ev.AfterForward, True):
+                run.publish(ev.AfterForward, outputs=outputs)
+            return output
+
+        return training_step
 
     @property
     def on_before_backward(self) -> Hook:
         """The handler, if the event has subscribers; else Lightning skips it."""
-        return self._before_backward if self._hears(ev.BeforeBackward) else None
+        return self._before_backward if self._heard(ev.BeforeBackward, True) else None
 
     def _before_backward(self, trainer: Any, module: Any, loss: torch.Tensor) -> None:
         self._drive._run.publish(ev.BeforeBackward, loss=loss)
@@ -215,37 +225,32 @@ class LightningBridge(Bridge, Callback):  # type: ignore[misc]  # types of Light
     @property
     def on_after_backward(self) -> Hook:
         """The handler, if the event has subscribers; else Lightning skips it."""
-        return self._after_backward if self._hears(ev.AfterBackward) else None
+        return self._after_backward if self._heard(ev.AfterBackward, True) else None
 
     def _after_backward(self, trainer: Any, module: Any) -> None:
         self._drive._run.publish(ev.AfterBackward)
-
-    def _hears(self, event: type[ev.Event]) -> bool:
-        run = self.running
-        return run is not None and bool(run.heard(event, True))
 
     # A step with a closure first runs the forward and backward passes; then Lightning calls on_before_optimizer_step. A
     # gradient scaler, and a module that steps torch's own optimizer, call step() without a closure, when the gradients are
     # complete.
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, _: Any, arguments: tuple[Any, ...], options: Any) -> None:
+    def _before_step(self, before_step: Callable[..., None], _: Any, arguments: tuple[Any, ...], options: Any) -> None:
+        if not self._heard(ev.BeforeOptimizerStep, True):
+            return
         if (arguments[1:2] or (options.get("closure"),))[0] is None:
-            self._drive.before_step(optimizer)
+            before_step()
         else:
-            self._waits = optimizer
+            self._waits = before_step
 
     @property
     def on_before_optimizer_step(self) -> Hook:
         """The handler, if a step waits for its gradients; else Lightning skips it."""
-        return self._gradients_complete if self._waits is not None and self._hears(ev.BeforeOptimizerStep) else None
+        return None if self._waits is None else self._gradients_complete
 
     def _gradients_complete(self, trainer: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer is self._waits:
-            self._waits = None
-            self._drive.before_step(optimizer)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *step: Any) -> None:
-        self._drive.after_step(optimizer)
+        before_step, self._waits = self._waits, None
+        if before_step is not None:
+            before_step()
 
     def _stop_if_asked(self) -> None:
         if self._drive.should_stop():
