@@ -77,6 +77,18 @@ def test_a_failed_call_is_repeated_without_reopening(writer: Recorder, target: T
     assert lost(target) == 0
 
 
+def test_a_text_that_the_writer_does_not_take_is_no_sign_that_it_works(writer: Recorder, target: Target) -> None:
+    writer.fails = {1}
+    with capture_logs():
+        give(target, 1)
+        target.give("write_text", "experiment", "digits", WHERE)
+        target.flush(durable=True)
+        writer.fails.clear()
+        target.flush(durable=True)
+    assert writer.calls[-2:] == [1, "flush"]
+    assert lost(target) == 0
+
+
 def test_a_second_failure_reopens_the_writer_and_repeats_calls_since_the_last_flush(writer: Recorder, target: Target) -> None:
     give(target, 1)
     target.flush()
