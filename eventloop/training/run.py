@@ -20,6 +20,7 @@ from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.events import Event, Progress, RunEvent
 from eventloop.events.shared import Shared
 from eventloop.training import arguments as given
+from eventloop.training.accelerator import register
 from eventloop.training.data import Feeds
 from eventloop.training.distributed.ranks import this_rank, world_size
 from eventloop.training.driver import Driver
@@ -67,6 +68,9 @@ class Run:
         name: name of the experiment; by default that of the work dir.
         config: your configuration, for the record (see ``RuntimeInfoHook``).
         counters: counts of an earlier run to continue.
+        accelerator: the ``accelerate.Accelerator`` that prepared model, optimizer and loaders. Saves and stops wait for the
+            step of ``accelerator.accumulate()``. The checkpoints of ``accelerator.save_state()`` hold the run as well, and
+            ``accelerator.load_state()``, before training begins, continues it; do not skip batches yourself.
     """
 
     @check_options
@@ -85,6 +89,7 @@ class Run:
         name: str | None = None,
         config: given.Config | None = None,
         counters: Counters | None = None,
+        accelerator: Any = None,
     ) -> None:
         self.bus = bus if bus is not None else Bus()
         self.heard = self.bus.heard
@@ -114,6 +119,9 @@ class Run:
         self._restore = Restore(self, self._saves, resume, strict=strict)
         self._driver = Driver(self, self.bus, self.state, self._saves, self._restore, moves=device is not None)
         self._bodies = Bodies(self._driver)
+        if accelerator is not None:
+            register(accelerator, self, self._restore)
+            self.state.accelerator = accelerator
 
     @property
     def model(self) -> torch.nn.Module:

@@ -176,6 +176,8 @@ class RunState:
         """Learning rates to set, and the names of their optimizers."""
         self.in_window = False
         """True inside an accumulation window of another trainer, which drives the run."""
+        self.accelerator: Any = None
+        """The ``accelerate.Accelerator`` whose accumulation windows count, if any."""
         self._optimizers = optimizers
         self._bus = bus
         self._refusal: Callable[[], object] | None = None
@@ -187,7 +189,9 @@ class RunState:
 
     @property
     def window_open(self) -> bool:
-        """True inside an accumulation window of the bus's update, or of another trainer."""
+        """True inside an accumulation window of the bus's update, of an accelerator, or of another trainer."""
+        if self.accelerator is not None and not self.accelerator.sync_gradients:
+            return True
         return self.in_window or any(hook.window_open for hook in self._bus.hooks if isinstance(hook, Update))
 
     @property

@@ -50,8 +50,9 @@ class Restore:
     def load(self) -> None:
         """Restore the state that a handler of ``before_run`` gave to ``apply_state``, or else the checkpoint."""
         self._may_load = True
-        if self._given is not None:
-            self._apply_given(self._given)
+        given, self._given = self._given, None
+        if given is not None:
+            self._apply_given(given)
         elif self._source is not None:
             found = self._find()
             if found is None:
@@ -74,6 +75,13 @@ class Restore:
             )
         if self._may_load:
             self._apply_given(from_)
+        else:
+            self._given = from_
+
+    def begin_with(self, from_: Mapping[str, Any]) -> None:
+        """Like :meth:`apply_state`; before the run begins, restore the state when it does."""
+        if self._run.state.scopes.innermost:
+            self.apply_state(from_)
         else:
             self._given = from_
 

@@ -1,0 +1,73 @@
+"""Accelerate: the state of a run in ``accelerator.save_state()``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from eventloop.errors import CheckpointError, ConfigurationError
+from eventloop.training.saves.capture import unwrapped_state
+from eventloop.training.saves.restore import HOSTED, Restore
+
+_entries: WeakKeyDictionary[Any, AcceleratorEntry] = WeakKeyDictionary()
+
+
+def register(accelerator: Any, run: Any, restore: Restore) -> None:
+    """Add the state of a run to the checkpoints of an accelerator, in place of that of its last run.
+
+    Raises:
+        ConfigurationError: the object is not an ``accelerate.Accelerator``.
+    """
+    if not (callable(getattr(accelerator, "register_for_checkpointing", None)) and hasattr(accelerator, "sync_gradients")):
+        raise ConfigurationError(f"accelerator={accelerator!r}: give an accelerate.Accelerator")
+    entry = _entries.get(accelerator)
+    if entry is None:  # once, because Accelerate loads only folders with as many objects as are registered
+        entry = _entries[accelerator] = AcceleratorEntry()
+        accelerator.register_for_checkpointing(entry)
+    entry.run, entry.restore = run, restore
+
+
+class AcceleratorEntry:
+    """The state of the last run with an accelerator, as an object of its checkpoints.
+
+    Accelerate saves and loads models and optimizers. The entry has weights only if a hook replaces them (``EMAHook``).
+    """
+
+    run: Any
+    restore: Restore
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the run; in the body of ``run.train()``, end the current iteration first."""
+        self.run.state.check_open("accelerator.save_state()")
+        if self.run.state.scopes.innermost == "iter":
+            self.run.drive().end_iteration()
+        gathered: dict[str, Any] = {}
+        self.run.gather_state(gathered)
+        state: dict[str, Any] = gathered[HOSTED]
+        del state["optimizer"]
+        if _same_storage(state["state_dict"], self._weights()):
+            del state["state_dict"]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state, now or when the run begins. Accelerate has loaded models and optimizers."""
+        if not isinstance(state, Mapping) or "progress" not in state:
+            raise CheckpointError("accelerator.load_state(): the folder does not hold the state of a run of trainbus")
+        optimizers = {name: optimizer.state_dict() for name, optimizer in self.run.optimizers.items()}
+        self.restore.begin_with({HOSTED: {"state_dict": self._weights(), **state, "optimizer": optimizers}})
+
+    def _weights(self) -> dict[str, Any]:
+        weights = {name: unwrapped_state(model) for name, model in self.run.models.items()}
+        return weights["model"] if set(weights) == {"model"} else weights
+
+
+def _same_storage(one: Any, other: Any) -> bool:
+    """Return True if two trees of weights consist of the same tensors."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same_storage(one[name], other[name]) for name in one)
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.data_ptr() == other.data_ptr() and one.shape == other.shape
+    return bool(one == other)
