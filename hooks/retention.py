@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from eventloop import CheckpointError, get_logger
-from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, check_regular, is_plain_name, list_files, remove
+from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, check_regular, is_folder, is_plain_name, list_files, remove
 from eventloop.events import Slot
 from hooks.rules import BestMetrics
 
@@ -139,6 +139,8 @@ class RetentionPolicy:
         if is_plain_name(name) and name.endswith(self._suffix) and not name.startswith("."):
             if self.directory is None:
                 return False
+            if is_folder(self.directory / name):
+                return True
             try:
                 check_regular(self.directory / name)
                 return (self.directory / name).is_file()

@@ -55,8 +55,8 @@ class ParamSchedulerHook(Hook):
         monitor: name of the metric, for ``by="metric"``.
 
     Raises:
-        ConfigurationError: when training begins: the run does not have the scheduler's optimizer, another hook steps the
-            scheduler, or ``by="metric"`` without validations.
+        ConfigurationError: when training begins: the run does not have the scheduler's optimizer, another hook or the trainer
+            of a bridge steps the scheduler, or ``by="metric"`` without validations.
     """
 
     priority = Priority.LOW

@@ -108,8 +108,8 @@ class HostSaves(Saves):
                 self._run.bus.publish(ev.CheckpointFailed(**told, error=str(error)))
             raise
         if first and told_here:
-            size = path.stat().st_size if isinstance(path, Path) and path.is_file() else 0
-            self._run.bus.publish(ev.CheckpointCommitted(**told, bytes=size, seconds=time.perf_counter() - start))
+            seconds = time.perf_counter() - start
+            self._run.bus.publish(ev.CheckpointCommitted(**told, bytes=_size(path), seconds=seconds))
 
     def _check(self, request: SaveRequest) -> None:
         request.check(sharded=False)
@@ -127,3 +127,9 @@ class HostSaves(Saves):
         self._run.bus.publish(
             ev.CheckpointSkipped(progress=self._run.state.progress, path=names[0], names=names, reason=reason)
         )
+
+
+def _size(path: AnyPath) -> int:
+    """Return the bytes of a local file, or of all files in a folder."""
+    files = (path, *path.rglob("*")) if isinstance(path, Path) else ()
+    return sum(file.stat().st_size for file in files if file.is_file())

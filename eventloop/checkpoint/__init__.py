@@ -6,6 +6,7 @@ file that the safetensors package opens.
 
 from eventloop.checkpoint.commit import TEMPORARY_PREFIX
 from eventloop.checkpoint.export import export_tree, export_weights, is_weights, weights_only
+from eventloop.checkpoint.folder import STATE_FILE, commit_folder, is_folder, sync_folder
 from eventloop.checkpoint.load import file_kind, inspect, load, outline, verify
 from eventloop.checkpoint.overlap import Overlap, Staging
 from eventloop.checkpoint.pth import ForeignFormat, convert_foreign, load_pth, register_format
@@ -28,6 +29,7 @@ from eventloop.checkpoint.store import (
 from eventloop.checkpoint.wrappers import unwrapped, without_wrappers
 
 __all__ = [
+    "STATE_FILE",
     "TEMPORARY_PREFIX",
     "AnyPath",
     "AsyncSaver",
@@ -42,12 +44,14 @@ __all__ = [
     "as_path",
     "check_regular",
     "commit_bytes",
+    "commit_folder",
     "convert_foreign",
     "export_tree",
     "export_weights",
     "file_kind",
     "has_shards",
     "inspect",
+    "is_folder",
     "is_plain_name",
     "is_sharded",
     "is_weights",
@@ -64,6 +68,7 @@ __all__ = [
     "save",
     "stage",
     "sweep_shards",
+    "sync_folder",
     "unwrapped",
     "verify",
     "verify_shards",

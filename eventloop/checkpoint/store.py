@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from eventloop.checkpoint.commit import CHUNK, chunks, commit_file, discard, failing, sync_directory, temporary_name, write_all
 from eventloop.checkpoint.container import DIGEST_BYTES, Pieces, crc32, write_sealed
+from eventloop.checkpoint.folder import link_folder, remove_folder
 from eventloop.checkpoint.remote import RemotePath
 from eventloop.errors import CheckpointDamagedError
 
@@ -65,8 +66,14 @@ def commit_bytes(path: AsPath, data: bytes) -> None:
 
 
 def link(existing: AsPath, new: AsPath) -> None:
-    """Give the file ``existing`` the second name ``new``, replacing what had it: by a hard link if possible, else by a copy."""
+    """Give the file or folder ``existing`` the second name ``new``, replacing what had it.
+
+    It is a hard link if possible (in a folder, of each file), else a copy.
+    """
     existing, new = as_path(existing), as_path(new)
+    if isinstance(existing, Path) and isinstance(new, Path) and existing.is_dir():
+        link_folder(existing, new)
+        return
     if isinstance(new, RemotePath) and isinstance(existing, RemotePath) and existing.fs is new.fs:
         new.copy_from(existing)
         return
@@ -108,10 +115,13 @@ def _link(existing: Path, new: Path) -> bool:
 
 
 def remove(path: AsPath) -> None:
-    """Remove a file, durably. A missing one is fine."""
+    """Remove a file, or a folder that is a checkpoint, durably. A missing one is fine."""
     path = as_path(path)
     if isinstance(path, RemotePath):
         path.remove()
+        return
+    if path.is_dir() and not path.is_symlink():
+        remove_folder(path)
         return
     with failing(f"cannot remove {path}"):
         path.unlink(missing_ok=True)

@@ -231,7 +231,7 @@ class RunState:
         if (self.agreement or self).paused:
             self._wait()
         if (self.agreement or self).rates:
-            self._set_rates()
+            self.set_rates()
 
     def should_stop(self) -> bool:
         """Handle requests; return True if the run must stop here. A stop waits for the step of an accumulation window."""
@@ -251,7 +251,8 @@ class RunState:
         self.check_cancelled()
         log.info("the run continues", iter=self.counters.iter)
 
-    def _set_rates(self) -> None:
+    def set_rates(self) -> None:
+        """Set the requested learning rates."""
         wanted = [self.rates.popleft() for _ in range(len(self.rates))]
         if self.agreement is not None:
             self.agreement.rates = False
