@@ -48,6 +48,7 @@ ALONE = (
     "ranks/",
     "faults/",
     "examples/",
+    "bridges/test_transformers_ranks.py",
     "cli/test_torchrun.py",
     "hooks/test_preemption.py",
     "hooks/test_sync_buffers.py",

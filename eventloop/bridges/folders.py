@@ -1,0 +1,130 @@
+"""Checkpoint folders of a ``transformers.Trainer``: what the bus adds to them, and folders with names that hooks give."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from eventloop.checkpoint import STATE_FILE, TEMPORARY_PREFIX, AnyPath, commit_folder, is_folder, sync_folder
+from eventloop.errors import CheckpointError
+
+Weights = Mapping[str, Mapping[str, torch.Tensor]]
+
+_PREFIX: Final = "checkpoint"
+_STATE: Final = "trainer_state.json"
+
+
+class Folders:
+    """Add the state of the bus to the folders that a trainer writes.
+
+    The trainer writes into ``output_dir/checkpoint-<step>``. For a folder with another name it is told another ``output_dir``,
+    and the complete folder is renamed.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._filling: tuple[Mapping[str, Any], Weights] | None = None
+        self.writing: Path | None = None
+        """The directory in which the trainer writes a folder that gets another name, or None."""
+
+    def next(self, trial: Any = None) -> Path:
+        """Return the folder that the trainer would write now."""
+        return Path(self._trainer._get_output_dir(trial)) / f"{_PREFIX}-{self._trainer.state.global_step}"
+
+    def newest(self) -> str | None:
+        """Return the folder in the trainer's ``output_dir`` that has the most steps, and is complete; None without any."""
+        found = []
+        for state in Path(self._trainer.args.output_dir).glob(f"*/{_STATE}"):
+            folder = state.parent
+            if folder.name.startswith(TEMPORARY_PREFIX) or not (folder.name.startswith(f"{_PREFIX}-") or is_folder(folder)):
+                continue
+            try:
+                steps = json.loads(state.read_bytes())["global_step"]
+            except (ValueError, KeyError):  # the process was killed while it wrote the file
+                continue
+            found.append((steps, state.stat().st_mtime, str(folder)))
+        return max(found)[2] if found else None
+
+    @contextmanager
+    def filled(self, entry: Mapping[str, Any], weights: Weights) -> Iterator[None]:
+        """Add the entry and the weights of the bus to the folder that the trainer writes in a block."""
+        self._filling = entry, weights
+        try:
+            yield
+        finally:
+            self._filling = None
+
+    def save_model(self, original: Callable[..., Any], output_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Stand for the trainer's ``save_model``, its first step of a checkpoint, before it removes older ones."""
+        if self._filling is None:
+            original(output_dir, *args, **kwargs)
+            return
+        entry, weights = self._filling
+        with _holding(self._trainer.model, weights.get("model", {})):
+            original(output_dir, *args, **kwargs)
+        if self._trainer.args.should_save:
+            torch.save(entry, Path(output_dir) / STATE_FILE)
+
+    def output_dir(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stand for the trainer's ``_get_output_dir``."""
+        return original(*args, **kwargs) if self.writing is None else str(self.writing)
+
+    def sync(self, folder: Path) -> None:
+        """Make a folder that the trainer has written durable."""
+        if self._trainer.args.should_save:
+            sync_folder(folder)
+
+    def write(self, path: AnyPath) -> None:
+        """Have the trainer write a folder; it appears under its name when it is complete and durable."""
+        if not isinstance(path, Path):
+            raise CheckpointError(f"cannot write {path}: a transformers.Trainer writes checkpoints to local directories only")
+        trainer, first = self._trainer, self._trainer.args.should_save
+        own = path.parent / f"{TEMPORARY_PREFIX}{path.name}"  # the same on all ranks, which each write a file
+        if first:
+            shutil.rmtree(own, ignore_errors=True)  # of a process that was killed
+        trainer.accelerator.wait_for_everyone()
+        self.writing = own
+        try:
+            trainer._save_checkpoint(trainer.model_wrapped, None)
+            trainer.accelerator.wait_for_everyone()
+            if first:
+                commit_folder(self.next(), path)
+        finally:
+            self.writing = None
+            if first:
+                shutil.rmtree(own, ignore_errors=True)
+
+
+def read_entry(folder: Path) -> Mapping[str, Any] | None:
+    """Return the state of the bus in a folder; None if it has none."""
+    path = folder / STATE_FILE
+    if not path.is_file():
+        return None
+    try:
+        entry: Mapping[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; without this file, the bus starts afresh") from error
+    return entry
+
+
+@contextmanager
+def _holding(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Give the model other tensors, without a copy, in a block."""
+    named = model.state_dict(keep_vars=True)
+    raw: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    try:
+        for name, tensor in tensors.items():
+            own = named[name]
+            raw.setdefault(id(own), (own, own.data))  # a tied tensor has several names
+            own.data = tensor.to(own.data)
+        yield
+    finally:
+        for own, data in raw.values():
+            own.data = data

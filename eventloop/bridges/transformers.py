@@ -1,0 +1,425 @@
+"""The bus in a ``transformers.Trainer``: ``bus.attach(trainer)`` before ``trainer.train()``.
+
+Callbacks see neither batches, losses, exceptions nor the beginning of an evaluation, and the trainer's calls of one callback
+take 10 µs per step. The bridge therefore wraps methods of this one trainer and of its callback handler.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from functools import partial, update_wrapper
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, Final
+
+import torch
+
+from eventloop import events as ev
+from eventloop.bridges.bridge import Bridge
+from eventloop.bridges.folders import Folders, read_entry
+from eventloop.bridges.hosted import HostedDriver, HostedRun
+from eventloop.errors import ConfigurationError
+from eventloop.events import Stage
+from eventloop.log import get_logger
+from eventloop.training.state import Counters
+
+log = get_logger()
+
+Method = Callable[..., Any]
+
+_PREFIXES: Final[Mapping[Stage, str]] = {"val": "eval", "test": "test"}
+"""What the trainer puts before the names of metrics."""
+
+
+class TransformersBridge(Bridge):
+    """A bus in a ``transformers.Trainer``, or in a subclass such as TRL's trainers.
+
+    - ``outputs["loss"]`` is the loss of the micro-batch as a detached tensor, times the number of micro-batches of its window
+      if there are several. The mean over a window is the loss that the trainer logs.
+    - Metrics have the names of ``compute_metrics``: the trainer's prefix ``eval_`` is removed.
+    - A checkpoint is a folder. Those that hooks request have the names that hooks give, in ``output_dir``. The trainer's own
+      ``checkpoint-<step>`` hold the state of the bus, too. ``from_pretrained`` opens both.
+    """
+
+    host = "a transformers.Trainer"
+    missing: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, bus: Any, trainer: Any) -> None:
+        super().__init__(bus, trainer)
+        self._folders = Folders(trainer)
+        self._drive: HostedDriver
+        self._resume: str | None = None
+        self._looping = False
+        self._stepping: HostedRun | None = None
+        """The run, while the trainer is in a training step."""
+        self._evaluated: Stage | None = None
+        self._loss: torch.Tensor | None = None
+        self._training: HostedRun | None = None
+        """The run, from the beginning of its first epoch until it ends."""
+        self._epoch = 0  # counted by the trainer's loop, also if it cuts an epoch short
+        self._length: int | None = None
+
+    def install(self) -> None:
+        """Wrap methods. The bridge comes before all callbacks, so that these may raise or evaluate."""
+        moments: dict[str, Method] = {
+            "on_train_begin": self._on_train_begin,
+            "on_epoch_begin": self._on_epoch_begin,
+            "on_substep_end": self._on_substep_end,
+            "on_step_end": self._on_step_end,
+            "on_epoch_end": self._on_epoch_end,
+            "on_train_end": self._on_train_end,
+        }
+        around: dict[str, Method] = {
+            "train": self._train,
+            "_inner_training_loop": self._loop,
+            "training_step": self._training_step,
+            "compute_loss": self._compute_loss,
+            "evaluate": partial(self._evaluate, "val"),
+            "predict": partial(self._evaluate, "test"),
+            "prediction_step": self._prediction_step,
+            "_maybe_log_save_evaluate": self._log_save_evaluate,
+            "_load_best_model": self._load_best_model,
+            "_save_checkpoint": self._save_checkpoint,
+            "save_model": self._folders.save_model,
+            "_get_output_dir": self._folders.output_dir,
+        }
+        for owner, wrappers in ((self.trainer.callback_handler, moments), (self.trainer, around)):
+            for name, wrapper in wrappers.items():
+                original = getattr(owner, name)
+                # The trainer inspects some signatures.
+                self.replace(owner, name, update_wrapper(partial(wrapper, original), original))
+
+    # ---------------------------------------------------------------------------------------------------- the training
+
+    def _train(self, original: Method, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint is True:  # the trainer finds only its own names
+            resume_from_checkpoint = self._folders.newest() or True
+        return original(resume_from_checkpoint, *args, **kwargs)
+
+    def _loop(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+        """Run the trainer's loop, which a smaller batch size may repeat after an error."""
+        self._resume = kwargs.get("resume_from_checkpoint")
+        self._looping = True
+        try:
+            with self._closing():
+                return original(*args, **kwargs)
+        finally:
+            self._looping = False
+
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        """End the run that a block has begun, also after an exception."""
+        try:
+            yield
+        except BaseException as error:
+            if self.running is not None:
+                self._drive.fail(error)
+            raise
+        finally:
+            self._loss = self._training = None
+        if self.running is not None:
+            self._abandon_evaluation()
+            self._drive.end_run()
+
+    def _on_train_begin(self, original: Method, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        if self._looping:
+            self._begin_train(state, self.trainer.callback_handler.train_dataloader)
+        else:
+            log.warning(f"{type(self.trainer).__name__} trains in a loop of its own, which publishes no mount points")
+        return original(args, state, control, **kwargs)
+
+    def _begin_train(self, state: Any, data: Any) -> None:
+        """Begin the run: from here on the model, the optimizer and the trainer's counts are known."""
+        trainer = self.trainer
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's wrapper has no step hooks
+        self._begin_run(optimizer)
+        run, drive = self.run_begun, self._drive
+        # The optimizer of a schedule is Accelerate's wrapper or the wrapped one.
+        run.foreign_schedulers = [SimpleNamespace(optimizer=one) for one in (optimizer, trainer.optimizer)]
+        run.state.set_rates = partial(self._set_rates, run.state.set_rates)  # type: ignore[method-assign]
+        self._watch(optimizer)
+        run.train_data = data
+        self._length = run.epoch_length = len(data) if _has_length(data) else None
+        epoch, batches = self._position(state)
+        unfinished = self._resume is not None and self._restore(state, self._resume, epoch, batches)
+        drive.begin_train(**self._limits(state))
+        if unfinished:  # the trainer saved after the last step of an epoch, and does not end that epoch again
+            drive.begin_epoch()
+            drive.end_epoch()
+        self._epoch, run.counters.batches = epoch, batches
+        self._training = run
+
+    def _begin_run(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        trainer, args = self.trainer, self.trainer.args
+        run = HostedRun(self.bus, model=trainer.model, optimizer=optimizer, work_dir=args.output_dir)
+        self.run, self._drive = run, run.drive()
+        run.validates = True if args.eval_strategy != "no" or args.eval_on_start else None
+        handler = signal.getsignal(signal.SIGTERM)
+        self._drive.begin_run()
+        if getattr(args, "enable_jit_checkpoint", False) and signal.getsignal(signal.SIGTERM) != handler:
+            raise ConfigurationError(
+                "enable_jit_checkpoint=True handles SIGTERM, and so does a hook on the bus (PreemptionHook): choose one of them"
+            )
+
+    @property
+    def run_begun(self) -> HostedRun:
+        """The run, which has begun."""
+        assert self.run is not None  # noqa: S101 - for the type checker
+        return self.run
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Publish around real steps, which torch's hooks see, and around the trainer's backward pass, until the run ends."""
+        run, drive = self.run_begun, self._drive
+        skipped, attributes = False, vars(optimizer)
+
+        def before(*step: Any) -> None:
+            nonlocal skipped
+            # A gradient scaler calls a fused optimizer in any case, and the kernel skips the step if this flag is set.
+            flag = attributes.get("found_inf")
+            skipped = flag is not None and bool(flag.item())
+            if not skipped:
+                drive.before_step(optimizer)
+
+        def after(*step: Any) -> None:
+            if not skipped:
+                drive.after_step(optimizer)
+
+        run.defer(optimizer.register_step_pre_hook(before).remove)
+        run.defer(optimizer.register_step_post_hook(after).remove)
+        accelerator = self.trainer.accelerator  # a search for hyper-parameters makes a new one
+        own, original = vars(accelerator).get("backward"), accelerator.backward
+        run.defer(lambda: vars(accelerator).pop("backward", None) if own is None else setattr(accelerator, "backward", own))
+        accelerator.backward = partial(self._backward, original)
+
+    def _position(self, state: Any) -> tuple[int, int]:
+        """Return the epoch and the number of its batches with which the trainer begins."""
+        window = self.trainer.args.gradient_accumulation_steps
+        epoch, steps = divmod(state.global_step, self._updates(state))
+        return epoch, 0 if self.trainer.args.ignore_data_skip else steps * window
+
+    def _updates(self, state: Any) -> int:
+        """Return the number of windows in an epoch."""
+        length = self._length or state.max_steps
+        return max(1, math.ceil(length / self.trainer.args.gradient_accumulation_steps) if self._length else length)
+
+    def _limits(self, state: Any) -> dict[str, int | None]:
+        args, length = self.trainer.args, self._length
+        if length and args.max_steps <= 0 and float(args.num_train_epochs).is_integer():
+            return {"max_epochs": state.num_train_epochs or None}
+        window = args.gradient_accumulation_steps
+        epochs, steps = divmod(state.max_steps, self._updates(state))
+        total = epochs * length + min(steps * window, length) if length else state.max_steps * window
+        return {"max_iters": total or None}
+
+    def _restore(self, state: Any, path: str, epoch: int, batches: int) -> bool:
+        """Resume with the trainer; return True if the checkpoint was saved between the last step of an epoch and its end."""
+        run = self.run_begun
+        entry = read_entry(Path(path))
+        if entry is None:
+            done = epoch * (self._length or 0) + batches
+            run.resume_without_entry(Counters(epoch=epoch, iter=done, update=state.global_step, batches=batches), path)
+        else:
+            run.restore_entry(entry, path)
+        unfinished = run.counters.epoch < epoch and run.counters.batches > 0 and not batches
+        if not unfinished:
+            run.counters.epoch, run.counters.batches = epoch, batches
+        return unfinished
+
+    def _on_epoch_begin(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+        if self._training is not None:
+            self._training.counters.epoch = self._epoch
+            self._drive.begin_epoch()
+        return original(*args, **kwargs)
+
+    def _on_epoch_end(self, original: Method, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """End an epoch; one that a stop has cut short is left without ``after_train_epoch``."""
+        run = self._training
+        if run is not None:
+            self._abandon_evaluation()
+            cut = control.should_training_stop or control.should_epoch_stop
+            complete = run.counters.batches == self._length or state.global_step >= state.max_steps
+            if cut and not complete:
+                self._drive.abandon_epoch()
+            else:
+                self._drive.end_epoch()
+            self._epoch += 1
+        return original(args, state, control, **kwargs)
+
+    def _on_train_end(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+        self._end_train()
+        return original(*args, **kwargs)
+
+    def _end_train(self) -> None:
+        """End the training, before the trainer loads the best model."""
+        run = self._training
+        if run is not None and run.training:
+            self._abandon_evaluation()
+            self._drive.end_train()
+            run.write_due(self._write)
+
+    def _load_best_model(self, original: Method) -> None:
+        self._end_train()
+        original()
+
+    # -------------------------------------------------------------------------------------------------- the iterations
+
+    def _training_step(self, original: Method, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        run = self._training
+        if run is None:
+            return original(model, inputs, *args, **kwargs)
+        if run.state.scopes.innermost != "epoch":
+            self._abandon_evaluation()
+        self._drive.begin_iteration(inputs, last=run.counters.batches + 1 == self._length)
+        self._stepping = run
+        try:
+            self._loss = loss = original(model, inputs, *args, **kwargs)
+        finally:
+            self._stepping = None
+        return loss
+
+    def _compute_loss(self, original: Method, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        run = self._stepping
+        if run is None:
+            return original(model, inputs, *args, **kwargs)
+        if run.heard(ev.BeforeForward, True):
+            run.publish(ev.BeforeForward, batch=inputs)
+        result = original(model, inputs, *args, **kwargs)
+        if run.heard(ev.AfterForward, True):
+            run.publish(ev.AfterForward, outputs={"loss": result[0] if isinstance(result, tuple) else result})
+        return result
+
+    def _backward(self, original: Method, loss: Any, *args: Any, **kwargs: Any) -> None:
+        run = self._stepping
+        if run is None:
+            original(loss, *args, **kwargs)
+            return
+        if run.heard(ev.BeforeBackward, True):
+            run.publish(ev.BeforeBackward, loss=loss)
+        original(loss, *args, **kwargs)
+        if run.heard(ev.AfterBackward, True):
+            run.publish(ev.AfterBackward)
+
+    def _on_substep_end(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+        self._end_iteration(window_open=True)
+        return original(*args, **kwargs)
+
+    def _on_step_end(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+        self._end_iteration(window_open=False)  # the trainer has counted the step
+        return original(*args, **kwargs)
+
+    def _end_iteration(self, *, window_open: bool) -> None:
+        run = self._training
+        if run is not None:
+            run.state.in_window = window_open
+            self._drive.end_iteration({"loss": self._whole_loss()} if run.heard(ev.AfterTrainIter, True) else None)
+
+    def _whole_loss(self) -> Any:
+        window = self.trainer.current_gradient_accumulation_steps
+        return self._loss if window == 1 or self._loss is None else self._loss * window
+
+    def _set_rates(self, original: Method) -> None:
+        """Set the rates of ``run.set_lr()``, and scale the rest of the trainer's schedule."""
+        groups = next(iter(self.run_begun.optimizers.values())).param_groups
+        before = [float(group["lr"]) for group in groups]
+        original()
+        after = [float(group["lr"]) for group in groups]
+        scheduler = self.trainer.lr_scheduler
+        if before == after or not hasattr(scheduler, "base_lrs"):
+            return
+        if 0.0 in before:
+            log.warning("the schedule's rate is 0 here, so run.set_lr() does not change its later rates", lr=after)
+        bases = zip(scheduler.base_lrs, before, after, strict=True)
+        scheduler.base_lrs = [base * new / old if old else base for base, old, new in bases]
+
+    # -------------------------------------------------------------------------------------------------- the evaluations
+
+    def _evaluate(self, stage: Stage, original: Method, *args: Any, **kwargs: Any) -> Any:
+        run = self.running
+        if self._evaluated is not None or (run is not None and "iter" in run.state.scopes):
+            return original(*args, **kwargs)  # one of several data sets, or where our loop has no evaluation
+        if run is not None:
+            return self._evaluation(run, stage, original, *args, **kwargs)
+        with self._closing():
+            self._begin_run()
+            return self._evaluation(self.run_begun, stage, original, *args, **kwargs)
+
+    def _evaluation(self, run: HostedRun, stage: Stage, original: Method, *args: Any, **kwargs: Any) -> Any:
+        drive, val = self._drive, stage == "val"
+        self._abandon_evaluation()
+        run.evaluation_length = None
+        self._evaluated = stage
+        try:
+            (drive.begin_validation if val else drive.begin_test)()
+            result = original(*args, **kwargs)
+            prefix = kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else _PREFIXES[stage])
+            metrics = result if val else (result.metrics or {})
+            short = {name.removeprefix(f"{prefix}_"): value for name, value in metrics.items() if name != "epoch"}
+            (drive.end_validation if val else drive.end_test)(short)
+        finally:
+            self._evaluated = None
+        return result
+
+    def _abandon_evaluation(self) -> None:
+        """End an evaluation whose error a callback has caught."""
+        scopes = self.run_begun.state.scopes
+        if "val" in scopes:
+            self._drive.abandon_validation()
+        elif "test" in scopes:
+            self._drive.abandon_test()
+
+    def _prediction_step(self, original: Method, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        stage, drive = self._evaluated, self._drive
+        if stage is None:
+            return original(model, inputs, *args, **kwargs)
+        run, val = self.run_begun, stage == "val"
+        if run.evaluation_length is None and _has_length(data := self.trainer.callback_handler.eval_dataloader):
+            run.evaluation_length = len(data)
+        (drive.begin_validation_iteration if val else drive.begin_test_iteration)(inputs)
+        result = original(model, inputs, *args, **kwargs)
+        heard = run.heard(ev.AfterValIter if val else ev.AfterTestIter, True)
+        named = zip(("loss", "logits", "labels"), result, strict=False) if heard else ()
+        outputs = {name: value for name, value in named if value is not None}
+        (drive.end_validation_iteration if val else drive.end_test_iteration)(outputs)
+        return result
+
+    # -------------------------------------------------------------------------------------------------- the checkpoints
+
+    def _log_save_evaluate(self, original: Method, *args: Any, **kwargs: Any) -> None:
+        """Save after the trainer has logged, evaluated and saved: a resumed run does not repeat these."""
+        original(*args, **kwargs)
+        run = self._training
+        if run is None:
+            return
+        # After the last step of an epoch the end of the epoch follows at once, and a run resumes better from there.
+        if run.save_due and ("epoch" not in run.state.scopes or run.counters.batches != self._length):
+            run.write_due(self._write)
+        if run.state.stop and self._drive.should_stop():
+            self.trainer.control.should_training_stop = True
+
+    def _save_checkpoint(self, original: Method, model: Any, trial: Any = None) -> None:
+        """Put the state of the bus into a checkpoint that the trainer saves."""
+        run = self.running
+        if run is None or self._folders.writing is not None:
+            original(model, trial)
+            return
+        folder = self._folders.next(trial)
+        with run.writing(folder), self._folders.filled(*run.gather_entry(str(folder))):
+            original(model, trial)
+            self._folders.sync(folder)
+
+    def _write(self, path: Any) -> None:
+        """Have the trainer save a checkpoint with a name that a hook has given."""
+        run = self.run_begun
+        with run.writing(path), self._folders.filled(*run.gather_entry(str(path))):
+            self._folders.write(path)
+
+
+def _has_length(data: Any) -> bool:
+    """Return True if ``len()`` works: a DataLoader of an iterable dataset only looks as if it did."""
+    try:
+        return isinstance(data, Sized) and len(data) >= 0
+    except TypeError:
+        return False
