@@ -41,6 +41,12 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """A working directory for the files that Lightning writes there."""
+    monkeypatch.chdir(tmp_path)
+
+
 class Module(pl.LightningModule):
     """A small regression, whose data and randomness depend on nothing but the number of the batch."""
 
@@ -773,3 +779,17 @@ def test_pause_and_set_lr_take_effect_at_the_end_of_an_iteration():
     bus.attach(trainer := trainer_of(max_epochs=1))
     trainer.fit(Module(), data(3))
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5
+
+
+def test_a_learning_rate_finder_does_not_disturb_the_run():
+    bus = Bus()
+    names = heard(bus)
+    finder = callbacks.LearningRateFinder(num_training_steps=4, attr_name="rate")
+
+    class Tuned(Module):
+        rate = 0.01
+
+    bus.attach(trainer := trainer_of(max_epochs=1, callbacks=[finder], enable_checkpointing=True))
+    trainer.fit(Tuned(), data(6))
+    assert names.count("before_run") == names.count("after_run") == 1
+    assert names.count("after_train_iter") == 6
