@@ -139,7 +139,7 @@ class TransformersBridge(Bridge):
         run, drive = self.run_begun, self._drive
         # The optimizer of a schedule is Accelerate's wrapper or the wrapped one.
         run.foreign_schedulers = [SimpleNamespace(optimizer=one) for one in (optimizer, trainer.optimizer)]
-        run.state.set_rates = partial(self._set_rates, run.state.set_rates)  # type: ignore[method-assign]
+        run.state.around_rates = self._set_rates
         self._watch(optimizer)
         run.train_data = data
         self._length = run.epoch_length = len(data) if _has_length(data) else None
@@ -320,11 +320,11 @@ class TransformersBridge(Bridge):
         window = self.trainer.current_gradient_accumulation_steps
         return self._loss if window == 1 or self._loss is None else self._loss * window
 
-    def _set_rates(self, original: Method) -> None:
+    def _set_rates(self, set_rates: Callable[[], None]) -> None:
         """Set the rates of ``run.set_lr()``, and scale the rest of the trainer's schedule."""
         groups = next(iter(self.run_begun.optimizers.values())).param_groups
         before = [float(group["lr"]) for group in groups]
-        original()
+        set_rates()
         after = [float(group["lr"]) for group in groups]
         scheduler = self.trainer.lr_scheduler
         if before == after or not hasattr(scheduler, "base_lrs"):

@@ -174,6 +174,8 @@ class RunState:
         self.stop_reason = ""
         self.rates: deque[tuple[float, tuple[str, ...]]] = deque()
         """Learning rates to set, and the names of their optimizers."""
+        self.around_rates: Callable[[Callable[[], None]], None] | None = None
+        """Called with the function that sets the rates: a bridge to another trainer scales its schedule along."""
         self.in_window = False
         """True inside an accumulation window of another trainer, which drives the run."""
         self.accelerator: Any = None
@@ -231,7 +233,10 @@ class RunState:
         if (self.agreement or self).paused:
             self._wait()
         if (self.agreement or self).rates:
-            self.set_rates()
+            if self.around_rates is None:
+                self._set_rates()
+            else:
+                self.around_rates(self._set_rates)
 
     def should_stop(self) -> bool:
         """Handle requests; return True if the run must stop here. A stop waits for the step of an accumulation window."""
@@ -251,8 +256,7 @@ class RunState:
         self.check_cancelled()
         log.info("the run continues", iter=self.counters.iter)
 
-    def set_rates(self) -> None:
-        """Set the requested learning rates."""
+    def _set_rates(self) -> None:
         wanted = [self.rates.popleft() for _ in range(len(self.rates))]
         if self.agreement is not None:
             self.agreement.rates = False
