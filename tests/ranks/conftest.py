@@ -60,6 +60,7 @@ def _child(rank: int, size: int, folder: str, timeout: timedelta, function: Call
     if size > 1:
         where = f"file://{folder}/rendezvous"
         distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=timeout)
+        distributed.barrier()  # one that has connected and ends at once would break the other's connecting
     try:
         outcome.value = function(*args)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the test looks at it
