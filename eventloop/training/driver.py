@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+from msgspec.structs import replace
 
 from eventloop import events as ev
 from eventloop.checks import check_options
@@ -143,6 +144,9 @@ class Driver(Session):
         """Publish ``after_train_epoch`` and count the epoch."""
         self._take_turn("end_epoch")
         state, counters = self.state, self.state.counters
+        if counters.batches and state.progress.iter == counters.iter:  # resumed, or validated, behind the last iteration
+            last = replace(counters.snapshot(), iter=counters.iter - 1, batch_idx=counters.batches - 1)
+            state.progress = replace(last, update=counters.update - bool(state.stepped))
         self._announce(ev.AfterTrainEpoch)
         counters.epoch += 1
         counters.batches = 0

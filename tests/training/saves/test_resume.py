@@ -251,6 +251,8 @@ def test_a_run_that_is_resumed_after_its_last_iteration_ends_its_epoch(parts, tm
         resumed = check(parts, tmp_path / where["mount_point"], max_iters=14, **where)
         assert resumed.trace.names.count("after_train_epoch") == 1
         assert len(resumed.trace.of("after_train_iter")) == (14 - count if "count" not in options else 0)
+        (ended,) = resumed.trace.of("after_train_epoch")
+        assert (ended.progress.iter, ended.progress.stage) == (13, "train")  # that of the epoch's last iteration, as always
 
 
 @pytest.mark.parametrize("loader", ["seeded augmentation", "stateful without a length", "two workers"])
