@@ -1,4 +1,4 @@
-"""What several processes do in the tests of bridges; they import it by name."""
+"""What the tests of bridges have in common, and what their processes do, which import it by name."""
 
 import os
 import warnings
@@ -8,21 +8,67 @@ import torch
 from torch import distributed, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from eventloop import Bus, Hook
+from eventloop import Bus, Event, Hook
 from hooks import CheckpointHook, EMAHook, LoggerHook
 from hooks.writers import JSONLinesWriter
 
 
-class OnFirst(Hook):
-    """Counts iterations, on rank 0 only."""
+class Counting(Hook):
+    """Keeps epoch, iteration and batch of what it hears, by mount point; a checkpoint has it."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def count(self, event):
+        where = (event.progress.epoch, event.progress.iter, event.progress.batch_idx)
+        self.seen.setdefault(event.mount_point, []).append(where)
+
+    after_train_iter = after_train_epoch = after_val_epoch = after_optimizer_step = count
+
+    @property
+    def iters(self):
+        return self.seen.get("after_train_iter", [])
+
+    def state_dict(self):
+        return {"seen": {name: list(events) for name, events in self.seen.items()}}
+
+    def load_state_dict(self, state):
+        self.seen = {name: list(events) for name, events in state["seen"].items()}
+
+
+class OnFirst(Counting):
+    """Counts on rank 0 only."""
 
     ranks = "rank0"
 
-    def __init__(self):
-        self.seen = 0
 
-    def after_train_iter(self, event):
-        self.seen += 1
+def heard(bus):
+    """The names of all events, as they come."""
+    names = []
+    bus.on(Event, lambda event: names.append(event.mount_point))
+    return names
+
+
+def weights_of(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same(one, other):
+    """Not one bit of the tensors differs."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def network():
+    """A classifier whose steps depend on random numbers and on buffers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
+
+
+def batches(count=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(8, 4, generator=generator), torch.arange(8) % 3) for _ in range(count)]
 
 
 def lightning(folder: Path, attached: bool):
@@ -60,5 +106,4 @@ def lightning(folder: Path, attached: bool):
         bus.on("checkpoint_committed", lambda event: committed.extend(Path(name).name for name in event.names))
         bus.attach(trainer)
     trainer.fit(module, loader, loader)
-    weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    return rank, weights, first.seen, committed
+    return rank, weights_of(module), len(first.iters), committed

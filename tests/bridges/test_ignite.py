@@ -22,7 +22,7 @@ from ignite.engine import (
 from ignite.handlers import Checkpoint, DiskSaver, EarlyStopping
 from ignite.metrics import Accuracy, Loss
 
-from eventloop import Bus, ConfigurationError, Event, Hook, SubscribeError, TrainingError
+from eventloop import Bus, ConfigurationError, Event, SubscribeError, TrainingError
 from eventloop.errors import CheckpointError
 from hooks import (
     CheckInvalidLossHook,
@@ -37,20 +37,16 @@ from hooks import (
 )
 from hooks.writers import JSONLinesWriter
 
+from .jobs import Counting, assert_same, batches, heard, network, weights_of
+
 logging.getLogger("ignite").setLevel(logging.CRITICAL)
-
-
-def batches(count=4, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [(torch.randn(8, 4, generator=generator), torch.arange(8) % 3) for _ in range(count)]
 
 
 class Job:
     """A training of a small network, as Ignite's users write it."""
 
     def __init__(self, bus=None, *, deterministic=False, accumulate=1, lr=0.1, **options):
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
+        self.model = network()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
         loss = nn.CrossEntropyLoss()
         self.trainer = create_supervised_trainer(
@@ -69,35 +65,7 @@ class Job:
         return self
 
     def weights(self):
-        return {name: value.clone() for name, value in self.model.state_dict().items()}
-
-
-class Counting(Hook):
-    """A hook with state."""
-
-    def __init__(self):
-        self.seen = 0
-
-    def after_train_iter(self, event):
-        self.seen += 1
-
-    def state_dict(self):
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state):
-        self.seen = state["seen"]
-
-
-def heard(bus):
-    names = []
-    bus.on(Event, lambda event: names.append(event.mount_point))
-    return names
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
+        return weights_of(self.model)
 
 
 STEP = ["before_train_iter", "before_optimizer_step", "after_optimizer_step", "after_train_iter"]
@@ -620,8 +588,8 @@ def test_a_resumed_training_goes_on_exactly(tmp_path, stop_at, data):
 
     assert_same(whole.weights(), plain.weights())
     assert_same(rest.weights(), whole.weights())
-    assert_same(dict(average.average.tensors), dict(ema.average.tensors))
-    assert counted.seen == hook.seen == 20
+    assert_same(average.average.tensors, ema.average.tensors)
+    assert counted.iters == hook.iters == [(i // 4, i, i % 4) for i in range(20)]
     assert rest.bridge.run.counters == whole.bridge.run.counters
     assert indices == [divmod(index, 4) for index in range(stop_at, 20)]
     assert names[:3] == ["before_run", "after_load_checkpoint", "before_train"]
@@ -661,7 +629,7 @@ def test_a_resume_from_a_file_with_averaged_weights_is_exact(tmp_path):
     rest, average = make(tmp_path / "cut")
     rest.load(tmp_path / "cut" / "epoch_2.pt").trainer.run(batches(), max_epochs=4)
     assert_same(rest.weights(), whole.weights())
-    assert_same(dict(average.average.tensors), dict(ema.average.tensors))
+    assert_same(average.average.tensors, ema.average.tensors)
 
 
 def test_the_best_checkpoint_of_ignite_has_the_averaged_weights(tmp_path):
@@ -724,7 +692,7 @@ def test_a_checkpoint_without_a_bus_continues_with_the_counts_of_the_engine():
         job.trainer.run(batches(), max_epochs=2)
     assert "saved without this bus" in logs[0]["event"]
     assert seen == [(1, 0, 4)]
-    assert hook.seen == 4
+    assert len(hook.iters) == 4
 
 
 def test_a_forgotten_trainer_is_a_warning():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from eventloop import Bus, ConfigurationError, Event, Hook, SubscribeError, TrainingError
+from eventloop import Bus, ConfigurationError, SubscribeError, TrainingError
 from hooks import (
     CheckInvalidLossHook,
     CheckpointHook,
@@ -26,6 +26,8 @@ from hooks import (
     RuntimeInfoHook,
 )
 from hooks.writers import JSONLinesWriter
+
+from .jobs import Counting, assert_same, heard
 
 pl = pytest.importorskip("lightning.pytorch")
 callbacks = pytest.importorskip("lightning.pytorch.callbacks")
@@ -122,12 +124,6 @@ def trainer_of(folder=None, **options):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     where = {"default_root_dir": folder} if folder else {}
     return pl.Trainer(**{"accelerator": "cpu", "max_epochs": 2, "num_sanity_val_steps": 0, **quiet, **where, **options})
-
-
-def heard(bus):
-    names = []
-    bus.on(Event, lambda event: names.append(event.mount_point))
-    return names
 
 
 FORWARD = ["before_train_iter", "before_forward", "after_forward", "before_backward", "after_backward"]
@@ -381,20 +377,6 @@ def test_ctrl_c_ends_as_lightning_ends_it_and_is_told():
 # ------------------------------------------------------------------------------------------------ equal weights, resume
 
 
-class Counting(Hook):
-    def __init__(self):
-        self.seen = []
-
-    def after_train_iter(self, event):
-        self.seen.append((event.progress.epoch, event.progress.iter, event.batch_idx))
-
-    def state_dict(self):
-        return {"seen": [list(one) for one in self.seen]}
-
-    def load_state_dict(self, state):
-        self.seen = [tuple(one) for one in state["seen"]]
-
-
 def many_hooks(folder):
     return [
         EMAHook(momentum=0.1),
@@ -422,7 +404,7 @@ def test_not_one_bit_of_the_weights_changes(tmp_path, options):
             bus.attach(trainer)
         trainer.fit(module, data(40), data(2))
         weights.append(module.state_dict() | {"random": torch.rand(3)})
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert_same(*weights)
 
 
 class Killed(BaseException):
@@ -475,13 +457,12 @@ def test_a_resumed_run_goes_on_exactly(tmp_path, every, kill):
     # Lightning does not restore the position in the data: give it the rest of an epoch.
     saved = torch.load(path, weights_only=False)["callbacks"]["trainbus"]["progress"]
     second.fit(other, Resumable(loaders[0], saved["batches"] % 8), loaders[1], ckpt_path=path)
-    assert counted.seen == hook.seen == [(i // 8, i, i % 8) for i in range(32)]
+    assert counted.iters == hook.iters == [(i // 8, i, i % 8) for i in range(32)]
     assert second.callbacks[0].run.counters.epoch == 4
     empty = [pair for pair in pairwise(names) if pair == ("before_train_epoch", "after_train_epoch")]
     assert not empty
-    for name, value in module.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
-        assert torch.equal(ema.average.tensors[name], average.average.tensors[name]), name
+    assert_same(other.state_dict(), module.state_dict())
+    assert_same(average.average.tensors, ema.average.tensors)
 
 
 class Resumable:
@@ -516,7 +497,7 @@ def test_a_checkpoint_of_a_trainer_without_a_bus_goes_on_with_its_counts(tmp_pat
     bus.attach(trainer := trainer_of(tmp_path, max_epochs=2))
     with structlog.testing.capture_logs() as logs:
         trainer.fit(Module(), data(3), ckpt_path=tmp_path / "plain.ckpt")
-    assert hook.seen == [(1, 3, 0), (1, 4, 1), (1, 5, 2)]
+    assert hook.iters == [(1, 3, 0), (1, 4, 1), (1, 5, 2)]
     assert "its hooks start afresh" in str(logs)
 
 

@@ -29,7 +29,8 @@ from hooks import (  # noqa: E402
 )
 from hooks.writers import JSONLinesWriter  # noqa: E402
 
-from .transformers_jobs import Plain, gpt2, heard, make, plain_data  # noqa: E402
+from .jobs import heard  # noqa: E402
+from .transformers_jobs import Plain, gpt2, make, plain_data  # noqa: E402
 
 STEP = ["before_forward", "after_forward", "before_backward", "after_backward"]
 UPDATE = ["before_optimizer_step", "after_optimizer_step"]

@@ -8,8 +8,6 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments  # noqa: E402
 
-from eventloop import Event, Hook  # noqa: E402
-
 
 class Plain(nn.Module):
     """Takes no part in the trainer's scaling of losses, unlike the models of the library."""
@@ -58,35 +56,3 @@ def make(folder, bus=None, *, model=Plain, data=None, kind=Trainer, options=None
     if bus is not None:
         bus.attach(trainer)
     return trainer
-
-
-def heard(bus):
-    names = []
-    bus.on(Event, lambda event: names.append(event.mount_point))
-    return names
-
-
-def weights_of(trainer):
-    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-class Counting(Hook):
-    """Counts mount points; a checkpoint keeps the counts."""
-
-    def __init__(self):
-        self.seen = {}
-
-    def count(self, event):
-        self.seen[event.mount_point] = self.seen.get(event.mount_point, 0) + 1
-
-    after_train_iter = after_train_epoch = after_val_epoch = after_optimizer_step = count
-
-    def state_dict(self):
-        return {"seen": dict(self.seen)}
-
-    def load_state_dict(self, state):
-        self.seen = dict(state["seen"])
