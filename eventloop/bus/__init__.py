@@ -2,6 +2,7 @@
 
 from eventloop.bus.bus import Bus
 from eventloop.bus.describe import Description
+from eventloop.bus.guests import GuestHook, GuestKind, register_guests
 from eventloop.bus.handler import HandlerOptions, StreamOptions
 from eventloop.bus.hook import Hook, mount
 from eventloop.bus.priority import Priority
@@ -12,6 +13,8 @@ from eventloop.bus.watch import Watch
 __all__ = [
     "Bus",
     "Description",
+    "GuestHook",
+    "GuestKind",
     "HandlerOptions",
     "Hook",
     "Priority",
@@ -21,4 +24,5 @@ __all__ = [
     "Subscription",
     "Watch",
     "mount",
+    "register_guests",
 ]

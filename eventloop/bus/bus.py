@@ -10,8 +10,9 @@ import msgspec
 import torch
 
 from eventloop.bus.describe import Description, describe
+from eventloop.bus.guests import GuestHook, as_hook, check_distinct, is_same
 from eventloop.bus.handler import StreamOptions, stream
-from eventloop.bus.hook import Hook, check_names, subscriptions_of
+from eventloop.bus.hook import Hook, subscriptions_of
 from eventloop.bus.lifecycle import Lifecycle, log
 from eventloop.bus.overloads import TypedOn, decorates
 from eventloop.bus.priority import PriorityLike
@@ -113,33 +114,42 @@ class Bus(TypedOn, Lifecycle):
                 self._end_streams()  # no more events will come
         return made
 
-    def off(self, what: Callable[..., Any] | Hook | Subscription) -> None:
-        """Cancel every subscription of a function or of a hook, or one :class:`Subscription`; raises SubscribeError if none."""
+    def off(self, what: object) -> None:
+        """Cancel every subscription of a function or a hook, or one :class:`Subscription`; raises SubscribeError if none."""
         with self._lock:
-            gone = [one for one in self.subscriptions if what is one or what == one.handler or what is one.hook]
+            gone = [
+                one
+                for one in self.subscriptions
+                if what is one or what == one.handler or (one.hook is not None and is_same(one.hook, what))
+            ]
             if not gone:
                 raise SubscribeError(f"{what!r} is not subscribed to this bus")
-            self.hooks = tuple(hook for hook in self.hooks if hook is not what)
+            self.hooks = tuple(hook for hook in self.hooks if not is_same(hook, what))
             self.remove(*gone)
 
-    def add(self, *hooks: Hook, priority: PriorityLike | None = None) -> None:
+    def add(self, *hooks: object, priority: PriorityLike | None = None) -> None:
         """Subscribe the mount-point methods of hooks: all hooks, or none if one is invalid, which is a SubscribeError.
 
         A ``priority`` is that of all their methods, instead of those of the class and ``@mount``. Hooks with state need a name
         each.
+
+        Hooks of another system are guests: the bus adds an adapter that calls them; see :mod:`eventloop.bus.guests`.
         """
         self.add_chosen([(hook, priority) for hook in hooks])
 
-    def add_chosen(self, chosen: Iterable[tuple[Hook, PriorityLike | None]]) -> None:
+    def add_chosen(self, chosen: Iterable[tuple[object, PriorityLike | None]]) -> None:
         """Add hooks with a priority each (None for the hook's own): all hooks, or none if one is invalid."""
         hooks, subscriptions = [], []
-        for hook, priority in chosen:
+        for given, priority in chosen:
+            hook = as_hook(given)
             hooks.append(hook)
+            if priority is not None and isinstance(hook, GuestHook):
+                hook.priority, priority = priority, None  # an adapter derives the priorities of its methods from it
             for events, method, options in subscriptions_of(hook):
                 own = options if priority is None else {**options, "priority": priority}
                 subscriptions.append(Subscription(self, events, method, hook, **own))
         with self._lock:
-            check_names([*self.hooks, *hooks])
+            check_distinct([*self.hooks, *hooks])
             self._insert(subscriptions)
             self.hooks += tuple(hooks)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
-from itertools import combinations
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -96,7 +95,7 @@ def mount(*events: type[Event] | str, **options: Any) -> Callable[[Method], Meth
 
 def subscriptions_of(hook: Hook) -> Iterator[tuple[tuple[type[Event], ...], Callable[..., Any], dict[str, Any]]]:
     """Yield events, bound method and options for every subscription of ``hook``; raise SubscribeError for mistakes in it."""
-    _check_instance(hook)
+    _check_state(hook)
     found = False
     marks = dict(_marks(type(hook)))
     named = hook.unused()
@@ -140,19 +139,18 @@ def _marks(cls: type[Hook]) -> Iterator[tuple[str, Mount]]:
             yield name, getattr(getattr(cls, name), "__trainbus_mount__", _UNMARKED)
 
 
-def _check_instance(hook: object) -> None:
+def check_single(hook: object) -> None:
+    """Raise SubscribeError for a class, for several hooks in one, and for the description of a hook."""
     if isinstance(hook, type):
         raise SubscribeError(f"bus.add takes a hook object: write bus.add({hook.__name__}(...))")
     if isinstance(hook, list | tuple | set | frozenset | Iterator):
         raise SubscribeError(f"bus.add takes the hooks one by one, not in a {type(hook).__name__}: write bus.add(*hooks)")
     if isinstance(hook, str | Mapping):
         raise SubscribeError(f"bus.add takes hook objects; write add_hooks(bus, [{hook!r}]) to have them made")
-    if not isinstance(hook, Hook):
-        raise SubscribeError(
-            f"bus.add takes Hook objects, not {type(hook).__name__}; derive the class from eventloop.Hook, "
-            "or subscribe a function with bus.on"
-        )
-    saves, loads = hook.stateful, type(hook).load_state_dict is not Hook.load_state_dict
+
+
+def _check_state(hook: Hook) -> None:
+    saves, loads = type(hook).state_dict is not Hook.state_dict, type(hook).load_state_dict is not Hook.load_state_dict
     if saves and not loads:
         raise SubscribeError(
             f"{hook.label} has a state_dict but no load_state_dict, so what it saves would be lost; define both"
@@ -174,15 +172,3 @@ def _check_spelling(hook: Hook, name: str, *, marked: bool) -> None:
             f"{hook.label}.{name} would never be called: there is no mount point {name!r}{suggest(name)} "
             "(a helper method needs a name less like it, or one that begins with an underscore)"
         )
-
-
-def check_names(hooks: Sequence[Hook]) -> None:
-    """Raise SubscribeError if a hook is among ``hooks`` twice, or two with state have one name."""
-    for one, other in combinations(hooks, 2):
-        if one is other:
-            raise SubscribeError(f"{one.label} is on this bus already")
-        if one.stateful and other.stateful and one.label == other.label:
-            raise SubscribeError(
-                f"two hooks with state are named {one.label!r}, and a checkpoint keeps state by name; "
-                f"give one of them another `name`"
-            )

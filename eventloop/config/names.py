@@ -18,15 +18,13 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, overload
 
 import msgspec
 
+from eventloop.builtin import load_builtin
 from eventloop.config.read import did_you_mean, inside, kind_of, settle, wrong
 from eventloop.errors import RegistrationError, UnknownNameError
 
@@ -95,23 +93,15 @@ def _full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__name__}"
 
 
-@cache
-def _load_builtin() -> None:
-    """Import the hooks of trainbus by the entry point of its own distribution: this package must not know them."""
-    with suppress(metadata.PackageNotFoundError):  # a checkout that is not installed
-        for point in metadata.distribution("trainbus").entry_points.select(group="trainbus"):
-            point.load()
-
-
 def kind_of_base(base: type | None) -> str | None:
     """Return the kind of a declared base, such as ``"writer"`` for ``Writer``; None for any other class."""
-    _load_builtin()
+    load_builtin()
     return next((kind for kind, declared in _bases.items() if declared is base), None)
 
 
 def registered(kind: str) -> list[Registered]:
     """Return the registered classes of a kind (``"hook"``, ``"writer"``, ``"average"``), in order of registration."""
-    _load_builtin()
+    load_builtin()
     if kind not in _bases:
         raise UnknownNameError(f"{kind!r} is not a kind{did_you_mean(kind, _bases)}; the kinds are {', '.join(_bases)}")
     return list({id(entry): entry for entry in _found[kind].values()}.values())

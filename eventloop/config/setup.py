@@ -12,6 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from eventloop.bus import Bus
+from eventloop.bus.guests import as_hook, guest_kind
 from eventloop.bus.hook import Hook
 from eventloop.bus.priority import Priority, PriorityLike
 from eventloop.config.make import Maker, Signature, derived
@@ -60,18 +61,23 @@ def hooks_in(entries: Any, maker: Maker, where: str) -> list[Chosen]:
 
 def hook_from(entry: Any, maker: Maker, where: str) -> Chosen:
     """Return the hook that a table, a name or a class describes, or the hook that is given."""
-    if isinstance(entry, Hook):
-        return entry, None
+    if isinstance(entry, Hook) or guest_kind(type(entry)) is not None:
+        return as_hook(entry), None
     table = {"type": entry} if isinstance(entry, str | type) else entry
     if not isinstance(table, Mapping):
         raise wrong(where, f"expected a table with the type of a hook, or its name, got {kind_of(entry)}")
     found, options = maker.find(table, where, Hook)
-    cls = derived(found, Hook, inside(where, "type"))
+    is_guest = isinstance(found, type) and guest_kind(found) is not None
+    cls: type = found if is_guest else derived(found, Hook, inside(where, "type"))
     ours = ("type", "priority", *priority_scales, "name")
     options = {key: value for key, value in (options or {}).items() if key not in ours[:-1]}
     signature, priority = Signature(cls, also=ours), _priority(table, where)
     name = None if "name" in signature.options else options.pop("name", None)
-    hook: Hook = maker.call(signature, options, where)
+    made = maker.call(signature, options, where)
+    try:
+        hook = as_hook(made)
+    except SubscribeError as error:
+        raise wrong(inside(where, "type"), str(error)) from None
     if name is not None:
         hook.name = maker.typed(name, str, inside(where, "name"))
     return hook, priority
@@ -97,7 +103,7 @@ def merged(defaults: Tables, changes: Any, where: str) -> dict[str, Any]:
             del hooks[name]
         elif is_change:
             hooks[name] |= value
-        elif isinstance(value, str | type | Hook | Mapping):
+        elif isinstance(value, str | type | Hook | Mapping) or guest_kind(type(value)) is not None:
             hooks[name] = value
         else:
             raise wrong(here, f"expected a table of options, or false to remove it, got {kind_of(value)}")

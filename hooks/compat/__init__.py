@@ -1,8 +1,10 @@
-"""Names, options, priorities and files of other systems: MMEngine, iMIX and Pointrix."""
+"""Names, options, priorities, files and hooks of other systems: MMEngine, iMIX and Pointrix."""
 
+from eventloop.bus import register_guests
 from eventloop.checkpoint import register_format
 from eventloop.config import Migration, register_migrations, register_priorities
 from hooks.compat import imix, mmengine, pointrix
+from hooks.compat.guests import GUESTS
 from hooks.compat.mmengine_checkpoints import MMENGINE_CHECKPOINTS
 
 TABLE: tuple[Migration, ...] = (*mmengine.TABLE, *imix.TABLE, *pointrix.TABLE)
@@ -10,10 +12,11 @@ TABLE: tuple[Migration, ...] = (*mmengine.TABLE, *imix.TABLE, *pointrix.TABLE)
 
 
 def register_other_systems() -> None:
-    """Let configurations use the names, options and priorities of other systems, and runs their checkpoints.
+    """Let configurations use the names, options and priorities of other systems, runs their checkpoints, and buses their hooks.
 
     The hooks of ours must have been registered before.
     """
     register_migrations(TABLE)
     register_priorities(imix.PRIORITIES)
     register_format(MMENGINE_CHECKPOINTS)
+    register_guests(*GUESTS)

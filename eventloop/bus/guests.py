@@ -1,0 +1,112 @@
+"""Guests: hooks of other systems on a bus.
+
+    class MyGuest(GuestHook):                        # in my_module: calls the methods of self.guest
+        def after_train_iter(self, event): self.guest.on_step(event.progress.iter)
+
+    register_guests(GuestKind("their_library.hooks.Hook", adapter="my_module:MyGuest"))
+    bus.add(TheirHook())
+
+The kind of a guest is found by the full names of its class and of the classes that it derives from, so that no other system is
+imported to compare with it. An adapter is imported with the first guest of its kind.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+import msgspec
+
+from eventloop.builtin import load_builtin
+from eventloop.bus.hook import Hook, check_single
+from eventloop.errors import SubscribeError
+
+
+class GuestKind(msgspec.Struct, frozen=True):
+    """A kind of hooks of another system.
+
+    Give the ``adapter`` that makes them guests, or the reason for a ``refusal``.
+    """
+
+    base: str  # full name of the base class: that of the module that defines it
+    adapter: str = ""  # module:attribute of a GuestHook
+    name: str = ""  # the class as users import it; for messages
+    refusal: str = ""  # what to do instead
+
+
+class GuestHook(Hook):
+    """A hook of another system as one of ours: base class of adapters.
+
+    Attributes:
+        guest: the other system's object. ``bus.off(guest)`` removes its adapter.
+    """
+
+    def __init__(self, guest: Any) -> None:
+        self.guest = guest
+
+    @property
+    def label(self) -> str:
+        """The name of this hook in tables, errors and checkpoints: by default that of the guest's class."""
+        return self.name or type(self.guest).__name__
+
+
+_kinds: dict[str, GuestKind] = {}
+
+
+def register_guests(*kinds: GuestKind) -> None:
+    """Let buses take hooks of other systems. A kind with the same base replaces the earlier one."""
+    _kinds.update({kind.base: kind for kind in kinds})
+
+
+def guest_kind(cls: type) -> GuestKind | None:
+    """Return the kind of hooks that a class is of; None for a class of ours and for unknown ones."""
+    if issubclass(cls, Hook):
+        return None
+    load_builtin()
+    names = (f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
+    return next((_kinds[name] for name in names if name in _kinds), None)
+
+
+def as_hook(given: object) -> Hook:
+    """Return a hook of ours, or the adapter of a guest.
+
+    Raises:
+        SubscribeError: the object is neither, or a guest of a kind that is refused.
+    """
+    check_single(given)
+    if isinstance(given, Hook):
+        return given
+    kind = guest_kind(type(given))
+    if kind is None:
+        guests = ", ".join(one.name or one.base for one in _kinds.values() if one.adapter)
+        raise SubscribeError(
+            f"bus.add takes Hook objects and guests ({guests}), not {type(given).__name__}; derive the class from "
+            "eventloop.Hook, or subscribe a function with bus.on"
+        )
+    if kind.refusal:
+        raise SubscribeError(f"{type(given).__name__} is a {kind.name or kind.base}, which cannot be a guest: {kind.refusal}")
+    module, _, name = kind.adapter.partition(":")
+    adapter: type[GuestHook] = getattr(importlib.import_module(module), name)
+    return adapter(given)
+
+
+def is_same(hook: Hook, other: object) -> bool:
+    """Return True if ``other`` is the hook, its guest, or another adapter of its guest."""
+    if hook is other:
+        return True
+    theirs = other.guest if isinstance(other, GuestHook) else other
+    return isinstance(hook, GuestHook) and hook.guest is theirs
+
+
+def check_distinct(hooks: Sequence[Hook]) -> None:
+    """Raise SubscribeError if a hook is among ``hooks`` twice, or two with state have one name."""
+    for one, other in combinations(hooks, 2):
+        if is_same(one, other):
+            raise SubscribeError(f"{one.label} is on this bus already")
+        if one.stateful and other.stateful and one.label == other.label:
+            raise SubscribeError(
+                f"two hooks with state are named {one.label!r}, and a checkpoint keeps state by name; "
+                f"give one of them another `name`"
+            )

@@ -1,0 +1,8 @@
+"""The hooks of other systems that can be added to a bus, and those that cannot."""
+
+from __future__ import annotations
+
+from eventloop.bus import GuestKind
+
+GUESTS: tuple[GuestKind, ...] = ()
+"""Each kind, with the adapter that is imported for the first hook of that kind, or the reason for a refusal."""

@@ -1,0 +1,151 @@
+"""Hooks of other systems on a bus."""
+
+import sys
+import types
+
+import pytest
+
+from eventloop import Bus, ConfigurationError, Hook, SubscribeError, add_hooks, mount
+from eventloop.bus import GuestHook, GuestKind, guests, register_guests
+from eventloop.events import AfterRun, BeforeRun, Progress
+from hooks.compat.guests import GUESTS
+
+
+class Theirs:
+    """The base class of hooks of another system."""
+
+    priority = 70
+
+    def __init__(self, words: str = "") -> None:
+        self.words = words
+        self.calls: list[str] = []
+
+    def at(self, moment: str) -> None:
+        self.calls.append(moment)
+
+
+class Special(Theirs): ...
+
+
+class Refused: ...
+
+
+class Adapter(GuestHook):
+    def __init__(self, guest):
+        super().__init__(guest)
+        self.priority = guest.priority
+
+    def before_run(self, event):
+        self.guest.at("before_run")
+
+    @mount(priority=20)
+    def after_run(self, event):
+        self.guest.at("after_run")
+
+
+@pytest.fixture(autouse=True)
+def theirs(monkeypatch):
+    """A module of the other system, with an adapter for its hooks."""
+    module = types.ModuleType("theirs")
+    module.Theirs, module.Refused, module.Adapter = Theirs, Refused, Adapter
+    monkeypatch.setitem(sys.modules, "theirs", module)
+    monkeypatch.setattr(guests, "_kinds", {})
+    register_guests(
+        *GUESTS,
+        GuestKind(f"{Theirs.__module__}.Theirs", adapter="theirs:Adapter", name="theirs.Hook"),
+        GuestKind(f"{Theirs.__module__}.Refused", refusal="give it to its own trainer"),
+    )
+
+
+def run(bus: Bus) -> None:
+    bus.publish(BeforeRun(progress=Progress()))
+    bus.publish(AfterRun(progress=Progress()))
+
+
+@pytest.mark.parametrize("kind", [Theirs, Special])
+def test_a_guest_is_called_through_its_adapter(kind):
+    bus, guest = Bus(), kind()
+    bus.add(guest)
+    run(bus)
+    assert guest.calls == ["before_run", "after_run"]
+
+
+def test_the_adapter_of_a_guest_is_a_hook_of_the_bus_with_the_name_of_its_class():
+    bus, guest = Bus(), Special()
+    bus.add(guest)
+    (hook,) = bus.hooks
+    assert isinstance(hook, GuestHook)
+    assert hook.guest is guest
+    assert {one.label.partition(".")[0] for one in bus.subscriptions} == {"Special"}
+
+
+def test_off_removes_a_guest_by_itself_or_by_its_adapter():
+    bus, guest = Bus(), Theirs()
+    for form in (lambda: guest, lambda: bus.hooks[0]):
+        bus.add(guest)
+        bus.off(form())
+        assert (bus.hooks, bus.subscriptions) == ((), ())
+    with pytest.raises(SubscribeError, match="is not subscribed to this bus"):
+        bus.off(guest)
+
+
+def test_the_same_guest_cannot_be_added_twice():
+    bus, guest = Bus(), Theirs()
+    bus.add(guest)
+    for again in (guest, Adapter(guest)):
+        with pytest.raises(SubscribeError, match="Theirs is on this bus already"):
+            bus.add(again)
+    with pytest.raises(SubscribeError, match="Special is on this bus already"):
+        bus.add(twin := Special(), twin)
+    bus.add(Theirs())  # another one
+
+
+def test_a_priority_given_to_add_is_that_of_the_adapter():
+    bus = Bus()
+    bus.add(Theirs(), priority=33)
+    assert {one.mount_point: one.priority for one in bus.subscriptions} == {"before_run": 33, "after_run": 20}
+    assert bus.hooks[0].priority == 33
+
+
+def test_a_priority_of_several_hooks_is_for_guests_and_others():
+    class Ours(Hook):
+        def before_run(self, event): ...
+
+    bus = Bus()
+    bus.add(Theirs(), Ours(), priority=33)
+    assert sorted(one.priority for one in bus.subscriptions) == [20, 33, 33]
+
+
+def test_an_unknown_object_is_an_error_that_names_the_kinds_of_guests():
+    known = r"bus.add takes Hook objects and guests \(.*theirs.Hook\), not object; derive the class"
+    with pytest.raises(SubscribeError, match=known):
+        Bus().add(object())
+
+
+def test_a_kind_can_be_refused_with_the_reason():
+    with pytest.raises(SubscribeError, match=r"Refused is a .*Refused, which cannot be a guest: give it to its own trainer"):
+        Bus().add(Refused())
+
+
+def test_all_hooks_are_added_or_none_if_one_is_refused():
+    bus = Bus()
+    with pytest.raises(SubscribeError, match="cannot be a guest"):
+        bus.add(Theirs(), Refused())
+    assert bus.hooks == ()
+
+
+def test_a_class_of_guests_instead_of_an_object_is_an_error_that_shows_the_call():
+    with pytest.raises(SubscribeError, match=r"bus.add takes a hook object: write bus.add\(Theirs\(...\)\)"):
+        Bus().add(Theirs)
+
+
+def test_a_configuration_makes_guests():
+    bus = Bus()
+    described = {"type": "theirs:Theirs", "words": "two", "priority": 5, "name": "mine"}
+    add_hooks(bus, [described, {"type": Theirs}, Theirs("given")], imports=["theirs"])
+    assert [(hook.label, hook.guest.words) for hook in bus.hooks] == [("mine", "two"), ("Theirs", ""), ("Theirs", "given")]
+    assert [one.priority for one in bus.subscriptions if one.mount_point == "before_run"] == [5, 70, 70]
+    with pytest.raises(ConfigurationError, match=r"hooks\[0\].type: Refused is a .* cannot be a guest"):
+        add_hooks(bus, ["theirs:Refused"], imports=["theirs"])
+    with pytest.raises(ConfigurationError, match=r"hooks\[0\]"):
+        add_hooks(bus, [{"type": "theirs:Theirs", "word": "misspelt"}], imports=["theirs"])
