@@ -212,7 +212,8 @@ class Driver(Session):
         counters.iter += 1
         counters.batches += 1
         counters.update += bool(state.stepped)
-        counters.phase = "val" if state.validation_follows is not None and state.validation_follows() else "train"
+        follows = state.validation_asked or (state.validation_follows is not None and state.validation_follows())
+        counters.phase = "val" if follows else "train"
 
     @check_options
     def begin_validation(self, data: Iterable[Any] | None = None, metrics: AnyMetrics | None = None) -> Iterable[Any]:
@@ -276,6 +277,7 @@ class Driver(Session):
         self._in_step = len(lengths) > 1 and length is not None and set(lengths) == {length}
         # Only a validation inside a training is a phase of it that a resumed run repeats.
         if stage == "val" and state.training:
+            state.validation_asked = False
             state.counters.phase = "val"
             state.validation_rng = get_rng_state()
         state.scopes.enter(stage)
@@ -357,4 +359,5 @@ class Driver(Session):
         """Drop all references to the loaders."""
         self._saves.feeds.forget()
         self.feed = self._evaluated = self._share = self._batch = self.state.validation_follows = None
+        self.state.validate, self.state.validation_asked = None, False
         self._begun = False

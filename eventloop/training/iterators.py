@@ -55,7 +55,7 @@ class Bodies:
         if "epoch" in self.scopes:
             self.drop_iteration()
             self.drive.end_epoch()
-        self.training, self.left = None, False
+        self._no_epoch()
 
     def abandon_evaluation(self) -> None:
         """End a validation or test early if one is open, after ``break`` or a stop."""
@@ -67,9 +67,12 @@ class Bodies:
 
     def abandon_epoch(self) -> None:
         """End the open epoch early, if any."""
-        self.training, self.left = None, False
+        self._no_epoch()
         if "epoch" in self.scopes:
             self.drive.abandon_epoch()
+
+    def _no_epoch(self) -> None:
+        self.training, self.left, self.drive.state.epoch_ends = None, False, None
 
     def end_train(self) -> None:
         """End the training if it has begun."""
@@ -234,7 +237,10 @@ class TrainBatches(Batches):
         ended = state.scopes.innermost == "iter"
         if ended:
             drive.end_iteration()  # handles requests
+        if state.validation_asked and state.validate is not None and not state.window_open:
+            state.validate()
         complete = self._begun and counters.max_iters is not None and counters.iter >= counters.max_iters
+        complete = complete or (state.epoch_ends is True and not state.window_open)
         stops = (state.stop or not ended or state.agreement is not None) and state.should_stop()
         if stops and not (complete or (self._begun and self._feed.last)):  # else it cuts nothing short
             self._over = True
@@ -260,6 +266,7 @@ class TrainBatches(Batches):
             )
         bodies.end_epoch()
         bodies.training = self
+        self._drive.state.epoch_ends = None if self._endless else False
         self._drive.begin_epoch(self._feed, endless=self._endless)
 
     def leave(self) -> None:

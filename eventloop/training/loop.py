@@ -116,10 +116,16 @@ class TrainLoop:
         if self._optimizer is None:
             raise ConfigurationError("run() needs an optimizer: give TrainLoop optimizer=")
         metrics: dict[str, Any] = {}
+
+        def validate() -> None:
+            nonlocal metrics
+            metrics = self._validate(run) or metrics
+
         with self._begun(trains=True, resume=resume, strict=strict) as run:
+            run.state.validate = validate if run.validates else None
             for _ in run.epochs(self.max_epochs, max_iters=self.max_iters):
-                if by_iter and run.counters.phase == "val":  # resumed just before a validation
-                    metrics = self._validate(run) or metrics
+                if run.validates and run.counters.phase == "val" and (by_iter or run.counters.batches):
+                    validate()  # resumed just before a validation inside an epoch
                 for batch in run.train(data, endless=by_iter):
                     if run.heard(BeforeForward, True):
                         run.publish(BeforeForward, batch=batch)
@@ -129,9 +135,9 @@ class TrainLoop:
                     if run.heard(AfterForward, True):
                         run.publish(AfterForward, outputs=run.outputs)
                     if run.state.validation_follows is not None and self._validation_due(run.counters.iter + 1):
-                        metrics = self._validate(run) or metrics
-                if not by_iter and self._validation_due():
-                    metrics = self._validate(run) or metrics
+                        validate()
+                if not by_iter and (self._validation_due() or run.state.validation_asked):
+                    validate()
         return metrics
 
     async def arun(self, *, resume: Resume | None = None, strict: bool = True) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from eventloop.training.saves.capture import Saves
 from eventloop.training.saves.request import OnError, SaveRequest
 from eventloop.training.saves.restore import HOSTED, Restore
 from eventloop.training.state import Counters, RunState
+from eventloop.training.update import Update
 
 
 class Run:
@@ -321,6 +322,36 @@ class Run:
         self._saves.directory()
         self.state.save_now = True
 
+    def end_epoch(self) -> None:
+        """End the epoch after the current iteration, with its ``after_train_epoch``; the next one begins with new batches.
+
+        All ranks must call it, at the same mount point. Inside an accumulation window it waits for the window's step.
+
+        Raises:
+            TrainingError: no epoch of ``run.train(loader)`` is open, or it is the one epoch of an iteration-based training.
+        """
+        if self.state.epoch_ends is None:
+            raise TrainingError(
+                "run.end_epoch() ends an epoch of run.train(loader), and there is none that can end early: an iteration-based "
+                "training is one epoch, and another trainer ends its epochs itself"
+            )
+        self.state.epoch_ends = True
+
+    def validate_now(self) -> None:
+        """Validate after the current iteration, epoch or validation of a training, even if no validation is due.
+
+        All ranks must call it, at the same mount point. Inside an accumulation window it waits for the window's step.
+
+        Raises:
+            TrainingError: the run is not that of a ``TrainLoop`` with ``val_data``.
+        """
+        if self.state.validate is None:
+            raise TrainingError(
+                "run.validate_now() needs the training of a TrainLoop with val_data=: your own loop validates where it calls "
+                "run.validate(loader), and another trainer where it was told to"
+            )
+        self.state.validation_asked = True
+
     def request_save(
         self,
         name: str,
@@ -432,6 +463,18 @@ class Run:
     def evaluation_length(self) -> int | None:
         """Batches in the current or last validation or test; None if unknown."""
         return self._feeds.evaluated.length if self._feeds.evaluated is not None else None
+
+    @property
+    def evaluation_data(self) -> Iterable[Any] | None:
+        """The loader of the current or last validation or test; None before the first, and in another trainer."""
+        return self._feeds.evaluated.loader if self._feeds.evaluated is not None else None
+
+    @property
+    def accumulation(self) -> int | None:
+        """Iterations per optimizer step, as the update on the bus or the accelerator has it; None if your code decides."""
+        if (accelerator := self.state.accelerator) is not None:
+            return int(accelerator.gradient_accumulation_steps)
+        return next((hook.accumulate for hook in self.bus.hooks if isinstance(hook, Update)), None)
 
     @property
     def total_iters(self) -> int | None:

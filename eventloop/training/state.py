@@ -165,6 +165,12 @@ class RunState:
         """True once ``before_train`` was published: only then do saves write files."""
         self.resumed = False
         """True if the run resumed from a checkpoint."""
+        self.validate: Callable[[], object] | None = None
+        """Validates when a handler asks for it; None in a loop that decides this itself."""
+        self.validation_asked = False
+        """True if :attr:`validate` must be called at the next safe mount point."""
+        self.epoch_ends: bool | None = None
+        """True if the epoch must end after the current iteration; None if it cannot end early."""
         self.validation_follows: Callable[[], bool] | None = None
         """Returns True after an iteration that a validation follows (in iteration-based training)."""
         self.agreement: Agreement | None = None
