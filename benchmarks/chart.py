@@ -95,7 +95,10 @@ def name_rows(axes: Axes, rows: Sequence[Row], floor: str) -> None:
 
 
 def footnote(environment: Mapping[str, object]) -> str:
-    machine = f"{environment['cpu']}, {environment['cores']} cores, {environment['python']}"
-    versions = " · ".join(f"{name} {version}" for name, version in environment["libraries"].items())
     axis = "log scale, linear where bars come near to zero"
-    return textwrap.fill(f"Bars: times the floor, {axis}; median. {machine} · {versions}", FOOTNOTE_COLUMNS)
+    return textwrap.fill(f"Bars: times the floor, {axis}; median. {machine(environment)}", FOOTNOTE_COLUMNS)
+
+
+def machine(environment: Mapping[str, object]) -> str:
+    versions = " · ".join(f"{name} {version}" for name, version in environment["libraries"].items())
+    return f"{environment['cpu']}, {environment['cores']} cores, {environment['python']} · {versions}"

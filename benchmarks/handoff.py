@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from rich.table import Table
 
@@ -58,6 +59,8 @@ class HandOffFigures:
     left_out: Mapping[str, str] = field(default_factory=dict)
     rates: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Events per second, one entry a round, where that was measured."""
+
+    chart: ClassVar[str] = "handoff_chart"
 
     def rows(self) -> list[Figures]:
         """The figures of all contenders, the cheapest for the publisher first."""

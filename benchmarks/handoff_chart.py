@@ -1,5 +1,6 @@
 """One picture of hand-offs: cost on the publisher and time until arrival on one axis, a panel for each condition."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -103,4 +104,4 @@ def legend(environment: Mapping[str, object]) -> str:
         "Bar and figure: p50 of what a publish costs its thread, line to p99. Orange: until it arrives, p50 (diamond) to p99. "
         "Dashed: the budget for both. Log scale; medians over rounds."
     )
-    return f"{marks}\n{chart.footnote(environment).partition('median. ')[2]}"
+    return f"{marks}\n{textwrap.fill(chart.machine(environment), chart.FOOTNOTE_COLUMNS)}"

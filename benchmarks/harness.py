@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 SUBJECT = "trainbus"
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -26,8 +27,10 @@ LIBRARIES = (
     "mmengine",
     "tensorboard",
     "mlflow",
+    "accelerate",
     "lightning",
     "pytorch-ignite",
+    "transformers",
     "safetensors",
     "pluggy",
     "pyee",
@@ -103,6 +106,9 @@ class Comparison:
     """Peers that could not take part, with the reason."""
     remarks: Mapping[str, str] = field(default_factory=dict)
     """What else is to be said of a contender, in a word or two."""
+
+    chart: ClassVar[str] = "chart"
+    """The module that draws it."""
 
     def rows(self) -> list[Row]:
         """The figures of all contenders, in the order they ran."""

@@ -1,5 +1,6 @@
 """The table on the terminal, the JSON file and the chart."""
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +12,9 @@ from rich.table import Table
 from benchmarks.amounts import amount, goal
 from benchmarks.handoff import HandOffFigures
 from benchmarks.harness import SUBJECT, TIMES, Comparison, Row
+from benchmarks.save_figures import SaverFigures
 
-Result = Comparison | HandOffFigures
+Result = Comparison | HandOffFigures | SaverFigures
 
 
 console = Console()
@@ -79,20 +81,20 @@ def save(name: str, comparisons: Sequence[Result], environment: Mapping[str, obj
     document = {"benchmark": name, "quick": quick, **environment, "comparisons": [as_dict(c) for c in comparisons]}
     data = out / f"{name}.json"
     data.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
+    special = [comparison.chart for comparison in comparisons if comparison.chart != Comparison.chart]
     try:
-        from benchmarks import chart, handoff_chart
+        chart = importlib.import_module(f"benchmarks.{(special or [Comparison.chart])[0]}")
     except ImportError as error:
         console.print(f"no chart: {error}", style="yellow")
         return [data]
     picture = out / f"{name}.png"
-    handed_over = any(isinstance(comparison, HandOffFigures) for comparison in comparisons)
-    (handoff_chart if handed_over else chart).draw(comparisons, environment, picture)
+    chart.draw(comparisons, environment, picture)
     return [data, picture]
 
 
 def as_dict(comparison: Result) -> dict[str, object]:
     """Everything in seconds per operation, unrounded."""
-    if isinstance(comparison, HandOffFigures):
+    if not isinstance(comparison, Comparison):
         return comparison.as_dict()
     budget = comparison.budget
     return {

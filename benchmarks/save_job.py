@@ -1,0 +1,234 @@
+"""One process of `savers`: trains, saves now and then, and notes how long each step took and when each file was durable.
+
+A step is the time from the beginning of one forward pass to the beginning of the next, whatever the trainer does in between.
+A checkpoint is durable when it stands under its name and a thread has synced it: a trainer gains nothing by leaving that out.
+Before the next checkpoint the training waits for it, and copies the same tensors into memory that was touched before, which is
+the floor. The first checkpoint is checked. The process ends after the last one, whatever its trainer would do then.
+"""
+
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.saving import sync
+from benchmarks.trainers import Way, load
+
+Batch = dict[str, Tensor]
+
+RESULT = "result.json"
+LAYERS_PER_STEP = 2
+COPIES = 3
+PATIENCE, LOOK = 120.0, 0.002  # seconds
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model of so many linear layers, and what a training with it does."""
+
+    name: str
+    layers: int
+    width: int
+    rows: int
+    """Of a batch."""
+    interval: int
+    """Steps from one checkpoint to the next."""
+    saves: int
+    """With the first one, which does not count."""
+
+
+class Run(msgspec.Struct):
+    """What one process noted; seconds."""
+
+    interval: int
+    steps: list[float]
+    copies: list[float] = []
+    durable: list[float] = []
+    """From the end of the step before, had that saved nothing."""
+
+
+class Layers(nn.Module):
+    """Linear layers of which every step goes through a few, in turn, so that it is short however many there are."""
+
+    def __init__(self, size: Size, tick: Callable[[], object]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size.width, size.width) for _ in range(size.layers))
+        self.tick = tick
+        self.turn = 0
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.tick()
+        for _ in range(LAYERS_PER_STEP):
+            x = self.layers[self.turn](x).relu()
+            self.turn = (self.turn + 1) % len(self.layers)
+        return {"loss": x.square().mean()}
+
+
+class Same(Dataset[Batch]):
+    """One row, again and again."""
+
+    def __init__(self, length: int, width: int) -> None:
+        self.length = length
+        self.row = {"x": torch.ones(width)}
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.row
+
+
+class SaveJob:
+    """What is trained; a trainer's module sees to how."""
+
+    def __init__(self, size: Size, directory: Path, tick: Callable[[], object]) -> None:
+        self.directory = directory
+        self.interval = size.interval
+        self.steps = size.interval * (size.saves + 1)
+        self.rows = size.rows
+        self.model = Layers(size, tick)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+        self.data = Same(self.steps * size.rows, size.width)
+        self.batch = {"x": torch.ones(size.rows, size.width)}
+        self._prime()
+
+    def loader(self) -> DataLoader[Batch]:
+        return DataLoader(self.data, self.rows)
+
+    def tensors(self) -> list[Tensor]:
+        """The weights, and then the optimizer's averages."""
+        weights = list(self.model.parameters())
+        return [weight.detach() for weight in weights] + [
+            self.optimizer.state[weight][name] for name in ("exp_avg", "exp_avg_sq") for weight in weights
+        ]
+
+    def _prime(self) -> None:
+        """Have the optimizer make the state of all layers, which it would do in their first turns."""
+        for weight in self.model.parameters():
+            weight.grad = torch.zeros_like(weight)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@dataclass
+class Stopwatch:
+    """Is told of the beginning of each step; notes what is measured."""
+
+    size: Size
+    directory: Path
+    way: Way
+    begins: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    durable: list[float] = field(default_factory=list)
+    """By the clock."""
+    copies: list[float] = field(default_factory=list)
+    floor: "Copy" = field(init=False)
+    watcher: threading.Thread = field(init=False)
+    failed: Exception | None = None
+
+    def tick(self) -> None:
+        if self.begins:
+            self.ends.append(time.perf_counter())
+        step, interval = len(self.ends), self.size.interval
+        if step and step % interval == 0:
+            self.watch(step)
+        if step > interval and step % interval == interval - 2:  # the step after this one saves
+            self.settle(step // interval)
+        self.begins.append(time.perf_counter())
+
+    def watch(self, step: int) -> None:
+        """Have a thread see to the checkpoint of the step that has ended now."""
+        number = step // self.size.interval - 1
+        if number == 0:
+            self.floor()  # to be compared with the file
+        path = self.directory / self.way.path.format(step=step, number=number)
+        self.watcher = threading.Thread(target=self.await_durable, args=(path,), daemon=True)
+        self.watcher.start()
+
+    def await_durable(self, path: Path) -> None:
+        try:
+            await_name(path)
+            sync(path)
+            self.durable.append(time.perf_counter())
+            if len(self.durable) == 1:
+                self.floor.compare(self.way.read(path))
+        except Exception as error:  # noqa: BLE001 - raised where the training waits
+            self.failed = error
+
+    def settle(self, saves: int) -> None:
+        """Wait for the newest of so many checkpoints, and measure the floor."""
+        self.watcher.join()
+        if self.failed is not None:
+            raise self.failed
+        self.copies.append(statistics.median(self.floor() for _ in range(COPIES)))
+        if saves == self.size.saves:
+            self.finish()
+
+    def finish(self) -> None:
+        steps = [end - begin for begin, end in zip(self.begins, self.ends, strict=True)]
+        usual = statistics.median(steps)
+        asked = [self.begins[number * self.size.interval - 1] + usual for number in range(1, self.size.saves + 1)]
+        durable = [then - asking for then, asking in zip(self.durable, asked, strict=True)]
+        run = Run(self.size.interval, steps, self.copies, durable)
+        (self.directory / RESULT).write_bytes(msgspec.json.encode(run))
+        os._exit(0)
+
+
+def await_name(path: Path) -> None:
+    """Return when there is something of this name.
+
+    Raises:
+        TimeoutError: there is nothing after two minutes.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no {path.name} after {PATIENCE:.0f} s; there are {sorted(path.parent.iterdir())}")
+        time.sleep(LOOK)
+
+
+class Copy:
+    """One copy of all tensors into memory that is there; seconds."""
+
+    def __init__(self, job: SaveJob) -> None:
+        self.sources = job.tensors()
+        self.targets = [torch.zeros_like(tensor) for tensor in self.sources]
+        self.names = [name for name, _ in job.model.named_parameters()]
+
+    def __call__(self) -> float:
+        start = time.perf_counter()
+        torch._foreach_copy_(self.targets, self.sources)
+        return time.perf_counter() - start
+
+    def compare(self, saved: Mapping[str, Tensor]) -> None:
+        """Raise an error unless these are the weights of the last copy.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        weights = dict(zip(self.names, self.targets, strict=False))
+        wrong = [name for name, weight in weights.items() if name not in saved or not torch.equal(saved[name], weight)]
+        if wrong:
+            raise RuntimeError(f"{len(wrong)} of {len(weights)} weights are not in the file as they were, such as {wrong[0]}")
+
+
+def train(title: str, name: str, size: Size, directory: Path) -> None:
+    """Train in this way; the process ends in it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    modules, _ = load()
+    way = modules[title].SAVERS[name]
+    watch = Stopwatch(size, directory, way)
+    job = SaveJob(size, directory, watch.tick)
+    watch.floor = Copy(job)
+    way.train(job)
+    raise RuntimeError(f"{name} ended after {len(watch.ends)} steps, before its last checkpoint was durable")

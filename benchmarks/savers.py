@@ -1,0 +1,51 @@
+"""Checkpoints inside other people's trainers: how long a step stands still, and when the file is safe.
+
+Every trainer saves its own way and by trainbus, weights and AdamW's state, every so many steps; each way in a process of its
+own, which has the memory for itself, and all of them in turn, several times over. `save_job` says what is measured.
+"""
+
+import multiprocessing
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.harness import Settings
+from benchmarks.save_figures import SaverFigures
+from benchmarks.save_job import RESULT, Run, Size, train
+from benchmarks.trainers import TRAINERS, load
+
+TINY = (Size("0.1 M", layers=8, width=128, rows=8, interval=10, saves=2),)
+SIZES = (
+    Size("30 M", layers=28, width=1024, rows=128, interval=40, saves=4),
+    Size("100 M", layers=95, width=1024, rows=128, interval=60, saves=4),
+)
+
+
+def run(settings: Settings) -> list[SaverFigures]:
+    modules, left_out = load()
+    ways = [(title, name) for title, module in modules.items() for name in module.SAVERS]
+    sizes, rounds = TINY if settings.quick else SIZES, settings.rounds(quick=1, full=2)
+    runs: dict[str, dict[str, list[Run]]] = {size.name: {name: [] for _, name in ways} for size in sizes}
+    turns = [(size, title, name) for _ in range(rounds) for size in sizes for title, name in ways]
+    for done, (size, title, name) in enumerate(turns):
+        settings.tick(done, len(turns))
+        runs[size.name][name].append(alone(title, name, size))
+    return [SaverFigures(f"A save of {size.name} parameters and AdamW's state", runs[size.name], left_out) for size in sizes]
+
+
+def alone(title: str, name: str, size: Size) -> Run:
+    """Train in a process of its own.
+
+    Raises:
+        RuntimeError: it failed; it has printed why.
+    """
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([f"benchmarks.trainers.{module}" for module in TRAINERS])  # imported once for all
+    with tempfile.TemporaryDirectory(prefix="trainbus-bench-") as directory:
+        process = processes.Process(target=train, args=(title, name, size, Path(directory)))
+        process.start()
+        process.join()
+        if process.exitcode != 0:
+            raise RuntimeError(f"the process that saves with {name} ended with exit code {process.exitcode}")
+        return msgspec.json.decode((Path(directory) / RESULT).read_bytes(), type=Run)

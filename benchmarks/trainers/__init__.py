@@ -1,0 +1,55 @@
+"""One module per trainer: what its users write to train the jobs of `savers` and `bridges`.
+
+A module may define any of
+
+- ``SAVERS = {name: way}``: ways to save while it trains (see ``Way``); those with trainbus begin with its name;
+- ``TRAININGS = {name: train}``: the trainer alone, with an empty callback, and with a bus (see ``bridges``).
+
+Modules import their library at the top; one that is not installed is named and left out.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from benchmarks.save_job import SaveJob
+
+TRAINERS = {
+    "own_loop": "own loop",
+    "lightning": "Lightning",
+    "transformers": "Hugging Face",
+    "accelerate": "Accelerate",
+    "ignite": "Ignite",
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to save a checkpoint every so many steps, and to keep the newest one."""
+
+    train: Callable[["SaveJob"], object]
+    """Train with a checkpoint of weights and optimizer after every ``job.interval`` steps."""
+    path: str
+    """The complete checkpoint, a file or a directory, with ``{step}`` and, counted from 0, its ``{number}``.
+
+    Whoever saves in the background gives it this name when it is complete, and not before.
+    """
+    read: Callable[[Path], Mapping[str, Tensor]]
+    """The weights in it, by the names of the model's parameters."""
+
+
+def load() -> tuple[dict[str, ModuleType], dict[str, str]]:
+    """Import the modules: by the trainer's title, and the reasons of those that are left out."""
+    modules, left_out = {}, {}
+    for name, title in TRAINERS.items():
+        try:
+            modules[title] = importlib.import_module(f"{__name__}.{name}")
+        except ImportError as error:
+            left_out[title] = str(error)
+    return modules, left_out

@@ -1,0 +1,43 @@
+"""Ignite's Engine, with its Checkpoint handler over its own DiskSaver and ours."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from ignite.engine import Engine, Events
+from ignite.handlers import Checkpoint, DiskSaver
+from ignite.handlers.checkpoint import BaseSaveHandler
+from torch import Tensor
+
+from benchmarks.save_job import Batch, SaveJob
+from benchmarks.trainers import Way
+
+
+def engine(job: SaveJob) -> Engine:
+    model, optimizer = job.model, job.optimizer
+
+    def update(engine: Engine, batch: Batch) -> Tensor:
+        loss = model(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Engine(update)
+
+
+def save(handler: type[BaseSaveHandler], job: SaveJob) -> None:
+    trainer = engine(job)
+    to_save = {"model": job.model, "optimizer": job.optimizer, "trainer": trainer}
+    checkpoint = Checkpoint(to_save, handler(str(job.directory)), n_saved=1)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=job.interval), checkpoint)
+    trainer.run(job.loader())
+
+
+def read(path: Path) -> Mapping[str, Tensor]:
+    return torch.load(path, mmap=True)["model"]
+
+
+PATH = "checkpoint_{step}.pt"
+SAVERS = {"Ignite": Way(partial(save, DiskSaver), PATH, read)}
