@@ -13,6 +13,7 @@ import torch
 
 from eventloop.checkpoint.container import DIGEST_BYTES, Pieces, render
 from eventloop.checkpoint.layout import Batch, Changed, Layout, Tensors
+from eventloop.checkpoint.memory import allocate
 from eventloop.checkpoint.overlap import Overlap, Pair, by_device, copy, end_of_queue
 from eventloop.checkpoint.tree import FlatTree
 from eventloop.errors import CheckpointError
@@ -29,7 +30,7 @@ class _Memory:
     """One flat byte buffer, its view per tensor, and who reads or writes it."""
 
     def __init__(self, layout: Layout) -> None:
-        self.flat = torch.empty(layout.bytes, dtype=torch.uint8, pin_memory=layout.pinned)
+        self.flat = torch.empty(layout.bytes, dtype=torch.uint8, pin_memory=True) if layout.pinned else allocate(layout.bytes)
         self.views = layout.views(self.flat)
         self.targets = [self._target(batch) for batch in layout.batches]
         # Weak: dropping a StagedTree without release() gives its memory back as well.

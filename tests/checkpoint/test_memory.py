@@ -1,0 +1,50 @@
+"""Fresh memory for large copies."""
+
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from eventloop.checkpoint import memory, stage
+
+LARGE = memory._FROM // 4 + 1000
+
+
+def wait_for_threads():
+    until = time.monotonic() + 20
+    while any(one.name == "trainbus-memory" for one in threading.enumerate()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, memory._FROM, memory._FROM + 1, 3 * memory._FROM + 12345])
+def test_memory_has_the_size_that_was_asked_for_and_keeps_what_is_written(size):
+    flat = memory.allocate(size)
+    assert (flat.shape, flat.dtype) == ((size,), torch.uint8)
+    flat.fill_(7)  # while a thread maps it
+    wait_for_threads()
+    assert int(flat.sum(dtype=torch.int64)) == 7 * size
+
+
+def test_a_large_copy_has_every_value():
+    tree = {"a": torch.arange(LARGE, dtype=torch.float32), "b": torch.arange(LARGE, dtype=torch.int32)}
+    staged = stage(tree)
+    _, data, _ = staged.pieces()
+    wait_for_threads()
+    copied = torch.frombuffer(bytearray(data), dtype=torch.int32)
+    assert torch.equal(copied[:LARGE].view(torch.float32), tree["a"])
+    assert torch.equal(copied[LARGE:], tree["b"])
+
+
+def test_a_kernel_without_huge_pages_and_without_mapping_ahead(monkeypatch):
+    monkeypatch.setattr(memory, "_POPULATE_WRITE", 12345)
+    monkeypatch.setattr(memory.mmap, "MADV_HUGEPAGE", 12345, raising=False)
+    flat = memory.allocate(memory._FROM).fill_(3)
+    assert int(flat.sum(dtype=torch.int64)) == 3 * memory._FROM
+
+
+def test_another_system(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert memory.allocate(memory._FROM).numel() == memory._FROM
