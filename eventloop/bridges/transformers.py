@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, update_wrapper
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import torch
 
-from eventloop import events as ev
 from eventloop.bridges.bridge import Bridge
-from eventloop.bridges.folders import Folders, read_entry
 from eventloop.bridges.hosted import HostedDriver, HostedRun
+from eventloop.bridges.transformers_evaluations import Evaluations, abandon_evaluation, has_length
+from eventloop.bridges.transformers_folders import Folders, read_entry
+from eventloop.bridges.transformers_iterations import publish_iterations
 from eventloop.errors import ConfigurationError
 from eventloop.events import Stage
 from eventloop.log import get_logger
@@ -29,9 +30,6 @@ from eventloop.training.state import Counters
 log = get_logger()
 
 Method = Callable[..., Any]
-
-_PREFIXES: Final[Mapping[Stage, str]] = {"val": "eval", "test": "test"}
-"""What the trainer puts before the names of metrics."""
 
 
 class TransformersBridge(Bridge):
@@ -53,10 +51,7 @@ class TransformersBridge(Bridge):
         self._drive: HostedDriver
         self._resume: str | None = None
         self._looping = False
-        self._stepping: HostedRun | None = None
-        """The run, while the trainer is in a training step."""
-        self._evaluated: Stage | None = None
-        self._loss: torch.Tensor | None = None
+        self._evaluations = Evaluations(trainer)
         self._training: HostedRun | None = None
         """The run, from the beginning of its first epoch until it ends."""
         self._epoch = 0  # counted by the trainer's loop, also if it cuts an epoch short
@@ -67,19 +62,15 @@ class TransformersBridge(Bridge):
         moments: dict[str, Method] = {
             "on_train_begin": self._on_train_begin,
             "on_epoch_begin": self._on_epoch_begin,
-            "on_substep_end": self._on_substep_end,
-            "on_step_end": self._on_step_end,
             "on_epoch_end": self._on_epoch_end,
             "on_train_end": self._on_train_end,
         }
         around: dict[str, Method] = {
             "train": self._train,
             "_inner_training_loop": self._loop,
-            "training_step": self._training_step,
-            "compute_loss": self._compute_loss,
             "evaluate": partial(self._evaluate, "val"),
             "predict": partial(self._evaluate, "test"),
-            "prediction_step": self._prediction_step,
+            "prediction_step": self._evaluations.prediction_step,
             "_maybe_log_save_evaluate": self._log_save_evaluate,
             "_load_best_model": self._load_best_model,
             "_save_checkpoint": self._save_checkpoint,
@@ -119,9 +110,9 @@ class TransformersBridge(Bridge):
                 self._drive.fail(error)
             raise
         finally:
-            self._loss = self._training = None
+            self._training = None
         if self.running is not None:
-            self._abandon_evaluation()
+            abandon_evaluation(self.running)
             self._drive.end_run()
 
     def _on_train_begin(self, original: Method, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -140,9 +131,9 @@ class TransformersBridge(Bridge):
         # The optimizer of a schedule is Accelerate's wrapper or the wrapped one.
         run.foreign_schedulers = [SimpleNamespace(optimizer=one) for one in (optimizer, trainer.optimizer)]
         run.state.around_rates = self._set_rates
-        self._watch(optimizer)
         run.train_data = data
-        self._length = run.epoch_length = len(data) if _has_length(data) else None
+        self._length = run.epoch_length = len(data) if has_length(data) else None
+        publish_iterations(trainer, run, drive, optimizer)
         epoch, batches = self._position(state)
         unfinished = self._resume is not None and self._restore(state, self._resume, epoch, batches)
         drive.begin_train(**self._limits(state))
@@ -169,30 +160,6 @@ class TransformersBridge(Bridge):
         """The run, which has begun."""
         assert self.run is not None  # noqa: S101 - for the type checker
         return self.run
-
-    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Publish around real steps, which torch's hooks see, and around the trainer's backward pass, until the run ends."""
-        run, drive = self.run_begun, self._drive
-        skipped, attributes = False, vars(optimizer)
-
-        def before(*step: Any) -> None:
-            nonlocal skipped
-            # A gradient scaler calls a fused optimizer in any case, and the kernel skips the step if this flag is set.
-            flag = attributes.get("found_inf")
-            skipped = flag is not None and bool(flag.item())
-            if not skipped:
-                drive.before_step(optimizer)
-
-        def after(*step: Any) -> None:
-            if not skipped:
-                drive.after_step(optimizer)
-
-        run.defer(optimizer.register_step_pre_hook(before).remove)
-        run.defer(optimizer.register_step_post_hook(after).remove)
-        accelerator = self.trainer.accelerator  # a search for hyper-parameters makes a new one
-        own, original = vars(accelerator).get("backward"), accelerator.backward
-        run.defer(lambda: vars(accelerator).pop("backward", None) if own is None else setattr(accelerator, "backward", own))
-        accelerator.backward = partial(self._backward, original)
 
     def _position(self, state: Any) -> tuple[int, int]:
         """Return the epoch and the number of its batches with which the trainer begins."""
@@ -238,7 +205,7 @@ class TransformersBridge(Bridge):
         """End an epoch; one that a stop has cut short is left without ``after_train_epoch``."""
         run = self._training
         if run is not None:
-            self._abandon_evaluation()
+            abandon_evaluation(run)
             cut = control.should_training_stop or control.should_epoch_stop
             complete = run.counters.batches == self._length or state.global_step >= state.max_steps
             if cut and not complete:
@@ -256,69 +223,13 @@ class TransformersBridge(Bridge):
         """End the training, before the trainer loads the best model."""
         run = self._training
         if run is not None and run.training:
-            self._abandon_evaluation()
+            abandon_evaluation(run)
             self._drive.end_train()
             run.write_due(self._write)
 
     def _load_best_model(self, original: Method) -> None:
         self._end_train()
         original()
-
-    # -------------------------------------------------------------------------------------------------- the iterations
-
-    def _training_step(self, original: Method, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        run = self._training
-        if run is None:
-            return original(model, inputs, *args, **kwargs)
-        if run.state.scopes.innermost != "epoch":
-            self._abandon_evaluation()
-        self._drive.begin_iteration(inputs, last=run.counters.batches + 1 == self._length)
-        self._stepping = run
-        try:
-            self._loss = loss = original(model, inputs, *args, **kwargs)
-        finally:
-            self._stepping = None
-        return loss
-
-    def _compute_loss(self, original: Method, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        run = self._stepping
-        if run is None:
-            return original(model, inputs, *args, **kwargs)
-        if run.heard(ev.BeforeForward, True):
-            run.publish(ev.BeforeForward, batch=inputs)
-        result = original(model, inputs, *args, **kwargs)
-        if run.heard(ev.AfterForward, True):
-            run.publish(ev.AfterForward, outputs={"loss": result[0] if isinstance(result, tuple) else result})
-        return result
-
-    def _backward(self, original: Method, loss: Any, *args: Any, **kwargs: Any) -> None:
-        run = self._stepping
-        if run is None:
-            original(loss, *args, **kwargs)
-            return
-        if run.heard(ev.BeforeBackward, True):
-            run.publish(ev.BeforeBackward, loss=loss)
-        original(loss, *args, **kwargs)
-        if run.heard(ev.AfterBackward, True):
-            run.publish(ev.AfterBackward)
-
-    def _on_substep_end(self, original: Method, *args: Any, **kwargs: Any) -> Any:
-        self._end_iteration(window_open=True)
-        return original(*args, **kwargs)
-
-    def _on_step_end(self, original: Method, *args: Any, **kwargs: Any) -> Any:
-        self._end_iteration(window_open=False)  # the trainer has counted the step
-        return original(*args, **kwargs)
-
-    def _end_iteration(self, *, window_open: bool) -> None:
-        run = self._training
-        if run is not None:
-            run.state.in_window = window_open
-            self._drive.end_iteration({"loss": self._whole_loss()} if run.heard(ev.AfterTrainIter, True) else None)
-
-    def _whole_loss(self) -> Any:
-        window = self.trainer.current_gradient_accumulation_steps
-        return self._loss if window == 1 or self._loss is None else self._loss * window
 
     def _set_rates(self, set_rates: Callable[[], None]) -> None:
         """Set the rates of ``run.set_lr()``, and scale the rest of the trainer's schedule."""
@@ -334,56 +245,15 @@ class TransformersBridge(Bridge):
         bases = zip(scheduler.base_lrs, before, after, strict=True)
         scheduler.base_lrs = [base * new / old if old else base for base, old, new in bases]
 
-    # -------------------------------------------------------------------------------------------------- the evaluations
-
     def _evaluate(self, stage: Stage, original: Method, *args: Any, **kwargs: Any) -> Any:
         run = self.running
-        if self._evaluated is not None or (run is not None and "iter" in run.state.scopes):
+        if self._evaluations.stage is not None or (run is not None and "iter" in run.state.scopes):
             return original(*args, **kwargs)  # one of several data sets, or where our loop has no evaluation
         if run is not None:
-            return self._evaluation(run, stage, original, *args, **kwargs)
+            return self._evaluations.evaluate(run, stage, original, *args, **kwargs)
         with self._closing():
             self._begin_run()
-            return self._evaluation(self.run_begun, stage, original, *args, **kwargs)
-
-    def _evaluation(self, run: HostedRun, stage: Stage, original: Method, *args: Any, **kwargs: Any) -> Any:
-        drive, val = self._drive, stage == "val"
-        self._abandon_evaluation()
-        run.evaluation_length = None
-        self._evaluated = stage
-        try:
-            (drive.begin_validation if val else drive.begin_test)()
-            result = original(*args, **kwargs)
-            prefix = kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else _PREFIXES[stage])
-            metrics = result if val else (result.metrics or {})
-            short = {name.removeprefix(f"{prefix}_"): value for name, value in metrics.items() if name != "epoch"}
-            (drive.end_validation if val else drive.end_test)(short)
-        finally:
-            self._evaluated = None
-        return result
-
-    def _abandon_evaluation(self) -> None:
-        """End an evaluation whose error a callback has caught."""
-        scopes = self.run_begun.state.scopes
-        if "val" in scopes:
-            self._drive.abandon_validation()
-        elif "test" in scopes:
-            self._drive.abandon_test()
-
-    def _prediction_step(self, original: Method, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        stage, drive = self._evaluated, self._drive
-        if stage is None:
-            return original(model, inputs, *args, **kwargs)
-        run, val = self.run_begun, stage == "val"
-        if run.evaluation_length is None and _has_length(data := self.trainer.callback_handler.eval_dataloader):
-            run.evaluation_length = len(data)
-        (drive.begin_validation_iteration if val else drive.begin_test_iteration)(inputs)
-        result = original(model, inputs, *args, **kwargs)
-        heard = run.heard(ev.AfterValIter if val else ev.AfterTestIter, True)
-        named = zip(("loss", "logits", "labels"), result, strict=False) if heard else ()
-        outputs = {name: value for name, value in named if value is not None}
-        (drive.end_validation_iteration if val else drive.end_test_iteration)(outputs)
-        return result
+            return self._evaluations.evaluate(self.run_begun, stage, original, *args, **kwargs)
 
     # -------------------------------------------------------------------------------------------------- the checkpoints
 
@@ -415,11 +285,3 @@ class TransformersBridge(Bridge):
         run = self.run_begun
         with run.writing(path), self._folders.filled(*run.gather_entry(str(path))):
             self._folders.write(path)
-
-
-def _has_length(data: Any) -> bool:
-    """Return True if ``len()`` works: a DataLoader of an iterable dataset only looks as if it did."""
-    try:
-        return isinstance(data, Sized) and len(data) >= 0
-    except TypeError:
-        return False

@@ -1,0 +1,139 @@
+"""The iterations of a ``transformers.Trainer``: what its callbacks do not see, such as batches, losses and real steps.
+
+The wrappers are closures of one training, and are in place only while it lasts: in an iteration without subscribers each
+further call costs the training about a microsecond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any, Final
+
+import torch
+
+from eventloop import events as ev
+from eventloop.bridges.hosted import HostedDriver, HostedRun
+from eventloop.bridges.transformers_evaluations import abandon_evaluation
+
+Method = Callable[..., Any]
+
+_ABSENT: Final = object()
+
+
+def publish_iterations(trainer: Any, run: HostedRun, drive: HostedDriver, optimizer: torch.optim.Optimizer) -> None:
+    """Publish the iterations of a training until its run ends."""
+    handler = trainer.callback_handler
+    training_step, loss = _around_training_step(trainer, run, drive)
+    for owner, name, wrapper in (
+        (trainer, "training_step", training_step),
+        (handler, "on_substep_end", _around_end(handler.on_substep_end, run, drive, loss, window_open=True)),
+        (handler, "on_step_end", _around_end(handler.on_step_end, run, drive, loss, window_open=False)),
+    ):
+        run.defer(_replaced(owner, name, wrapper))
+    _watch_steps(trainer, run, drive, optimizer)
+
+
+def _around_training_step(trainer: Any, run: HostedRun, drive: HostedDriver) -> tuple[Method, Callable[[], Any]]:
+    """Return the training step with its events, and a function that returns the loss of the last one."""
+    original, heard = trainer.training_step, run.heard
+    scopes, counters, length = run.state.scopes, run.counters, run.epoch_length
+    loss: Any = None
+
+    @wraps(original)
+    def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal loss
+        if scopes.innermost != "epoch":
+            abandon_evaluation(run)
+        drive.begin_iteration(inputs, last=counters.batches + 1 == length)
+        if (
+            heard(ev.BeforeForward, True)
+            or heard(ev.AfterForward, True)
+            or heard(ev.BeforeBackward, True)
+            or heard(ev.AfterBackward, True)
+        ):
+            with _publishing_passes(trainer, run, inputs):
+                loss = original(model, inputs, *args, **kwargs)
+        else:
+            loss = original(model, inputs, *args, **kwargs)
+        return loss
+
+    def whole_loss() -> Any:
+        """Return the loss as if its window had one micro-batch."""
+        window = trainer.current_gradient_accumulation_steps
+        return loss if window == 1 or loss is None else loss * window
+
+    return training_step, whole_loss
+
+
+@contextmanager
+def _publishing_passes(trainer: Any, run: HostedRun, inputs: Any) -> Iterator[None]:
+    """Publish around the forward and the backward pass of a block."""
+    # A search for hyper-parameters makes a new accelerator.
+    forward, backward = trainer.compute_loss, trainer.accelerator.backward
+
+    @wraps(forward)
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        run.publish(ev.BeforeForward, batch=inputs)
+        result = forward(*args, **kwargs)
+        run.publish(ev.AfterForward, outputs={"loss": result[0] if isinstance(result, tuple) else result})
+        return result
+
+    @wraps(backward)
+    def differentiate(loss: Any, *args: Any, **kwargs: Any) -> None:
+        run.publish(ev.BeforeBackward, loss=loss)
+        backward(loss, *args, **kwargs)
+        run.publish(ev.AfterBackward)
+
+    with ExitStack() as undo:
+        undo.callback(_replaced(trainer, "compute_loss", compute_loss))
+        undo.callback(_replaced(trainer.accelerator, "backward", differentiate))
+        yield
+
+
+def _around_end(original: Method, run: HostedRun, drive: HostedDriver, loss: Method, *, window_open: bool) -> Method:
+    state, heard = run.state, run.heard
+
+    @wraps(original)
+    def on_end(*args: Any, **kwargs: Any) -> Any:
+        state.in_window = window_open  # at the end of the window, the trainer has counted the step
+        drive.end_iteration({"loss": loss()} if heard(ev.AfterTrainIter, True) else None)
+        return original(*args, **kwargs)
+
+    return on_end
+
+
+def _watch_steps(trainer: Any, run: HostedRun, drive: HostedDriver, optimizer: torch.optim.Optimizer) -> None:
+    """Publish around real steps, which torch's hooks see."""
+    before, after = drive.around_step(optimizer)
+    if trainer.accelerator.scaler is not None:
+        before, after = _unless_skipped(optimizer, before), _unless_skipped(optimizer, after)
+    run.defer(optimizer.register_step_pre_hook(before).remove)
+    run.defer(optimizer.register_step_post_hook(after).remove)
+
+
+def _unless_skipped(optimizer: torch.optim.Optimizer, hook: Method) -> Method:
+    # A gradient scaler calls a fused optimizer in any case, and the kernel skips the step if this flag is set.
+    attributes = vars(optimizer)
+
+    def unless_skipped(*step: Any) -> None:
+        flag = attributes.get("found_inf")
+        if flag is None or not flag.item():
+            hook()
+
+    return unless_skipped
+
+
+def _replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute of one object; return the function that undoes it."""
+    former = vars(owner).get(name, _ABSENT)
+    setattr(owner, name, value)
+
+    def undo() -> None:
+        if former is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, former)
+
+    return undo
