@@ -71,7 +71,6 @@ class TransformersBridge(Bridge):
             "evaluate": partial(self._evaluate, "val"),
             "predict": partial(self._evaluate, "test"),
             "prediction_step": self._evaluations.prediction_step,
-            "_maybe_log_save_evaluate": self._log_save_evaluate,
             "_load_best_model": self._load_best_model,
             "_save_checkpoint": self._save_checkpoint,
             "save_model": self._folders.save_model,
@@ -133,7 +132,7 @@ class TransformersBridge(Bridge):
         run.state.around_rates = self._set_rates
         run.train_data = data
         self._length = run.epoch_length = len(data) if has_length(data) else None
-        publish_iterations(trainer, run, drive, optimizer)
+        publish_iterations(trainer, run, drive, optimizer, self._settle)
         epoch, batches = self._position(state)
         unfinished = self._resume is not None and self._restore(state, self._resume, epoch, batches)
         drive.begin_train(**self._limits(state))
@@ -257,12 +256,9 @@ class TransformersBridge(Bridge):
 
     # -------------------------------------------------------------------------------------------------- the checkpoints
 
-    def _log_save_evaluate(self, original: Method, *args: Any, **kwargs: Any) -> None:
-        """Save after the trainer has logged, evaluated and saved: a resumed run does not repeat these."""
-        original(*args, **kwargs)
-        run = self._training
-        if run is None:
-            return
+    def _settle(self) -> None:
+        """Save or stop after the trainer has logged, evaluated and saved: a resumed run does not repeat these."""
+        run = self.run_begun
         # After the last step of an epoch the end of the epoch follows at once, and a run resumes better from there.
         if run.save_due and ("epoch" not in run.state.scopes or run.counters.batches != self._length):
             run.write_due(self._write)

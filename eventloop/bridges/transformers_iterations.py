@@ -22,24 +22,47 @@ Method = Callable[..., Any]
 _ABSENT: Final = object()
 
 
-def publish_iterations(trainer: Any, run: HostedRun, drive: HostedDriver, optimizer: torch.optim.Optimizer) -> None:
-    """Publish the iterations of a training until its run ends."""
-    handler = trainer.callback_handler
-    training_step, loss = _around_training_step(trainer, run, drive)
-    for owner, name, wrapper in (
-        (trainer, "training_step", training_step),
-        (handler, "on_substep_end", _around_end(handler.on_substep_end, run, drive, loss, window_open=True)),
-        (handler, "on_step_end", _around_end(handler.on_step_end, run, drive, loss, window_open=False)),
-    ):
-        run.defer(_replaced(owner, name, wrapper))
-    _watch_steps(trainer, run, drive, optimizer)
+def publish_iterations(
+    trainer: Any, run: HostedRun, drive: HostedDriver, optimizer: torch.optim.Optimizer, settle: Callable[[], object]
+) -> None:
+    """Publish the iterations of a training until its run ends.
+
+    ``settle`` is called after the trainer has logged, evaluated and saved, if a hook waits for a save or a stop.
+    """
+    handler, steps = trainer.callback_handler, _Steps(trainer, run, drive, optimizer)
+    training_step, loss = _around_training_step(trainer, run, drive, steps)
+    on_substep_end = _around_end(handler.on_substep_end, run, drive, loss, None)
+    on_step_end = _around_end(handler.on_step_end, run, drive, loss, steps)
+    log_save_evaluate = _around_log_save_evaluate(trainer, run, settle)
+    run.defer(_replaced(trainer, "training_step", training_step))
+    run.defer(_replaced(handler, "on_substep_end", on_substep_end))
+    run.defer(_replaced(handler, "on_step_end", on_step_end))
+    run.defer(_replaced(trainer, "_maybe_log_save_evaluate", log_save_evaluate))
 
 
-def _around_training_step(trainer: Any, run: HostedRun, drive: HostedDriver) -> tuple[Method, Callable[[], Any]]:
+class _Steps:
+    """The steps of the optimizer. Torch's hooks see the real ones; they are registered only where that is needed."""
+
+    def __init__(self, trainer: Any, run: HostedRun, drive: HostedDriver, optimizer: torch.optim.Optimizer) -> None:
+        self._run, self._optimizer = run, optimizer
+        self._before, self._after = drive.around_step(optimizer)
+        self.all_happen = trainer.accelerator.scaler is None
+        """True if each window ends with a step; False if a gradient scaler skips some."""
+        if not self.all_happen:
+            self._before, self._after = _unless_skipped(optimizer, self._before), _unless_skipped(optimizer, self._after)
+            self.watch()
+
+    def watch(self) -> None:
+        """Count and publish steps until the present scope ends: the run with a scaler, else one iteration."""
+        self._run.defer(self._optimizer.register_step_pre_hook(self._before).remove)
+        self._run.defer(self._optimizer.register_step_post_hook(self._after).remove)
+
+
+def _around_training_step(trainer: Any, run: HostedRun, drive: HostedDriver, steps: _Steps) -> tuple[Method, Callable[[], Any]]:
     """Return the training step with its events, and a function that returns the loss of the last one."""
     original, heard = trainer.training_step, run.heard
     scopes, counters, length = run.state.scopes, run.counters, run.epoch_length
-    loss: Any = None
+    all_happen, loss = steps.all_happen, None
 
     @wraps(original)
     def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -47,6 +70,8 @@ def _around_training_step(trainer: Any, run: HostedRun, drive: HostedDriver) -> 
         if scopes.innermost != "epoch":
             abandon_evaluation(run)
         drive.begin_iteration(inputs, last=counters.batches + 1 == length)
+        if all_happen and (heard(ev.BeforeOptimizerStep, True) or heard(ev.AfterOptimizerStep, True)):
+            steps.watch()
         if (
             heard(ev.BeforeForward, True)
             or heard(ev.AfterForward, True)
@@ -92,25 +117,31 @@ def _publishing_passes(trainer: Any, run: HostedRun, inputs: Any) -> Iterator[No
         yield
 
 
-def _around_end(original: Method, run: HostedRun, drive: HostedDriver, loss: Method, *, window_open: bool) -> Method:
-    state, heard = run.state, run.heard
+def _around_end(original: Method, run: HostedRun, drive: HostedDriver, loss: Method, steps: _Steps | None) -> Method:
+    """Return ``on_substep_end``, or with the steps ``on_step_end``, at whose call the trainer has counted the step."""
+    state, heard, window_open = run.state, run.heard, steps is None
+    stepped = [id(one) for one in run.optimizers.values()] if steps is not None and steps.all_happen else []
 
     @wraps(original)
-    def on_end(*args: Any, **kwargs: Any) -> Any:
-        state.in_window = window_open  # at the end of the window, the trainer has counted the step
+    def on_end(*args: Any) -> Any:
+        state.in_window = window_open
+        state.stepped.update(stepped)
         drive.end_iteration({"loss": loss()} if heard(ev.AfterTrainIter, True) else None)
-        return original(*args, **kwargs)
+        return original(*args)
 
     return on_end
 
 
-def _watch_steps(trainer: Any, run: HostedRun, drive: HostedDriver, optimizer: torch.optim.Optimizer) -> None:
-    """Publish around real steps, which torch's hooks see."""
-    before, after = drive.around_step(optimizer)
-    if trainer.accelerator.scaler is not None:
-        before, after = _unless_skipped(optimizer, before), _unless_skipped(optimizer, after)
-    run.defer(optimizer.register_step_pre_hook(before).remove)
-    run.defer(optimizer.register_step_post_hook(after).remove)
+def _around_log_save_evaluate(trainer: Any, run: HostedRun, settle: Callable[[], object]) -> Method:
+    original, state = trainer._maybe_log_save_evaluate, run.state
+
+    @wraps(original)
+    def log_save_evaluate(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        if state.stop or run.save_due:
+            settle()
+
+    return log_save_evaluate
 
 
 def _unless_skipped(optimizer: torch.optim.Optimizer, hook: Method) -> Method:
