@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.amounts import amount, goal
+from benchmarks.bridge_figures import BridgeFigures
 from benchmarks.handoff import HandOffFigures
 from benchmarks.harness import SUBJECT, TIMES, Comparison, Row
 from benchmarks.save_figures import SaverFigures
 
-Result = Comparison | HandOffFigures | SaverFigures
+Result = Comparison | HandOffFigures | SaverFigures | BridgeFigures
 
 
 console = Console()

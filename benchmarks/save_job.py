@@ -17,12 +17,10 @@ from pathlib import Path
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.saving import sync
 from benchmarks.trainers import Way, load
-
-Batch = dict[str, Tensor]
+from benchmarks.trainers.job import Job, Rows
 
 RESULT = "result.json"
 LAYERS_PER_STEP = 2
@@ -73,36 +71,15 @@ class Layers(nn.Module):
         return {"loss": x.square().mean()}
 
 
-class Same(Dataset[Batch]):
-    """One row, again and again."""
-
-    def __init__(self, length: int, width: int) -> None:
-        self.length = length
-        self.row = {"x": torch.ones(width)}
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.row
-
-
-class SaveJob:
+class SaveJob(Job):
     """What is trained; a trainer's module sees to how."""
 
     def __init__(self, size: Size, directory: Path, tick: Callable[[], object]) -> None:
-        self.directory = directory
+        model = Layers(size, tick)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        super().__init__(model, optimizer, size.interval * (size.saves + 1), Rows(size.rows, size.width), directory)
         self.interval = size.interval
-        self.steps = size.interval * (size.saves + 1)
-        self.rows = size.rows
-        self.model = Layers(size, tick)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
-        self.data = Same(self.steps * size.rows, size.width)
-        self.batch = {"x": torch.ones(size.rows, size.width)}
         self._prime()
-
-    def loader(self) -> DataLoader[Batch]:
-        return DataLoader(self.data, self.rows)
 
     def tensors(self) -> list[Tensor]:
         """The weights, and then the optimizer's averages."""

@@ -3,7 +3,8 @@
 A module may define any of
 
 - ``SAVERS = {name: way}``: ways to save while it trains (see ``Way``); those with trainbus begin with its name;
-- ``TRAININGS = {name: train}``: the trainer alone, with an empty callback, and with a bus (see ``bridges``).
+- ``train_with(job, callback=False, bus=None)``: train alone, with an empty callback, or with a bus; without the parameter
+  ``callback`` if there is no such thing.
 
 Modules import their library at the top; one that is not installed is named and left out.
 """

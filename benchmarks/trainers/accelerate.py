@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -11,6 +12,28 @@ from torch import Tensor
 
 from benchmarks.save_job import SaveJob
 from benchmarks.trainers import Way
+from benchmarks.trainers.job import Job
+from eventloop import Bus, Run
+
+
+def train_with(job: Job, *, bus: Bus | None = None) -> None:
+    """Train with a bus or with none; a loop of one's own has no callbacks."""
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = accelerator.prepare(job.model, job.optimizer, job.loader())
+    with ExitStack() as scopes:
+        epochs, batches = range(1), lambda: loader
+        if bus is not None:
+            directory = {"work_dir": job.directory}
+            run = scopes.enter_context(Run(bus, model=model, optimizer=optimizer, accelerator=accelerator, **directory))
+            epochs, batches = run.epochs(1), lambda: run.train(loader)
+        for _ in epochs:
+            for batch in batches():
+                loss = model(**batch)["loss"]
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                if bus is not None:
+                    run.report(loss=loss)
 
 
 def save(job: SaveJob) -> None:

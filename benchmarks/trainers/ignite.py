@@ -10,11 +10,13 @@ from ignite.handlers import Checkpoint, DiskSaver
 from ignite.handlers.checkpoint import BaseSaveHandler
 from torch import Tensor
 
-from benchmarks.save_job import Batch, SaveJob
+from benchmarks.save_job import SaveJob
 from benchmarks.trainers import Way
+from benchmarks.trainers.job import Batch, Job
+from eventloop import Bus
 
 
-def engine(job: SaveJob) -> Engine:
+def engine(job: Job) -> Engine:
     model, optimizer = job.model, job.optimizer
 
     def update(engine: Engine, batch: Batch) -> Tensor:
@@ -25,6 +27,17 @@ def engine(job: SaveJob) -> Engine:
         return loss.detach()
 
     return Engine(update)
+
+
+def train_with(job: Job, *, callback: bool = False, bus: Bus | None = None) -> None:
+    """Train with two empty handlers, with a bus, or with none of them."""
+    trainer = engine(job)
+    if callback:
+        for event in (Events.ITERATION_STARTED, Events.ITERATION_COMPLETED):
+            trainer.add_event_handler(event, lambda engine: None)
+    if bus is not None:
+        bus.attach(trainer, work_dir=job.directory)
+    trainer.run(job.loader())
 
 
 def save(handler: type[BaseSaveHandler], job: SaveJob) -> None:

@@ -5,18 +5,20 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from torch import Tensor
 
 from benchmarks.peers.lightning import QUIET, hushed
-from benchmarks.save_job import Batch, SaveJob
+from benchmarks.save_job import SaveJob
 from benchmarks.trainers import Way
+from benchmarks.trainers.job import Batch, Job
+from eventloop import Bus
 
 
 class Module(LightningModule):
-    def __init__(self, job: SaveJob) -> None:
+    def __init__(self, job: Job) -> None:
         super().__init__()
         self.net = job.model
         self.optimizer = job.optimizer
@@ -28,13 +30,20 @@ class Module(LightningModule):
         return self.optimizer
 
 
+def train_with(job: Job, *, callback: bool = False, bus: Bus | None = None, **options: object) -> None:
+    """Train with an empty callback, with a bus, or with neither."""
+    callbacks = [Callback()] if callback else []
+    with hushed():
+        options = {"enable_checkpointing": False, "callbacks": callbacks, **options, **QUIET}
+        trainer = Trainer(max_steps=job.steps, accelerator="cpu", logger=False, default_root_dir=job.directory, **options)
+        if bus is not None:
+            bus.attach(trainer)
+        trainer.fit(Module(job), job.loader())
+
+
 def save(plugin: type[CheckpointIO], job: SaveJob) -> None:
     keep_newest = ModelCheckpoint(job.directory, filename="{step}", every_n_train_steps=job.interval)
-    with hushed():
-        trainer = Trainer(
-            max_steps=job.steps, accelerator="cpu", logger=False, callbacks=[keep_newest], plugins=[plugin()], **QUIET
-        )
-        trainer.fit(Module(job), job.loader())
+    train_with(job, enable_checkpointing=True, callbacks=[keep_newest], plugins=[plugin()])
 
 
 def read(path: Path) -> Mapping[str, Tensor]:
