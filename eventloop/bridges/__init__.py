@@ -4,7 +4,7 @@ A bridge publishes the mount points of a :class:`HostedRun`, at the moments at w
 module of its own here, which is imported when such a trainer is attached.
 """
 
-from eventloop.bridges.bridge import Bridge, attach
+from eventloop.bridges.bridge import Bridge, attach, connect
 from eventloop.bridges.hosted import HostedDriver, HostedRun
 
-__all__ = ["Bridge", "HostedDriver", "HostedRun", "attach"]
+__all__ = ["Bridge", "HostedDriver", "HostedRun", "attach", "connect"]

@@ -99,7 +99,17 @@ class Bridge:
         setattr(owner, name, value)
 
 
-def attach(bus: Bus, trainer: object, **options: Any) -> Bridge:
+def attach(trainer: object, **options: Any) -> Bridge:
+    """Attach a bus of its own to another library's trainer, for an option that needs no hooks.
+
+        trainbus.attach(trainer, checkpoints=True)      # checkpoints are written beside the training
+
+    ``bridge.bus`` is the bus. With your own, and for arguments and errors, see :meth:`eventloop.Bus.attach`.
+    """
+    return connect(Bus(), trainer, **options)
+
+
+def connect(bus: Bus, trainer: object, **options: Any) -> Bridge:
     """Return the bridge between a bus and a trainer; see :meth:`eventloop.Bus.attach`."""
     for one in _attached:
         if one.trainer is trainer:

@@ -99,8 +99,16 @@ class HostedRun(Run):
         """At a safe moment, call ``write`` with the path of the due checkpoint, if there is one; see :class:`HostSaves`."""
         self._saves.write_due(write)
 
+    @property
+    def save_raises(self) -> bool:
+        """True if the training ends when the present save fails; False if a hook wants its error to be logged only."""
+        return self._saves.raises
+
     def writing(self, path: AnyPath) -> AbstractContextManager[None]:
-        """Report the file that the trainer writes in a ``with`` block, requested by a hook or not, as committed or failed."""
+        """Report the file that the trainer writes in a ``with`` block, requested by a hook or not, as committed or failed.
+
+        The block may come later, on the thread that writes.
+        """
         return self._saves.writing(path)
 
     def gather_entry(self, path: str) -> tuple[dict[str, Any], Weights]:

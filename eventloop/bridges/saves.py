@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from eventloop import events as ev
 from eventloop.checkpoint import AnyPath, link
 from eventloop.errors import ConfigurationError
+from eventloop.events import Progress
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import Ranks
 from eventloop.training.saves.capture import Saves
@@ -29,6 +30,8 @@ class HostSaves(Saves):
     due: list[SaveRequest]
     _others: list[AnyPath]
     """Further names for the file that is being written."""
+    raises = True
+    """True if the training ends when the present save fails; False if a hook wants its error to be logged only."""
     _written: tuple[object, set[AnyPath]] | None
     """The version of the last state that was written, and its paths."""
 
@@ -80,23 +83,29 @@ class HostSaves(Saves):
         if self._written is not None and self._written[0] == version and asked <= self._written[1]:
             return  # the end of training asks for the state of its last epoch again
         path, *self._others = dict.fromkeys(request.path for request in requests)
+        self.raises = merged(requests).on_error == "raise"
         try:
             write(path)
             self._written = version, asked
         except Exception:
-            if merged(requests).on_error == "raise":
+            if self.raises:
                 raise
         finally:
-            self._others = []
+            self._others, self.raises = [], True
+
+    def writing(self, path: AnyPath) -> AbstractContextManager[None]:
+        """Return a context that publishes ``checkpoint_committed`` or ``checkpoint_failed`` when it ends.
+
+        The trainer writes in it. It may be entered later, and on another thread.
+        """
+        others, self._others = self._others, []
+        return self._told(path, others, self._run.state.progress)
 
     @contextmanager
-    def writing(self, path: AnyPath) -> Iterator[None]:
-        """Publish ``checkpoint_committed`` or ``checkpoint_failed`` at the end of a block in which the trainer saves."""
+    def _told(self, path: AnyPath, others: list[AnyPath], progress: Progress) -> Iterator[None]:
+        start, names = time.perf_counter(), [str(path), *map(str, others)]
+        told: dict[str, Any] = {"progress": progress, "path": names[0], "names": names}
         # After the run, the trainer may still save, but the bus may be closed.
-        start, others = time.perf_counter(), self._others
-        self._others = []
-        names = [str(path), *map(str, others)]
-        told: dict[str, Any] = {"progress": self._run.state.progress, "path": names[0], "names": names}
         first, told_here = self._run.rank == 0, self._run.running
         try:
             yield

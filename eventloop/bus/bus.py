@@ -203,7 +203,7 @@ class Bus(TypedOn, Lifecycle):
             ConfigurationError: an unknown or invalid option.
         """
         # By name, because bridges stand above the bus.
-        made: Attachment = importlib.import_module("eventloop.bridges").attach(self, trainer, **options)
+        made: Attachment = importlib.import_module("eventloop.bridges").connect(self, trainer, **options)
         return made
 
     # ------------------------------------------------------------------------------------------------ publishing
