@@ -11,7 +11,7 @@ from eventloop.checkpoint.load import file_kind, inspect, load, outline, verify
 from eventloop.checkpoint.overlap import Overlap, Staging
 from eventloop.checkpoint.pth import ForeignFormat, convert_foreign, load_pth, register_format
 from eventloop.checkpoint.remote import RemotePath
-from eventloop.checkpoint.saver import AsyncSaver, Busy, Turns, save, write
+from eventloop.checkpoint.saver import AsyncSaver, Busy, CommitInfo, Turns, Writer, save, write
 from eventloop.checkpoint.shards import has_shards, is_sharded, load_whole, sweep_shards, verify_shards
 from eventloop.checkpoint.stage import StageBuffer, StagedTree, stage
 from eventloop.checkpoint.store import (
@@ -26,6 +26,7 @@ from eventloop.checkpoint.store import (
     open_file,
     remove,
 )
+from eventloop.checkpoint.torch_file import Pickled
 from eventloop.checkpoint.wrappers import unwrapped, without_wrappers
 
 __all__ = [
@@ -34,13 +35,16 @@ __all__ = [
     "AnyPath",
     "AsyncSaver",
     "Busy",
+    "CommitInfo",
     "ForeignFormat",
     "Overlap",
+    "Pickled",
     "RemotePath",
     "StageBuffer",
     "StagedTree",
     "Staging",
     "Turns",
+    "Writer",
     "as_path",
     "check_regular",
     "commit_bytes",

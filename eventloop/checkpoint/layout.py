@@ -109,7 +109,9 @@ class Layout:
             infos[name] = TensorInfo(SAFE_NAMES.get(dtype, "U8"), stored, (begin, self.bytes))
         self.start = render_start(infos)
         ranks = {index: rank for rank, index in enumerate(self.order)}
-        self.packed_slots = msgspec.Raw(_pack([ranks[original] for original in self._originals]))
+        #: For each tensor of the tree, the position of its copy in the order of the file.
+        self.slots = [ranks[original] for original in self._originals]
+        self.packed_slots = msgspec.Raw(_pack(self.slots))
         self.packed_foreign = msgspec.Raw(_pack(foreign))
 
     def check(self, flat: FlatTree) -> None:

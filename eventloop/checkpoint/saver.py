@@ -7,7 +7,8 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Final, Generic, Literal, NamedTuple, Self, TypeVar
 
@@ -52,6 +53,10 @@ def write(staged: StagedTree, path: AsPath) -> CommitInfo:
     digest = write_pieces(path, staged.bytes, staged.pieces())
     staged.release()
     return CommitInfo(path, staged.bytes, readable(digest), time.perf_counter() - start)
+
+
+Writer = Callable[[StagedTree, AnyPath], CommitInfo]
+"""Writes a staged tree to a path, durably and atomically, or raises."""
 
 
 def save(tree: object, path: AsPath) -> CommitInfo:
@@ -126,6 +131,7 @@ class Turns(Generic[Job]):
 class _Job(NamedTuple):
     staged: StagedTree
     path: AnyPath
+    write: Writer
     future: Future[CommitInfo]
 
 
@@ -156,6 +162,8 @@ class AsyncSaver:
         # Wakes the thread; in C, so that Ctrl-C leaves it whole.
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._failures: list[BaseException] = []
+        self._actions: deque[Callable[[], object]] = deque()
+        self._committed = True  # the last save was, or there was none
         self._closed = False
         self._process = os.getpid()
         self._overlap = Overlap(optimizers) if (optimizers := list(overlap)) else None
@@ -168,8 +176,14 @@ class AsyncSaver:
             self._bell.put(None)  # after Ctrl-C the thread may run nevertheless, and must end
             raise
 
-    def save(self, tree: object, path: AsPath) -> Future[CommitInfo]:
+    def save(self, tree: object, path: AsPath, *, write: Writer = write) -> Future[CommitInfo]:
         """Copy ``tree`` and have it written to ``path``, a file or a URL; its directory must exist.
+
+        Args:
+            tree: what `stage` takes.
+            path: where to write.
+            write: called on the saver's thread with the copy and the path, for files of another format
+                (`Pickled.write` for those of ``torch.save``). The copy is released afterwards.
 
         Returns:
             A future: cancelled if the save was skipped or replaced, done once the file is durable.
@@ -193,10 +207,20 @@ class AsyncSaver:
             future.set_running_or_notify_cancel()  # else concurrent.futures.wait() would wait for it
             return future
         self._give_up_waiting()
-        job = _Job(stage(tree, self._buffer, overlap=self._overlap), path, future)
+        job = _Job(stage(tree, self._buffer, overlap=self._overlap), path, write, future)
         self._turns.enter(job)  # from here on it is written, or replaced, whatever strikes
         self._bell.put(None)
         return future
+
+    def after_commit(self, action: Callable[[], object]) -> None:
+        """Call ``action`` once the saves so far are durable, for example to remove what they replace.
+
+        It runs on the saver's thread, or at once if no save is under way. While the last save has failed, it waits for the
+        next one that succeeds, and is dropped if none does. Its error is raised like that of a save.
+        """
+        self._actions.append(action)
+        if not self._turns.under_way and self._committed:
+            self._act()
 
     def wait(self) -> None:
         """Wait until everything is durable; raise the CheckpointError of a save that failed."""
@@ -231,6 +255,8 @@ class AsyncSaver:
     def _finish(self) -> None:
         self._bell.put(None)  # Ctrl-C may have struck in save, between entering the job and ringing
         self._turns.wait()
+        if self._committed:
+            self._act()  # what was asked for while the last save was ending
 
     def _give_up_waiting(self) -> None:
         waiting = self._turns.waiting
@@ -242,13 +268,14 @@ class AsyncSaver:
     def _write_all(self) -> None:
         while True:
             self._bell.get()
+            closed = self._closed  # asked first: every job comes before it, so the last one is found below
             while (job := self._turns.waiting) is not None:
                 if self._turns.begin(job):  # else it was replaced at this moment
                     try:
                         self._write(job)
                     finally:
                         self._turns.end(job)
-            if self._closed:
+            if closed:
                 return
 
     def _write(self, job: _Job) -> None:
@@ -256,13 +283,26 @@ class AsyncSaver:
             job.staged.release()
             return
         try:
-            info = write(job.staged, job.path)
+            info = job.write(job.staged, job.path)
         except Exception as error:  # noqa: BLE001 - raised by the next call
             job.staged.release()
+            self._committed = False
             self._failures.append(error)
             job.future.set_exception(error)
         else:
+            job.staged.release()
+            self._committed = True
+            self._act()
             job.future.set_result(info)
+
+    def _act(self) -> None:
+        while self._actions:
+            try:
+                self._actions.popleft()()
+            except IndexError:  # the other thread took it
+                return
+            except Exception as error:  # noqa: BLE001 - raised by the next call
+                self._failures.append(error)
 
     def _raise_failures(self) -> None:
         if not self._failures:

@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -15,6 +15,7 @@ from eventloop.checkpoint.container import DIGEST_BYTES, Pieces, render
 from eventloop.checkpoint.layout import Batch, Changed, Layout, Tensors
 from eventloop.checkpoint.memory import allocate
 from eventloop.checkpoint.overlap import Overlap, Pair, by_device, copy, end_of_queue
+from eventloop.checkpoint.rebuild import unflatten
 from eventloop.checkpoint.tree import FlatTree
 from eventloop.errors import CheckpointError
 
@@ -128,12 +129,14 @@ class StagedTree:
     `write` releases it after the commit. Call `release` if it is not written, or if writing it fails.
     """
 
-    def __init__(self, layout: Layout, memory: _Memory, tree: bytes) -> None:
+    def __init__(self, layout: Layout, memory: _Memory, rest: msgspec.Raw) -> None:
         self._memory: _Memory | None = memory
-        self._header = render(layout.start, layout.bytes, len(tree))
-        self._tree = tree
+        self._slots = layout.slots
+        self._rest = rest
+        self._tree = _pack((layout.packed_slots, layout.packed_foreign, rest))
+        self._header = render(layout.start, layout.bytes, len(self._tree))
         #: The size of the file that `write` makes, in bytes.
-        self.bytes: Final = len(self._header) + layout.bytes + len(tree) + DIGEST_BYTES
+        self.bytes: Final = len(self._header) + layout.bytes + len(self._tree) + DIGEST_BYTES
 
     @property
     def released(self) -> bool:
@@ -150,12 +153,20 @@ class StagedTree:
         Raises:
             CheckpointError: after `release`; or a tensor changed while an `Overlap` was copying it.
         """
+        return self._header, self._copied().flat.numpy().data, self._tree
+
+    def tree(self) -> Any:
+        """Return the tree with copies, on the CPU, in place of its tensors; they are valid until `release`. See `pieces`."""
+        memory = self._copied()
+        return unflatten(self._rest, iter([memory.views[slot] for slot in self._slots]))
+
+    def _copied(self) -> _Memory:
         if (memory := self._memory) is None:
             raise CheckpointError("this StagedTree was released (it was written already?); stage the tree again")
         if memory.late is not None:
             memory.late.result()
         memory.wait()
-        return self._header, memory.flat.numpy().data, self._tree
+        return memory
 
 
 def stage(tree: object, buffer: StageBuffer | None = None, *, overlap: Overlap | None = None) -> StagedTree:
@@ -184,7 +195,7 @@ def stage(tree: object, buffer: StageBuffer | None = None, *, overlap: Overlap |
         # then a new layout raises the reason.
         buffer.clear()
         layout, memory = buffer.fill(flat, overlap)
-    staged = StagedTree(layout, memory, _pack((layout.packed_slots, layout.packed_foreign, flat.rest)))
+    staged = StagedTree(layout, memory, flat.rest)
     memory.lease = weakref.ref(staged)
     return staged
 

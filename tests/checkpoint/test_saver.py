@@ -211,3 +211,29 @@ def test_after_a_fork_it_is_inert(disk, tmp_path):
         assert os.waitpid(child, 0)[1] == 0
         disk.go.set()
     assert saved(tmp_path) == {"0": 0}
+
+
+def test_a_save_right_before_closing_is_written_though_the_thread_is_slow(tmp_path):
+    closing = threading.Event()
+
+    class Slow(AsyncSaver):
+        """Its thread, once the first file is durable, does not get on until the saver is being closed."""
+
+        first = None
+
+        @property
+        def _closed(self):
+            if threading.current_thread().name == "trainbus-saver" and self.first is not None and self.first.done():
+                closing.wait(10)
+            return vars(self)["closed"]
+
+        @_closed.setter
+        def _closed(self, value):
+            vars(self)["closed"] = value
+            if value:
+                closing.set()
+
+    with Slow() as saver:
+        saver.first = saver.save(tree(0), tmp_path / "0")
+        saver.save(tree(1), tmp_path / "1")
+    assert saved(tmp_path) == {"0": 0, "1": 1}

@@ -1,0 +1,389 @@
+"""Files of torch.save written beside the training, and writers of other formats: the same promises as for the container."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import threading
+import zipfile
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from eventloop.checkpoint import AsyncSaver, CommitInfo, Pickled, commit_bytes, load_pth, stage, zip_file
+from eventloop.errors import CheckpointError, CheckpointValueError
+
+
+class Settings:
+    def __init__(self, values):
+        self.values = values
+
+
+@pytest.fixture
+def no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive(), thread
+
+
+def training():
+    model = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def write(tree, path):
+    with AsyncSaver() as saver:
+        pickled = Pickled(tree)
+        return saver.save(pickled.storages, path, write=pickled.write).result(30)
+
+
+def records(path):
+    """The bytes up to the record that torch numbers each file with."""
+    data = path.read_bytes()
+    marker = b"archive/.data/serialization_id"
+    return data[: data.index(marker) - 30] if marker in data else data[: data.index(b"PK\1\2")]
+
+
+def names(directory):
+    return sorted(each.name for each in directory.iterdir())
+
+
+# --------------------------------------------------------------------- the file
+
+
+def test_the_file_has_the_bytes_that_torch_save_writes(tmp_path):
+    model, optimizer = training()
+    base = torch.arange(10.0)
+    tree = {
+        "model": model.state_dict(),
+        "parameter": model.weight,
+        "optimizer": optimizer.state_dict(),
+        "views": [base[2:4], base, base.view(2, 5).t(), base[::2]],
+        "dtypes": [torch.ones(3, dtype=dtype) for dtype in (torch.bfloat16, torch.bool, torch.complex64, torch.uint16)],
+        "others": [torch.empty(0), torch.tensor(1.5), torch.eye(3).to_sparse(), torch.ones(2, requires_grad=True)],
+        "values": [Namespace(a=1), Path("x"), {1, 2}, (1, None), b"bytes", 2**80, torch.float16, torch.device("cpu")],
+        "conjugated": torch.ones(2, dtype=torch.complex64).conj(),
+    }
+    torch.save(tree, tmp_path / "archive.pt")
+    info = write(tree, tmp_path / "ours.pt")
+    assert records(tmp_path / "ours.pt") == records(tmp_path / "archive.pt")
+    assert info.bytes == (tmp_path / "ours.pt").stat().st_size
+    assert info.path == tmp_path / "ours.pt"
+
+
+def test_torch_and_the_importer_read_the_file(tmp_path):
+    model, optimizer = training()
+    info = write({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    assert info.digest.startswith("crc32:")
+    for read in (
+        lambda path: torch.load(path, weights_only=True),
+        lambda path: torch.load(path, weights_only=True, mmap=True),
+        load_pth,
+    ):
+        found = read(tmp_path / "c.pt")
+        assert torch.equal(found["model"]["weight"], model.weight)
+        assert torch.equal(found["optimizer"]["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+def test_tied_tensors_and_views_stay_shared_and_are_stored_once(tmp_path):
+    weight = torch.zeros(100_000)
+    info = write({"a": weight, "b": weight, "view": weight[:10]}, tmp_path / "c.pt")
+    assert info.bytes < 2 * weight.nbytes
+    found = torch.load(tmp_path / "c.pt", weights_only=True)
+    found["a"][0] = 1
+    assert found["b"][0] == found["view"][0] == 1
+
+
+def test_an_empty_tree_and_text_in_all_alphabets_are_kept(tmp_path):
+    for tree in ({}, [], {"größe": "語", "none": None}):
+        write(tree, tmp_path / "c.pt")
+        assert torch.load(tmp_path / "c.pt", weights_only=True) == tree
+
+
+def test_nothing_in_the_file_changes_after_the_save(tmp_path):
+    held = Held()
+    settings, counts, weight = Settings({"lr": 1}), {"steps": [1]}, torch.ones(5)
+    pickled = Pickled({"settings": settings, "counts": counts, "weight": weight})
+
+    def write_late(staged, path):
+        held(staged, path)
+        return pickled.write(staged, path)
+
+    with AsyncSaver() as saver:
+        saver.save(pickled.storages, tmp_path / "c.pt", write=write_late)
+        settings.values["lr"], counts["steps"] = 2, [7]
+        counts["steps"].append(8)
+        weight += 1
+        held.go.set()
+    found = torch.load(tmp_path / "c.pt", weights_only=False)
+    assert (found["settings"].values, found["counts"], found["weight"][0].item()) == ({"lr": 1}, {"steps": [1]}, 1)
+
+
+def test_what_torch_save_refuses_is_refused_at_once():
+    with pytest.raises(CheckpointValueError, match="lambda"):
+        Pickled({"step": lambda: 1})
+    weight = torch.zeros(4)
+    with pytest.raises(CheckpointValueError, match=r"view the same memory as torch\.float32 and torch\.int32"):
+        Pickled([weight, weight.view(torch.int32)])
+
+
+def test_a_url_is_refused(tmp_path):
+    pickled = Pickled({})
+    with AsyncSaver() as saver:
+        saver.save(pickled.storages, "memory://bucket/c.pt", write=pickled.write)
+        with pytest.raises(CheckpointError, match="can only be written to a local path"):
+            saver.wait()
+
+
+def test_sizes_and_offsets_that_need_64_bits_are_given_in_64(tmp_path, monkeypatch):
+    monkeypatch.setattr(zip_file, "_LARGE", 500)
+    layout = zip_file.ZipLayout([("small", b"a" * 100), ("large", b"b" * 5000), ("behind", b"c" * 10), ("none", b"")])
+    with (tmp_path / "z").open("wb") as file:
+        file.writelines(layout.parts())
+    # A reader takes 32 bits of ones as the sign to look there.
+    data = (tmp_path / "z").read_bytes().replace((500).to_bytes(4, "little"), b"\xff" * 4)
+    assert len(data) == layout.bytes
+    (tmp_path / "z").write_bytes(data)
+    with zipfile.ZipFile(tmp_path / "z") as archive:
+        assert archive.testzip() is None
+        assert [(info.filename, info.file_size) for info in archive.infolist()] == [
+            ("archive/small", 100),
+            ("archive/large", 5000),
+            ("archive/behind", 10),
+            ("archive/none", 0),
+        ]
+
+
+# --------------------------------------------------------------------- faults
+
+
+def test_any_failing_operation_leaves_the_old_file_and_no_debris(tmp_path, monkeypatch):
+    path = tmp_path / "c.pt"
+    calls, fail_at = [], -1
+
+    def wrapped(name, real):
+        def operation(*args, **kwargs):
+            calls.append(name)
+            if len(calls) - 1 == fail_at:
+                if name == "close":
+                    real(*args, **kwargs)
+                raise OSError(errno.EIO, "broken disk")
+            return real(*args, **kwargs)
+
+        return operation
+
+    for name in ("open", "write", "writev", "fsync", "close", "replace"):
+        monkeypatch.setattr(os, name, wrapped(name, getattr(os, name)))
+    write(torch.zeros(4), path)
+    steps = list(calls)
+    assert [step for step in steps if "write" not in step] == ["open", "fsync", "close", "replace", "open", "fsync", "close"]
+    for at in range(len(steps)):
+        write(torch.zeros(4), path)
+        calls.clear()
+        fail_at = at
+        with pytest.raises(CheckpointError, match=r"c\.pt \([\d,]+ bytes\): .*broken disk"):
+            write(torch.ones(4), path)
+        fail_at = -1
+        assert names(tmp_path) == ["c.pt"]
+        assert torch.load(path)[0] == (at > steps.index("replace"))
+
+
+def test_a_disk_that_fills_up_in_the_middle_is_told_by_the_next_call(tmp_path, monkeypatch):
+    write(torch.zeros(4), tmp_path / "c.pt")
+    room, real = [1_000_000], os.write
+
+    def fill_up(descriptor, data):
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = real(descriptor, data[: room[0]])
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr(os, "write", fill_up)
+    monkeypatch.setattr(os, "writev", lambda descriptor, parts: fill_up(descriptor, b"".join(parts)))
+    with AsyncSaver() as saver:
+        pickled = Pickled(torch.ones(5_000_000))
+        future = saver.save(pickled.storages, tmp_path / "c.pt", write=pickled.write)
+        with pytest.raises(CheckpointError, match="No space left"):
+            saver.wait()
+        with pytest.raises(CheckpointError, match="No space left"):
+            future.result()
+    assert names(tmp_path) == ["c.pt"]
+    assert torch.load(tmp_path / "c.pt").shape == (4,)
+
+
+_KILLED = """
+import os, signal, sys, torch
+from eventloop.checkpoint import AsyncSaver, Pickled
+real, left = os.writev, [3]
+def writev(descriptor, parts):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(descriptor, parts)
+os.writev = writev
+with AsyncSaver() as saver:
+    pickled = Pickled([torch.ones(1000, 1000) for _ in range(50)])
+    saver.save(pickled.storages, sys.argv[1], write=pickled.write)
+"""
+
+
+def test_a_process_killed_in_the_middle_leaves_the_old_file(tmp_path):
+    write(torch.zeros(4), tmp_path / "c.pt")
+    command = [sys.executable, "-c", _KILLED, str(tmp_path / "c.pt")]
+    ended = subprocess.run(command, check=False, timeout=60)  # noqa: S603 - our own program
+    assert ended.returncode == -9
+    assert torch.load(tmp_path / "c.pt").shape == (4,)
+    assert len(names(tmp_path)) == 2  # the temporary file, whose name says so
+    assert names(tmp_path)[0].startswith(".trainbus-")
+
+
+def test_interrupts_lose_no_file_and_do_not_hang(tmp_path, ctrl_c, no_thread_is_left):
+    delays = random.Random(3)
+    futures = {}
+
+    def save(number):
+        pickled = Pickled({"w": torch.full((100,), float(number)), "n": number})
+        return saver.save(pickled.storages, tmp_path / f"{number % 20}", write=pickled.write)
+
+    with AsyncSaver() as saver:
+        number = 0
+        while ctrl_c.strikes < 300:
+            number += 1
+            ctrl_c.once(delays.uniform(2e-6, 800e-6))
+            futures[number] = ctrl_c.call(lambda number=number: save(number))
+        ctrl_c.every(0)
+        saver.wait()
+        assert all(future.done() for future in futures.values() if future is not None)
+    for path in tmp_path.iterdir():
+        found = torch.load(path, weights_only=True)
+        assert (found["w"] == found["n"]).all()
+
+
+# --------------------------------------------------------------------- writers
+
+
+def test_a_writer_gets_the_tree_with_the_copies_of_its_tensors(tmp_path):
+    weight, seen = torch.ones(3), []
+
+    def write_text(staged, path):
+        seen.append(staged)
+        tree = staged.tree()
+        commit_bytes(path, repr(tree["w"].tolist()).encode())
+        assert tree["w"] is not weight
+        assert tree["tied"].data_ptr() == tree["w"].data_ptr()
+        return CommitInfo(path, staged.bytes, "", 0.0)
+
+    with AsyncSaver() as saver:
+        saver.save({"w": weight, "tied": weight, "n": 1}, tmp_path / "x", write=write_text).result(30)
+        weight += 1
+        saver.wait()
+        assert seen[0].released
+    assert (tmp_path / "x").read_text() == "[1.0, 1.0, 1.0]"
+
+
+def test_staged_trees_have_all_that_a_container_has():
+    tree = {"a": (torch.arange(3), [torch.ones(2, 2).t(), torch.tensor(2j)]), 3: {"é": torch.empty(0, 4)}}
+    staged = stage(tree)
+    found = staged.tree()
+    assert torch.equal(found["a"][0], tree["a"][0])
+    assert torch.equal(found["a"][1][0], tree["a"][1][0])
+    assert found["a"][1][1] == 2j
+    assert found[3]["é"].shape == (0, 4)
+    staged.release()
+    with pytest.raises(CheckpointError, match="released"):
+        staged.tree()
+
+
+def test_the_error_of_a_writer_is_told_by_the_next_call_and_frees_the_memory(tmp_path):
+    seen = []
+
+    def broken(staged, path):
+        seen.append(staged)
+        raise RuntimeError("my writer")
+
+    with AsyncSaver() as saver:
+        saver.save({"w": torch.ones(3)}, tmp_path / "x", write=broken)
+        with pytest.raises(RuntimeError, match="my writer"):
+            saver.wait()
+        assert seen[0].released
+        saver.save({"w": torch.ones(3)}, tmp_path / "y").result(30)
+
+
+# --------------------------------------------------------------------- actions behind the commit
+
+
+class Held:
+    """A writer that waits until it is let go."""
+
+    def __init__(self):
+        self.go = threading.Event()
+        self.fails = False
+
+    def __call__(self, staged, path):
+        assert self.go.wait(30)
+        if self.fails:
+            raise OSError("broken disk")
+        commit_bytes(path, b"")
+        return CommitInfo(path, 0, "", 0.0)
+
+
+def test_an_action_comes_behind_the_commit_of_the_save_under_way(tmp_path):
+    held, seen = Held(), []
+    with AsyncSaver() as saver:
+        saver.save({}, tmp_path / "x", write=held)
+        saver.after_commit(lambda: seen.append((tmp_path / "x").exists()))
+        assert seen == []
+        held.go.set()
+        saver.wait()
+        assert seen == [True]
+        saver.after_commit(lambda: seen.append("at once"))
+        assert seen == [True, "at once"]
+
+
+def test_an_action_is_not_done_while_the_last_save_has_failed(tmp_path):
+    held, seen = Held(), []
+    held.go.set()
+    held.fails = True
+    with AsyncSaver() as saver:
+        for number in range(2):
+            saver.save({}, tmp_path / "x", write=held)
+            saver.after_commit(lambda number=number: seen.append(number))
+            with pytest.raises(OSError, match="broken disk"):
+                saver.wait()
+        assert seen == []
+        saver.save({}, tmp_path / "y")
+        saver.wait()
+        assert seen == [0, 1]
+        saver.save({}, tmp_path / "x", write=held)
+        saver.after_commit(lambda: seen.append("never"))
+        with pytest.raises(OSError, match="broken disk"):
+            saver.close()
+    assert seen == [0, 1]
+
+
+def test_the_error_of_an_action_is_told_and_the_others_are_done(tmp_path):
+    held, seen = Held(), []
+
+    def broken():
+        raise OSError("not removed")
+
+    with AsyncSaver() as saver:
+        future = saver.save({}, tmp_path / "x", write=held)
+        saver.after_commit(broken)
+        saver.after_commit(lambda: seen.append(1))
+        held.go.set()
+        with pytest.raises(OSError, match="not removed"):
+            saver.wait()
+        assert future.exception() is None
+        assert seen == [1]
