@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eventloop import *  # noqa: F403
+    from eventloop.bridges.ignite_saver import TrainbusSaver as TrainbusSaver
     from eventloop.events import *  # noqa: F403
     from eventloop.events.mount_points import *  # noqa: F403
     from hooks import *  # noqa: F403
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     __version__: str
 
 _PACKAGES = ("eventloop", "hooks")
+_OPTIONAL = {"TrainbusSaver": "eventloop.bridges.ignite_saver"}
+"""Names that need another library, and their modules. ``from trainbus import *`` leaves them out."""
 _PUBLIC = ("eventloop", "eventloop.events", "hooks")
 _HOME = Path(__file__).resolve().parent
 
@@ -66,7 +69,7 @@ if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
         return globals().setdefault(name, _find(name))
 
     def __dir__() -> list[str]:
-        return sorted(["__version__", *_public()])
+        return sorted(["__version__", *_OPTIONAL, *_public()])
 
 
 def _find(name: str) -> Any:
@@ -79,6 +82,9 @@ def _find(name: str) -> Any:
         return _public()
     if name in _PACKAGES:
         return _own(name)
+    if name in _OPTIONAL:
+        _own("eventloop")
+        return getattr(importlib.import_module(_OPTIONAL[name]), name)
     if not name.startswith("_"):
         for package in map(_own, _PUBLIC):
             if name in package.__all__:

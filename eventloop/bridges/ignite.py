@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
+from contextlib import AbstractContextManager
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -243,8 +244,14 @@ class IgniteBridge(Bridge):
         self._leave_epoch()
         drive.end_train()
         run.write_due(self._save)
+        self._wait()
         drive.end_run()
         self._driver = None
+
+    def _wait(self) -> None:
+        """Wait until all files are durable that `TrainbusSaver` writes, so that the bus hears of them."""
+        for saver in ignite_files.savers(self._engines(), self):
+            saver.wait()
 
     def _fail(self, error: BaseException) -> None:
         """Publish ``on_exception``, and end the run, if it has begun."""
@@ -396,8 +403,18 @@ class IgniteBridge(Bridge):
         if run is None:
             raise TrainingError("the bus has no state before the first trainer.run(): add the bridge to a Checkpoint handler")
         self._since = time.perf_counter()
+        for saver in ignite_files.savers(self._engines(), self):
+            saver.told = partial(self._told, run)
         entry, weights = run.gather_entry("")
         return {"entry": entry, "weights": weights}
+
+    def _told(self, run: HostedRun, path: Path) -> AbstractContextManager[None]:
+        """Return a context that reports the writing of a file by `TrainbusSaver`."""
+        self._since = 0.0
+        return run.writing(path)
+
+    def _engines(self) -> list[Engine]:
+        return [engine for engine in (self.trainer, self._evaluator) if engine is not None]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep the state; the next ``trainer.run()`` restores it. Load the trainer, the model and the optimizer as well.
@@ -428,8 +445,7 @@ class IgniteBridge(Bridge):
         self._since = 0.0
         if run is None or run.rank or not since:
             return
-        engines = [engine for engine in (self.trainer, self._evaluator) if engine is not None]
-        if (path := ignite_files.newest(engines, self)) is not None:
+        if (path := ignite_files.newest(self._engines(), self)) is not None:
             names, seconds = [str(path)], time.perf_counter() - since
             told = ev.CheckpointCommitted(
                 progress=run.progress, path=names[0], names=names, bytes=path.stat().st_size, seconds=seconds

@@ -10,6 +10,7 @@ from typing import Any
 from ignite.engine import Engine
 from ignite.handlers import Checkpoint, DiskSaver
 
+from eventloop.bridges.ignite_saver import TrainbusSaver
 from eventloop.checkpoint import AnyPath, unwrapped
 from eventloop.errors import ConfigurationError
 
@@ -28,10 +29,14 @@ def write(trainer: Engine, path: AnyPath, objects: Mapping[str, Any], states: Ma
 
 def newest(engines: Iterable[Engine], entry: object) -> Path | None:
     """Return the newest file of all ``Checkpoint`` handlers of the engines that save ``entry`` to a local directory."""
-    handlers = [one for engine in engines for one in _handlers(engine) if _holds(one.to_save, entry)]
-    directories = {Path(one.save_handler.dirname) for one in handlers if isinstance(one.save_handler, DiskSaver)}
+    directories = {Path(one.dirname) for one in _disk_savers(engines, entry) if not isinstance(one, TrainbusSaver)}
     files = [path for directory in directories for path in directory.iterdir() if path.is_file()]
     return max(files, key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def savers(engines: Iterable[Engine], entry: object) -> list[TrainbusSaver]:
+    """Return the `TrainbusSaver` of each ``Checkpoint`` handler of the engines that saves ``entry``."""
+    return [one for one in _disk_savers(engines, entry) if isinstance(one, TrainbusSaver)]
 
 
 class _Saved:
@@ -54,6 +59,11 @@ def _with_states(objects: Mapping[str, Any], states: Mapping[int, dict[str, Any]
             key = id(unwrapped(value))
             replaced[name] = _Saved(states[key]) if key in states else value
     return replaced
+
+
+def _disk_savers(engines: Iterable[Engine], entry: object) -> list[DiskSaver]:
+    handlers = [one for engine in engines for one in _handlers(engine) if _holds(one.to_save, entry)]
+    return [one.save_handler for one in handlers if isinstance(one.save_handler, DiskSaver)]
 
 
 def _handlers(engine: Any) -> list[Checkpoint]:

@@ -1,0 +1,310 @@
+"""``TrainbusSaver``, the save handler for Ignite's ``Checkpoint``, with and without a bus; checkpoints that hooks request."""
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("ignite")
+
+from ignite import distributed as idist
+from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
+from ignite.handlers import Checkpoint
+from ignite.metrics import Accuracy
+
+from eventloop import Bus
+from eventloop.errors import CheckpointError
+from hooks import EMAHook
+from trainbus import TrainbusSaver
+
+from .jobs import assert_same, batches, weights_of
+
+logging.getLogger("ignite").setLevel(logging.CRITICAL)
+
+
+class Job:
+    """A training as Ignite's users write it, with a save handler of ours."""
+
+    def __init__(self, directory, *, when=Events.EPOCH_COMPLETED, **options):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.trainer = create_supervised_trainer(self.model, self.optimizer, nn.CrossEntropyLoss())
+        self.directory = directory
+        self.to_save = {"model": self.model, "optimizer": self.optimizer, "trainer": self.trainer}
+        self.saver = TrainbusSaver(directory, self.trainer)
+        self.handler = Checkpoint(self.to_save, self.saver, **options)
+        self.trainer.add_event_handler(when, self.handler)
+
+    def run(self, epochs=4, data=2):
+        self.trainer.run(batches(data), max_epochs=epochs)
+        return self
+
+    @property
+    def names(self):
+        return sorted(each.name for each in self.directory.iterdir())
+
+
+class Disk:
+    """Holds up the renaming of complete files until it is let go, and can fail it."""
+
+    def __init__(self, monkeypatch):
+        self.go = threading.Event()
+        self.held = threading.Event()
+        self.fails = lambda name: False
+        self._replace = os.replace
+        monkeypatch.setattr(os, "replace", self.replace)
+
+    def replace(self, source, target):
+        self.held.set()
+        assert self.go.wait(30)
+        if self.fails(os.path.basename(target)):  # noqa: PTH119
+            raise OSError(errno.EIO, "broken disk")
+        self._replace(source, target)
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    made = Disk(monkeypatch)
+    yield made
+    made.go.set()
+
+
+def files(*numbers):
+    return [f"checkpoint_{number}.pt" for number in numbers]
+
+
+# --------------------------------------------------------------------- without a bus
+
+
+def test_the_files_are_those_of_the_handler_that_ignite_has(tmp_path):
+    job = Job(tmp_path / "ours", n_saved=2)
+    torch.manual_seed(0)
+    plain = Checkpoint(job.to_save, str(tmp_path / "plain"), n_saved=2)
+    job.trainer.add_event_handler(Events.EPOCH_COMPLETED, plain)
+    job.run()
+    assert job.names == files(6, 8) == sorted(each.name for each in (tmp_path / "plain").iterdir())
+    for name in job.names:
+        ours, theirs = (torch.load(tmp_path / where / name, weights_only=True) for where in ("ours", "plain"))
+        assert_same(ours["model"], theirs["model"])
+        assert_same(ours["optimizer"]["state"][0], theirs["optimizer"]["state"][0])
+        assert ours["trainer"] == theirs["trainer"]
+    assert job.handler.last_checkpoint == tmp_path / "ours" / "checkpoint_8.pt"
+
+
+def test_a_training_resumed_from_a_file_goes_on_exactly(tmp_path):
+    whole = Job(tmp_path / "a").run(5)
+    Job(tmp_path / "b").run(3)
+    rest = Job(tmp_path / "c")
+    Checkpoint.load_objects(rest.to_save, tmp_path / "b" / "checkpoint_6.pt")
+    rest.run(5)
+    assert_same(weights_of(rest.model), weights_of(whole.model))
+
+
+def test_training_goes_on_while_a_file_is_written_and_its_end_waits(tmp_path, disk):
+    job = Job(tmp_path, n_saved=None)
+    seen = []
+
+    @job.trainer.on(Events.EPOCH_STARTED)
+    def look(engine):
+        if engine.state.epoch == 2:
+            assert disk.held.wait(30)
+            seen.extend(name for name in job.names if not name.startswith("."))
+            threading.Timer(0.05, disk.go.set).start()
+
+    job.run(2)
+    assert seen == []
+    assert job.names == files(2, 4)
+
+
+def test_the_file_has_the_weights_of_the_moment_of_the_save(tmp_path, disk):
+    job, weights = Job(tmp_path), {}
+    job.trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: weights.update(weights_of(job.model)) or disk.go.set())
+    job.run(1)
+    saved = torch.load(tmp_path / "checkpoint_2.pt", weights_only=True)
+    assert_same(saved["model"], weights)
+
+
+def test_the_file_before_is_removed_behind_the_commit_of_its_successor(tmp_path, disk):
+    job, seen = Job(tmp_path, n_saved=1), []
+    replace = disk._replace
+
+    def note(source, target):
+        seen.append([name for name in job.names if not name.startswith(".")])
+        replace(source, target)
+
+    disk._replace = note
+    disk.go.set()
+    job.run(3)
+    assert seen == [[], files(2), files(4)]
+    assert job.names == files(6)
+
+
+def test_the_file_before_stays_if_its_successor_fails(tmp_path, disk):
+    disk.go.set()
+    disk.fails = lambda name: name == "checkpoint_4.pt"
+    job = Job(tmp_path, n_saved=1)
+    with pytest.raises(CheckpointError, match=r"checkpoint_4\.pt .*broken disk"):
+        job.run(4)
+    assert job.trainer.state.epoch == 3  # told by the next save
+    assert job.names == files(2)
+
+
+def test_a_failure_of_the_last_file_is_told_by_the_end(tmp_path, disk):
+    disk.go.set()
+    disk.fails = lambda name: name == "checkpoint_4.pt"
+    with pytest.raises(CheckpointError, match="broken disk"):
+        Job(tmp_path, n_saved=1).run(2)
+    assert [each.name for each in tmp_path.iterdir()] == files(2)
+
+
+def test_a_training_that_fails_leaves_the_files_and_tells_of_those_that_failed(tmp_path, disk):
+    disk.go.set()
+    disk.fails = lambda name: name == "checkpoint_4.pt"
+    job = Job(tmp_path)
+
+    @job.trainer.on(Events.EPOCH_COMPLETED(once=2))
+    def fail():
+        raise ValueError("my handler")
+
+    with pytest.raises(ValueError, match="my handler") as caught:
+        job.run(3)
+    assert any("broken disk" in note for note in caught.value.__notes__)
+    assert job.names == files(2)
+
+
+def test_a_file_saved_again_under_its_name_stays(tmp_path):
+    job = Job(tmp_path, n_saved=1, filename_pattern="last.pt").run(3)
+    assert job.names == ["last.pt"]
+    assert torch.load(tmp_path / "last.pt", weights_only=True)["trainer"]["iteration"] == 6
+
+
+def test_the_best_and_the_last_checkpoint_are_durable_when_they_are_named(tmp_path):
+    job = Job(tmp_path / "last", n_saved=1)
+    evaluator = create_supervised_evaluator(job.model, {"accuracy": Accuracy()})
+    best = Checkpoint(
+        {"model": job.model}, TrainbusSaver(tmp_path / "best", job.trainer), n_saved=1, score_name="accuracy",
+        greater_or_equal=True,
+    )  # fmt: skip
+    evaluator.add_event_handler(Events.COMPLETED, best)
+    named = []
+
+    @job.trainer.on(Events.EPOCH_COMPLETED)
+    def validate():
+        evaluator.run(batches(2, seed=9))
+        named.extend(handler.last_checkpoint.is_file() for handler in (job.handler, best))
+
+    job.run(3)
+    assert named == [True] * 6
+    assert len(list((tmp_path / "best").iterdir())) == len(list((tmp_path / "last").iterdir())) == 1
+
+
+def test_a_save_outside_of_a_run_waits_for_its_file(tmp_path):
+    job = Job(tmp_path, n_saved=1, filename_pattern="{name}_{global_step}.pt")
+    job.handler(job.trainer)
+    assert job.names == files(0)
+    job.run(1)
+    assert job.names == files(2)
+    job.trainer.state.iteration = 9
+    job.handler(job.trainer)
+    assert job.names == files(9)
+
+
+def test_a_full_directory_is_refused_and_another_rank_writes_nothing(tmp_path, monkeypatch):
+    job = Job(tmp_path).run(1)
+    with pytest.raises(ValueError, match="require_empty=False"):
+        TrainbusSaver(tmp_path, job.trainer)
+    TrainbusSaver(tmp_path, job.trainer, require_empty=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(idist, "get_rank", lambda: 1)
+        other = Job(tmp_path / "other").run(2)
+    assert not other.directory.exists()
+
+
+def test_no_thread_is_left_by_a_training(tmp_path):
+    before = set(threading.enumerate())
+    Job(tmp_path).run(2)
+    assert set(threading.enumerate()) <= before
+
+
+_KILLED = """
+import os, signal, sys, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from tests.bridges.test_ignite_saves import Job
+replace, count = os.replace, [0]
+def killing(source, target):
+    count[0] += 1
+    if count[0] == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(source, target)
+os.replace = killing
+Job(Path(sys.argv[1]), n_saved=1).run(5)
+"""
+
+
+def test_a_process_that_is_killed_leaves_a_file_that_goes_on(tmp_path):
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
+    command = [sys.executable, "-c", _KILLED, str(tmp_path / "a"), root]
+    assert subprocess.run(command, check=False, timeout=90).returncode == -9  # noqa: S603 - our own program
+    left = [each.name for each in (tmp_path / "a").iterdir() if not each.name.startswith(".trainbus-")]
+    assert left == files(4)
+    rest = Job(tmp_path / "b")
+    Checkpoint.load_objects(rest.to_save, tmp_path / "a" / left[0])
+    rest.run(5)
+    assert_same(weights_of(rest.model), weights_of(Job(tmp_path / "c").run(5).model))
+
+
+# --------------------------------------------------------------------- beside a bus
+
+
+class Attached(Job):
+    """The same with a bus, whose state is in the files."""
+
+    def __init__(self, directory, *hooks, late=False, when=Events.EPOCH_COMPLETED, **options):
+        super().__init__(directory, when=Events.EPOCH_COMPLETED(event_filter=lambda *_: False))
+        self.bus, self.told = Bus(), []
+        self.bus.add(*hooks)
+        self.bus.on("checkpoint_committed", lambda event: self.told.append(("committed", event.path, event.bytes)))
+        self.bus.on("checkpoint_failed", lambda event: self.told.append(("failed", event.path, event.error)))
+        self.bridge = self.bus.attach(self.trainer)
+        if late:  # else the bus was attached to a trainer that waits already
+            self.saver = TrainbusSaver(directory, self.trainer, require_empty=False)
+        self.to_save = {**self.to_save, "bus": self.bridge}
+        self.handler = Checkpoint(self.to_save, self.saver, **options)
+        self.trainer.add_event_handler(when, self.handler)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_bus_hears_of_each_file_when_it_is_durable(tmp_path, late):
+    job = Attached(tmp_path, late=late, n_saved=None).run(2)
+    expected = [("committed", str(tmp_path / name), (tmp_path / name).stat().st_size) for name in files(2, 4)]
+    assert job.told == expected
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_bus_hears_of_files_that_failed(tmp_path, disk, late):
+    disk.go.set()
+    disk.fails = lambda name: True
+    job = Attached(tmp_path, late=late)
+    with pytest.raises(CheckpointError, match="broken disk"):
+        job.run(1)
+    assert [(what, path) for what, path, _ in job.told] == [("failed", str(tmp_path / "checkpoint_2.pt"))]
+
+
+def test_the_files_carry_the_state_of_hooks(tmp_path):
+    whole = Attached(tmp_path / "a", EMAHook(momentum=0.1)).run(5)
+    Attached(tmp_path / "b", EMAHook(momentum=0.1)).run(3)
+    rest = Attached(tmp_path / "c", EMAHook(momentum=0.1))
+    Checkpoint.load_objects(rest.to_save, tmp_path / "b" / "checkpoint_6.pt")
+    rest.run(5)
+    assert_same(weights_of(rest.model), weights_of(whole.model))
+    one, other = (torch.load(tmp_path / name / "checkpoint_10.pt", weights_only=True)["bus"] for name in "ac")
+    assert_same(one["weights"]["model"], other["weights"]["model"])
+    assert not torch.equal(one["weights"]["model"]["0.weight"], whole.model[0].weight)
