@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, update_wrapper
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +20,10 @@ import torch
 from eventloop.bridges.bridge import Bridge
 from eventloop.bridges.hosted import HostedDriver, HostedRun
 from eventloop.bridges.transformers_evaluations import Evaluations, abandon_evaluation, has_length
-from eventloop.bridges.transformers_folders import Folders, read_entry
+from eventloop.bridges.transformers_folders import Folders, local, read_entry
 from eventloop.bridges.transformers_iterations import publish_iterations
+from eventloop.bridges.transformers_saver import FolderSaver
+from eventloop.checkpoint import AnyPath, verify_folder
 from eventloop.errors import ConfigurationError
 from eventloop.events import Stage
 from eventloop.log import get_logger
@@ -40,14 +42,22 @@ class TransformersBridge(Bridge):
     - Metrics have the names of ``compute_metrics``: the trainer's prefix ``eval_`` is removed.
     - A checkpoint is a folder. Those that hooks request have the names that hooks give, in ``output_dir``. The trainer's own
       ``checkpoint-<step>`` hold the state of the bus, too. ``from_pretrained`` opens both.
+
+    Args:
+        bus: the bus.
+        trainer: the trainer.
+        checkpoints: write all checkpoints of ``train()`` beside the training, which waits only for a copy. A folder has its
+            name when it is complete and durable; what it replaces is removed afterwards. The end of ``train()`` waits. If a
+            save fails, the next one, or the end of ``train()``, raises its error.
     """
 
     host = "a transformers.Trainer"
     missing: ClassVar[Mapping[str, str]] = {}
 
-    def __init__(self, bus: Any, trainer: Any) -> None:
+    def __init__(self, bus: Any, trainer: Any, *, checkpoints: bool = False) -> None:
         super().__init__(bus, trainer)
         self._folders = Folders(trainer)
+        self._saver = FolderSaver(trainer, self._folders) if checkpoints else None
         self._drive: HostedDriver
         self._resume: str | None = None
         self._looping = False
@@ -65,12 +75,15 @@ class TransformersBridge(Bridge):
             "on_epoch_end": self._on_epoch_end,
             "on_train_end": self._on_train_end,
         }
+        if self._saver is not None:
+            moments["on_save"] = self._saver.around_on_save
         around: dict[str, Method] = {
             "train": self._train,
             "_inner_training_loop": self._loop,
             "evaluate": partial(self._evaluate, "val"),
             "predict": partial(self._evaluate, "test"),
             "prediction_step": self._evaluations.prediction_step,
+            "_finalize_training": self._finalize,
             "_load_best_model": self._load_best_model,
             "_save_checkpoint": self._save_checkpoint,
             "save_model": self._folders.save_model,
@@ -87,6 +100,8 @@ class TransformersBridge(Bridge):
     def _train(self, original: Method, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint is True:  # the trainer finds only its own names
             resume_from_checkpoint = self._folders.newest() or True
+        elif resume_from_checkpoint:
+            verify_folder(Path(resume_from_checkpoint))
         return original(resume_from_checkpoint, *args, **kwargs)
 
     def _loop(self, original: Method, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +109,7 @@ class TransformersBridge(Bridge):
         self._resume = kwargs.get("resume_from_checkpoint")
         self._looping = True
         try:
-            with self._closing():
+            with self._closing(), self._saver.open() if self._saver is not None else nullcontext():
                 return original(*args, **kwargs)
         finally:
             self._looping = False
@@ -226,6 +241,11 @@ class TransformersBridge(Bridge):
             self._drive.end_train()
             run.write_due(self._write)
 
+    def _finalize(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+        if self._saver is not None:  # the trainer loads the best folder, and may remove all others
+            self._saver.settle()
+        return original(*args, **kwargs)
+
     def _load_best_model(self, original: Method) -> None:
         self._end_train()
         original()
@@ -272,12 +292,23 @@ class TransformersBridge(Bridge):
             original(model, trial)
             return
         folder = self._folders.next(trial)
-        with run.writing(folder), self._folders.filled(*run.gather_entry(str(folder))):
+        told, filled = run.writing(folder), self._folders.filled(*run.gather_entry(str(folder)))
+        if self._saver is not None and self._saver.is_open:
+            with filled:
+                self._saver.save(partial(original, model, trial), folder, told, own=True)
+            return
+        with told, filled:
             original(model, trial)
             self._folders.sync(folder)
 
-    def _write(self, path: Any) -> None:
+    def _write(self, path: AnyPath) -> None:
         """Have the trainer save a checkpoint with a name that a hook has given."""
-        run = self.run_begun
-        with run.writing(path), self._folders.filled(*run.gather_entry(str(path))):
+        run, trainer = self.run_begun, self.trainer
+        told, filled = run.writing(path), self._folders.filled(*run.gather_entry(str(path)))
+        if self._saver is not None and self._saver.is_open:
+            save = partial(trainer._save_checkpoint, trainer.model_wrapped, None)
+            with filled:
+                self._saver.save(save, local(path), told, own=False, raises=run.save_raises)
+            return
+        with told, filled:
             self._folders.write(path)

@@ -12,8 +12,19 @@ from typing import Any, Final
 
 import torch
 
-from eventloop.checkpoint import STATE_FILE, TEMPORARY_PREFIX, AnyPath, commit_folder, is_folder, sync_folder
-from eventloop.errors import CheckpointError
+from eventloop.checkpoint import (
+    STATE_FILE,
+    TEMPORARY_PREFIX,
+    AnyPath,
+    commit_folder,
+    is_folder,
+    sync_folder,
+    verify_folder,
+)
+from eventloop.errors import CheckpointDamagedError, CheckpointError
+from eventloop.log import get_logger
+
+log = get_logger()
 
 Weights = Mapping[str, Mapping[str, torch.Tensor]]
 
@@ -33,6 +44,8 @@ class Folders:
         self._filling: tuple[Mapping[str, Any], Weights] | None = None
         self.writing: Path | None = None
         """The directory in which the trainer writes a folder that gets another name, or None."""
+        self.best: str | None = None
+        """The best folder of the trainer at its last save."""
 
     def next(self, trial: Any = None) -> Path:
         """Return the folder that the trainer would write now."""
@@ -49,8 +62,8 @@ class Folders:
                 steps = json.loads(state.read_bytes())["global_step"]
             except (ValueError, KeyError):  # the process was killed while it wrote the file
                 continue
-            found.append((steps, state.stat().st_mtime, str(folder)))
-        return max(found)[2] if found else None
+            found.append((steps, state.stat().st_mtime, folder))
+        return next((str(folder) for *_, folder in sorted(found, reverse=True) if _is_whole(folder)), None)
 
     @contextmanager
     def filled(self, entry: Mapping[str, Any], weights: Weights) -> Iterator[None]:
@@ -83,23 +96,68 @@ class Folders:
 
     def write(self, path: AnyPath) -> None:
         """Have the trainer write a folder; it appears under its name when it is complete and durable."""
-        if not isinstance(path, Path):
-            raise CheckpointError(f"cannot write {path}: a transformers.Trainer writes checkpoints to local directories only")
-        trainer, first = self._trainer, self._trainer.args.should_save
-        own = path.parent / f"{TEMPORARY_PREFIX}{path.name}"  # the same on all ranks, which each write a file
-        if first:
-            shutil.rmtree(own, ignore_errors=True)  # of a process that was killed
-        trainer.accelerator.wait_for_everyone()
-        self.writing = own
+        trainer, path = self._trainer, local(path)
         try:
-            trainer._save_checkpoint(trainer.model_wrapped, None)
-            trainer.accelerator.wait_for_everyone()
-            if first:
-                commit_folder(self.next(), path)
+            with self.redirected(path) as written:
+                trainer._save_checkpoint(trainer.model_wrapped, None)
+            if trainer.args.should_save:
+                commit_folder(written, path)
         finally:
-            self.writing = None
-            if first:
-                shutil.rmtree(own, ignore_errors=True)
+            if trainer.args.should_save:
+                shutil.rmtree(self.temporary(path), ignore_errors=True)
+
+    def temporary(self, path: Path) -> Path:
+        """Return the directory in which the trainer writes a folder: the same on all ranks, which each write a file."""
+        return path.parent / f"{TEMPORARY_PREFIX}{path.name}"
+
+    @contextmanager
+    def redirected(self, path: Path, best: Path | None = None) -> Iterator[Path]:
+        """Have the trainer write into another folder in a block, which is yielded, and leave older checkpoints alone.
+
+        Args:
+            path: the name of the folder when it is complete.
+            best: the same if the folder may be the best one of the trainer, which :attr:`best` then names.
+        """
+        trainer, first, state = self._trainer, self._trainer.args.should_save, self._trainer.state
+        directory, former = self.temporary(path), state.best_model_checkpoint
+        if first:
+            shutil.rmtree(directory, ignore_errors=True)  # of a process that was killed
+        trainer.accelerator.wait_for_everyone()
+        self.writing = directory
+        try:
+            yield (written := self.next())
+            # The trainer looks for its best folder beside this one.
+            self.best = state.best_model_checkpoint = former if best is None else self._best(best, former)
+            if first and state.best_model_checkpoint is not None:
+                state.save_to_json(str(written / _STATE))
+            trainer.accelerator.wait_for_everyone()
+        finally:
+            self.writing, state.best_model_checkpoint = None, former
+
+    def _best(self, path: Path, former: str | None) -> str | None:
+        """Return the best folder of the trainer, by its own rule."""
+        args, step = self._trainer.args, self._trainer.state.best_global_step
+        if args.save_strategy in ("steps", "epoch", "best") and step:
+            best = path.with_name(f"{_PREFIX}-{step}")
+            if best == path or best.exists():
+                return str(best)
+        return former
+
+
+def local(path: AnyPath) -> Path:
+    """Return a path of this machine; raise CheckpointError for another one."""
+    if not isinstance(path, Path):
+        raise CheckpointError(f"cannot write {path}: a transformers.Trainer writes checkpoints to local directories only")
+    return path
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        verify_folder(folder)
+    except CheckpointDamagedError as error:
+        log.warning("a damaged checkpoint is skipped", path=str(folder), error=str(error))
+        return False
+    return True
 
 
 def read_entry(folder: Path) -> Mapping[str, Any] | None:

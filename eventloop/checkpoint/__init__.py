@@ -7,6 +7,7 @@ file that the safetensors package opens.
 from eventloop.checkpoint.commit import TEMPORARY_PREFIX
 from eventloop.checkpoint.export import export_tree, export_weights, is_weights, weights_only
 from eventloop.checkpoint.folder import STATE_FILE, commit_folder, is_folder, sync_folder
+from eventloop.checkpoint.folder_files import FolderFiles, verify_folder
 from eventloop.checkpoint.load import file_kind, inspect, load, outline, verify
 from eventloop.checkpoint.overlap import Overlap, Staging
 from eventloop.checkpoint.pth import ForeignFormat, convert_foreign, load_pth, register_format
@@ -36,6 +37,7 @@ __all__ = [
     "AsyncSaver",
     "Busy",
     "CommitInfo",
+    "FolderFiles",
     "ForeignFormat",
     "Overlap",
     "Pickled",
@@ -75,6 +77,7 @@ __all__ = [
     "sync_folder",
     "unwrapped",
     "verify",
+    "verify_folder",
     "verify_shards",
     "weights_only",
     "without_wrappers",

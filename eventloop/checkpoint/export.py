@@ -15,7 +15,7 @@ import orjson
 import torch
 
 from eventloop.checkpoint.commit import commit_file, write_all
-from eventloop.checkpoint.container import METADATA, SAFE_NAMES, with_length
+from eventloop.checkpoint.container import METADATA, SAFE_NAMES, crc32, with_length
 from eventloop.checkpoint.load import inspect
 from eventloop.checkpoint.rebuild import convert_parts
 from eventloop.checkpoint.shards import load_whole
@@ -29,7 +29,7 @@ WEIGHTS: Final = "state_dict"
 
 _PTH: Final = (".pth", ".pt")
 _SAFETENSORS: Final = ".safetensors"
-_Fill = Callable[[int], None]
+_Fill = Callable[[int], object]
 _LONGEST_INT: Final = 255 * 8 - 1  # bits; weights_only knows the pickle of no longer one
 _AS_IT_IS: Final = frozenset({type(None), bool, float, complex, str, torch.Tensor, torch.dtype, torch.device, torch.Size})
 
@@ -113,8 +113,9 @@ def _checked_out(out: AsPath, suffixes: tuple[str, ...]) -> AnyPath:
 
 def _write(value: Any, path: AsPath, out: AnyPath) -> None:
     """Write a tree of the checkpoint ``path``, in the format that the suffix of ``out`` names."""
+    fill: _Fill
     if out.suffix == _SAFETENSORS:
-        size, fill = _safetensors(value)
+        size, fill = safetensors_file(value, {"format": "pt"})
     else:
         size, fill = inspect(path).bytes, partial(_fill_pth, weights_only(value))
     if isinstance(out, Path):
@@ -144,24 +145,31 @@ class _File(io.RawIOBase):
         return len(data)
 
 
-def _safetensors(tensors: Mapping[str, Any]) -> tuple[int, _Fill]:
-    """Return the size of a plain safetensors file, and what writes it. Tied tensors are written under each of their names."""
+def safetensors_file(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> tuple[int, Callable[[int], int]]:
+    """Return the size of a plain safetensors file, and what writes it to a file descriptor and returns the CRC-32 of all of it.
+
+    Tied tensors are written under each of their names.
+    """
     for name, tensor in tensors.items():
         _check_storable(name, tensor)
     # The widest elements first: so each tensor is aligned without holes, which the format forbids.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-    header: dict[str, Any] = {METADATA: {"format": "pt"}}
+    header: dict[str, Any] = {METADATA: dict(metadata)}
     end = 0
     for name, tensor in ordered:
         begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
         header[name] = {"dtype": SAFE_NAMES[tensor.dtype], "shape": tuple(tensor.shape), "data_offsets": (begin, end)}
     start = with_length(orjson.dumps(header))
 
-    def fill(descriptor: int) -> None:
+    def fill(descriptor: int) -> int:
         write_all(descriptor, start)
+        crc = crc32((start,))
         for _, tensor in ordered:
             if tensor.numel():
-                write_all(descriptor, tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                write_all(descriptor, data)
+                crc = crc32((data,), crc)
+        return crc
 
     return len(start) + end, fill
 

@@ -31,10 +31,14 @@ def sync_folder(folder: Path) -> None:
         sync_directory(folder.parent)
 
 
-def commit_folder(written: Path, folder: Path) -> None:
-    """Make a complete folder durable, then rename it to ``folder``; a folder of that name is replaced."""
+def commit_folder(written: Path, folder: Path, *, replace: bool = False) -> None:
+    """Make a complete folder durable, then rename it to ``folder``; a folder of that name is replaced.
+
+    Raises:
+        CheckpointError: the folder of that name has no state of a bus, and ``replace`` is False; or a step failed.
+    """
     sync_folder(written)
-    former = _set_aside(folder) if folder.exists() else None
+    former = _set_aside(folder, replace=replace) if folder.exists() else None
     with failing(f"cannot write {folder}"):
         written.rename(folder)
         sync_directory(folder.parent)
@@ -55,8 +59,8 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(_set_aside(folder), ignore_errors=True)
 
 
-def _set_aside(folder: Path) -> Path:
-    if not is_folder(folder):
+def _set_aside(folder: Path, *, replace: bool = False) -> Path:
+    if not (replace or is_folder(folder)):
         raise CheckpointError(f"{folder} has no {STATE_FILE}, so it is not a checkpoint of this bus: move it away")
     aside = Path(temporary_name(str(folder.parent)))
     with failing(f"cannot remove {folder}"):

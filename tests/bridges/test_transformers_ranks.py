@@ -51,3 +51,21 @@ def test_two_processes_train_save_and_resume_together(train, tmp_path):
     for name in ("weights", "average"):
         assert rest[0][name] == rest[1][name] == whole[0][name]
     assert torch.tensor(rest[0]["weights"][0]).isfinite().all()
+
+
+@pytest.mark.timeout(150)
+def test_two_processes_write_their_checkpoints_beside_the_training(train, tmp_path):
+    alone = train("alone", "none")
+    whole = train("whole", "checkpoints")
+    assert whole[0]["weights"] == whole[1]["weights"] == alone[0]["weights"]
+    assert whole[0]["names"] == ["checkpoint-6", "iter_6", "checkpoint-12", "iter_12"]
+    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["checkpoint-12", "iter_12", "iter_6"]
+    for name in ("checkpoint-12", "iter_6"):
+        folder = tmp_path / "whole" / name
+        digests = json.loads((folder / "trainbus-digests.json").read_text())
+        assert digests.keys() >= {"trainbus.pt", "model.safetensors", "optimizer.pt", "rng_state_0.pth", "rng_state_1.pth"}
+    assert whole[0]["best"] == whole[1]["best"] == str(tmp_path / "whole" / "checkpoint-12")
+    train("parts", "checkpoints", steps=7)
+    rest = train("parts", "checkpoints", resume="resume")
+    for name in ("weights", "average"):
+        assert rest[0][name] == rest[1][name] == whole[0][name]

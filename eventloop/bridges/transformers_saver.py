@@ -1,0 +1,162 @@
+"""``attach(trainer, checkpoints=True)``: the checkpoints of a ``transformers.Trainer``, written beside its training."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from eventloop.bridges.transformers_folders import Folders
+from eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, FolderFiles, StagedTree
+from eventloop.errors import ConfigurationError
+from eventloop.log import get_logger
+
+log = get_logger()
+
+Told = AbstractContextManager[None]
+
+_REFUSED: Final = {
+    "is_deepspeed_enabled": "DeepSpeed writes its own shards, on all ranks",
+    "is_fsdp_enabled": "FSDP writes its own shards, on all ranks",
+    "is_fsdp_xla_enabled": "a TPU writes through torch_xla",
+    "is_distributed_loading_by_transformers": "the model is sharded, and all ranks gather it for each save",
+}
+"""Attributes of the trainer that stand for what cannot be copied on one rank, with the reason."""
+_REFUSED_ARGUMENTS: Final = {
+    "push_to_hub": "the trainer uploads a folder at once, before it is complete",
+    "enable_jit_checkpoint": "at SIGTERM it needs the folder at once; a PreemptionHook does the same, and waits",
+}
+
+
+class FolderSaver:
+    """Write the folders of a trainer on a thread: a copy, a temporary folder, digests, fsync, and a rename at the end.
+
+    What removes older checkpoints, or names the best one, comes behind the commit. All ranks wait for each other at a save:
+    each one writes a file into the folder.
+    """
+
+    def __init__(self, trainer: Any, folders: Folders) -> None:
+        _check(trainer)
+        self._trainer = trainer
+        self._folders = folders
+        self._saver: AsyncSaver | None = None
+        self._best: str | None = None
+        """The folder that is the best one as soon as it is durable."""
+        self.is_open = False
+        """True while the trainer trains; outside of it, the trainer writes itself."""
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Write beside the training in a block; at its end, wait for all files, and raise the error of a save that failed."""
+        self.is_open, self._best = True, None
+        with ExitStack() as stack:
+            stack.callback(self._forget)
+            if self._trainer.args.should_save:
+                self._saver = stack.enter_context(AsyncSaver())
+            self._warn_of_callbacks()
+            yield
+            self.settle()
+
+    def _forget(self) -> None:
+        self.is_open, self._saver = False, None
+
+    def settle(self) -> None:
+        """Wait on all ranks until everything is durable; raise the error of a save that failed."""
+        try:
+            if self._saver is not None:
+                self._saver.wait()
+        finally:
+            self._trainer.accelerator.wait_for_everyone()
+        best, self._best = self._best, None
+        if best is not None and Path(best).is_dir():
+            self._trainer.state.best_model_checkpoint = best
+
+    def save(self, write: Callable[[], object], path: Path, told: Told, *, own: bool, raises: bool = True) -> None:
+        """Have ``write`` make the trainer save, copy what it saves, and write it to the folder ``path`` later.
+
+        Args:
+            write: calls the trainer's own ``_save_checkpoint``.
+            path: the folder.
+            told: entered by the thread that writes.
+            own: True for a folder of the trainer, which counts for its limit, and may be its best one.
+            raises: False to log the error of a save that fails, instead of ending the training.
+        """
+        self.settle()
+        saver = self._saver
+        try:
+            with self._folders.redirected(path, best=path if own else None) as written:
+                files = FolderFiles(written)
+                with files.recorded() if saver is not None else ExitStack():
+                    write()
+            if saver is not None:
+                best = self._folders.best if own else None
+                after = partial(self._rotate, path.parent, best) if own else None
+                saver.save(files.tree, path, write=partial(_write, files, told, raises, after))
+        except Exception:
+            if saver is not None:
+                shutil.rmtree(self._folders.temporary(path), ignore_errors=True)
+                with told:
+                    raise
+            raise
+        if own:
+            self._best = self._folders.best
+
+    def _rotate(self, directory: Path, best: str | None) -> None:
+        """Name the best folder, which is durable now, and remove older ones as the trainer does."""
+        self._trainer.state.best_model_checkpoint = best
+        rotate = importlib.import_module("transformers.trainer_utils").rotate_checkpoints
+        limit = self._trainer.args.save_total_limit
+        rotate(output_dir=str(directory), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+
+    def around_on_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stand for ``on_save`` of the callbacks, which may read the folder: wait until it is there."""
+        if self.is_open and self._readers():
+            self.settle()
+        return original(*args, **kwargs)
+
+    def _readers(self) -> list[str]:
+        callback = importlib.import_module("transformers").TrainerCallback
+        callbacks = [type(one) for one in self._trainer.callback_handler.callbacks]
+        return [kind.__name__ for kind in callbacks if getattr(kind, "on_save", None) is not callback.on_save]
+
+    def _warn_of_callbacks(self) -> None:
+        if readers := self._readers():
+            log.warning(
+                "these callbacks handle on_save, and may read the folder there: the training waits for each checkpoint",
+                callbacks=readers,
+            )
+
+
+def _write(
+    files: FolderFiles, told: Told, raises: bool, after: Callable[[], None] | None, staged: StagedTree, path: AnyPath
+) -> CommitInfo:
+    """Write a folder on the saver's thread, report it, and then remove what it replaces."""
+    try:
+        with told:
+            info = files.write(staged, path)
+    except Exception:
+        if raises:
+            raise
+        return CommitInfo(path, 0, "", 0.0)  # the report has logged the error
+    finally:
+        shutil.rmtree(files.folder.parent, ignore_errors=True)
+    if after is not None:
+        after()
+    return info
+
+
+def _check(trainer: Any) -> None:
+    """Raise ConfigurationError for a trainer whose checkpoints cannot be written beside its training."""
+    xla = importlib.import_module("transformers.utils").is_torch_xla_available()
+    reasons = [reason for name, reason in _REFUSED.items() if getattr(trainer, name, False)]
+    reasons += ["a TPU writes through torch_xla"] if xla and not reasons else []
+    reasons += [f"{name}=True: {reason}" for name, reason in _REFUSED_ARGUMENTS.items() if getattr(trainer.args, name, False)]
+    if reasons:
+        raise ConfigurationError(
+            f"checkpoints=True does not work with this {type(trainer).__name__}: {reasons[0]}. Attach without it: the trainer "
+            "then writes its checkpoints itself"
+        )

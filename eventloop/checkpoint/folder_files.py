@@ -1,0 +1,200 @@
+"""A checkpoint that is a folder of files which a library writes: copied at once, written beside the training.
+
+The library calls ``torch.save`` and safetensors' ``save_file`` as ever. While :meth:`FolderFiles.recorded` lasts, these two
+keep what they are given, and :meth:`FolderFiles.write` makes the same files of the copies later. The small files of the
+library are written at once. A last file has the digests of all.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from eventloop.checkpoint.commit import CHUNK, failing
+from eventloop.checkpoint.container import crc32, readable
+from eventloop.checkpoint.export import safetensors_file
+from eventloop.checkpoint.folder import commit_folder
+from eventloop.checkpoint.saver import CommitInfo
+from eventloop.checkpoint.stage import StagedTree
+from eventloop.checkpoint.store import AnyPath
+from eventloop.checkpoint.torch_file import Pickled
+from eventloop.errors import CheckpointDamagedError
+
+DIGESTS_FILE: Final = "trainbus-digests.json"
+"""The file in such a folder that holds the size and the digest of each other file."""
+
+_Save = Callable[..., Any]
+_Keep = Callable[..., None]
+
+
+class FileDigest(msgspec.Struct, frozen=True):
+    """Size in bytes and digest of one file."""
+
+    bytes: int
+    digest: str
+
+
+class FolderFiles:
+    """The files of one checkpoint folder.
+
+        files = FolderFiles(temporary)                  # a folder beside the final one
+        with files.recorded():
+            model.save_pretrained(temporary)
+            torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
+        saver.save(files.tree, final, write=files.write)
+
+    Args:
+        folder: where the library writes. It is renamed when all files are durable.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder: Final = folder
+        self._pickled: dict[str, Pickled] = {}
+        self._metadata: dict[str, Mapping[str, str]] = {}
+        #: By the name of the file, the tensors to be staged.
+        self.tree: dict[str, Any] = {}
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Keep what this thread gives to ``torch.save`` and safetensors' ``save_file`` for a file in the folder."""
+        thread, undo = threading.get_ident(), list[tuple[Any, str, Any]]()
+        stand_ins: list[tuple[Any, str, _Keep, frozenset[str]]] = [
+            (torch, "save", self._keep_tree, frozenset()),
+            (sys.modules.get("safetensors.torch"), "save_file", self._keep_weights, frozenset({"metadata"})),
+        ]
+        try:
+            for library, name, keep, options in stand_ins:
+                original = getattr(library, name, None)
+                if original is None:  # not imported
+                    continue
+                stand_in = self._stand_in(original, keep, options, thread)
+                for module, alias in _names_of(original):
+                    undo.append((module, alias, original))
+                    setattr(module, alias, stand_in)
+            yield
+        finally:
+            for module, alias, original in undo:
+                setattr(module, alias, original)
+
+    def _stand_in(self, original: _Save, keep: _Keep, options: frozenset[str], thread: int) -> _Save:
+        """Return a function that keeps what it is to write, if this thread calls it with a file in the folder."""
+
+        @wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            plain = threading.get_ident() == thread and 2 <= len(args) <= 2 + len(options) and kwargs.keys() <= options
+            name = self._name(args[1]) if plain else None
+            return original(*args, **kwargs) if name is None else keep(name, args[0], *args[2:], **kwargs)
+
+        return save
+
+    def _keep_tree(self, name: str, tree: Any) -> None:
+        self._pickled[name] = pickled = Pickled(tree)
+        self.tree[name] = pickled.storages
+
+    def _keep_weights(self, name: str, tensors: Mapping[str, torch.Tensor], metadata: Any = None) -> None:
+        self._metadata[name] = dict(metadata or {})
+        self.tree[name] = dict(tensors)
+
+    def write(self, staged: StagedTree, path: AnyPath) -> CommitInfo:
+        """Write the files, make them durable, and rename the folder to ``path``; a writer for `AsyncSaver.save`.
+
+        A folder that is at ``path`` is replaced. If it fails, the temporary folder is removed.
+
+        Args:
+            staged: of `tree`.
+            path: the final folder, on the same file system.
+
+        Raises:
+            CheckpointError: from the error of the step that failed.
+        """
+        start = time.perf_counter()
+        try:
+            with failing(f"cannot write {path}"):
+                digests = self._write_files(staged.tree())
+                encoded = msgspec.json.format(msgspec.json.encode(digests))
+                (self.folder / DIGESTS_FILE).write_bytes(encoded)
+            commit_folder(self.folder, Path(str(path)), replace=True)
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        size = sum(each.bytes for each in digests.values())
+        return CommitInfo(path, size, readable(crc32((encoded,))), time.perf_counter() - start)
+
+    def _write_files(self, copies: Mapping[str, Any]) -> dict[str, FileDigest]:
+        digests: dict[str, FileDigest] = {}
+        for name, copy in copies.items():
+            pickled = self._pickled.get(name)
+            size, fill = safetensors_file(copy, self._metadata[name]) if pickled is None else pickled.file(copy)
+            digests[name] = FileDigest(size, readable(_fill(self.folder / name, fill)))
+        for file in sorted(self.folder.rglob("*")):
+            name = file.relative_to(self.folder).as_posix()
+            if name not in digests and file.is_file():
+                digests[name] = _digest_of(file)
+        return digests
+
+    def _name(self, file: Any) -> str | None:
+        """Return the name of a file in the folder; None for another one, or an open file."""
+        if not isinstance(file, str | os.PathLike):
+            return None
+        with suppress(ValueError):
+            return Path(os.fspath(file)).absolute().relative_to(self.folder.absolute()).as_posix()
+        return None
+
+
+def verify_folder(folder: Path) -> None:
+    """Compare a folder with its digests, if it has them.
+
+    Raises:
+        CheckpointDamagedError: a file is missing or has changed.
+    """
+    try:
+        encoded = (folder / DIGESTS_FILE).read_bytes()
+    except FileNotFoundError:
+        return
+    try:
+        digests = msgspec.json.decode(encoded, type=dict[str, FileDigest])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointDamagedError(f"{folder / DIGESTS_FILE} cannot be read: {error}") from error
+    for name, expected in digests.items():
+        try:
+            found = _digest_of(folder / name)
+        except OSError as error:
+            raise CheckpointDamagedError(f"{folder / name} cannot be read: {error}") from error
+        if found != expected:
+            raise CheckpointDamagedError(f"{folder / name} is damaged: it is not what was written")
+
+
+def _names_of(function: Callable[..., Any]) -> list[tuple[Any, str]]:
+    """Return the modules that have a function, and its names there: ``from … import save_file as …`` makes another one."""
+    modules = [module for module in list(sys.modules.values()) if type(getattr(module, "__dict__", None)) is dict]
+    aliases = ("save", "save_file", "safe_save_file")
+    return [(module, name) for module in modules for name in aliases if vars(module).get(name) is function]
+
+
+def _fill(path: Path, fill: Callable[[int], int]) -> int:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        digest = fill(descriptor)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return digest
+
+
+def _digest_of(file: Path) -> FileDigest:
+    size = crc = 0
+    with file.open("rb", buffering=0) as opened:
+        while chunk := opened.read(CHUNK):
+            size, crc = size + len(chunk), crc32((chunk,), crc)
+    return FileDigest(size, readable(crc))

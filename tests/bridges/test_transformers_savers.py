@@ -1,0 +1,295 @@
+"""``attach(trainer, checkpoints=True)``: checkpoints of a ``transformers.Trainer`` that are written beside its training."""
+
+import errno
+import json
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+import structlog
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file  # noqa: E402
+from transformers import GPT2LMHeadModel  # noqa: E402
+
+import eventloop  # noqa: E402
+from eventloop import Bus, CheckpointDamagedError, CheckpointError, ConfigurationError  # noqa: E402
+from eventloop.checkpoint import folder_files  # noqa: E402
+from hooks import CheckpointHook, EMAHook  # noqa: E402
+
+from .jobs import assert_same, weights_of  # noqa: E402
+from .transformers_jobs import Plain, gpt2, make  # noqa: E402
+
+EVERY_FIVE = {"save_strategy": "steps", "save_steps": 5}
+BEST = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True, "num_train_epochs": 4}
+
+
+def saving(folder, bus=None, **options):
+    """A trainer whose checkpoints are written beside the training."""
+    trainer = make(folder, **options)
+    (Bus() if bus is None else bus).attach(trainer, checkpoints=True)
+    return trainer
+
+
+def folders(path):
+    return sorted(folder.name for folder in path.iterdir())
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """The commit of checkpoint-10 waits until the test lets it pass."""
+    opened, commit = threading.Event(), folder_files.commit_folder
+
+    def wait(written, path, **options):
+        assert path.name != "checkpoint-10" or opened.wait(20)
+        commit(written, path, **options)
+
+    monkeypatch.setattr(folder_files, "commit_folder", wait)
+    return opened
+
+
+@pytest.mark.parametrize("model", [Plain, gpt2])
+def test_a_folder_holds_what_the_trainer_alone_would_have_written(tmp_path, model):
+    make(tmp_path / "alone", model=model, **EVERY_FIVE).train()
+    saving(tmp_path / "ours", model=model, **EVERY_FIVE).train()
+    assert folders(tmp_path / "ours") == folders(tmp_path / "alone")
+    alone, ours = (tmp_path / name / "checkpoint-10" for name in ("alone", "ours"))
+    assert set(folders(ours)) - set(folders(alone)) == {"trainbus.pt", "trainbus-digests.json"}
+    assert_same(load_file(ours / "model.safetensors"), load_file(alone / "model.safetensors"))
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        written = [torch.load(folder / name, weights_only=False) for folder in (ours, alone)]
+        assert repr(written[0]) == repr(written[1])
+    states = [json.loads((folder / "trainer_state.json").read_text()) for folder in (ours, alone)]
+    assert states[0] == states[1]
+
+
+def test_the_library_goes_on_from_a_folder_without_the_bus(tmp_path):
+    whole = make(tmp_path / "whole", model=gpt2)
+    whole.train()
+    saving(tmp_path / "parts", model=gpt2, **EVERY_FIVE).train()
+    rest = make(tmp_path / "parts", model=gpt2)
+    rest.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-10"))
+    assert_same(weights_of(rest.model), weights_of(whole.model))
+    opened = GPT2LMHeadModel.from_pretrained(tmp_path / "parts" / "checkpoint-16")
+    assert_same(opened.state_dict(), whole.model.state_dict())
+    assert opened.lm_head.weight is opened.transformer.wte.weight
+
+
+def test_a_large_model_is_written_in_shards(tmp_path):
+    trainer = saving(tmp_path, model=gpt2, **EVERY_FIVE)
+    trainer.model.save_pretrained = partial(trainer.model.save_pretrained, max_shard_size="10KB")
+    trainer.train()
+    last = tmp_path / "checkpoint-16"
+    assert len(list(last.glob("model-*.safetensors"))) > 1
+    assert_same(GPT2LMHeadModel.from_pretrained(last).state_dict(), trainer.model.state_dict())
+
+
+def test_a_bus_of_its_own_is_attached_with_one_line_and_detached_without_a_trace(tmp_path):
+    trainer = make(tmp_path, **EVERY_FIVE)
+    before = {*vars(trainer.callback_handler)}
+    bridge = eventloop.attach(trainer, checkpoints=True)
+    trainer.train()
+    bridge.detach()
+    assert vars(trainer.callback_handler).keys() == before
+    assert not {"_save_checkpoint", "training_step", "_finalize_training"} & vars(trainer).keys()
+    assert folders(tmp_path) == ["checkpoint-10", "checkpoint-15", "checkpoint-16", "checkpoint-5"]
+
+
+def test_the_training_goes_on_and_older_folders_stay_until_the_commit(tmp_path, gate):
+    bus, seen = Bus(), []
+    trainer = saving(tmp_path, bus, save_total_limit=1, **EVERY_FIVE)
+
+    @bus.on("after_train_iter")
+    def look(event):
+        if event.progress.iter + 1 == 13:
+            seen.append(folders(tmp_path))
+            gate.set()
+
+    bus.on("checkpoint_committed", lambda event: seen.append((Path(event.path).name, Path(event.path).is_dir())))
+    trainer.train()
+    assert seen == [
+        ("checkpoint-5", True),
+        [".trainbus-checkpoint-10", "checkpoint-5"],
+        *[(f"checkpoint-{step}", True) for step in (10, 15, 16)],
+    ]
+    assert folders(tmp_path) == ["checkpoint-16"]
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_the_best_folder_is_that_of_the_trainer_alone_and_named_when_it_is_durable(tmp_path, limit):
+    def trained(folder, attach):
+        scores = iter([3.0, 1.0, 2.0, 4.0])
+        best = {"metric_for_best_model": "score", "greater_is_better": False, "save_total_limit": limit}
+        trainer = make(folder, options={"compute_metrics": lambda _: {"score": next(scores)}}, **BEST, **best)
+        missing = []
+        attach(trainer, missing)
+        trainer.train()
+        assert not missing
+        state = json.loads((folder / folders(folder)[-1] / "trainer_state.json").read_text())
+        return trainer, Path(trainer.state.best_model_checkpoint).name, Path(state["best_model_checkpoint"]), folders(folder)
+
+    def attach(trainer, missing):
+        bus = Bus()
+        bus.attach(trainer, checkpoints=True)
+
+        @bus.on("after_train_iter")
+        def look(event):
+            best = trainer.state.best_model_checkpoint
+            if best is not None and not Path(best, "model.safetensors").is_file():
+                missing.append(best)
+
+    alone, name, said, kept = trained(tmp_path / "alone", lambda trainer, missing: None)
+    ours, *rest = trained(tmp_path / "ours", attach)
+    assert rest == [name, tmp_path / "ours" / said.name, kept]
+    assert name == "checkpoint-16"
+    assert_same(weights_of(ours.model), weights_of(alone.model))
+
+
+def test_a_save_that_fails_is_raised_by_the_next_one_and_told_and_older_folders_stay(tmp_path, monkeypatch):
+    bus, told = Bus(), []
+    fill = folder_files._fill
+
+    def full(path, write):
+        if path.parent.name == "checkpoint-10":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return fill(path, write)
+
+    monkeypatch.setattr(folder_files, "_fill", full)
+    bus.on("checkpoint_failed", lambda event: told.append((Path(event.path).name, event.error)))
+    with pytest.raises(CheckpointError, match=r"cannot write .*checkpoint-10: .*No space left"):
+        saving(tmp_path, bus, save_total_limit=1, **EVERY_FIVE).train()
+    assert [name for name, _ in told] == ["checkpoint-10"]
+    assert "No space left" in told[0][1]
+    assert folders(tmp_path) == ["checkpoint-5"]
+
+
+def test_the_failure_of_the_last_save_is_raised_by_the_end_of_train(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_files, "commit_folder", lambda *args, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        saving(tmp_path, save_strategy="steps", save_steps=16).train()
+    assert folders(tmp_path) == []
+
+
+def test_an_error_of_the_training_leaves_the_save_that_is_under_way_complete(tmp_path):
+    bus = Bus()
+
+    @bus.on("before_train_iter")
+    def stop(event):
+        if event.progress.iter == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        saving(tmp_path, bus, **EVERY_FIVE).train()
+    assert folders(tmp_path) == ["checkpoint-5"]
+    rest = make(tmp_path)
+    rest.train(resume_from_checkpoint=True)
+    assert rest.state.global_step == 16
+
+
+def test_folders_of_hooks_and_averages_are_written_beside_the_training_too(tmp_path):
+    bus, ema, told = Bus(), EMAHook(momentum=0.1), []
+    bus.add(ema, CheckpointHook(interval=1, save_best="loss", max_keep_ckpts=1))
+    bus.on("checkpoint_committed", lambda event: told.append([(Path(name).name, Path(name).is_dir()) for name in event.names]))
+    trainer = saving(tmp_path, bus, model=gpt2, **BEST | {"num_train_epochs": 2})
+    trainer.train()
+    assert [[name for name, _ in names] for names in told] == [
+        ["checkpoint-8"],
+        ["epoch_1", "best_loss_epoch_1"],
+        ["checkpoint-16"],
+        ["epoch_2", "best_loss_epoch_2"],
+    ]
+    assert all(there for names in told for _, there in names)
+    assert folders(tmp_path) == ["best_loss_epoch_2", "checkpoint-16", "checkpoint-8", "epoch_2"]
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-16")
+    for name in ("epoch_2", "checkpoint-16"):
+        loaded = GPT2LMHeadModel.from_pretrained(tmp_path / name).state_dict()
+        assert all(torch.equal(loaded[key], tensor) for key, tensor in ema.average.tensors.items())
+
+
+@pytest.mark.parametrize("saved", ["hook", "trainer"])
+def test_a_resumed_training_goes_on_exactly(tmp_path, saved):
+    def trained(folder, at=None, resume=None):
+        bus, ema = Bus(), EMAHook(momentum=0.1)
+        bus.add(ema)
+        if saved == "hook":
+            bus.on("after_train_iter", lambda event: event.progress.iter == 5 and event.run.checkpoint_now())
+        if at is not None:
+            bus.on("before_train_iter", lambda event: event.progress.iter == at and event.run.cancel())
+        trainer = saving(folder, bus, model=gpt2, **{} if saved == "hook" else {"save_strategy": "steps", "save_steps": 6})
+        if at is None:
+            trainer.train(resume_from_checkpoint=resume)
+        else:
+            with pytest.raises(eventloop.RunCancelled):
+                trainer.train()
+        return weights_of(trainer.model), dict(ema.average.tensors)
+
+    weights, average = trained(tmp_path / "whole")
+    trained(tmp_path / "parts", at=8)
+    resumed, averaged = trained(tmp_path / "parts", resume=True)
+    assert_same(resumed, weights)
+    assert_same(averaged, average)
+
+
+def test_a_damaged_folder_is_refused_and_true_takes_the_one_before(tmp_path):
+    saving(tmp_path, **EVERY_FIVE).train()
+    weights = tmp_path / "checkpoint-16" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(CheckpointDamagedError, match=r"model\.safetensors is damaged"):
+        make(tmp_path, Bus()).train(resume_from_checkpoint=str(weights.parent))
+    bus, begun = Bus(), []
+    bus.on("after_load_checkpoint", lambda event: begun.append(Path(event.path).name))
+    with structlog.testing.capture_logs() as logs:
+        make(tmp_path, bus, num_train_epochs=3).train(resume_from_checkpoint=True)
+    assert begun == ["checkpoint-15"]
+    assert any("damaged" in one["event"] for one in logs)
+
+
+def test_callbacks_that_handle_on_save_find_the_folder(tmp_path):
+    found = []
+
+    class Uploads(transformers.TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            found.append(Path(args.output_dir, f"checkpoint-{state.global_step}", "model.safetensors").is_file())
+
+    trainer = saving(tmp_path, options={"callbacks": [Uploads()]}, **EVERY_FIVE)
+    with structlog.testing.capture_logs() as logs:
+        trainer.train()
+    assert found == [True] * 4
+    assert [one["callbacks"] for one in logs if "on_save" in one["event"]] == [["Uploads"]]
+
+
+def test_an_older_folder_of_the_same_step_is_replaced_as_the_trainer_does(tmp_path):
+    make(tmp_path, **EVERY_FIVE).train()
+    trainer = saving(tmp_path, learning_rate=0.1, **EVERY_FIVE)
+    trainer.train()
+    assert_same(load_file(tmp_path / "checkpoint-16" / "model.safetensors"), weights_of(trainer.model))
+    assert len(folders(tmp_path)) == 4
+
+
+def test_outside_of_a_training_the_trainer_writes_at_once(tmp_path):
+    trainer = saving(tmp_path)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "model"))
+    assert_same(load_file(tmp_path / "model" / "model.safetensors"), weights_of(trainer.model))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda trainer: setattr(trainer.args, "push_to_hub", True), r"push_to_hub=True: .* uploads"),
+        (lambda trainer: setattr(trainer.args, "enable_jit_checkpoint", True), "enable_jit_checkpoint=True: .* PreemptionHook"),
+        (lambda trainer: setattr(trainer, "is_deepspeed_enabled", True), "DeepSpeed writes its own shards"),
+        (lambda trainer: setattr(trainer, "is_fsdp_enabled", True), "FSDP writes its own shards"),
+    ],
+)
+def test_what_cannot_be_written_beside_the_training_is_refused(tmp_path, change, message):
+    trainer = make(tmp_path)
+    change(trainer)
+    with pytest.raises(ConfigurationError, match=message):
+        Bus().attach(trainer, checkpoints=True)
+    Bus().attach(trainer).detach()

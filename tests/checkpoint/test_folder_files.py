@@ -1,0 +1,115 @@
+import threading
+
+import pytest
+import safetensors.torch
+import torch
+from safetensors.torch import load_file
+from safetensors.torch import save_file as safe_save_file
+
+from eventloop.checkpoint import AsyncSaver, FolderFiles, stage, verify_folder
+from eventloop.errors import CheckpointDamagedError, CheckpointError
+
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5, dtype=torch.bfloat16), "c": torch.zeros(0)}
+
+
+def library(folder):
+    """Stands for the code of a library, which knows nothing of us."""
+    (folder / "inner").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    safetensors.torch.save_file(WEIGHTS, str(folder / "model.safetensors"), metadata={"format": "pt", "mine": "yes"})
+    safe_save_file(WEIGHTS, folder / "inner" / "adapter.safetensors", {"format": "pt"})
+    torch.save({"state": {0: {"step": torch.tensor(3.0)}}, "args": threading.local}, folder / "optimizer.pt")
+
+
+@pytest.fixture
+def written(tmp_path):
+    files = FolderFiles(tmp_path / "temporary")
+    with files.recorded():
+        library(tmp_path / "temporary")
+    info = files.write(stage(files.tree), tmp_path / "final")
+    return tmp_path / "final", info
+
+
+def test_the_files_are_those_of_the_library(tmp_path, written, monkeypatch):
+    monkeypatch.setitem(globals(), "safe_save_file", safetensors.torch.save_file)
+    library(tmp_path / "plain")
+    ours, plain = written[0], tmp_path / "plain"
+    for name in ("model.safetensors", "inner/adapter.safetensors"):
+        for key, tensor in load_file(plain / name).items():
+            assert torch.equal(load_file(ours / name)[key], tensor)
+            assert load_file(ours / name)[key].dtype == tensor.dtype
+    with safetensors.safe_open(ours / "model.safetensors", "pt") as opened:
+        assert opened.metadata() == {"format": "pt", "mine": "yes"}
+    back = torch.load(ours / "optimizer.pt", weights_only=False)
+    assert (back["state"][0]["step"].item(), back["args"]) == (3.0, threading.local)
+    assert (ours / "config.json").read_text() == "{}"
+
+
+def test_what_is_written_is_the_state_of_the_copy_and_the_folder_appears_complete(tmp_path):
+    tensor, files = torch.ones(1000), FolderFiles(tmp_path / "temporary")
+    with files.recorded():
+        (tmp_path / "temporary").mkdir()
+        torch.save({"x": tensor}, tmp_path / "temporary" / "x.pt")
+    assert not (tmp_path / "temporary" / "x.pt").exists()
+    with AsyncSaver() as saver:
+        saver.save(files.tree, tmp_path / "final", write=files.write)
+        tensor.zero_()
+    assert torch.load(tmp_path / "final" / "x.pt")["x"].sum() == 1000
+    assert not (tmp_path / "temporary").exists()
+
+
+def test_other_files_threads_and_options_are_the_librarys_own_business(tmp_path):
+    (tmp_path / "temporary").mkdir()
+    originals, files = (torch.save, safe_save_file), FolderFiles(tmp_path / "temporary")
+    with files.recorded():
+        torch.save(1, tmp_path / "other.pt")
+        with (tmp_path / "temporary" / "opened.pt").open("wb") as opened:
+            torch.save(1, opened)
+        torch.save(1, tmp_path / "temporary" / "legacy.pt", _use_new_zipfile_serialization=False)
+        thread = threading.Thread(target=lambda: torch.save(1, tmp_path / "temporary" / "thread.pt"))
+        thread.start()
+        thread.join()
+    assert (torch.save, safe_save_file) == originals
+    assert files.tree == {}
+    assert sorted(path.name for path in (tmp_path / "temporary").iterdir()) == ["legacy.pt", "opened.pt", "thread.pt"]
+
+
+def test_the_functions_are_the_librarys_again_after_an_error(tmp_path):
+    originals = torch.save, safe_save_file
+    with pytest.raises(ZeroDivisionError), FolderFiles(tmp_path).recorded():
+        assert (torch.save, safe_save_file) != originals
+        raise ZeroDivisionError
+    assert (torch.save, safe_save_file) == originals
+
+
+def test_a_changed_or_missing_file_is_found(written):
+    folder, info = written
+    verify_folder(folder)
+    assert info.bytes == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and "digests" not in path.name)
+    (folder / "added later").write_text("")
+    verify_folder(folder)
+    data = bytearray((folder / "config.json").read_bytes())
+    (folder / "config.json").write_bytes(data[::-1])
+    with pytest.raises(CheckpointDamagedError, match=r"config\.json is damaged"):
+        verify_folder(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointDamagedError, match=r"config\.json cannot be read"):
+        verify_folder(folder)
+    (folder / "trainbus-digests.json").write_text("{")
+    with pytest.raises(CheckpointDamagedError, match=r"digests\.json cannot be read"):
+        verify_folder(folder)
+
+
+def test_a_folder_without_digests_is_not_checked(tmp_path):
+    verify_folder(tmp_path)
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path):
+    (tmp_path / "final").write_text("a file where a folder would have to be")
+    files = FolderFiles(tmp_path / "temporary")
+    with files.recorded():
+        library(tmp_path / "temporary")
+    (tmp_path / "temporary" / "optimizer.pt").mkdir()
+    with pytest.raises(CheckpointError, match=r"cannot write .*final.*optimizer"):
+        files.write(stage(files.tree), tmp_path / "final")
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
