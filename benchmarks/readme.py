@@ -5,6 +5,7 @@
 
 import argparse
 import re
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import orjson
 
 from benchmarks.amounts import UNITS, amount
+from benchmarks.bridge_figures import EMPTY
 from benchmarks.harness import SUBJECT, TIMES
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +56,14 @@ ROWS: Sequence[tuple[str, str, str, Sequence[str]]] = (
     ),
     ("commit 800 MB, digest included", "ms", "checkpoint", ["Commit, digest included"]),
     ("18 MB checkpoints on a disk of 20 MB/s at half its load, per iteration", "ms", "checkpoint", ["18 MB every 2"]),
+    (
+        "30 M parameters with AdamW's state saved inside a trainer: worst step less the median",
+        "ms",
+        "savers",
+        ["A save of 30 M"],
+    ),
+    ("the same with 100 M parameters", "ms", "savers", ["A save of 100 M"]),
+    ("a bus in a trainer, nobody listens: added per iteration", "µs", "bridges", ["Added to an iteration"]),
 )
 """What was measured, unit, file, and patterns for the beginnings of the titles of its comparisons."""
 
@@ -79,7 +89,7 @@ def table() -> str:
     lines = ["| measured | floor | trainbus | goal | others |", "|---|---|---|---|---|"]
     for measured, unit, name, titles in ROWS:
         found = [the_one(documents[name]["comparisons"], title, name) for title in titles]
-        cells = zip(*(row(comparison, unit) for comparison in found), strict=True)
+        cells = zip(*(CELLS.get(name, row)(comparison, unit) for comparison in found), strict=True)
         lines.append(f"| {measured} | {' | '.join('; '.join(dict.fromkeys(filter(None, column))) for column in cells)} |")
     lines += [
         "",
@@ -112,6 +122,37 @@ def row(comparison: Mapping[str, Any], unit: str) -> tuple[str, str, str, str]:
         f"≤ {goal}",
         " · ".join(f"{name} {amount(seconds, unit)}" for seconds, name in others) + (f" {unit}" if others else ""),
     )
+
+
+def savers_row(comparison: Mapping[str, Any], unit: str) -> tuple[str, str, str, str]:
+    """Return the same cells for checkpoints inside trainers, where each way has the copy in its own process beside it."""
+    ways = comparison["contenders"]
+    ours = [way for way in ways if way["name"].startswith(SUBJECT)]
+    stalls = [
+        f"{way['name'].removeprefix(SUBJECT).strip()} {amount(way['stall_seconds'], unit)} {unit}, "
+        f"{way['ratio_to_copy']:.2f} {TIMES}{'' if way['budget_met'] else ', **missed**'}"
+        for way in ours
+    ]
+    others = [f"{way['name']} {amount(way['stall_seconds'], unit)}" for way in ways if way not in ours]
+    copy = statistics.median(way["copy_seconds"] for way in ways)
+    floor = f"{comparison['floor']}, {amount(copy, unit)} {unit}"
+    return floor, " · ".join(stalls), f"≤ {comparison['budget']['limit']:g} {TIMES}", f"{' · '.join(others)} {unit}"
+
+
+def bridges_row(comparison: Mapping[str, Any], unit: str) -> tuple[str, str, str, str]:
+    """Return the same cells for buses in trainers, beside an empty callback."""
+    ways = comparison["contenders"]
+    added: dict[str, list[str]] = {SUBJECT: [], EMPTY: []}
+    for way in ways:
+        missed = ", **missed**" if way["budget_met"] is False else ""
+        added.get(way["name"], []).append(f"{way['trainer']} {amount(way['median_seconds'], unit)}{missed}")
+    alone = {way["trainer"]: amount(way["alone_seconds"], unit) for way in ways}
+    floor = f"the trainer alone: {' · '.join(' '.join(each) for each in alone.items())} {unit}"
+    ours, empty = (" · ".join(each) for each in added.values())
+    return floor, f"{ours} {unit}", f"≤ {comparison['budget']['seconds'] * UNITS[unit]:g} {unit}", f"{EMPTY}: {empty} {unit}"
+
+
+CELLS = {"savers": savers_row, "bridges": bridges_row}
 
 
 def recorded(documents: Mapping[str, Mapping[str, Any]]) -> str:

@@ -73,5 +73,5 @@ def trainbus(job: SaveJob) -> None:
 SAVERS = {
     "torch.save": Way(torch_save, "{step}.pt", lambda path: torch.load(path, mmap=True)["model"]),
     "DCP async_save": Way(dcp_async, "{step}", read_dcp),
-    f"{SUBJECT}'s AsyncSaver": Way(trainbus, "{step}.safetensors", lambda path: load(path)["model"]),
+    f"{SUBJECT} in an own loop": Way(trainbus, "{step}.safetensors", lambda path: load(path)["model"]),
 }
