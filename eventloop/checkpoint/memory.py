@@ -30,8 +30,9 @@ def allocate(size: int) -> torch.Tensor:
     memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)  # holds the memory
-    flat = whole[-whole.data_ptr() % _HUGE :][:size]
+    begin = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE
+    # Not a slice: its views would have offsets of their own. It holds the memory.
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=begin)
     with suppress(RuntimeError):  # the interpreter is shutting down
         threading.Thread(target=_map, args=(flat,), name="trainbus-memory", daemon=True).start()
     return flat

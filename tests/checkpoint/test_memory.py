@@ -38,6 +38,14 @@ def test_a_large_copy_has_every_value():
     assert torch.equal(copied[LARGE:], tree["b"])
 
 
+def test_a_large_tree_has_every_value_of_its_small_tensors():
+    small = [torch.full((1000,), float(number)) for number in range(50)]  # copied in one piece
+    staged = stage({"large": torch.zeros(LARGE // 8, 8), "small": small})
+    _, data, _ = staged.pieces()
+    copied = torch.frombuffer(bytearray(data), dtype=torch.float32).unique(return_counts=True)
+    assert [values.tolist() for values in copied] == [list(range(50)), [LARGE + 1000, *[1000] * 49]]
+
+
 def test_a_kernel_without_huge_pages_and_without_mapping_ahead(monkeypatch):
     monkeypatch.setattr(memory, "_POPULATE_WRITE", 12345)
     monkeypatch.setattr(memory.mmap, "MADV_HUGEPAGE", 12345, raising=False)
