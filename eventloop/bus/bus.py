@@ -58,6 +58,7 @@ class Bus(TypedOn, Lifecycle):
     that does not end, with a warning that names it.
 
     Args:
+        hooks: hooks to :meth:`add`.
         backend: event loop of the bus's thread, ``"asyncio"`` (on uvloop if it is installed) or ``"trio"``.
         timing: measure every call (``stats.seconds``), for two clock reads per handler.
         drain_timeout: seconds that a clean exit waits for offloaded handlers before it raises OffloadError.
@@ -67,7 +68,7 @@ class Bus(TypedOn, Lifecycle):
     @check_options
     def __init__(
         self,
-        *,
+        *hooks: object,
         backend: Backend = "asyncio",
         timing: bool = False,
         drain_timeout: Seconds = 60.0,
@@ -82,6 +83,7 @@ class Bus(TypedOn, Lifecycle):
         self._watches: list[Watch] = []
         self._taps = Taps()
         self._bridges: tuple[Attachment, ...] = ()
+        self.add(*hooks)
 
     # ----------------------------------------------------------------------------------------------- subscribing
 

@@ -150,6 +150,14 @@ def test_add_takes_all_hooks_or_none_on_an_open_bus_whose_loop_does_not_start(mo
         bus.publish(AfterTrainIter(progress=P))
 
 
+def test_a_bus_can_be_made_with_its_hooks():
+    first, second = Recorder(), Recorder()
+    bus = Bus(first, second, timing=True)
+    assert bus.hooks == (first, second)
+    with pytest.raises(SubscribeError, match=r"write bus.add\(Recorder\(...\)\)"):
+        Bus(Recorder)
+
+
 def test_a_hook_without_mount_points_is_an_error():
     class Empty(Hook):
         def compute(self): ...

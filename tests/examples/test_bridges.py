@@ -1,0 +1,62 @@
+"""The scripts of other libraries: with two lines for the bus they train the same weights as without, and leave more behind."""
+
+import difflib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+pytest.importorskip("sklearn")
+
+RUN = "import runpy, sys, torch; torch.save(runpy.run_path(sys.argv[1], run_name='__main__')['model'].state_dict(), sys.argv[2])"
+HOSTS = [
+    ("lightning", "lightning_digits", "runs/lightning"),
+    ("transformers", "hf_tiny", "runs/hf"),
+    ("accelerate", "accelerate_digits", "runs/accelerate"),
+    ("ignite", "ignite_digits", "runs/ignite"),
+]
+
+
+def run(script, folder):
+    """Run a script in a folder as users do; return what it prints, and the model's weights."""
+    folder.mkdir()
+    done = subprocess.run(  # noqa: S603 - the interpreter that runs this test
+        [sys.executable, "-c", RUN, script, "model.pt"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, torch.load(folder / "model.pt")
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize(("library", "name", "work_dir"), HOSTS)
+def test_with_the_bus_the_script_trains_the_same_weights_and_leaves_more(tmp_path, library, name, work_dir):
+    pytest.importorskip(library)
+    _, alone = run(EXAMPLES / "plain" / f"{name}.py", tmp_path / "plain")
+    printed, weights = run(EXAMPLES / f"{name}.py", tmp_path / "bus")
+    assert weights.keys() == alone.keys()
+    assert all(torch.equal(weights[key], alone[key]) for key in alone)
+    last = printed.splitlines()[-1]
+    assert last.startswith(f"{work_dir}: ")
+    assert "scalars.jsonl" in last
+    assert "loss" in (tmp_path / "bus" / work_dir / "scalars.jsonl").read_text()
+    assert len(last) <= 80
+
+
+@pytest.mark.parametrize("name", [name for _, name, _ in HOSTS])
+def test_the_bus_takes_three_lines_more(name):
+    plain, bus = ((EXAMPLES / part).read_text().splitlines() for part in (f"plain/{name}.py", f"{name}.py"))
+    # Without the indentation: a `with` moves the loop of Accelerate's script.
+    changes = [one for one in difflib.ndiff([line.strip() for line in plain], [line.strip() for line in bus]) if one[2:]]
+    added, removed = (sum(one.startswith(sign) for one in changes) for sign in ("+ ", "- "))
+    replaced = 3 if name == "accelerate_digits" else 0  # its three `for` statements
+    assert (removed, added - removed) == (replaced, 4 if replaced else 3)
