@@ -335,7 +335,7 @@ class LightningBridge(Bridge, Callback):  # type: ignore[misc]  # types of Light
         self._entry = None
 
     def _write(self, path: AnyPath) -> None:
-        self.trainer.save_checkpoint(str(path))
+        self.trainer.save_checkpoint(str(path), weights_only=False)  # the default, too, but told on the terminal
 
     def _save_checkpoint(
         self, original: Callable[..., None], checkpoint: dict[str, Any], filepath: Any, *arguments: Any, **options: Any

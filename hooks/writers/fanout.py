@@ -71,7 +71,7 @@ class Fanout:
     def evaluated(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
         self._open_late()
         named = {f"{where.stage}/{name}": value for name, value in scalars.items()}
-        for target in self._targets:
+        for target in self._targets if named else ():
             target.give("write_scalars", named, step, where)
 
     def image(self, name: str, image: Any, step: int, where: Where) -> None:

@@ -151,7 +151,7 @@ def test_add_takes_all_hooks_or_none_on_an_open_bus_whose_loop_does_not_start(mo
 
 
 def test_a_bus_can_be_made_with_its_hooks():
-    first, second = Recorder(), Recorder()
+    first, second = Counter(), Counter("other")
     bus = Bus(first, second, timing=True)
     assert bus.hooks == (first, second)
     with pytest.raises(SubscribeError, match=r"write bus.add\(Recorder\(...\)\)"):

@@ -12,7 +12,9 @@ import torch
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 pytest.importorskip("sklearn")
 
-RUN = "import runpy, sys, torch; torch.save(runpy.run_path(sys.argv[1], run_name='__main__')['model'].state_dict(), sys.argv[2])"
+RUN = (
+    "import runpy, sys, torch; torch.save(runpy.run_path(sys.argv[1], run_name='__main__')['model'].state_dict(), sys.argv[2])"
+)
 HOSTS = [
     ("lightning", "lightning_digits", "runs/lightning"),
     ("transformers", "hf_tiny", "runs/hf"),

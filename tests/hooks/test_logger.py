@@ -159,6 +159,12 @@ def test_metrics_of_an_evaluation_reach_writers_as_they_were_published(notes):
     assert [scalars for scalars, _, _ in notes.scalars("eval")] == [{"eval/accuracy": 0.5, "eval/loss": 2.0}]
 
 
+def test_a_validation_without_metrics_is_no_line(notes):
+    make_loop(bus_with(notes), val_data=DATA[:2], val_step=lambda model, batch: {}).run()
+    assert notes.scalars()
+    assert not notes.scalars("val")
+
+
 def test_a_tensor_or_array_of_one_element_is_a_scalar(notes):
     def step(model, batch):
         loss = model(batch[0]).mean()
