@@ -67,7 +67,7 @@ def _child(rank: int, size: int, folder: str, timeout: timedelta, function: Call
         outcome.error, outcome.notes, code = f"{type(error).__name__}: {error}", list(getattr(error, "__notes__", [])), 1
         traceback.print_exc()
     Path(f"{folder}/{rank}.pickle").write_bytes(pickle.dumps(outcome))
-    if size > 1 and not code:
+    if distributed.is_initialized() and not code:
         distributed.destroy_process_group()
     os._exit(code)  # as a script that ends: nothing of the test runner's is to run here
 

@@ -252,8 +252,18 @@ def own_group(purpose: Literal["control", "saves"]) -> distributed.ProcessGroup:
         world: Any = distributed.group.WORLD
         options = getattr(world._get_backend(world._device_types[0]), "options", None)
         found = distributed.new_group(backend="gloo", timeout=getattr(options, "_timeout", None))
+        wait_until_connected(found)
         _groups[purpose, distributed.group.WORLD] = found
     return found
+
+
+def wait_until_connected(group: distributed.ProcessGroup | None = None) -> None:
+    """Wait until all ranks have connected; ``group`` is the default process group if None. A collective.
+
+    A gloo group exists for a rank once that rank has connected. If it then raised and ended, ranks that still connect would
+    fail with "Connection closed by peer" in place of its error.
+    """
+    distributed.all_reduce(torch.zeros(1), group=group)
 
 
 # Weak: only torch may keep the groups, so that destroy_process_group() ends their threads. A thread that needs the GIL while
