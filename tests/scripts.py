@@ -23,7 +23,7 @@ def run_script(source: str, folder: Path) -> CompletedProcess[str]:
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=_run, args=(textwrap.dedent(source), *map(str, files)))
     process.start()
-    process.join(50)
+    process.join(150)
     if process.exitcode is None:
         process.kill()
         process.join()

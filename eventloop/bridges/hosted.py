@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +20,9 @@ from eventloop.events import Stage
 from eventloop.log import get_logger
 from eventloop.training import Driver, Run, Update, checkpoint_keys
 from eventloop.training import arguments as given
+from eventloop.training.arguments import Limit
+from eventloop.training.distributed.ranks import world_size
+from eventloop.training.distributed.rounds import Rounds, join_rounds
 from eventloop.training.metrics import Metrics
 from eventloop.training.optimizers import warn_if_useless
 from eventloop.training.saves.capture import FORMAT, unwrapped_state
@@ -35,6 +39,10 @@ class HostedRun(Run):
 
     The trainer steps the optimizers, coordinates the processes, owns directories, seeds and the data, and writes and reads
     checkpoints. The state of the bus is one entry in them (:meth:`gather_entry`, :meth:`restore_entry`).
+
+    With several processes, a request of one rank (:meth:`stop`, :meth:`checkpoint_now`, :meth:`pause`, :meth:`set_lr`,
+    :meth:`cancel`) takes effect on all ranks, which agree without a collective: see
+    :mod:`eventloop.training.distributed.rounds`. It is refused with an error in the log if a rank trains without a bus.
 
     Args:
         bus: the bus.
@@ -217,6 +225,15 @@ class HostedDriver(Driver):
         super().__init__(*arguments, **options)
         self._steps: dict[int, tuple[Callable[..., None], Callable[..., None]]] = {}
 
+    def begin_train(self, *, max_epochs: Limit | None = None, max_iters: Limit | None = None) -> None:
+        """Publish ``before_train``; let requests of one rank take effect on all ranks, if there are several."""
+        super().begin_train(max_epochs=max_epochs, max_iters=max_iters)
+        state = self.state
+        if world_size() > 1:
+            state.agreement = rounds = join_rounds(state, lambda: state.counters.iter)
+            state.scopes.defer(partial(self._leave, rounds))
+            state.settle()
+
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Publish ``before_optimizer_step``, when the gradients are complete."""
         self._steps[id(optimizer)][0]()
@@ -249,6 +266,12 @@ class HostedDriver(Driver):
         self._saves.open(None)
         self._steps = {id(optimizer): self._around_step(name, optimizer) for name, optimizer in run.optimizers.items()}
         run.publish(ev.BeforeRun)
+
+    def _leave(self, rounds: Rounds) -> None:
+        """Remember on all ranks why they stopped, also after the training."""
+        self.state.agreement = None
+        self.state.stop_reason = self.state.stop_reason or rounds.reason
+        rounds.close()
 
     def _tell_failure(self, error: BaseException) -> None:
         """Do nothing: the trainer coordinates the processes."""

@@ -105,8 +105,8 @@ class LightningBridge(Bridge, Callback):  # type: ignore[misc]  # types of Light
         run, drive = self.running, self._drive
         if run is None:
             return
-        if trainer.should_stop and not run.state.stop:
-            run.stop("trainer.should_stop was set")
+        if trainer.should_stop and not run.state.stops:
+            run.state.stop_reason = "trainer.should_stop was set"
         drive.end_train()
         run.write_due(self._write)
         drive.end_run()
@@ -177,7 +177,7 @@ class LightningBridge(Bridge, Callback):  # type: ignore[misc]  # types of Light
         run = self.run
         if run is not None and run.save_due:
             run.write_due(self._write)
-        if drive.state.stop:
+        if drive.state.stops:
             self._stop_if_asked()
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:

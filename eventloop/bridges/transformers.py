@@ -282,7 +282,7 @@ class TransformersBridge(Bridge):
         # After the last step of an epoch the end of the epoch follows at once, and a run resumes better from there.
         if run.save_due and ("epoch" not in run.state.scopes or run.counters.batches != self._length):
             run.write_due(self._write)
-        if run.state.stop and self._drive.should_stop():
+        if run.state.stops and self._drive.should_stop():
             self.trainer.control.should_training_stop = True
 
     def _save_checkpoint(self, original: Method, model: Any, trial: Any = None) -> None:

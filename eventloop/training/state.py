@@ -19,6 +19,7 @@ from eventloop.errors import RunCancelled, TrainingError, stopped
 from eventloop.events import Progress, Stage
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import Agreement, Ranks
+from eventloop.training.distributed.rounds import Rounds
 from eventloop.training.optimizers import set_learning_rate
 from eventloop.training.update import Update
 
@@ -173,7 +174,7 @@ class RunState:
         """True if the epoch must end after the current iteration; None if it cannot end early."""
         self.validation_follows: Callable[[], bool] | None = None
         """Returns True after an iteration that a validation follows (in iteration-based training)."""
-        self.agreement: Agreement | None = None
+        self.agreement: Agreement | Rounds | None = None
         """The requests of all ranks; None with one process."""
         # Not threading.Event: signal handlers set these, and its lock is not re-entrant.
         self.cancelled = self.stop = self.save_now = self.paused = False
@@ -194,6 +195,11 @@ class RunState:
     def training(self) -> bool:
         """True from ``before_train`` to the end of training."""
         return "train" in self.scopes
+
+    @property
+    def stops(self) -> bool:
+        """True once a stop has taken effect on all ranks; it may wait for the step of an accumulation window."""
+        return (self.agreement or self).stop
 
     @property
     def window_open(self) -> bool:
@@ -236,7 +242,7 @@ class RunState:
         if self.agreement is None and not (self.cancelled or self.paused or self.rates):
             return  # the usual case
         self.check_cancelled()
-        if (self.agreement or self).paused:
+        if (wanted := self.agreement or self).paused and not wanted.stop:
             self._wait()
         if (self.agreement or self).rates:
             if self.around_rates is None:
@@ -265,8 +271,7 @@ class RunState:
     def _set_rates(self) -> None:
         wanted = [self.rates.popleft() for _ in range(len(self.rates))]
         if self.agreement is not None:
-            self.agreement.rates = False
-            wanted = [one for some in self.agreement.ranks.gather(wanted) for one in some]
+            wanted = self.agreement.take_rates(wanted)
         for rate, names in wanted:
             for name in names:
                 set_learning_rate(self._optimizers[name], rate)

@@ -71,7 +71,15 @@ def batches(count=4, seed=0):
     return [(torch.randn(8, 4, generator=generator), torch.arange(8) % 3) for _ in range(count)]
 
 
-def lightning(folder: Path, attached: bool):
+def _as_torchrun():
+    """Make a library take the group that exists."""
+    warnings.simplefilter("ignore")
+    rank = distributed.get_rank()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    os.environ |= {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+def lightning(folder: Path, attached: bool, *, asks: bool = False):
     """Train by DDP in Lightning, with a bus or without; return what this rank has seen."""
     import lightning.pytorch as pl
 
@@ -90,20 +98,51 @@ def lightning(folder: Path, attached: bool):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    warnings.simplefilter("ignore")
-    rank = distributed.get_rank()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
-    os.environ |= {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # a group exists already
+    _as_torchrun()
     torch.manual_seed(1)
     loader = DataLoader(TensorDataset(torch.randn(16, 4), torch.randn(16, 1)), 2)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, default_root_dir=folder, **quiet)
     module, committed, first = Module(), [], OnFirst()
+    if asks:
+        trainer.fit_loop.max_epochs = 50
     if attached:
         bus = Bus()
         bus.add(first, EMAHook(momentum=0.1), LoggerHook(interval=1, writers=[JSONLinesWriter()]))
         bus.add(CheckpointHook(interval=1, save_best="val_loss"))
         bus.on("checkpoint_committed", lambda event: committed.extend(Path(name).name for name in event.names))
-        bus.attach(trainer)
+        if asks:
+            bus.add(AsksOnOne())
+        bridge = bus.attach(trainer)
     trainer.fit(module, loader, loader)
-    return rank, weights_of(module), len(first.iters), committed
+    if asks:
+        return trainer.fit_loop.epoch_loop.total_batch_idx + 1, bridge.run.info.get("stop_reason"), committed
+    return distributed.get_rank(), weights_of(module), len(first.iters), committed
+
+
+class AsksOnOne(Hook):
+    """Asks for a save and a stop, on rank 1 only, as a dashboard or a signal handler does."""
+
+    def after_train_iter(self, event):
+        if event.run.rank == 1 and event.progress.iter == 5:
+            event.run.checkpoint_now()
+            event.run.stop("enough")
+
+
+def stops_in_lightning(folder: Path):
+    """Train in Lightning until rank 1 stops it; return what this rank has done."""
+    return lightning(folder, True, asks=True)
+
+
+def stops_in_transformers(folder: Path):
+    """Train with a ``transformers.Trainer`` until rank 1 stops it; return what this rank has done."""
+    from .transformers_jobs import make
+
+    _as_torchrun()
+    bus, committed = Bus(), []
+    bus.add(AsksOnOne())
+    bus.on("checkpoint_committed", lambda event: committed.extend(Path(name).name for name in event.names))
+    trainer = make(folder, num_train_epochs=50)
+    bridge = bus.attach(trainer)
+    trainer.train()
+    return trainer.state.global_step, bridge.run.info.get("stop_reason"), committed

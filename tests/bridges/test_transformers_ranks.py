@@ -23,7 +23,7 @@ def train(tmp_path):
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=55,
+            timeout=150,
             check=False,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
@@ -33,7 +33,7 @@ def train(tmp_path):
     return run
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_two_processes_train_save_and_resume_together(train, tmp_path):
     alone = train("alone", "none")
     whole = train("whole")

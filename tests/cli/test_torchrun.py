@@ -63,7 +63,7 @@ def trainbus(tmp_path):
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=150,
             check=False,
             env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
         )

@@ -18,7 +18,7 @@ def test_the_same_script_runs_alone_and_under_torchrun_and_resumes_across_both(e
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", SCRIPT, tmp_path / "both"],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=150,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

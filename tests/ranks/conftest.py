@@ -30,7 +30,7 @@ class Outcome:
 
 
 def on_ranks(
-    function: Callable[..., Any], *args: Any, folder: Path, size: int = 2, timeout: float = 40, group_timeout: float = 1800
+    function: Callable[..., Any], *args: Any, folder: Path, size: int = 2, timeout: float = 120, group_timeout: float = 1800
 ) -> list[Outcome]:
     """Call ``function(*args)`` in ``size`` processes of one gloo group (in one without a group, if it is one)."""
     context = multiprocessing.get_context("forkserver")

@@ -69,8 +69,7 @@ def joins(folder: str, how: str) -> bool:
     os.environ["TORCHELASTIC_RUN_ID"] = "test"
     dist.init_process_group = slowly
     with process_group():
-        found = connected.exists()
-    return found
+        return connected.exists()
 
 
 @pytest.mark.parametrize("how", ["own_group", "process_group"])

@@ -43,6 +43,9 @@ log = get_logger()
 
 T = TypeVar("T")
 
+Rates = list[tuple[float, tuple[str, ...]]]
+"""Learning rates to set, and the names of their optimizers."""
+
 
 def this_rank() -> int:
     """Return the rank of this process in the default process group; 0 without a group."""
@@ -146,6 +149,11 @@ class Agreement:
             return
         self._take()
         self._launch(self.asked())
+
+    def take_rates(self, own: Rates) -> Rates:
+        """Return the learning rates that all ranks have asked for, given those of this rank. A collective."""
+        self.rates = False
+        return [one for some in self.ranks.gather(own) for one in some]
 
     def settle(self) -> None:
         """Exchange and apply all requests made so far. A barrier."""

@@ -23,7 +23,7 @@ from eventloop.checkpoint import AnyPath, Overlap, StageBuffer, as_path, is_shar
 from eventloop.errors import ConfigurationError
 from eventloop.events import RunView
 from eventloop.training.data import Feeds
-from eventloop.training.distributed.ranks import Ranks, own_group
+from eventloop.training.distributed.ranks import Agreement, Ranks, own_group
 from eventloop.training.optimizers import forget_options, stepping
 from eventloop.training.rng import get_rng_state
 from eventloop.training.saves.request import SaveRequest, merged
@@ -73,7 +73,7 @@ class Saves:
         if self.sharded and ranks is not None:
             own_group("saves")  # a collective: all ranks are here
         self._writer = CheckpointWriter(run, run.bus)
-        if run.state.agreement is not None:
+        if isinstance(run.state.agreement, Agreement):
             run.state.agreement.asked = lambda: [request.path.name for request in self.requests]
         run.state.scopes.defer(self._end_overlap)
         run.state.scopes.defer(self._writer.lane.cancel)  # the lane still writes its queued jobs
@@ -182,7 +182,7 @@ class Saves:
             everyones = ranks.gather(self.requests)
             ranks.check_first_has_all([[request.path.name for request in requests] for requests in everyones])
             self.requests = everyones[0]
-        elif self.requests and self._run.state.agreement is not None:
+        elif self.requests and isinstance(self._run.state.agreement, Agreement):
             self._run.state.agreement.confirm()
         if self.requests:
             own = (self._state_of_rank(), secrets.token_hex(4), self._standing(merged(self.requests)))

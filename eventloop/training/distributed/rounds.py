@@ -1,0 +1,319 @@
+"""Agree on requests of any rank without a collective, for runs inside another library's trainer.
+
+There, a rank may lack a bus or evaluate alone, and a collective of ours would hang or mix with those of the trainer. Instead
+the ranks write to the key-value store of their process group, in rounds:
+
+1. A rank with requests stops at its next safe point, and opens a round with the name of that point (:data:`Point`).
+2. On each rank a thread, the *agent*, answers for the training thread. It waits a moment until the training thread has come
+   to the same point: usually all ranks have the same requests there. If the training thread stands there with requests too,
+   it stands until the round ends. Else it goes on, but not beyond the end of its present iteration.
+3. Rank 0's agent writes the result: the requests of all ranks, and the point where they take effect. If all ranks stand at
+   the same point, it is that one. Else it is the end of an iteration that no rank has passed.
+
+Without requests a safe point costs the training thread less than a microsecond. Each agent looks at the store ten times a
+second, which takes it some 10 µs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from eventloop.log import get_logger
+from eventloop.training.distributed.ranks import Ranks, Rates, this_rank, world_size
+
+_IDLE: Final = 0.1
+"""Seconds after which an agent looks for a round of another rank."""
+
+_LOOK: Final = 0.002
+"""Seconds between two looks during a round."""
+
+_SKEW: Final = 2.0
+"""Seconds that an agent waits for its training thread to come to the point of the round."""
+
+PATIENCE = 60.0
+"""Seconds after which a round without an answer of a rank is given up."""
+
+Point = tuple[int, int]
+"""A safe point: the number of iterations, and how many safe points came after the last of them."""
+
+log = get_logger()
+
+
+class Requester(Protocol):
+    """The requests of this rank."""
+
+    stop: bool
+    save_now: bool
+    cancelled: bool
+    paused: bool
+    stop_reason: str
+    rates: deque[tuple[float, tuple[str, ...]]]
+
+
+class _Answer(msgspec.Struct):
+    """The answer of one rank, or the result of a round."""
+
+    point: Point
+    """Where the training thread stands, or the last point that it has passed; in a result, where it takes effect."""
+    stands: bool = True
+    stop: bool = False
+    save: bool = False
+    cancelled: bool = False
+    paused: bool = False
+    rates: Rates = []
+    reason: str = ""
+    failed: str = ""
+    """Why a round has no result."""
+
+
+class Rounds:
+    """Make requests of any rank take effect on all ranks at the same safe point; see the module.
+
+    Used in place of :class:`eventloop.training.distributed.ranks.Agreement`, with the same attributes.
+
+    Args:
+        store: the store of the process group.
+        name: of the run; equal on all ranks.
+        own: the requests of this rank.
+        iterations: returns the number of finished iterations.
+    """
+
+    ranks: Ranks | None = None
+
+    def __init__(self, store: Any, name: str, own: Requester, iterations: Callable[[], int]) -> None:
+        self.stop = self.save = self.cancelled = self.paused = self.rates = False
+        self.reason = ""
+        self._store = store.clone()  # a thread that waits in the other one keeps its lock
+        self._rank, self._size = this_rank(), world_size()
+        self._name = name
+        self._own = own
+        self._iterations = iterations
+        self._rates: Rates = []
+        # Written by the training thread.
+        self._point: Point = (iterations(), 0)
+        """The last safe point."""
+        self._stands: Point | None = None
+        """The safe point at which the training thread stands with requests; the agent sets it to None."""
+        # Written by the agent.
+        self._limit: Point | None = None
+        """The safe point at which the training thread must wait for the result of the round."""
+        self._results: deque[_Answer] = deque()
+        """Results that the training thread has not applied yet."""
+        self._told: tuple[bool, bool, bool] = (False, False, False)
+        self._number = 0
+        self._ended = False
+        self._wake = threading.Event()
+        self._agent = threading.Thread(target=self._run, name=f"trainbus agent of rank {self._rank}", daemon=True)
+        self._store.set(self._key("joined", self._rank), "")
+        self._agent.start()
+
+    def close(self) -> None:
+        """End the agent when the training ends. Requests that the ranks have not agreed on are dropped."""
+        self._ended = True
+        self._wake.set()
+        self._agent.join(_SKEW)  # at the exit of the interpreter, a thread in a call of the store could abort the process
+
+    # ------------------------------------------------------------------------------------------- the training thread
+
+    def exchange(self) -> None:
+        """Come to the safe point at the end of an iteration; apply the requests that take effect there."""
+        self._arrive((self._iterations(), 0))
+
+    def settle(self) -> None:
+        """Come to another safe point between two iterations; apply the requests that take effect there."""
+        if self.paused:
+            self._apply()
+        else:
+            self._arrive((self._point[0], self._point[1] + 1))
+
+    def take_rates(self, own: Rates) -> Rates:
+        """Return the learning rates to set now; those of this rank since then wait for another round."""
+        self._own.rates.extend(own)
+        rates, self._rates, self.rates = self._rates, [], False
+        return rates
+
+    def _arrive(self, point: Point) -> None:
+        # The order matters, because the agent looks at any moment. It must not see this point without the requests that were
+        # made before it. And either it sees this point, or this thread sees its limit; see _answer.
+        if self._pending():
+            self._stands = point
+        self._point = point
+        if self._stands is not None or self._beyond(point):
+            self._wait(point)
+        elif self._results:
+            self._apply()
+
+    def _wait(self, point: Point) -> None:
+        while True:
+            self._wake.set()
+            while self._agent.is_alive() and (self._stands is not None or self._beyond(point)):
+                time.sleep(_LOOK)
+            self._apply()
+            if not self._agent.is_alive() or not self._pending():
+                return
+            self._stands = point
+
+    def _beyond(self, point: Point) -> bool:
+        limit = self._limit
+        return limit is not None and point >= limit
+
+    def _apply(self) -> None:
+        # All ranks pause at the same point, so what comes next takes effect there on all of them.
+        while self._to_apply():
+            result = self._results[0]
+            self.stop, self.save = self.stop or result.stop, self.save or result.save
+            self.cancelled, self.paused = self.cancelled or result.cancelled, result.paused
+            self._rates += result.rates
+            self.rates = bool(self._rates)
+            self.reason = self.reason or result.reason
+            self._results.popleft()  # last: now the agent may answer again
+
+    def _pending(self) -> bool:
+        own = self._own
+        return own.save_now or bool(own.rates) or (own.stop, own.cancelled, own.paused) != self._told
+
+    # ----------------------------------------------------------------------------------------------------- the agent
+
+    def _run(self) -> None:
+        try:
+            while not self._ended:
+                if (self._stands is not None or self.paused) and self._pending():
+                    self._open()
+                if self._store.check([self._key("opened")]):
+                    self._take_part()
+                elif self._stands is None:
+                    self._wake.wait(_IDLE)
+                    self._wake.clear()
+            self._store.set(self._key_of_run("left"), "")
+        except (RuntimeError, OSError) as error:  # the process with the store has ended
+            if not self._ended:
+                log.warning("requests such as run.stop() no longer reach the other ranks", error=str(error))
+        finally:
+            self._release()
+
+    def _open(self) -> None:
+        """Open a round, unless another rank has."""
+        missing = self._missing("joined", 5 * _SKEW)
+        if missing:
+            self._take()
+            self._release()
+            log.error(
+                "run.stop(), checkpoint_now(), pause(), cancel() or set_lr() is ignored, because it would hang the training: "
+                "these ranks train without a bus. Call bus.attach(trainer) on all ranks",
+                ranks=missing,
+            )
+            return
+        self._store.compare_set(self._key("opened"), "", _encode(_Answer(self._stands or self._point)))
+
+    def _take_part(self) -> None:
+        """Answer, and hand over the result of the round."""
+        self._store.set(self._key("answer", self._rank), _encode(self._answer(self._get("opened").point)))
+        result = self._result()
+        if result.failed:
+            log.error("requests such as run.stop() are dropped", reason=result.failed)
+        else:
+            self._results.append(result)
+        self._number += 1
+        self._release()  # last: the training thread goes on
+
+    def _answer(self, opened: Point) -> _Answer:
+        deadline = time.monotonic() + _SKEW
+        while not self._ended and (self._to_apply() or (self._point < opened and time.monotonic() < deadline)):
+            time.sleep(_LOOK)
+        stands = self._stands or (self._point if self.paused else None)
+        if stands is not None:
+            return self._take(stands)
+        # The training thread writes the point and then reads the limit; here it is the other way round. So it waits at this
+        # limit, unless it had passed it before the limit was written.
+        while True:
+            passed = self._point
+            self._limit = (passed[0] + 1, 0)
+            if self._point < self._limit:
+                return self._take(passed, stands=False)
+
+    def _to_apply(self) -> bool:
+        return bool(self._results) and (self.paused or self._results[0].point <= self._point)
+
+    def _take(self, point: Point = (0, 0), *, stands: bool = True) -> _Answer:
+        """Return the requests of this rank, which are told by that."""
+        own = self._own
+        self._told = own.stop, own.cancelled, own.paused
+        save, own.save_now = own.save_now, False
+        rates = [own.rates.popleft() for _ in range(len(own.rates))]
+        stop, cancelled, paused = self._told
+        return _Answer(point, stands, stop, save, cancelled, paused, rates, own.stop_reason)
+
+    def _result(self) -> _Answer:
+        deadline = time.monotonic() + PATIENCE
+        while not self._store.check([self._key("result")]):
+            failed = ""
+            if self._ended or self._store.check([self._key_of_run("left")]):
+                failed = "the training has ended"
+            elif time.monotonic() > deadline:
+                failed = f"no answer of rank {', '.join(map(str, self._missing('answer')))}"
+            answers = [self._key("answer", rank) for rank in range(self._size)]
+            if failed:
+                self._store.compare_set(self._key("result"), "", _encode(_Answer((0, 0), failed=failed)))
+            elif not self._rank and self._store.check(answers):
+                result = _merged([_decode(self._store.get(key)) for key in answers])
+                self._store.compare_set(self._key("result"), "", _encode(result))
+            else:
+                time.sleep(_LOOK)
+        return self._get("result")
+
+    def _missing(self, what: str, patience: float = 0.0) -> list[int]:
+        """Return the ranks without a key, after some seconds."""
+        keys = [self._key(what, rank) for rank in range(self._size)]
+        deadline = time.monotonic() + patience
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(_LOOK)
+        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+
+    def _release(self) -> None:
+        self._stands = self._limit = None
+
+    def _get(self, what: str) -> _Answer:
+        return _decode(self._store.get(self._key(what)))
+
+    def _key_of_run(self, what: str) -> str:
+        return f"trainbus/{self._name}/{what}"
+
+    def _key(self, what: str, rank: int | None = None) -> str:
+        number = "" if what == "joined" else f"/{self._number}"
+        return self._key_of_run(f"{what}{number}{'' if rank is None else f'/{rank}'}")
+
+
+def _merged(answers: list[_Answer]) -> _Answer:
+    """Return the result of a round."""
+    points = [one.point for one in answers]
+    here = all(one.stands for one in answers) and len(set(points)) == 1
+    return _Answer(
+        point=points[0] if here else (max(points)[0] + 1, 0),
+        stop=any(one.stop for one in answers),
+        save=any(one.save for one in answers),
+        cancelled=any(one.cancelled for one in answers),
+        paused=any(one.paused for one in answers),
+        rates=[rate for one in answers for rate in one.rates],
+        reason=next(filter(None, (one.reason for one in answers)), ""),
+    )
+
+
+_encode = msgspec.json.encode
+_decode = msgspec.json.Decoder(_Answer).decode
+
+_runs = 0
+
+
+def join_rounds(own: Requester, iterations: Callable[[], int]) -> Rounds:
+    """Return the :class:`Rounds` of a new training; all ranks that have a bus begin it."""
+    from torch.distributed.distributed_c10d import _get_default_store  # torch has no public way to the store it made
+
+    global _runs
+    _runs += 1
+    return Rounds(_get_default_store(), f"rounds/{_runs}", own, iterations)

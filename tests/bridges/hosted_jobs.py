@@ -1,0 +1,168 @@
+"""What two processes do in ``test_rounds.py``: a small trainer with a collective in each step, and requests of one rank."""
+
+import os
+import signal
+import threading
+import time
+
+import torch
+from structlog.testing import capture_logs
+from torch import distributed
+
+from eventloop import Bus
+from eventloop.bridges.hosted import HostedRun
+from eventloop.training.distributed import rounds
+from hooks import PreemptionHook
+
+BATCHES, EPOCHS = 4, 3
+
+
+def trainer(bus, folder, *, epochs=EPOCHS, attached=True, slow=0.0):
+    """Train and validate as other trainers do in DDP: a rank that leaves alone would hang. Return where it was."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = HostedRun(bus, model=model, optimizer=optimizer, work_dir=folder, suffix=".pt")
+    drive, done, saved = run.drive(), 0, []
+
+    def save(path):
+        distributed.barrier()
+        saved.append((done, path.name))
+
+    def stops():
+        if attached:
+            run.write_due(save)
+        return attached and drive.should_stop()
+
+    if attached:
+        drive.begin_run()
+        drive.begin_train(max_epochs=epochs)
+    stopped = stops()
+    for _ in range(epochs):
+        if stopped:
+            break
+        if attached:
+            drive.begin_epoch()
+        for _ in range(BATCHES):
+            distributed.barrier()
+            time.sleep(slow)
+            done += 1
+            if attached:
+                drive.begin_iteration()
+                drive.end_iteration({})
+            if stopped := stops():
+                break
+        if attached and stopped:
+            drive.abandon_epoch()
+        elif attached:
+            drive.end_epoch()
+            drive.begin_validation()
+            drive.end_validation({"accuracy": 1.0})
+            stopped = stops()
+    if attached:
+        drive.end_train()
+        run.write_due(save)
+        drive.end_run()
+    distributed.barrier()
+    return done, saved, run.info.get("stop_reason")
+
+
+def rank():
+    return distributed.get_rank()
+
+
+def one_rank_stops(folder, which):
+    bus = Bus()
+
+    def ask(event):
+        if rank() == which and event.progress.iter == 5:
+            event.run.checkpoint_now()
+            event.run.stop("enough")
+
+    bus.on("after_train_iter", ask)
+    return trainer(bus, folder)
+
+
+def all_ranks_stop(folder, mount_point):
+    bus = Bus()
+
+    def ask(event):
+        event.run.stop("enough")
+        if mount_point != "before_train":
+            event.run.checkpoint_now()
+
+    bus.on(mount_point, ask)
+    return trainer(bus, folder)
+
+
+def a_thread_pauses(folder):
+    bus, paused = Bus(), []
+    if rank() == 0:
+
+        def ask(run):
+            time.sleep(0.1)
+            run.pause()
+            while not run.state.agreement.paused:
+                time.sleep(0.01)
+            time.sleep(0.2)
+            paused.append(run.counters.iter)
+            time.sleep(0.2)
+            paused.append(run.counters.iter)
+            run.set_lr(0.5)
+            run.resume()
+            while run.state.agreement.paused:
+                time.sleep(0.01)
+            run.pause()
+            time.sleep(0.3)
+            run.stop("enough")
+
+        bus.on("before_train", lambda event: threading.Thread(target=ask, args=(event.run,)).start())
+    with capture_logs() as logs:
+        found = trainer(bus, folder, epochs=1000, slow=0.01)
+    told = [(entry["event"], entry["iter"]) for entry in logs if entry["event"].startswith(("the run ", "the learning"))]
+    return found, told, paused
+
+
+def one_rank_gets_a_signal(folder):
+    bus = Bus()
+    bus.add(PreemptionHook())
+
+    def ask(event):
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    bus.on("after_train_iter", ask, once=3)
+    return trainer(bus, folder)
+
+
+def one_rank_evaluates(folder):
+    bus = Bus()
+
+    def ask(event):
+        if rank() == 0 and event.progress.iter == 3:
+            drive = event.run.drive()
+            drive.state.settle()  # a safe point that the other rank does not have
+            event.run.stop()
+            drive.state.settle()
+
+    bus.on("before_train_iter", ask)
+    return trainer(bus, folder)
+
+
+def one_rank_has_a_bus(folder):
+    rounds._SKEW = 0.1  # of this process
+    bus = Bus()
+    bus.on("after_train_iter", lambda event: event.run.stop(), once=3)
+    with capture_logs() as logs:
+        found = trainer(bus, folder, attached=rank() == 0)
+    return found, [entry for entry in logs if "without a bus" in entry["event"]]
+
+
+def one_rank_fails(folder):
+    bus = Bus()
+
+    def fail(event):
+        if rank() == 1:
+            raise KeyboardInterrupt
+
+    bus.on("after_train_iter", fail, once=3)
+    return trainer(bus, folder)
