@@ -15,7 +15,7 @@ from eventloop import ConfigurationError
 from hooks import WandbWriter
 from hooks.writers import RunFacts, Where
 
-pytestmark = [pytest.mark.usefixtures("offline"), pytest.mark.timeout(30)]
+pytestmark = [pytest.mark.usefixtures("offline")]
 
 
 @pytest.fixture
