@@ -45,6 +45,7 @@ multiprocessing.set_forkserver_preload(
 # tests at once need more cores than there are, and some would come near their time limit.
 ALONE = (
     "bridges/test_processes.py",
+    "bridges/test_rounds.py",
     "ranks/",
     "faults/",
     "examples/",

@@ -259,12 +259,15 @@ class RunState:
         """Collect the requests of all ranks, if there are several."""
         if self.agreement is not None:
             self.agreement.settle()
+            if isinstance(self.agreement, Rounds):
+                self.handle_requests()  # a pause begins at this point on all ranks
 
     def _wait(self) -> None:
         log.info("the run is paused", iter=self.counters.iter)
         while (wanted := self.agreement or self).paused and not (wanted.stop or wanted.cancelled):
             time.sleep(_LOOK)
-            self.settle()  # all ranks together, or some would time out in a collective of the training
+            if self.agreement is not None:  # all ranks together, or some would time out in a collective of the training
+                self.agreement.settle()
         self.check_cancelled()
         log.info("the run continues", iter=self.counters.iter)
 

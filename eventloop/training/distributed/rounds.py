@@ -150,25 +150,35 @@ class Rounds:
             self._apply()
 
     def _wait(self, point: Point) -> None:
-        while True:
-            self._wake.set()
-            while self._agent.is_alive() and (self._stands is not None or self._beyond(point)):
-                time.sleep(_LOOK)
-            self._apply()
-            if not self._agent.is_alive() or not self._pending():
+        while self._agent.is_alive():
+            waits = self._stands is not None or self._beyond(point)
+            self._apply()  # after the line above: the agent hands a result over before it ends the wait
+            if self.paused:  # settle() goes on
                 return
-            self._stands = point
+            if waits:
+                self._wake.set()
+                time.sleep(_LOOK)
+            elif self._pending():
+                self._stands = point
+            else:
+                return
 
     def _beyond(self, point: Point) -> bool:
         limit = self._limit
         return limit is not None and point >= limit
 
     def _apply(self) -> None:
-        # All ranks pause at the same point, so what comes next takes effect there on all of them.
-        while self._to_apply():
+        """Apply the results that take effect here: up to the first pause, or in a pause, up to its end.
+
+        All ranks pause at the same point, so later results take effect in the pause on all ranks. Some ranks come there when
+        these results are known, others before.
+        """
+        paused = self.paused
+        while self.paused == paused and self._to_apply():
             result = self._results[0]
             self.stop, self.save = self.stop or result.stop, self.save or result.save
-            self.cancelled, self.paused = self.cancelled or result.cancelled, result.paused
+            self.cancelled = self.cancelled or result.cancelled
+            self.paused = result.paused and not (self.stop or self.cancelled)
             self._rates += result.rates
             self.rates = bool(self._rates)
             self.reason = self.reason or result.reason
@@ -216,7 +226,7 @@ class Rounds:
         self._store.set(self._key("answer", self._rank), _encode(self._answer(self._get("opened").point)))
         result = self._result()
         if result.failed:
-            log.error("requests such as run.stop() are dropped", reason=result.failed)
+            log.warning("the last requests, such as run.stop(), do not take effect on any rank", reason=result.failed)
         else:
             self._results.append(result)
         self._number += 1
