@@ -53,7 +53,7 @@ def test_two_processes_train_save_and_resume_together(train, tmp_path):
     assert torch.tensor(rest[0]["weights"][0]).isfinite().all()
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_two_processes_write_their_checkpoints_beside_the_training(train, tmp_path):
     alone = train("alone", "none")
     whole = train("whole", "checkpoints")
