@@ -1,6 +1,6 @@
 """Ignite's Engine, with its Checkpoint handler over its own DiskSaver and ours."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -10,10 +10,12 @@ from ignite.handlers import Checkpoint, DiskSaver
 from ignite.handlers.checkpoint import BaseSaveHandler
 from torch import Tensor
 
+from benchmarks.harness import SUBJECT
 from benchmarks.save_job import SaveJob
 from benchmarks.trainers import Way
 from benchmarks.trainers.job import Batch, Job
 from eventloop import Bus
+from eventloop.bridges.ignite_saver import TrainbusSaver
 
 
 def engine(job: Job) -> Engine:
@@ -40,10 +42,10 @@ def train_with(job: Job, *, callback: bool = False, bus: Bus | None = None) -> N
     trainer.run(job.loader())
 
 
-def save(handler: type[BaseSaveHandler], job: SaveJob) -> None:
+def save(saver: Callable[[Path, Engine], BaseSaveHandler], job: SaveJob) -> None:
     trainer = engine(job)
     to_save = {"model": job.model, "optimizer": job.optimizer, "trainer": trainer}
-    checkpoint = Checkpoint(to_save, handler(str(job.directory)), n_saved=1)
+    checkpoint = Checkpoint(to_save, saver(job.directory, trainer), n_saved=1)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=job.interval), checkpoint)
     trainer.run(job.loader())
 
@@ -53,4 +55,7 @@ def read(path: Path) -> Mapping[str, Tensor]:
 
 
 PATH = "checkpoint_{step}.pt"
-SAVERS = {"Ignite": Way(partial(save, DiskSaver), PATH, read)}
+SAVERS = {
+    "Ignite": Way(partial(save, lambda directory, trainer: DiskSaver(directory)), PATH, read),
+    f"{SUBJECT} in Ignite": Way(partial(save, TrainbusSaver), PATH, read),
+}

@@ -1,6 +1,7 @@
 """Hugging Face's Trainer, which saves by itself, and with a bus."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import transformers
@@ -8,14 +9,23 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from benchmarks.harness import SUBJECT
 from benchmarks.save_job import SaveJob
 from benchmarks.trainers import Way
 from benchmarks.trainers.job import Job
 from eventloop import Bus
+from eventloop.bridges import attach
 
 
 def train_with(job: Job, *, callback: bool = False, bus: Bus | None = None, **options: object) -> None:
     """Train with an empty callback, with a bus, or with neither."""
+    trainer = make_trainer(job, [TrainerCallback()] if callback else [], **options)
+    if bus is not None:
+        bus.attach(trainer)
+    trainer.train()
+
+
+def make_trainer(job: Job, callbacks: Sequence[TrainerCallback] = (), **options: object) -> Trainer:
     transformers.logging.set_verbosity_error()
     arguments = TrainingArguments(
         str(job.directory),
@@ -27,17 +37,17 @@ def train_with(job: Job, *, callback: bool = False, bus: Bus | None = None, **op
         use_cpu=True,
         dataloader_pin_memory=False,
     )
-    callbacks = [TrainerCallback()] if callback else []
     optimizers = (job.optimizer, None)
-    trainer = Trainer(job.model, arguments, train_dataset=job.data, callbacks=callbacks, optimizers=optimizers)
+    trainer = Trainer(job.model, arguments, train_dataset=job.data, callbacks=list(callbacks), optimizers=optimizers)
     trainer.remove_callback(PrinterCallback)
-    if bus is not None:
-        bus.attach(trainer)
+    return trainer
+
+
+def save(job: SaveJob, *, beside: bool = False) -> None:
+    trainer = make_trainer(job, save_strategy="steps", save_steps=job.interval, save_total_limit=1)
+    if beside:
+        attach(trainer, checkpoints=True)
     trainer.train()
-
-
-def save(job: SaveJob) -> None:
-    train_with(job, save_strategy="steps", save_steps=job.interval, save_total_limit=1)
 
 
 def read(path: Path) -> Mapping[str, Tensor]:
@@ -45,4 +55,4 @@ def read(path: Path) -> Mapping[str, Tensor]:
 
 
 PATH = "checkpoint-{step}"
-SAVERS = {"Hugging Face": Way(save, PATH, read)}
+SAVERS = {"Hugging Face": Way(save, PATH, read), f"{SUBJECT} in Hugging Face": Way(partial(save, beside=True), PATH, read)}
