@@ -18,7 +18,7 @@ from benchmarks.trainers import TRAINERS, load
 TINY = (Size("0.1 M", layers=8, width=128, rows=8, interval=10, saves=2),)
 SIZES = (
     Size("30 M", layers=28, width=1024, rows=128, interval=40, saves=4),
-    Size("100 M", layers=95, width=1024, rows=128, interval=60, saves=4),
+    Size("100 M", layers=95, width=1024, rows=128, interval=50, saves=4),
 )
 
 
