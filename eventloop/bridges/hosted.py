@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from eventloop import events as ev
-from eventloop.bridges.saves import HostSaves
+from eventloop.bridges.saves import CHECKED, HostSaves
 from eventloop.bus import Bus
 from eventloop.checkpoint import AnyPath, weights_only
 from eventloop.errors import CheckpointError, ConfigurationError, TrainingError
@@ -122,6 +122,7 @@ class HostedRun(Run):
     def gather_entry(self, path: str) -> tuple[dict[str, Any], Weights]:
         """Return the state of the bus for the trainer's checkpoint ``path``, and the weights that the checkpoint should have.
 
+        ``path`` is empty where the trainer names the file later, and `CHECKED` where none is written.
         The entry holds plain values and tensors by reference. The weights are only those that hooks replace (``EMAHook`` gives
         the averaged ones); their raw values are in the entry.
 
@@ -137,10 +138,9 @@ class HostedRun(Run):
             "bus": self.bus.state_dict(),
             "info": {name: value for name, value in self.info.items() if isinstance(value, bool | int | float | str | None)},
         }
-        # Hooks know a check by its path.
-        self.publish(ev.BeforeSaveCheckpoint, path=path or str(Path()), checkpoint=entry)
+        self.publish(ev.BeforeSaveCheckpoint, path=path, checkpoint=entry)
         changed = self._changed(own, entry.pop("state_dict"))
-        if path and self.running:
+        if path not in ("", CHECKED) and self.running:
             self.publish(ev.CheckpointStaged, path=path)
         plain: dict[str, Any] = weights_only(entry)
         return plain, changed

@@ -15,19 +15,17 @@ from ignite.handlers.checkpoint import CheckpointEvents
 from eventloop import events as ev
 from eventloop.bridges import ignite_files
 from eventloop.bridges.bridge import Bridge
-from eventloop.bridges.hosted import HostedDriver, HostedRun
-from eventloop.bridges.training_step import outputs_of, trained_by
+from eventloop.bridges.hosted import HostedRun
+from eventloop.bridges.ignite_files import RequestedFiles
+from eventloop.bridges.ignite_training import TrainerRuns
+from eventloop.bridges.ignite_validation import EvaluatorRuns
+from eventloop.bridges.training_step import trained_by
 from eventloop.bus import Bus, Subscription
 from eventloop.checkpoint import AnyPath, unwrapped
 from eventloop.checks import check_options
 from eventloop.errors import CheckpointError, ConfigurationError, TrainingError
-from eventloop.log import get_logger
 from eventloop.training import arguments as given
-from eventloop.training.state import Counters
 
-log = get_logger()
-
-_COUNTS_DIFFER = "the engine and the bus begin at different iterations: load the trainer from the same checkpoint as the bridge"
 _INSIDE = "an Engine calls your training step as a whole; publish an event of your own in it"
 _NO_TEST = "an Engine does not know tests; the runs of the attached evaluator are validations"
 
@@ -92,47 +90,46 @@ class IgniteBridge(Bridge):
             "bus": self,
         }
         """The objects of requested checkpoints, the bridge included; also what ``Checkpoint.load_objects`` takes."""
-        self._transform = output_transform
-        self._work_dir = work_dir
-        self._driver: HostedDriver | None = None  # while a run is open
-        self._training: HostedRun | None = None  # the last one that trained
+        self._training = TrainerRuns(
+            self, self._models, self._optimizers, output_transform, work_dir, validates=evaluator is not None
+        )
+        self._files = RequestedFiles(trainer)
         self._entry: Mapping[str, Any] | None = None  # to resume from
-        self._error: BaseException | None = None  # the last one, until Ignite goes on
-        self._left_off = ""  # the scope in which Ignite's run was interrupted
-        self._in_run = self._terminated = self._validated = False
         self._since = 0.0  # when Ignite's Checkpoint asked for the state
 
     def install(self) -> None:
         """Wrap the runs, steps and events of the engines."""
+        training = self._training
         # Ignite calls handlers in order of registration, and a subscription to EXCEPTION_RAISED swallows exceptions.
         before: dict[Any, Callable[[], None]] = {
-            Events.EPOCH_STARTED: self._begin_epoch,
-            Events.EPOCH_COMPLETED: self._end_epoch,
-            Events.TERMINATE: self._leave_epoch,
+            Events.EPOCH_STARTED: training.begin_epoch,
+            Events.EPOCH_COMPLETED: training.end_epoch,
+            Events.TERMINATE: training.leave_epoch,
         }
         after: dict[Any, Callable[[], None]] = {
-            Events.STARTED: self._begin,
-            Events.ITERATION_COMPLETED: self._settle_iteration,
-            Events.EPOCH_COMPLETED: self._settle_epoch,
-            Events.INTERRUPT: self._note_interrupt,
+            Events.STARTED: training.begin,
+            Events.ITERATION_COMPLETED: training.settle_iteration,
+            Events.EPOCH_COMPLETED: training.settle_epoch,
+            Events.INTERRUPT: training.note_interrupt,
             CheckpointEvents.SAVED_CHECKPOINT: self._tell_saved,
         }
-        self._wrap(self.trainer, self._run_training, self._train_on, before, after)
+        self._wrap(self.trainer, training.run, training.step, before, after)
         inner = self.trainer._handle_exception
 
         def handle_exception(error: BaseException) -> None:
-            self._error = error
+            training.error = error
             inner(error)
 
         self.replace(self.trainer, "_handle_exception", handle_exception)
         if self._evaluator is not None:
-            before = {Events.STARTED: self._begin_validation}
+            validation = EvaluatorRuns(training, self._evaluator)
+            before = {Events.STARTED: validation.begin}
             after = {
-                Events.ITERATION_COMPLETED: self._stop_validation,
-                Events.EPOCH_COMPLETED: self._note_validated,
+                Events.ITERATION_COMPLETED: validation.stop_if_asked,
+                Events.EPOCH_COMPLETED: validation.note_complete,
                 CheckpointEvents.SAVED_CHECKPOINT: self._tell_saved,
             }
-            self._wrap(self._evaluator, self._run_evaluator, self._evaluate, before, after)
+            self._wrap(self._evaluator, validation.run, validation.step, before, after)
 
     def _wrap(
         self,
@@ -168,228 +165,6 @@ class IgniteBridge(Bridge):
         """Log a warning for each missing mount point that has a subscription, unless that hears validations as well."""
         super().warn_of_missing(one for one in subscriptions if not any("_val" in name for name in one.mount_points))
 
-    # ------------------------------------------------------------------------------------------------------ training
-
-    def _run_training(self, inner: Callable[..., State], *arguments: Any, **named: Any) -> State:
-        self._terminated = bool(self.trainer.should_terminate)
-        self._error, self._in_run = None, True
-        try:
-            if self._left_off:
-                self._continue()
-            state = inner(*arguments, **named)
-            self._conclude()
-        except BaseException as error:
-            self._fail(error)
-            raise
-        finally:
-            self._in_run = False
-        return state
-
-    def _conclude(self) -> None:
-        if self._error is not None:  # a handler of EXCEPTION_RAISED swallowed it
-            self._fail(self._error)
-        elif self._driver is not None:
-            self._end()
-
-    def _begin(self) -> None:
-        """Begin a run after Ignite's handlers of STARTED, which may load a checkpoint, or in them if they validate."""
-        if self._driver is not None:
-            return
-        engine, run = self.trainer, self._open(self._optimizers)
-        self._resume(run)
-        drive = run.drive()
-        drive.watch_steps()
-        drive.begin_train(max_epochs=engine.state.max_epochs, max_iters=engine.state.max_iters)
-        if drive.should_stop():
-            engine.terminate()
-
-    def _open(self, optimizers: given.Optimizers | None) -> HostedRun:
-        """Make a run, and publish ``before_run``."""
-        run = HostedRun(self.bus, model=self._models, optimizer=optimizers, work_dir=self._work_dir, suffix=".pt")
-        state, self.run = self.trainer.state, run
-        run.validates = None if self._evaluator is not None else False
-        run.train_data, run.epoch_length = state.dataloader, state.epoch_length
-        run.drive().begin_run()
-        self._driver = run.drive()
-        return run
-
-    def _resume(self, run: HostedRun) -> None:
-        """Restore what was loaded, or continue the last run, if Ignite does; its counts are the right ones."""
-        state, entry, last = self.trainer.state, self._entry, self._training
-        self._training, self._entry = run, None
-        if entry is not None:
-            run.restore_entry(entry["entry"], weights=entry["weights"])
-            if run.counters.iter != state.iteration:
-                log.warning(_COUNTS_DIFFER, bus=run.counters.iter, engine=state.iteration)
-        elif last is not None and (self._left_off or last.counters.iter == state.iteration != 0):
-            run.counters.load_state_dict(last.counters.state_dict())
-            run.state.resumed = True
-        elif state.iteration:
-            run.resume_without_entry(Counters(update=state.iteration))
-        if not self._left_off:
-            run.counters.epoch, run.counters.iter = state.epoch, state.iteration
-
-    def _continue(self) -> None:
-        """Begin a run in the middle of Ignite's, which was interrupted there and fires no event when it continues."""
-        self._begin()
-        in_epoch, self._left_off = self._left_off == "epoch", ""
-        if in_epoch:
-            self._running()[1].begin_epoch()
-
-    def _end(self) -> None:
-        """Publish the end of a training, after Ignite's handlers of COMPLETED."""
-        run, drive = self._running()
-        if self._left_off:
-            self._left_off = run.state.scopes.innermost
-        self._leave_epoch()
-        drive.end_train()
-        run.write_due(self._save)
-        self._wait()
-        drive.end_run()
-        self._driver = None
-
-    def _wait(self) -> None:
-        """Wait until all files are durable that `TrainbusSaver` writes, so that the bus hears of them."""
-        for saver in ignite_files.savers(self._engines(), self):
-            saver.wait()
-
-    def _fail(self, error: BaseException) -> None:
-        """Publish ``on_exception``, and end the run, if it has begun."""
-        driver, self._driver, self._left_off = self._driver, None, ""
-        if driver is not None and self.running is not None:
-            driver.fail(error)
-
-    def _begin_epoch(self) -> None:
-        if self._driver is None:
-            return
-        run, drive = self._running()
-        self._leave_epoch()
-        state, counters = self.trainer.state, run.counters
-        run.epoch_length = state.epoch_length
-        counters.epoch, counters.iter = state.epoch - 1, state.iteration
-        # An engine that was terminated begins its next epoch with the first batch; else it continues in the epoch.
-        counters.batches = 0 if self._terminated or not state.epoch_length else state.iteration % state.epoch_length
-        self._terminated = False
-        drive.begin_epoch()
-
-    def _train_on(self, inner: Callable[..., Any], engine: Engine, batch: Any) -> Any:
-        driver = self._driver
-        if driver is None or driver.state.scopes.innermost != "epoch":
-            return inner(engine, batch)
-        run: Any = self.run
-        self._error = None
-        length = run.epoch_length
-        driver.begin_iteration(batch, last=length is not None and run.counters.batches + 1 == length)
-        output = inner(engine, batch)
-        run.window_open = not run.state.stepped
-        driver.end_iteration(outputs_of(output if self._transform is None else self._transform(output)))
-        return output
-
-    def _settle_iteration(self) -> None:
-        """Save and stop after an iteration and Ignite's handlers, in which schedules step and evaluators run."""
-        if self._driver is None:
-            return
-        run: Any = self.run
-        if run.state.stepped:  # perhaps in a handler
-            run.window_open = False
-        self._settle()
-
-    def _end_epoch(self) -> None:
-        if self._driver is None:
-            return
-        self._error = None
-        _, drive = self._running()
-        scopes = drive.state.scopes
-        if "iter" in scopes:  # a handler of EXCEPTION_RAISED swallowed an exception, and Ignite goes on
-            drive.abandon_iteration()
-        if "epoch" in scopes:
-            drive.end_epoch()
-
-    def _settle_epoch(self) -> None:
-        """Save and stop after an epoch and Ignite's handlers."""
-        if self._driver is not None:
-            self._running()[0].window_open = False  # else a stop would wait for a step of the next epoch
-            self._settle()
-
-    def _settle(self) -> None:
-        run, drive = self._running()
-        self._leave_validation()
-        run.write_due(self._save)
-        if drive.should_stop():
-            self.trainer.terminate()
-
-    def _leave_validation(self) -> None:
-        if self._driver is not None and "val" in self._driver.state.scopes:
-            self._driver.abandon_validation()
-
-    def _leave_epoch(self) -> None:
-        """End scopes that Ignite left early, without their ``after_x``."""
-        if self._driver is not None:
-            self._leave_validation()
-            if "epoch" in self._driver.state.scopes:
-                self._driver.abandon_epoch()
-
-    def _note_interrupt(self) -> None:
-        self._left_off = "interrupted"
-
-    def _running(self) -> tuple[HostedRun, HostedDriver]:
-        assert self.run is not None and self._driver is not None  # noqa: S101 - the callers know
-        return self.run, self._driver
-
-    # ---------------------------------------------------------------------------------------------------- validation
-
-    def _run_evaluator(self, inner: Callable[..., State], *arguments: Any, **named: Any) -> State:
-        try:
-            state = inner(*arguments, **named)
-            self._end_validation()
-        except BaseException as error:
-            if not self._in_run:
-                self._fail(error)
-            raise
-        return state
-
-    def _begin_validation(self) -> None:
-        self._validated = False
-        if self._in_run:
-            self._begin()
-        elif self._driver is None:
-            self._open(None)
-        self._leave_validation()
-        run, drive = self._running()
-        if drive.state.scopes.innermost in ("run", "train", "epoch"):
-            run.validates = True
-            run.evaluation_length = None if self._evaluator is None else self._evaluator.state.epoch_length
-            drive.begin_validation()
-
-    def _evaluate(self, inner: Callable[..., Any], engine: Engine, batch: Any) -> Any:
-        driver = self._driver
-        if driver is None or driver.state.scopes.innermost != "val":
-            return inner(engine, batch)
-        driver.begin_validation_iteration(batch)
-        output = inner(engine, batch)
-        driver.end_validation_iteration(outputs_of(output))
-        return output
-
-    def _stop_validation(self) -> None:
-        if self._driver is not None and self._evaluator is not None and self._driver.should_stop():
-            self._evaluator.terminate()
-
-    def _note_validated(self) -> None:
-        self._validated = True
-
-    def _end_validation(self) -> None:
-        """End the validation after all of Ignite's handlers, so that they see and save the averaged weights."""
-        driver, evaluator = self._driver, self._evaluator
-        if driver is None or evaluator is None or "val" not in driver.state.scopes:
-            return
-        if self._validated and driver.state.scopes.innermost == "val":
-            driver.end_validation(evaluator.state.metrics)
-        else:
-            driver.abandon_validation()
-        if not self._in_run:
-            driver.end_run()
-            self._driver = None
-
     # --------------------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
@@ -399,7 +174,7 @@ class IgniteBridge(Bridge):
             TrainingError: there was no run yet.
             CheckpointValueError: a value is neither a tensor nor a plain value; the error names its path.
         """
-        run = self._training or self.run
+        run = self._training.last or self.run
         if run is None:
             raise TrainingError("the bus has no state before the first trainer.run(): add the bridge to a Checkpoint handler")
         self._since = time.perf_counter()
@@ -429,15 +204,31 @@ class IgniteBridge(Bridge):
             raise CheckpointError("the checkpoint does not hold the state of a bus under the name of the bridge")
         self._entry = state
 
-    def _save(self, path: AnyPath) -> None:
-        """Write a requested checkpoint."""
-        run, _ = self._running()
-        with run.writing(path):
+    def take_entry(self) -> Mapping[str, Any] | None:
+        """Return what was loaded since the last run, once."""
+        entry, self._entry = self._entry, None
+        return entry
+
+    def save(self, path: AnyPath) -> None:
+        """Copy the state for a requested checkpoint, and have it written."""
+        run, _ = self._training.running()
+        told = run.writing(path)
+        try:
             entry, weights = run.gather_entry(str(path))
             states: dict[int, dict[str, Any]] = {id(self): {"entry": entry, "weights": weights}}
             for name, changed in weights.items():
                 states[id(run.models[name])] = {**run.models[name].state_dict(), **changed}
-            ignite_files.write(self.trainer, path, self.to_save, states)
+            objects = ignite_files.with_states(self.to_save, states)
+            self._files.save(path, objects, told, raises=run.save_raises)
+        except Exception:
+            with told:
+                raise
+
+    def settle_files(self) -> None:
+        """Wait until all files are durable, so that the bus hears of them; raise the CheckpointError of one that is not."""
+        self._files.close()
+        for saver in ignite_files.savers(self._engines(), self):
+            saver.wait()
 
     def _tell_saved(self) -> None:
         """Publish ``checkpoint_committed`` for a file that Ignite's own ``Checkpoint`` has saved with the bridge in it."""

@@ -4,27 +4,73 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ignite import distributed
 from ignite.engine import Engine
 from ignite.handlers import Checkpoint, DiskSaver
 
 from eventloop.bridges.ignite_saver import TrainbusSaver
-from eventloop.checkpoint import AnyPath, unwrapped
+from eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, Pickled, StagedTree, make_directory, unwrapped
 from eventloop.errors import ConfigurationError
 
 
-def write(trainer: Engine, path: AnyPath, objects: Mapping[str, Any], states: Mapping[int, dict[str, Any]]) -> None:
-    """Save the states of ``objects`` in one file; of those whose ``id`` is in ``states``, that state instead of their own.
+class RequestedFiles:
+    """Writes the checkpoints that hooks request on a thread: the training waits only for a copy."""
 
-    Raises:
-        ConfigurationError: the path is a URL.
-    """
-    if not isinstance(path, Path):
-        raise ConfigurationError(f"{path}: Ignite writes requested checkpoints to local directories only")
-    saver = DiskSaver(path.parent, require_empty=False)
-    Checkpoint(_with_states(objects, states), saver, filename_pattern=path.name, n_saved=None)(trainer)
+    def __init__(self, trainer: Engine) -> None:
+        self._trainer = trainer
+        self._saver: AsyncSaver | None = None
+
+    def save(self, path: AnyPath, objects: Mapping[str, Any], told: AbstractContextManager[None], *, raises: bool) -> None:
+        """Copy the states of ``objects``, and have them written as ``Checkpoint`` would, on rank 0.
+
+        Args:
+            path: the file.
+            objects: what ``Checkpoint`` saves.
+            told: entered by the thread that writes.
+            raises: False to log the error of a save that fails, instead of ending the training.
+
+        Raises:
+            ConfigurationError: the path is a URL.
+        """
+        if not isinstance(path, Path):
+            raise ConfigurationError(f"{path}: Ignite writes requested checkpoints to local directories only")
+        kept: list[Any] = []
+
+        def keep(checkpoint: Any, *_: object) -> None:
+            kept.append(checkpoint)
+
+        Checkpoint(objects, keep, n_saved=None)(self._trainer)
+        if distributed.get_rank() != 0:
+            return
+        make_directory(path.parent)
+        pickled = Pickled(kept[0])
+        self._saver = self._saver or AsyncSaver()
+        self._saver.save(pickled.storages, path, write=partial(_write, pickled, told, raises))
+
+    def close(self) -> None:
+        """Wait until all files are durable; raise the CheckpointError of one that is not."""
+        if self._saver is not None:
+            try:
+                self._saver.close()
+            except Exception:
+                self._saver = None
+                raise
+            self._saver = None
+
+
+def _write(pickled: Pickled, told: AbstractContextManager[None], raises: bool, staged: StagedTree, path: AnyPath) -> CommitInfo:
+    try:
+        with told:
+            return pickled.write(staged, path)
+    except Exception:
+        if raises:
+            raise
+        return CommitInfo(path, 0, "", 0.0)  # the error was logged
 
 
 def newest(engines: Iterable[Engine], entry: object) -> Path | None:
@@ -49,12 +95,12 @@ class _Saved:
         return self._state
 
 
-def _with_states(objects: Mapping[str, Any], states: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+def with_states(objects: Mapping[str, Any], states: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
     """Return the objects of a checkpoint; those with an id in ``states`` have that state instead of their own."""
     replaced: dict[str, Any] = {}
     for name, value in objects.items():
         if isinstance(value, Mapping):
-            replaced[name] = _with_states(value, states)
+            replaced[name] = with_states(value, states)
         else:
             key = id(unwrapped(value))
             replaced[name] = _Saved(states[key]) if key in states else value

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from eventloop import events as ev
 from eventloop.checkpoint import AnyPath, link
@@ -18,6 +18,9 @@ from eventloop.training.saves.capture import Saves
 from eventloop.training.saves.request import SaveRequest, merged
 
 log = get_logger()
+
+CHECKED: Final = str(Path())
+"""The path of a state that is gathered only to be checked."""
 
 
 class HostSaves(Saves):
@@ -52,7 +55,7 @@ class HostSaves(Saves):
         """Raise the error that a save would raise. The keys of the trainer's checkpoint are unknown."""
         self._check(request)
         if copy:
-            self._run.gather_entry("")
+            self._run.gather_entry(CHECKED)
         return []
 
     def save_if_asked(self, *, force: bool = False) -> None:

@@ -191,7 +191,8 @@ class ImageReported(RunEvent, kw_only=True):
 class BeforeSaveCheckpoint(RunEvent, kw_only=True):
     """The state was gathered and is about to be staged; hooks may change ``checkpoint`` in place.
 
-    ``run.check_savable`` also publishes it to check the state, and then writes no file.
+    ``run.check_savable`` also publishes it to check the state, and then writes no file: ``path`` is ``"."``. It is empty where
+    another library names the file later (Ignite's ``Checkpoint``).
     """
 
     path: str = ""

@@ -20,7 +20,7 @@ from ignite.metrics import Accuracy
 
 from eventloop import Bus
 from eventloop.errors import CheckpointError
-from hooks import EMAHook
+from hooks import CheckpointHook, EMAHook
 from trainbus import TrainbusSaver
 
 from .jobs import assert_same, batches, weights_of
@@ -308,3 +308,44 @@ def test_the_files_carry_the_state_of_hooks(tmp_path):
     one, other = (torch.load(tmp_path / name / "checkpoint_10.pt", weights_only=True)["bus"] for name in "ac")
     assert_same(one["weights"]["model"], other["weights"]["model"])
     assert not torch.equal(one["weights"]["model"]["0.weight"], whole.model[0].weight)
+
+
+def test_files_that_hooks_request_are_written_beside_the_training(tmp_path, disk):
+    trainer = Job(tmp_path / "unused").trainer
+    bus, committed, before = Bus(), [], []
+    bus.add(CheckpointHook(interval=1, max_keep_ckpts=1))
+    bus.on("checkpoint_committed", lambda event: committed.append(event.path))
+
+    @bus.on("before_train_epoch")
+    def go_on(event):
+        if event.progress.epoch == 1:
+            assert disk.held.wait(30)
+            before.extend(committed)
+            disk.go.set()
+
+    bus.attach(trainer, work_dir=tmp_path)
+    trainer.run(batches(2), max_epochs=2)
+    assert before == []
+    assert committed == [str(tmp_path / f"epoch_{number}.pt") for number in (1, 2)]
+    assert torch.load(committed[1], weights_only=True)["trainer"]["iteration"] == 4
+    assert [path.name for path in tmp_path.glob("*.pt")] == ["epoch_2.pt"]
+
+
+def test_a_requested_file_that_failed_is_told_by_the_end(tmp_path, disk):
+    disk.go.set()
+    disk.fails = lambda name: name == "epoch_1.pt"
+    trainer = Job(tmp_path / "unused").trainer
+    bus, told = Bus(), []
+    bus.add(CheckpointHook(interval=1))
+    bus.on("checkpoint_failed", lambda event: told.append(event.path))
+    bus.attach(trainer, work_dir=tmp_path)
+    with pytest.raises(CheckpointError, match="broken disk"):
+        trainer.run(batches(2), max_epochs=1)
+    assert told == [str(tmp_path / "epoch_1.pt")]
+
+
+def test_hooks_are_told_no_path_where_ignite_names_the_file_later(tmp_path):
+    job, paths = Attached(tmp_path), []
+    job.bus.on("before_save_checkpoint", lambda event: paths.append(event.path))
+    job.run(1)
+    assert paths == [""]

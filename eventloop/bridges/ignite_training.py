@@ -1,0 +1,228 @@
+"""The run of an engine that trains: its epochs and iterations, in the order of trainbus's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ignite.engine import Engine, State
+
+from eventloop.bridges.hosted import HostedDriver, HostedRun
+from eventloop.bridges.training_step import outputs_of
+from eventloop.log import get_logger
+from eventloop.training import arguments as given
+from eventloop.training.state import Counters
+
+log = get_logger()
+
+_COUNTS_DIFFER = "the engine and the bus begin at different iterations: load the trainer from the same checkpoint as the bridge"
+
+
+class TrainerRuns:
+    """Drives a run for each ``trainer.run()``, or ``evaluator.run()`` outside of it.
+
+    Args:
+        bridge: the bridge; its ``save`` writes requested checkpoints.
+        models: the models.
+        optimizers: their optimizers.
+        transform: returns the loss, or outputs by name, from what the training step returned.
+        work_dir: directory for the files of hooks.
+        validates: whether there is an evaluator.
+    """
+
+    def __init__(
+        self,
+        bridge: Any,
+        models: given.Models,
+        optimizers: given.Optimizers | None,
+        transform: Callable[[Any], Any] | None,
+        work_dir: str | Path | None,
+        *,
+        validates: bool,
+    ) -> None:
+        self._bridge = bridge
+        self._trainer: Any = bridge.trainer
+        self._models, self._optimizers = models, optimizers
+        self._transform, self._work_dir, self._validates = transform, work_dir, validates
+        self.opened: HostedRun | None = None  # the last run
+        self.driver: HostedDriver | None = None  # while a run is open
+        self.last: HostedRun | None = None  # the last one that trained
+        self.error: BaseException | None = None  # the last one, until Ignite goes on
+        self.in_run = False
+        self._left_off = ""  # the scope in which Ignite's run was interrupted
+        self._terminated = False
+
+    def run(self, inner: Callable[..., State], *arguments: Any, **named: Any) -> State:
+        """Stand for ``trainer.run()``."""
+        self._terminated = bool(self._trainer.should_terminate)
+        self.error, self.in_run = None, True
+        try:
+            if self._left_off:
+                self._continue()
+            state = inner(*arguments, **named)
+            self._conclude()
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            self.in_run = False
+        return state
+
+    def _conclude(self) -> None:
+        if self.error is not None:  # a handler of EXCEPTION_RAISED swallowed it
+            self.fail(self.error)
+        elif self.driver is not None:
+            self._end()
+
+    def begin(self) -> None:
+        """Begin a run after Ignite's handlers of STARTED, which may load a checkpoint, or in them if they validate."""
+        if self.driver is not None:
+            return
+        engine, run = self._trainer, self.open(self._optimizers)
+        self._resume(run)
+        drive = run.drive()
+        drive.watch_steps()
+        drive.begin_train(max_epochs=engine.state.max_epochs, max_iters=engine.state.max_iters)
+        if drive.should_stop():
+            engine.terminate()
+
+    def open(self, optimizers: given.Optimizers | None) -> HostedRun:
+        """Make a run, and publish ``before_run``."""
+        run = HostedRun(self._bridge.bus, model=self._models, optimizer=optimizers, work_dir=self._work_dir, suffix=".pt")
+        state, self.opened, self._bridge.run = self._trainer.state, run, run
+        run.validates = None if self._validates else False
+        run.train_data, run.epoch_length = state.dataloader, state.epoch_length
+        run.drive().begin_run()
+        self.driver = run.drive()
+        return run
+
+    def _resume(self, run: HostedRun) -> None:
+        """Restore what was loaded, or continue the last run, if Ignite does; its counts are the right ones."""
+        state, entry, last = self._trainer.state, self._bridge.take_entry(), self.last
+        self.last = run
+        if entry is not None:
+            run.restore_entry(entry["entry"], weights=entry["weights"])
+            if run.counters.iter != state.iteration:
+                log.warning(_COUNTS_DIFFER, bus=run.counters.iter, engine=state.iteration)
+        elif last is not None and (self._left_off or last.counters.iter == state.iteration != 0):
+            run.counters.load_state_dict(last.counters.state_dict())
+            run.state.resumed = True
+        elif state.iteration:
+            run.resume_without_entry(Counters(update=state.iteration))
+        if not self._left_off:
+            run.counters.epoch, run.counters.iter = state.epoch, state.iteration
+
+    def _continue(self) -> None:
+        """Begin a run in the middle of Ignite's, which was interrupted there and fires no event when it continues."""
+        self.begin()
+        in_epoch, self._left_off = self._left_off == "epoch", ""
+        if in_epoch:
+            self.running()[1].begin_epoch()
+
+    def _end(self) -> None:
+        """Publish the end of a training, after Ignite's handlers of COMPLETED."""
+        run, drive = self.running()
+        if self._left_off:
+            self._left_off = run.state.scopes.innermost
+        self.leave_epoch()
+        drive.end_train()
+        run.write_due(self._bridge.save)
+        self._bridge.settle_files()
+        drive.end_run()
+        self.driver = None
+
+    def fail(self, error: BaseException) -> None:
+        """Publish ``on_exception``, and end the run, if it has begun."""
+        driver, self.driver, self._left_off = self.driver, None, ""
+        if driver is None or self._bridge.running is None:
+            return
+        try:
+            self._bridge.settle_files()
+        except Exception as failure:  # noqa: BLE001 - the first error is the one to raise
+            if failure is not error:
+                error.add_note(f"and a checkpoint could not be written: {failure}")
+        driver.fail(error)
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch, before Ignite's handlers."""
+        if self.driver is None:
+            return
+        run, drive = self.running()
+        self.leave_epoch()
+        state, counters = self._trainer.state, run.counters
+        run.epoch_length = state.epoch_length
+        counters.epoch, counters.iter = state.epoch - 1, state.iteration
+        # An engine that was terminated begins its next epoch with the first batch; else it continues in the epoch.
+        counters.batches = 0 if self._terminated or not state.epoch_length else state.iteration % state.epoch_length
+        self._terminated = False
+        drive.begin_epoch()
+
+    def step(self, inner: Callable[..., Any], engine: Engine, batch: Any) -> Any:
+        """Stand for the training step: an iteration."""
+        driver = self.driver
+        if driver is None or driver.state.scopes.innermost != "epoch":
+            return inner(engine, batch)
+        run: Any = self.opened
+        self.error = None
+        length = run.epoch_length
+        driver.begin_iteration(batch, last=length is not None and run.counters.batches + 1 == length)
+        output = inner(engine, batch)
+        run.window_open = not run.state.stepped
+        driver.end_iteration(outputs_of(output if self._transform is None else self._transform(output)))
+        return output
+
+    def settle_iteration(self) -> None:
+        """Save and stop after an iteration and Ignite's handlers, in which schedules step and evaluators run."""
+        if self.driver is None:
+            return
+        run: Any = self.opened
+        if run.state.stepped:  # perhaps in a handler
+            run.window_open = False
+        self._settle()
+
+    def end_epoch(self) -> None:
+        """End the epoch, before Ignite's handlers."""
+        if self.driver is None:
+            return
+        self.error = None
+        _, drive = self.running()
+        scopes = drive.state.scopes
+        if "iter" in scopes:  # a handler of EXCEPTION_RAISED swallowed an exception, and Ignite goes on
+            drive.abandon_iteration()
+        if "epoch" in scopes:
+            drive.end_epoch()
+
+    def settle_epoch(self) -> None:
+        """Save and stop after an epoch and Ignite's handlers."""
+        if self.driver is not None:
+            self.running()[0].window_open = False  # else a stop would wait for a step of the next epoch
+            self._settle()
+
+    def _settle(self) -> None:
+        run, drive = self.running()
+        self.leave_validation()
+        run.write_due(self._bridge.save)
+        if drive.should_stop():
+            self._trainer.terminate()
+
+    def leave_validation(self) -> None:
+        """End a validation without its ``after_val``."""
+        if self.driver is not None and "val" in self.driver.state.scopes:
+            self.driver.abandon_validation()
+
+    def leave_epoch(self) -> None:
+        """End scopes that Ignite left early, without their ``after_x``."""
+        if self.driver is not None:
+            self.leave_validation()
+            if "epoch" in self.driver.state.scopes:
+                self.driver.abandon_epoch()
+
+    def note_interrupt(self) -> None:
+        """Note that ``trainer.interrupt()`` was called."""
+        self._left_off = "interrupted"
+
+    def running(self) -> tuple[HostedRun, HostedDriver]:
+        """Return the open run, and what drives it."""
+        assert self.opened is not None and self.driver is not None  # noqa: S101 - the callers know
+        return self.opened, self.driver
