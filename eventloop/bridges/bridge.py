@@ -21,6 +21,7 @@ _BRIDGES: Final[Mapping[str, tuple[str, str]]] = {
     "lightning.pytorch.trainer.trainer.Trainer": ("eventloop.bridges.lightning", "LightningBridge"),
     "transformers.trainer.Trainer": ("eventloop.bridges.transformers", "TransformersBridge"),
     "ignite.engine.engine.Engine": ("eventloop.bridges.ignite", "IgniteBridge"),
+    "accelerate.accelerator.Accelerator": ("eventloop.bridges.accelerate", "AcceleratorSaves"),
 }
 """Module and class of the bridge for each class of trainers, by its full name: no library is imported to compare with it."""
 

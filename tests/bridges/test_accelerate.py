@@ -1,5 +1,11 @@
 """``Run(bus, accelerator=...)`` around a loop with Accelerate, against the real library."""
 
+import errno
+import itertools
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -9,10 +15,11 @@ pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType, ProjectConfiguration
 
-from eventloop import Bus, ConfigurationError, Run, TrainingError
+from eventloop import Bus, ConfigurationError, Run, TrainingError, attach
 from eventloop.errors import CheckpointError
-from hooks import EMAHook
+from hooks import EMAHook, ParamSchedulerHook
 
 from .jobs import Counting, assert_same, network, weights_of
 
@@ -27,9 +34,9 @@ def reset():
 class Job:
     """A loop as Accelerate's users write it."""
 
-    def __init__(self, steps=1):
+    def __init__(self, steps=1, **options):
         model = network()
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         data = DataLoader(TensorDataset(torch.randn(32, 4), torch.arange(32) % 3), batch_size=4, shuffle=True)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
@@ -166,3 +173,200 @@ def test_a_second_run_takes_the_place_of_the_first(tmp_path):
 def test_another_object_is_refused():
     with pytest.raises(ConfigurationError, match=r"give an accelerate\.Accelerator"):
         Run(Bus(), model=nn.Linear(1, 1), accelerator=object())
+
+
+# --------------------------------------------------------------------- folders written beside the training
+
+
+class Disk:
+    """Holds up the renaming of complete folders until it is let go, and can fail it."""
+
+    def __init__(self, monkeypatch):
+        self.go = threading.Event()
+        self.fails = lambda name: False
+        inner = Path.rename
+
+        def rename(path, target):
+            if not path.name.endswith((".tmp", ".old")) and path.is_dir() and not path.name.startswith("checkpoint"):
+                assert self.go.wait(30)
+                if self.fails(Path(target).name):
+                    raise OSError(errno.EIO, "broken disk")
+            return inner(path, target)
+
+        monkeypatch.setattr(Path, "rename", rename)
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    made = Disk(monkeypatch)
+    yield made
+    made.go.set()
+
+
+def named(directory, limit=None):
+    """A job whose accelerator names its folders itself."""
+    project = ProjectConfiguration(project_dir=str(directory), automatic_checkpoint_naming=True, total_limit=limit)
+    job = Job(project_config=project)
+    attach(job.accelerator, checkpoints=True)
+    return job
+
+
+def learn(job, steps=1):
+    for batch in itertools.islice(job.data, steps):
+        job.learn(batch)
+
+
+def folders(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_folder_has_the_files_of_accelerate_which_loads_it_without_trainbus(tmp_path):
+    plain, job = Job(), Job()
+    plain.accelerator.save_state(tmp_path / "plain")
+    with attach(job.accelerator, checkpoints=True):
+        returned = job.accelerator.save_state(tmp_path / "ours")
+        learn(job)
+    assert returned == tmp_path / "ours"
+    assert folders(tmp_path / "ours") == sorted([*folders(tmp_path / "plain"), "trainbus-digests.json"])
+    assert folders(tmp_path) == ["ours", "plain"]
+    fresh = Job()
+    with torch.no_grad():
+        next(fresh.model.parameters()).zero_()
+    fresh.accelerator.load_state(tmp_path / "ours")
+    assert_same(fresh.weights(), plain.weights())
+    assert fresh.optimizer.state_dict()["param_groups"] == plain.optimizer.state_dict()["param_groups"]
+
+
+def test_training_goes_on_while_a_folder_is_written_and_the_end_waits(tmp_path, disk):
+    job = Job()
+    attach(job.accelerator, checkpoints=True)
+    job.accelerator.save_state(tmp_path / "state")
+    weights = job.weights()
+    learn(job, 2)
+    assert not (tmp_path / "state").exists()
+    disk.go.set()
+    job.accelerator.end_training()
+    saved = Job()
+    saved.accelerator.load_state(tmp_path / "state")
+    assert_same(saved.weights(), weights)
+
+
+def test_folders_beyond_the_limit_go_when_their_successor_is_durable(tmp_path, disk):
+    job, directory, before = named(tmp_path, limit=2), tmp_path / "checkpoints", []
+    disk.fails = lambda name: before.append(folders(directory))
+    disk.go.set()
+    for _ in range(4):
+        job.accelerator.save_state()
+        learn(job)
+    job.accelerator.end_training()
+    assert before == [[], ["checkpoint_0"], ["checkpoint_0", "checkpoint_1"], ["checkpoint_1", "checkpoint_2"]]
+    assert folders(directory) == ["checkpoint_2", "checkpoint_3"]
+    assert folders(tmp_path) == ["checkpoints"]
+
+
+def test_a_save_that_failed_is_told_and_the_folders_before_it_stay(tmp_path, disk):
+    disk.go.set()
+    disk.fails = lambda name: name == "checkpoint_1"
+    job, directory = named(tmp_path, limit=1), tmp_path / "checkpoints"
+    job.accelerator.save_state()
+    job.accelerator.save_state()
+    with pytest.raises(CheckpointError, match="broken disk"):
+        job.accelerator.save_state()
+    assert folders(directory) == ["checkpoint_0"]
+    job.accelerator.load_state()  # the newest that is there
+    job.accelerator.save_state()
+    job.accelerator.end_training()
+    assert len(folders(directory)) == 1
+    assert folders(tmp_path) == ["checkpoints"]
+
+
+def test_the_end_of_the_training_tells_of_the_last_folder(tmp_path, disk):
+    disk.go.set()
+    disk.fails = lambda name: True
+    job = Job()
+    attach(job.accelerator, checkpoints=True)
+    job.accelerator.save_state(tmp_path / "state")
+    with pytest.raises(CheckpointError, match="broken disk"):
+        job.accelerator.end_training()
+    assert folders(tmp_path) == []
+
+
+def test_a_folder_is_replaced_but_no_other_files(tmp_path):
+    job = Job()
+    attach(job.accelerator, checkpoints=True)
+    for _ in range(2):
+        job.accelerator.save_state(tmp_path / "state")
+        learn(job)
+    job.accelerator.load_state(tmp_path / "state")
+    (tmp_path / "state" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"holds other files than a checkpoint \(notes\.txt\)"):
+        job.accelerator.save_state(tmp_path / "state")
+    assert (tmp_path / "state" / "notes.txt").read_text() == "mine"
+    assert folders(tmp_path) == ["state"]
+
+
+def test_a_damaged_folder_is_not_loaded(tmp_path):
+    job = Job()
+    attach(job.accelerator, checkpoints=True)
+    job.accelerator.save_state(tmp_path / "state")
+    job.accelerator.load_state(tmp_path / "state")
+    with (tmp_path / "state" / "optimizer.bin").open("r+b") as file:
+        file.seek(-20, 2)
+        file.write(b"?")
+    with pytest.raises(CheckpointError, match=r"optimizer\.bin is damaged"):
+        job.accelerator.load_state(tmp_path / "state")
+
+
+@pytest.mark.filterwarnings("ignore:resuming reads and drops")  # the loaders of Accelerate cannot skip
+def test_the_state_of_a_run_is_in_the_folder(tmp_path):
+    whole, hook = Job(), EMAHook(momentum=0.1)
+    (bus := Bus()).add(hook)
+    with whole.run(bus) as run:
+        whole.train(run, 2)
+
+    cut = Job()
+    (bus := Bus()).add(EMAHook(momentum=0.1))
+    bus.attach(cut.accelerator, checkpoints=True)
+    with cut.run(bus) as run:
+
+        def save():
+            if run.progress.iter == 4:
+                cut.accelerator.save_state(tmp_path / "state")
+                run.stop()
+
+        cut.train(run, 2, save)
+    cut.accelerator.end_training()
+
+    rest, average = Job(), EMAHook(momentum=0.1)
+    (bus := Bus()).add(average)
+    run = rest.run(bus)
+    rest.accelerator.load_state(tmp_path / "state")
+    with run:
+        rest.train(run, 2)
+    assert_same(rest.weights(), whole.weights())
+    assert_same(average.average.tensors, hook.average.tensors)
+
+
+def test_what_cannot_be_written_beside_the_training_is_refused():
+    job = Job()
+    with pytest.raises(ConfigurationError, match="around Run"):
+        attach(job.accelerator)
+    job.accelerator.state.distributed_type = DistributedType.FSDP
+    with pytest.raises(ConfigurationError, match="FSDP writes its own shards"):
+        attach(job.accelerator, checkpoints=True)
+
+
+def test_a_schedule_of_accelerate_steps_by_itself_or_by_the_hook(tmp_path):
+    seen = []
+
+    def rates(prepared):
+        job, bus = Job(), Bus()
+        schedule = job.schedule if prepared else job.schedule.scheduler
+        job.schedule = SimpleNamespace(step=lambda: None)
+        bus.add(ParamSchedulerHook(schedule, by="iter"))
+        with job.run(bus) as run:
+            job.train(run, 1)
+        return job.optimizer.param_groups[0]["lr"]
+
+    seen = [rates(False), rates(True)]
+    assert seen[0] == seen[1] == pytest.approx(0.01)

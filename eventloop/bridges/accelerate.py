@@ -1,0 +1,174 @@
+"""``attach(accelerator, checkpoints=True)``: the folders of ``accelerator.save_state()``, written beside the training."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from eventloop.bridges.bridge import Bridge
+from eventloop.bus import Bus
+from eventloop.checkpoint import TEMPORARY_PREFIX, AsyncSaver, FolderFiles, verify_folder
+from eventloop.checkpoint.folder_files import DIGESTS_FILE
+from eventloop.errors import CheckpointError, ConfigurationError
+
+_REFUSED: Final = {
+    "FSDP": "FSDP writes its own shards, on all ranks",
+    "DEEPSPEED": "DeepSpeed writes its own shards, on all ranks",
+    "MEGATRON_LM": "Megatron-LM writes its own shards, on all ranks",
+    "XLA": "a TPU writes through torch_xla",
+}
+"""Kinds of distributed training whose state cannot be copied on one rank, with the reason."""
+
+
+class AcceleratorSaves(Bridge):
+    """``save_state()`` copies, and a thread writes; ``load_state()`` reads the folder, also without trainbus.
+
+        trainbus.attach(accelerator, checkpoints=True)
+
+    - A folder has its name when it is complete and durable; a folder of that name is replaced.
+    - With ``automatic_checkpoint_naming``, folders beyond ``total_limit`` are removed when their successor is durable.
+    - If a save fails, the next ``save_state()``, ``load_state()`` or ``end_training()`` raises its error.
+    - ``accelerator.end_training()`` waits for all folders; without it, the end of the process does.
+
+    The events of a training come from ``Run(bus, accelerator=accelerator)``, whose state is in the folders, too.
+
+    Args:
+        bus: a bus; it hears nothing from here.
+        accelerator: the accelerator.
+        checkpoints: must be True.
+
+    Raises:
+        ConfigurationError: ``checkpoints`` is False, or the state is sharded.
+    """
+
+    host = "an accelerate.Accelerator"
+    missing: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, bus: Bus, accelerator: Any, *, checkpoints: bool = False) -> None:
+        super().__init__(bus, accelerator)
+        if not checkpoints:
+            raise ConfigurationError(
+                "an Accelerator publishes no events: write your loop around Run(bus, accelerator=accelerator, ...); with "
+                "checkpoints=True, attach() has its folders written beside the training"
+            )
+        kind, project = accelerator.distributed_type.name, accelerator.project_configuration
+        reason = _REFUSED.get(kind) or ("save_on_each_node=True writes on several ranks" if project.save_on_each_node else None)
+        if reason is not None:
+            raise ConfigurationError(f"checkpoints=True does not work with this Accelerator: {reason}")
+        self._saver: AsyncSaver | None = None
+
+    def install(self) -> None:
+        """Replace the methods of the accelerator."""
+        self.on_detach(self._close)
+        for name, method in (("save_state", self._save), ("load_state", self._load), ("end_training", self._end)):
+            self.replace(self.trainer, name, partial(method, getattr(self.trainer, name)))
+
+    def _save(self, original: Callable[..., Any], output_dir: Any = None, *args: Any, **options: Any) -> Path:
+        self._settle()
+        accelerator = self.trainer
+        automatic = accelerator.project_configuration.automatic_checkpoint_naming
+        final = self._next() if automatic else Path(output_dir)
+        # Not among the folders of automatic naming: load_state() would take it for the newest one.
+        temporary = (final.parent.parent if automatic else final.absolute().parent) / f"{TEMPORARY_PREFIX}{final.name}"
+        files = FolderFiles(temporary)
+        first = accelerator.is_main_process
+        try:
+            if first:
+                final.parent.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+            accelerator.wait_for_everyone()
+            with self._unnamed(), files.recorded() if first else nullcontext():
+                original(str(temporary), *args, **options)
+            accelerator.wait_for_everyone()  # each rank has written a file
+            if first:
+                _check_replaced(final, files)
+                self._saver = self._saver or AsyncSaver()
+                self._saver.save(files.tree, final, write=files.write)
+                if automatic:
+                    self._saver.after_commit(self._rotate)
+        except BaseException:
+            if first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        return final
+
+    def _load(self, original: Callable[..., Any], input_dir: Any = None, *args: Any, **options: Any) -> Any:
+        self._settle()
+        if input_dir is not None:
+            verify_folder(Path(input_dir).expanduser())
+        return original(input_dir, *args, **options)
+
+    def _end(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        try:
+            self._close()
+        finally:
+            original(*args, **options)
+
+    def _next(self) -> Path:
+        """Return the folder that automatic naming gives now."""
+        accelerator = self.trainer
+        final = Path(accelerator.project_dir) / "checkpoints" / f"checkpoint_{accelerator.save_iteration}"
+        if final.exists():
+            raise ValueError(
+                f"Checkpoint directory {final} ({accelerator.save_iteration}) already exists. Please manually override "
+                "`self.save_iteration` with what iteration to start with."
+            )
+        return final
+
+    @contextmanager
+    def _unnamed(self) -> Iterator[None]:
+        """Have the accelerator write where it is told in a block, and remove nothing."""
+        project = self.trainer.project_configuration
+        before, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False
+        try:
+            yield
+        finally:
+            project.automatic_checkpoint_naming = before
+
+    def _rotate(self) -> None:
+        """Remove the oldest folders beyond the limit, as the accelerator does before a save."""
+        limit = self.trainer.project_configuration.total_limit
+        directory = Path(self.trainer.project_dir) / "checkpoints"
+        numbered = [(int(found[0]), path) for path in directory.iterdir() if (found := re.findall(r"(\d+)$", path.name))]
+        for _, path in sorted(numbered)[:-limit] if limit else ():
+            aside = directory.parent / f"{TEMPORARY_PREFIX}{path.name}.old"
+            path.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def _settle(self) -> None:
+        """Wait on all ranks until every folder is durable; raise the error of a save that failed."""
+        try:
+            if self._saver is not None:
+                self._saver.wait()
+        finally:
+            self.trainer.wait_for_everyone()
+
+    def _close(self) -> None:
+        saver = self._saver
+        if saver is not None:
+            try:
+                saver.close()
+            except Exception:
+                self._saver = None
+                raise
+            self._saver = None
+
+
+def _check_replaced(final: Path, files: FolderFiles) -> None:
+    """Raise CheckpointError if a folder that would be replaced has files that no checkpoint of the accelerator has."""
+    known = {*files.tree, DIGESTS_FILE, *_names(files.folder)}
+    if other := sorted(_names(final) - known):
+        raise CheckpointError(
+            f"{final} holds other files than a checkpoint ({', '.join(other[:3])}): it is replaced as a whole, so give "
+            "accelerator.save_state() a folder of its own"
+        )
+
+
+def _names(folder: Path) -> set[str]:
+    return {os.path.relpath(path, folder) for path in folder.rglob("*") if path.is_file()}
