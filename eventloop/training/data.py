@@ -198,6 +198,8 @@ class Feeds:
     def __init__(self, device: torch.device) -> None:
         self.train: Feed | None = None
         self.evaluated: Feed | None = None
+        self.expected: Iterable[Any] | None = None
+        """The training data, if it is known before the first epoch."""
         self._device = device
         self._warned: set[str] = set()  # metrics already warned about
         self._evaluated: list[Iterable[Any]] = []  # loaders of validations and tests, in order of first use
@@ -269,7 +271,7 @@ class Feeds:
         """Drop references to the data when the run ends."""
         # A run is a reference cycle. If the garbage collector freed a DataLoader with persistent workers in it, its queues
         # would end before its iterator, and torch would wait 5 s for each worker.
-        self.train = None
+        self.train = self.expected = None
         self._evaluated.clear()
 
 

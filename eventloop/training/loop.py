@@ -237,6 +237,8 @@ class TrainLoop:
             raise BusStateError("loop.run() would block the event loop of this bus: use `await loop.arun()`")
         run = self._running = self._new_run(**options)
         run.state.trains = trains
+        if trains:
+            run.drive().expect(self._need("train"), max_epochs=self.max_epochs, max_iters=self.max_iters)
         run.validates = self._data["val"] is not None
         if run.validates and self.max_iters is not None:
             run.state.validation_follows = self._validation_due

@@ -25,6 +25,7 @@ from eventloop.training.data import Feeds
 from eventloop.training.distributed.ranks import this_rank, world_size
 from eventloop.training.driver import Driver
 from eventloop.training.iterators import Bodies, Epochs, EvaluationBatches, TrainBatches
+from eventloop.training.loaders import length_of
 from eventloop.training.metrics import NamedMetrics
 from eventloop.training.optimizers import by_path, options_given, selected, stepping
 from eventloop.training.rng import checked_seed
@@ -451,13 +452,13 @@ class Run:
 
     @property
     def train_data(self) -> Iterable[Any] | None:
-        """The loader of the training data; None before the first training epoch."""
-        return self._feeds.train.loader if self._feeds.train is not None else None
+        """The loader of the training data; None before the first training epoch of your own loop."""
+        return self._feeds.train.loader if self._feeds.train is not None else self._feeds.expected
 
     @property
     def epoch_length(self) -> int | None:
         """Training batches per epoch; None if unknown."""
-        return self._feeds.train.length if self._feeds.train is not None else None
+        return self._feeds.train.length if self._feeds.train is not None else length_of(self._feeds.expected)
 
     @property
     def evaluation_length(self) -> int | None:

@@ -3,11 +3,12 @@
 from eventloop.bus import register_guests
 from eventloop.checkpoint import register_format
 from eventloop.config import Migration, register_migrations, register_priorities
-from hooks.compat import imix, mmengine, pointrix
+from hooks.compat import imix, pointrix
 from hooks.compat.guests import GUESTS
-from hooks.compat.mmengine_checkpoints import MMENGINE_CHECKPOINTS
+from hooks.compat.mmengine import names
+from hooks.compat.mmengine.checkpoints import MMENGINE_CHECKPOINTS
 
-TABLE: tuple[Migration, ...] = (*mmengine.TABLE, *imix.TABLE, *pointrix.TABLE)
+TABLE: tuple[Migration, ...] = (*names.TABLE, *imix.TABLE, *pointrix.TABLE)
 """Every hook of these systems, with its name and options in trainbus."""
 
 

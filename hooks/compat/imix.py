@@ -6,7 +6,7 @@ from functools import partial
 
 from eventloop import Priority
 from eventloop.config import Migration, OptionChange, PriorityScale
-from hooks.compat.mmengine import same
+from hooks.compat.mmengine.names import same
 
 PRIORITIES = PriorityScale(
     "iMIX", key="level", names={"HIGHEST": 0, "HIGHER": 10, "HIGH": 20, "NORMAL": 30, "LOW": 40, "LOWER": 50, "LOWEST": 60}

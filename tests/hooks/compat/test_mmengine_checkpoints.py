@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from eventloop import Bus, TrainLoop, load_weights
 from eventloop.checkpoint import load, load_pth, save
 from hooks import EMAHook
-from hooks.compat.mmengine_checkpoints import from_mmengine, is_mmengine
+from hooks.compat.mmengine.checkpoints import from_mmengine, is_mmengine
 
 DATA = Path(__file__).parents[2] / "checkpoint" / "data"
 

@@ -1,0 +1,115 @@
+"""The loops of a run and their data, with the attributes of MMEngine's loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+from mmengine.runner import BaseLoop, EpochBasedTrainLoop, IterBasedTrainLoop
+
+from hooks.compat.mmengine.moments import Moments
+
+
+class Data:
+    """Training or validation data that is no ``DataLoader``, with a ``dataset``, as hooks expect it."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.dataset = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset)
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # its own error if it has none
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dataset, name)
+
+
+def as_loader(data: Iterable[Any]) -> Any:
+    """Return data that has a ``dataset``: itself if it is a ``DataLoader``."""
+    return data if hasattr(data, "dataset") else Data(data)
+
+
+class _Loop:
+    """What the loops have in common. They only look like MMEngine's: the run drives itself."""
+
+    _label = "loop"
+
+    def __init__(self, runner: Moments) -> None:
+        self._runner = runner
+
+    def run(self) -> NoReturn:
+        """Refuse to run."""
+        self._runner.refuse(f"{self._label}.run()", "the run drives its own loop")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self._runner.absent(f"{self._label}.{name}")
+
+
+class _TrainLoop(_Loop):
+    _label = "train_loop"
+
+    @property
+    def dataloader(self) -> Any:
+        """The training data."""
+        data = self._runner.run.train_data
+        return self._runner.absent("train_dataloader") if data is None else as_loader(data)
+
+    @property
+    def max_epochs(self) -> int:
+        """Total epochs; 1 in iteration-based training."""
+        return self._runner.max_epochs
+
+    @property
+    def max_iters(self) -> int:
+        """Total iterations."""
+        return self._runner.max_iters
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done; 0 in iteration-based training."""
+        return self._runner.epoch
+
+    @property
+    def iter(self) -> int:
+        """Iterations done."""
+        return self._runner.iter
+
+    @property
+    def stop_training(self) -> bool:
+        """True if a hook has stopped the training."""
+        return self._runner.stops
+
+    @stop_training.setter
+    def stop_training(self, stops: bool) -> None:
+        self._runner.ask_to_stop(stops=stops)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("val_interval", "val_begin", "max_epochs", "max_iters", "epoch", "iter", "dataloader"):
+            self._runner.refuse(f"train_loop.{name} = {value!r}", "TrainLoop, or your own loop, decides that")
+        super().__setattr__(name, value)
+
+
+class EpochLoop(_TrainLoop, EpochBasedTrainLoop):  # type: ignore[misc]  # it has no types
+    """An epoch-based training."""
+
+
+class IterLoop(_TrainLoop, IterBasedTrainLoop):  # type: ignore[misc]
+    """An iteration-based training."""
+
+
+class EvaluationLoop(_Loop, BaseLoop):  # type: ignore[misc]
+    """A validation or a test."""
+
+    def __init__(self, runner: Moments, label: str) -> None:
+        super().__init__(runner)
+        self._label = label
+
+    @property
+    def dataloader(self) -> Any:
+        """The data of the current or last validation or test."""
+        data = self._runner.run.evaluation_data
+        return self._runner.absent(self._label.replace("loop", "dataloader")) if data is None else as_loader(data)

@@ -1,0 +1,200 @@
+"""When the methods of guests are called, and what a run keeps for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
+
+from mmengine.logging import MessageHub
+
+from eventloop import TrainingError
+from hooks.compat.mmengine import parts
+from hooks.compat.mmengine.entry import ENTRY, entry_of, restore_hub, restore_schedulers
+
+_UNKNOWN_DATA: Final = "the run does not know the training data before its first epoch"
+_REASONS: Final[Mapping[str, str]] = {
+    "work_dir": "give the run work_dir=",
+    "log_dir": "give the run work_dir=",
+    "logger": "give the run work_dir=",
+    "visualizer": "give the run work_dir=",
+    "model": "the run has several models, MMEngine's runner has one",
+    "optim_wrapper": "the run has no optimizer",
+    "max_epochs": "the run has no limit yet: it gets one from run.epochs()",
+    "max_iters": f"{_UNKNOWN_DATA}, or its data has no length",
+    "train_dataloader": _UNKNOWN_DATA,
+    "val_dataloader": "the run has not validated yet",
+    "test_dataloader": "the run has not tested yet",
+}
+
+
+class MissingAttributeError(AttributeError):
+    """A guest uses an attribute of MMEngine's runner that a run does not have, so that ``hasattr`` is False."""
+
+
+class Adapter(Protocol):
+    """The part of :class:`hooks.compat.mmengine.guest.MMEngineHook` that the runner uses."""
+
+    guest: Any
+    ran: bool
+    heard: frozenset[str]
+
+    def begin_run(self) -> None:
+        """Call ``before_run`` of the guest, once in a run."""
+
+    def call(self, stage: str, **arguments: Any) -> None:
+        """Call a method of the guest, if it overrides it."""
+
+
+class Moments:
+    """The part of a :class:`~hooks.compat.mmengine.runner.GuestRunner` that its adapters call."""
+
+    if TYPE_CHECKING:  # the runner defines these
+
+        @property
+        def by_iter(self) -> bool: ...
+        @property
+        def epoch(self) -> int: ...
+        @property
+        def iter(self) -> int: ...
+        @property
+        def max_epochs(self) -> int: ...
+        @property
+        def max_iters(self) -> int: ...
+        @property
+        def optim_wrapper(self) -> Any: ...
+
+    def __init__(self) -> None:
+        self.run: Any = None
+        self.trains = False
+        """True if the guests' ``before_train`` was called in the current run."""
+        self.stops = False
+        """True if a guest has stopped the training."""
+        self._adapters: list[Adapter] = []
+        self._calling: list[Any] = []
+        self._epoch_open = False
+        self._entry: Mapping[str, Any] | None = None
+        self._wrapper: tuple[list[int], Any] | None = None
+        self.param_schedulers: Any = None
+        self._named = False
+
+    def enter(self, run: Any) -> None:
+        """Begin a new run."""
+        self.run = run
+        self.trains = self.stops = self._epoch_open = False
+        self._adapters, self._entry = [], None
+        if self._wrapper is not None and self._wrapper[0] != [id(one) for one in run.optimizers.values()]:
+            self._wrapper = self.param_schedulers = None
+        if not self._named:
+            self._named = True
+            self.timestamp = parts.timestamp()
+            self.experiment_name = parts.unused_name(f"{run.name}_{self.timestamp}")
+            self.message_hub = MessageHub.get_instance(self.experiment_name)
+
+    def add(self, adapter: Adapter) -> None:
+        """Add the adapter of a guest; they come in the order of priorities."""
+        self._adapters.append(adapter)
+
+    def leads(self, adapter: Adapter) -> bool:
+        """Return True for the first adapter, which does what is done once for all."""
+        return self._adapters[0] is adapter
+
+    def call(self, guest: Any, stage: str, **arguments: Any) -> None:
+        """Call a method of a guest."""
+        self._calling.append(guest)
+        try:
+            getattr(guest, stage)(self, **arguments)
+        finally:
+            self._calling.pop()
+
+    def begin(self, *, trains: bool, now: bool = False) -> None:
+        """Call ``before_run`` of all guests, and ``before_train`` in a training: once the data is known, or ``now``."""
+        trains = trains and not self.trains and (now or self.run.train_data is not None)
+        if self.trains or not (trains or now or not self.run.training):
+            return
+        if trains:
+            self._make_schedulers()
+        for adapter in self._adapters:
+            adapter.begin_run()
+        if trains:
+            self.trains = True
+            for adapter in self._adapters:
+                adapter.call("before_train")
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch; end the run instead if a guest has stopped it."""
+        if self.stops:
+            self.stop_if_asked()
+            return
+        self.begin(trains=True, now=True)
+        self._epoch_open = True
+
+    def end_epoch(self, by: Adapter | None) -> None:
+        """Call ``after_train_epoch`` of one guest, or of all if an iteration-based training was stopped."""
+        if by is None and not (self._epoch_open and self.by_iter):
+            return
+        for adapter in self._adapters if by is None else [by]:
+            adapter.call("after_train_epoch")
+        if by is None or by is self._adapters[-1]:
+            self._epoch_open = False
+            if self.stops and self.run.validates is False:
+                self.stop_if_asked()
+
+    def ask_to_stop(self, *, stops: bool) -> None:
+        """Stop as MMEngine does: after the iteration in iteration-based training, else after the epoch and its validation."""
+        self.stops = stops
+        if self.by_iter and self.run.progress.stage == "train":
+            self.stop_if_asked()
+
+    def stop_if_asked(self) -> None:
+        """Stop the run if a guest asked for it."""
+        if self.stops and self.run.training:
+            self.run.stop("a hook of MMEngine set runner.train_loop.stop_training")
+
+    def batch_index(self, index: int) -> int:
+        """Return the index that MMEngine gives: within the epoch, or in iteration-based training of all iterations."""
+        return self.iter if self.by_iter else index
+
+    def restore(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore what guests need from our checkpoint, also from a converted one of MMEngine."""
+        self._entry = checkpoint.get(ENTRY, {})
+        restore_hub(self.message_hub, self._entry or {})
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Add what guests need to our checkpoint."""
+        checkpoint[ENTRY] = entry_of(self.message_hub, self.param_schedulers, self._wrappers())
+
+    def absent(self, name: str) -> NoReturn:
+        """Raise the error of an attribute that is missing."""
+        reason = _REASONS.get(name, "a run of trainbus has no such attribute")
+        raise MissingAttributeError(f"{self._caller} uses runner.{name}: {reason}", name=name, obj=self)
+
+    def refuse(self, action: str, reason: str) -> NoReturn:
+        """Raise the error of an action that has no effect on the run."""
+        raise TrainingError(f"{self._caller} uses runner.{action}: {reason}")
+
+    @property
+    def _caller(self) -> str:
+        return f"MMEngine's hook {type(self._calling[-1]).__name__}" if self._calling else "a hook of MMEngine"
+
+    def _wrappers(self) -> dict[str, Any]:
+        return parts.by_name(self.run.optimizers, self.optim_wrapper) if self.run.optimizers else {}
+
+    def _make_schedulers(self) -> None:
+        """Make the schedulers of the configuration. In a resumed run the rates stay those that were loaded."""
+        described = self.run.config.get("param_scheduler")
+        if described is None or not self.run.optimizers:
+            return
+        groups = [group for one in self._wrappers().values() for group in one.param_groups]
+        before = [{name: group[name] for name in group if name != "params"} for group in groups]
+        if self.param_schedulers is None:
+            self.param_schedulers = parts.param_schedulers(
+                described,
+                self.optim_wrapper,
+                epoch_length=self.run.epoch_length,
+                max_epochs=self.max_epochs,
+                max_iters=self.max_iters,
+            )
+        if self._entry is not None:
+            restore_schedulers(self.param_schedulers, self._wrappers(), self._entry)
+            for group, values in zip(groups, before, strict=True):
+                group.update(values)

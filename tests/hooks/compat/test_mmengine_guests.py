@@ -1,0 +1,522 @@
+"""Unmodified hooks of MMEngine on our TrainLoop and Run leave what they leave in MMEngine's own Runner."""
+
+import json
+import math
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of what MMEngine imports
+    pytest.importorskip("mmengine.runner")
+
+from mmengine.hooks import (
+    CheckpointHook,
+    EarlyStoppingHook,
+    EMAHook,
+    EmptyCacheHook,
+    Hook,
+    IterTimerHook,
+    LoggerHook,
+    ProfilerHook,
+    RuntimeInfoHook,
+    SyncBuffersHook,
+)
+from mmengine.runner import load_checkpoint
+
+import hooks as own_hooks
+from eventloop import Bus, Run, SubscribeError, TrainingError, add_hooks
+from eventloop.checkpoint import load_pth
+
+from . import mmengine_jobs as jobs
+from .mmengine_jobs import checkpoint, checkpoint_hook, default_hooks, lines, names, ours, own_loop, same, scalars, theirs
+
+pytestmark = pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def mmengine_on_this_torch(monkeypatch):
+    """Let MMEngine read its own files: it does not give weights_only=, and torch 2.6 changed the default."""
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    monkeypatch.setattr("mmengine.runner.loops.time", SimpleNamespace(sleep=lambda seconds: None))  # 2 s for each pass
+
+
+SCHEDULE = [
+    {"type": "LinearLR", "start_factor": 0.1, "by_epoch": False, "begin": 0, "end": 5},
+    {"type": "MultiStepLR", "milestones": [2], "by_epoch": True, "end": 9},
+]
+
+
+def all_hooks():
+    """MMEngine's default hooks, and those that change weights, decide, or free memory."""
+    best = checkpoint_hook(save_best="accuracy", max_keep_ckpts=2)
+    return [*default_hooks(), best, EMAHook(momentum=0.1), SyncBuffersHook(), EmptyCacheHook(after_iter=True)]
+
+
+def assert_same_files(one, other):
+    """Compare what two jobs left: names, log lines, scalars, and the keys and tensors of checkpoints."""
+    assert names(one) == names(other)
+    assert lines(one) == lines(other)
+    assert scalars(one) == scalars(other)
+    for name in names(one):
+        if name.endswith(".pth"):
+            left, right = checkpoint(one / name), checkpoint(other / name)
+            assert list(left) == list(right)
+            assert list(left["meta"]) == list(right["meta"])
+            for key in ("epoch", "iter", "seed", "dataset_meta", "mmengine_version"):
+                assert left["meta"][key] == right["meta"][key]
+            assert_same_hubs(left.pop("message_hub"), right.pop("message_hub"))
+            del left["meta"], right["meta"]
+            same(left, right)
+
+
+def assert_same_hubs(one, other):
+    assert one["resumed_keys"] == other["resumed_keys"]
+    assert list(one["log_scalars"]) == list(other["log_scalars"])
+    for name, buffer in one["log_scalars"].items():
+        if not name.endswith("time"):
+            assert [list(some) for some in buffer.data] == [list(some) for some in other["log_scalars"][name].data]
+    left, right = one["runtime_info"], other["runtime_info"]
+    assert list(left) == list(right)
+    different = {"cfg", "experiment_name", "eta", "last_ckpt", "best_ckpt"}
+    same({key: left[key] for key in left.keys() - different}, {key: right[key] for key in left.keys() - different})
+
+
+# ------------------------------------------------------------------------------------------------- the same job
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_all_hooks_leave_the_files_that_they_leave_in_mmengines_runner(tmp_path, groups):
+    job = {"max_epochs": 3, "param_scheduler": SCHEDULE, "groups": groups}
+    theirs(tmp_path / "theirs", all_hooks(), **job)
+    ours(tmp_path / "ours", all_hooks(), **job)
+    assert names(tmp_path / "ours") == ["best_accuracy_epoch_3.pth", "epoch_2.pth", "epoch_3.pth", "last_checkpoint"]
+    assert len(scalars(tmp_path / "ours")) == 9
+    assert_same_files(tmp_path / "theirs", tmp_path / "ours")
+
+
+def test_iteration_based_training_leaves_the_same_files(tmp_path):
+    def some():
+        best = checkpoint_hook(by_epoch=False, interval=4, save_best="accuracy", published_keys=["meta", "state_dict"])
+        return [*default_hooks()[:3], LoggerHook(interval=3, log_metric_by_epoch=False), best, EMAHook(begin_iter=3)]
+
+    job = {"max_iters": 12, "val_interval": 5}
+    theirs(tmp_path / "theirs", some(), **job)
+    ours(tmp_path / "ours", some(), **job)
+    published = [[one for one in names(tmp_path / side) if "-" in one] for side in ("theirs", "ours")]
+    assert [len(some) for some in published] == [2, 2]
+    for side, some in zip(("theirs", "ours"), published, strict=True):
+        for name in some:  # the name has a digest of times
+            (tmp_path / side / name).rename(tmp_path / side / f"{name.partition('-')[0]}-published.pth")
+    assert names(tmp_path / "theirs") == names(tmp_path / "ours")
+    assert lines(tmp_path / "theirs", containing="(") == lines(tmp_path / "ours", containing="(")
+    assert scalars(tmp_path / "theirs") == scalars(tmp_path / "ours")
+    for name in names(tmp_path / "theirs"):
+        if name.endswith(".pth"):
+            one, other = (checkpoint(tmp_path / side / name) for side in ("theirs", "ours"))
+            same(one["state_dict"], other["state_dict"])
+
+
+def test_an_own_loop_around_run_leaves_the_same_files(tmp_path):
+    theirs(tmp_path / "theirs", all_hooks(), max_epochs=2, param_scheduler=SCHEDULE)
+    own_loop(tmp_path / "ours", all_hooks(), max_epochs=2, param_scheduler=SCHEDULE)
+    assert_same_files(tmp_path / "theirs", tmp_path / "ours")
+
+
+def test_without_a_validation_the_files_are_the_same(tmp_path):
+    theirs(tmp_path / "theirs", [*default_hooks(), checkpoint_hook()], max_epochs=2, validates=False)
+    ours(tmp_path / "ours", [*default_hooks(), checkpoint_hook()], max_epochs=2, validates=False)
+    assert_same_files(tmp_path / "theirs", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("job", [{"max_epochs": 9}, {"max_iters": 60, "val_interval": 7}])
+@pytest.mark.parametrize("options", [{"patience": 2, "min_delta": 0.5}, {"stopping_threshold": 0.7}])
+def test_early_stopping_stops_at_the_same_iteration(tmp_path, job, options):
+    runner = theirs(tmp_path / "theirs", [EarlyStoppingHook("accuracy", **options)], **job)
+    hook = EarlyStoppingHook("accuracy", **options)
+    loop = ours(tmp_path / "ours", [hook], **job)
+    assert 0 < loop.counters.iter < 60
+    assert loop.counters.iter == runner.iter
+    assert hook.best_score == runner.hooks[-1].best_score
+    same(runner.model.state_dict(), loop.model.state_dict())
+
+
+def test_the_profiler_leaves_its_trace_and_lines(tmp_path):
+    def some(side):
+        options = {"by_epoch": False, "profile_times": 3, "activity_with_cuda": False}
+        return [LoggerHook(), ProfilerHook(**options, json_trace_path=str(tmp_path / f"{side}.json"))]
+
+    theirs(tmp_path / "theirs", some("theirs"), max_epochs=1)
+    ours(tmp_path / "ours", some("ours"), max_epochs=1)
+    assert [line for line in lines(tmp_path / "ours") if "profil" in line] == [
+        "INFO - profiler is profiling...",
+        "INFO - profiler may take a few minutes...",
+    ]
+    assert lines(tmp_path / "ours", containing="profil") == lines(tmp_path / "theirs", containing="profil")
+    events = [json.loads((tmp_path / f"{side}.json").read_text())["traceEvents"] for side in ("theirs", "ours")]
+    assert all(any("addmm" in event.get("name", "") for event in some) for some in events)
+
+
+def test_samplers_get_the_epoch(tmp_path):
+    epochs = {"theirs": [], "ours": []}
+    for side, run in (("theirs", theirs), ("ours", ours)):
+
+        class Sampler(torch.utils.data.SequentialSampler):
+            seen = epochs[side]
+
+            def set_epoch(self, epoch):
+                if epoch not in self.seen:  # our run sets it, too
+                    self.seen.append(epoch)
+
+        def loaders(made=Sampler):
+            points = jobs.Points()
+            return torch.utils.data.DataLoader(points, batch_size=4, sampler=made(points)), None
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jobs, "loaders", loaders)
+            run(tmp_path / side, [jobs.DistSamplerSeedHook()], max_epochs=3, validates=False)
+    assert epochs == {"theirs": [0, 1, 2], "ours": [0, 1, 2]}
+
+
+def test_a_test_leaves_the_same_files(tmp_path):
+    found = []
+    for side in ("theirs", "ours"):
+        work_dir = tmp_path / side
+        some = [*default_hooks(), EMAHook(momentum=0.1)]
+        if side == "theirs":
+            _, val = jobs.loaders()
+            model = jobs.Net()
+            runner = jobs.Runner(
+                model,
+                str(work_dir),
+                test_dataloader=val,
+                test_cfg={},
+                test_evaluator=[jobs.Accuracy()],
+                custom_hooks=some,
+                default_hooks=dict.fromkeys(
+                    ("runtime_info", "timer", "sampler_seed", "logger", "param_scheduler", "checkpoint")
+                ),
+            )
+            runner.test()
+        else:
+            _, loop = jobs.loop_of(work_dir, some, max_epochs=1)
+            loop._data["test"] = loop._data["val"]
+            loop.test()
+        (file,) = work_dir.glob("*/*.json")
+        found.append((json.loads(file.read_text())["accuracy"], lines(work_dir)))
+    assert found[0] == found[1]
+
+
+# ------------------------------------------------------------------------------------------------------ resume
+
+
+def test_mmengines_runner_resumes_our_file_and_we_resume_its(tmp_path):
+    """Four files of two epochs and their continuations end with the same weights, averages and rates."""
+    whole = theirs(tmp_path / "whole", all_hooks(), max_epochs=4, param_scheduler=SCHEDULE)
+    theirs(tmp_path / "theirs", all_hooks(), max_epochs=2, param_scheduler=SCHEDULE)
+    ours(tmp_path / "ours", all_hooks(), max_epochs=2, param_scheduler=SCHEDULE)
+    model = jobs.Net()
+    load_checkpoint(model, str(tmp_path / "ours" / "epoch_2.pth"), strict=True)
+    resumed = theirs(
+        tmp_path / "a", all_hooks(), max_epochs=4, param_scheduler=SCHEDULE, resume=str(tmp_path / "ours" / "epoch_2.pth")
+    )
+    same(whole.model.state_dict(), resumed.model.state_dict())
+    tree = load_pth(tmp_path / "theirs" / "epoch_2.pth")
+    bus, loop = jobs.loop_of(tmp_path / "b", all_hooks(), max_epochs=4, param_scheduler=SCHEDULE)
+    bus.on("before_run", lambda event: event.run.apply_state(tree))
+    loop.run()
+    same(whole.model.state_dict(), loop.model.state_dict())
+    left, right = (checkpoint(tmp_path / side / "epoch_4.pth") for side in ("whole", "b"))
+    for key in ("state_dict", "ema_state_dict", "optimizer", "param_schedulers"):
+        same(left[key], right[key])
+    assert left["message_hub"]["runtime_info"]["best_score"] == right["message_hub"]["runtime_info"]["best_score"]
+
+
+@pytest.mark.parametrize("save", [{"interval": 2}, {"interval": 10, "by_epoch": False}])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_our_own_resume_continues_guests_exactly(tmp_path, save, groups):
+    def some():
+        stopping = EarlyStoppingHook("accuracy", patience=50, min_delta=0.5)
+        return [*all_hooks(), stopping, own_hooks.CheckpointHook(save_last=False, **save)]
+
+    job = {"param_scheduler": SCHEDULE, "groups": groups}
+    hooks = some()
+    whole = ours(tmp_path / "whole", hooks, max_epochs=4, **job)
+    ours(tmp_path / "cut", some(), max_epochs=3, **job)
+    last = max((tmp_path / "cut").glob("*.safetensors"), key=lambda file: int(file.stem.rpartition("_")[2]))
+    again = some()
+    resumed = ours(tmp_path / "cut", again, max_epochs=4, resume=last, **job)
+    same(whole.model.state_dict(), resumed.model.state_dict())
+    left, right = (checkpoint(tmp_path / side / "epoch_4.pth") for side in ("whole", "cut"))
+    for key in ("state_dict", "ema_state_dict", "optimizer", "param_schedulers"):
+        same(left[key], right[key])
+    hubs = [one["message_hub"] for one in (left, right)]
+    for name, buffer in hubs[0]["log_scalars"].items():
+        if not name.endswith("time"):
+            assert [list(some) for some in buffer.data] == [list(some) for some in hubs[1]["log_scalars"][name].data]
+    assert hubs[0]["runtime_info"]["best_score"] == hubs[1]["runtime_info"]["best_score"]
+    assert (hooks[-2].wait_count, hooks[-2].best_score) == (again[-2].wait_count, again[-2].best_score)
+    assert math.isfinite(again[-2].best_score)
+
+
+# ---------------------------------------------------------------------------------------------- a user's own hooks
+
+
+class Records(Hook):
+    """A user's own hook: helpers, generic methods, arguments, an attribute of its own on the runner."""
+
+    priority = "ABOVE_NORMAL"
+
+    def __init__(self):
+        self.calls = []
+
+    def before_run(self, runner):
+        runner.told = []
+
+    def before_train(self, runner):
+        self.calls.append(("train", runner.max_epochs, runner.max_iters, len(runner.train_dataloader)))
+
+    def _before_epoch(self, runner, mode="train"):
+        self.calls.append((f"{mode} epoch", runner.epoch, runner.iter))
+
+    def _after_iter(self, runner, batch_idx, data_batch=None, outputs=None, mode="train"):
+        assert set(data_batch) == {"inputs", "labels"}
+        if mode == "train":
+            assert list(outputs) == ["loss", "loss_class", "spread"]
+            assert runner.model.training
+        else:
+            assert not runner.model.training
+        found = self.end_of_epoch(getattr(runner, f"{mode}_dataloader"), batch_idx)
+        if self.every_n_inner_iters(batch_idx, 3) or found or self.is_last_train_iter(runner):
+            self.calls.append((mode, runner.epoch, runner.iter, batch_idx, found, self.every_n_train_iters(runner, 5)))
+
+    def after_train_epoch(self, runner):
+        self.calls.append(("end", runner.epoch, runner.iter, self.is_last_train_epoch(runner), self.every_n_epochs(runner, 2)))
+        runner.told.append(runner.optim_wrapper.get_lr()["lr"])
+        self.calls.append(("lr", list(runner.told)))
+
+    def after_val_epoch(self, runner, metrics=None):
+        self.calls.append(("metrics", metrics, runner.val_loop.dataloader is runner.val_dataloader))
+
+    def after_train(self, runner):
+        self.calls.append(("over", runner.epoch, runner.iter, runner.model_name, runner.rank, runner.world_size))
+
+
+@pytest.mark.parametrize("job", [{"max_epochs": 3}, {"max_iters": 10, "val_interval": 5}])
+def test_a_hook_of_a_user_is_called_at_the_same_moments_with_the_same_arguments(tmp_path, job):
+    there, here = Records(), Records()
+    theirs(tmp_path / "theirs", [there], **job)
+    ours(tmp_path / "ours", [here], **job)
+    assert here.calls == there.calls
+    if "max_epochs" in job:
+        looped = Records()
+        own_loop(tmp_path / "own", [looped], **job)
+        assert looped.calls == there.calls
+
+
+def test_a_hook_without_files_leaves_none(tmp_path):
+    ours(tmp_path, [EMAHook(), Records()], max_epochs=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_guests_see_the_weights_after_the_update_in_the_order_of_their_priorities(tmp_path):
+    order = []
+
+    class Order(Hook):
+        def __init__(self, name, priority):
+            self.name, self.priority = name, priority
+
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            if batch_idx == 0:
+                gradients = [parameter.grad is not None for parameter in runner.model.parameters()]
+                order.append((self.name, all(gradients)))
+
+    bus = Bus()
+    bus.on("after_optimizer_step", lambda event: order.append(("step", True)), every=7, after=7)
+    bus.on("after_train_iter", lambda event: order.append(("ours", True)), priority=40, every=7)
+    levels = ["HIGHEST", 5, "VERY_HIGH", "HIGH", "ABOVE_NORMAL", "NORMAL", "LOWEST"]
+    _, loop = jobs.loop_of(tmp_path, [Order(one, one) for one in reversed(levels)], max_epochs=1, bus=bus)
+    loop.run()
+    assert [name for name, _ in order if name not in ("step", "ours")] == levels
+    assert all(stepped for _, stepped in order)
+
+
+def test_only_the_methods_that_a_guest_overrides_are_called_in_iterations_and_epochs():
+    bus = Bus()
+    bus.add(EMAHook())
+    heard = {one.mount_point for one in bus.subscriptions}
+    assert "after_train_iter" in heard
+    assert not heard & {"before_train_iter", "before_val_iter", "after_val_iter", "after_train_epoch"}
+    assert {one.priority for one in bus.subscriptions} == {50}
+
+
+def test_a_configuration_adds_hooks_of_mmengine():
+    bus = Bus()
+    add_hooks(bus, [{"type": "mmengine.hooks:EMAHook", "momentum": 0.2, "priority": "LOW"}], imports=["mmengine.hooks"])
+    (hook,) = bus.hooks
+    assert type(hook.guest) is EMAHook
+    assert hook.guest.ema_cfg["momentum"] == 0.2
+    assert {one.priority for one in bus.subscriptions} == {70}
+
+
+# ------------------------------------------------------------------------------------------- what the runner has
+
+
+def with_hook(tmp_path, method, **job):
+    """Run a hook whose ``before_train_iter`` is a function of the runner."""
+
+    class Asks(Hook):
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            method(runner)
+
+    options = {"max_epochs": 1, "validates": False, **job}
+    return ours(tmp_path, [Asks()], **options)
+
+
+@pytest.mark.parametrize(
+    ("use", "says"),
+    [
+        (lambda runner: runner.build_model, r"MMEngine's hook Asks uses runner.build_model: a run of trainbus has no such"),
+        (lambda runner: runner.train_loop.val_interval, r"Asks uses runner.train_loop.val_interval: a run"),
+        (lambda runner: runner.val_dataloader, r"Asks uses runner.val_dataloader: the run has not validated yet"),
+    ],
+)
+def test_a_missing_attribute_is_an_error_that_names_it_and_the_hook(tmp_path, use, says):
+    with pytest.raises(AttributeError, match=says):
+        with_hook(tmp_path, use)
+
+
+def test_missing_attributes_are_absent_for_hasattr_and_getattr(tmp_path):
+    def asks(runner):
+        assert not hasattr(runner, "build_model")
+        assert getattr(runner, "ema", None) is None
+        assert not hasattr(runner.train_loop, "val_interval")
+        assert hasattr(runner.train_loop, "stop_training")
+
+    with_hook(tmp_path, asks)
+
+
+@pytest.mark.parametrize("name", ["model", "iter", "optim_wrapper"])
+def test_an_attribute_that_the_run_decides_cannot_be_set(tmp_path, name):
+    with pytest.raises(TrainingError, match=rf"Asks uses runner.{name} = ...: the run decides that"):
+        with_hook(tmp_path, lambda runner: setattr(runner, name, None))
+    with pytest.raises(TrainingError, match=r"Asks uses runner.train_loop.val_interval = 2: TrainLoop, or your own loop"):
+        with_hook(tmp_path, lambda runner: setattr(runner.train_loop, "val_interval", 2))
+
+
+def test_without_a_work_dir_hooks_that_write_say_what_is_missing():
+    with pytest.raises(AttributeError, match=r"MMEngine's hook LoggerHook uses runner.logger: give the run work_dir="):
+        ours(None, [RuntimeInfoHook(), IterTimerHook(), LoggerHook(interval=1)], max_epochs=1)
+
+
+def test_several_models_are_refused(tmp_path):
+    bus = Bus()
+    bus.add(EMAHook())
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(AttributeError, match=r"EMAHook uses runner.model: the run has several models"):
+        with Run(bus, model={"a": model, "b": torch.nn.Linear(1, 1)}) as run:
+            for _ in run.epochs(1):
+                for _ in run.train([1, 2]):
+                    pass
+
+
+def test_a_stop_from_an_iteration_ends_after_the_epoch_and_its_validation(tmp_path):
+    class Stops(Hook):
+        def __init__(self):
+            self.seen = []
+
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            if runner.iter == 9:
+                runner.train_loop.stop_training = True
+
+        def before_train_epoch(self, runner):
+            self.seen.append(("epoch", runner.epoch))
+
+        def after_train_epoch(self, runner):
+            self.seen.append(("end", runner.iter))
+
+        def after_val(self, runner):
+            self.seen.append(("val", runner.iter))
+
+        def after_train(self, runner):
+            self.seen.append(("over", runner.iter))
+
+    for job in ({"max_epochs": 4}, {"max_epochs": 4, "validates": False}, {"max_iters": 20, "val_interval": 6}):
+        there, here = Stops(), Stops()
+        theirs(tmp_path / "theirs", [there], **job)
+        ours(tmp_path / "ours", [here], **job)
+        assert here.seen == there.seen
+
+
+def test_a_guest_is_added_once_and_taken_off():
+    bus, hook = Bus(), EMAHook()
+    bus.add(hook)
+    with pytest.raises(SubscribeError, match="EMAHook is on this bus already"):
+        bus.add(hook)
+    bus.off(hook)
+    assert bus.subscriptions == ()
+
+
+# ---------------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_a_checkpoint_that_fails_leaves_the_one_before(tmp_path, monkeypatch):
+    ours(tmp_path, [checkpoint_hook(filename_tmpl="only.pth")], max_epochs=1, validates=False)
+    before = (tmp_path / "only.pth").read_bytes()
+
+    def fails(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("os.replace", fails)
+    with pytest.raises(Exception, match="no space left"):
+        ours(tmp_path, [checkpoint_hook(filename_tmpl="only.pth")], max_epochs=1, validates=False)
+    assert (tmp_path / "only.pth").read_bytes() == before
+    assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".trainbus-")] == []
+
+
+def test_a_checkpoint_elsewhere_is_written_by_mmengines_backend(tmp_path):
+    ours(tmp_path / "run", [CheckpointHook(interval=1, out_dir=str(tmp_path / "out"))], max_epochs=1, validates=False)
+    assert (tmp_path / "out" / "run" / "epoch_1.pth").is_file()
+
+
+def test_a_validation_that_ends_early_leaves_the_raw_weights(tmp_path):
+    model, bus = jobs.Net(), Bus()
+    bus.add(EMAHook(momentum=0.5))
+    optimizer = jobs.optimizer_of(model)
+    train, val = jobs.loaders()
+
+    with Run(bus, model=model, optimizer=optimizer) as run:
+        for _ in run.epochs(1):
+            for batch in run.train(train):
+                optimizer.zero_grad()
+                jobs.step(model, batch)["loss"].backward()
+                optimizer.step()
+            raw = {name: value.clone() for name, value in model.state_dict().items()}
+            for _ in run.validate(val):
+                assert not torch.equal(raw["body.0.weight"], model.state_dict()["body.0.weight"])
+                break
+            same(raw, dict(model.state_dict()))
+
+
+def test_a_checkpoint_saved_within_a_validation_continues_exactly(tmp_path):
+    def some():
+        return [*default_hooks(), EMAHook(momentum=0.3), checkpoint_hook()]
+
+    whole = ours(tmp_path / "whole", some(), max_epochs=2)
+    bus, loop = jobs.loop_of(tmp_path / "cut", some(), max_epochs=2)
+    saved = []
+
+    @bus.on("after_val_iter", priority=100)
+    def save(event):
+        if not saved:
+            saved.append(event.progress.iter)
+            event.run.checkpoint_now()
+
+    loop.run()
+    (file,) = (tmp_path / "cut").glob("*.safetensors")
+    resumed = ours(tmp_path / "cut", some(), max_epochs=2, resume=file)
+    same(whole.model.state_dict(), resumed.model.state_dict())
+    left, right = (checkpoint(tmp_path / side / "epoch_2.pth") for side in ("whole", "cut"))
+    same(left["ema_state_dict"], right["ema_state_dict"])
