@@ -45,7 +45,7 @@ class _Memory:
         views = self.views[batch.start : batch.stop]
         if batch.join is None:
             return views
-        begin = views[0].storage_offset() * views[0].itemsize
+        begin = views[0].storage_offset() * views[0].itemsize - self.flat.storage_offset()
         end = begin + sum(view.nbytes for view in views)
         return self.flat[begin:end].view(views[0].dtype).view(batch.shape)
 
