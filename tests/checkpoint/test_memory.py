@@ -59,7 +59,8 @@ def test_another_system(monkeypatch):
 
 def test_memory_may_be_a_part_of_a_larger_piece(monkeypatch):
     """As aligned memory is: small tensors of equal shape, which are copied together, have their own place in it."""
-    monkeypatch.setattr("eventloop.checkpoint.stage.allocate", lambda size: torch.zeros(size + 4096, dtype=torch.uint8)[4096:])
+    module = sys.modules["eventloop.checkpoint.stage"]  # the package has a function of this name
+    monkeypatch.setattr(module, "allocate", lambda size: torch.zeros(size + 4096, dtype=torch.uint8)[4096:])
     tree = {"large": torch.ones(10_000), "small": [torch.full((1000,), float(index)) for index in range(50)]}
     copied = stage(tree).tree()
     assert torch.equal(copied["large"], tree["large"])
