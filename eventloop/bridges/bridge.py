@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar, Final, Self
@@ -19,6 +19,7 @@ log = get_logger()
 
 _BRIDGES: Final[Mapping[str, tuple[str, str]]] = {
     "lightning.pytorch.trainer.trainer.Trainer": ("eventloop.bridges.lightning", "LightningBridge"),
+    "pytorch_lightning.trainer.trainer.Trainer": ("eventloop.bridges.lightning", "LightningBridge"),
     "transformers.trainer.Trainer": ("eventloop.bridges.transformers", "TransformersBridge"),
     "ignite.engine.engine.Engine": ("eventloop.bridges.ignite", "IgniteBridge"),
     "accelerate.accelerator.Accelerator": ("eventloop.bridges.accelerate", "AcceleratorSaves"),
@@ -93,11 +94,14 @@ class Bridge:
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of one object, such as a method, until the bridge is detached."""
-        if name in vars(owner):
-            self.on_detach(partial(setattr, owner, name, vars(owner)[name]))
-        else:
-            self.on_detach(partial(delattr, owner, name))
-        setattr(owner, name, value)
+        self.on_detach(replaced(owner, name, value))
+
+
+def replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute of one object, such as a method; return the function that undoes it."""
+    undo = partial(setattr, owner, name, vars(owner)[name]) if name in vars(owner) else partial(delattr, owner, name)
+    setattr(owner, name, value)
+    return undo
 
 
 def attach(trainer: object, **options: Any) -> Bridge:

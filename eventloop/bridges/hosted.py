@@ -99,6 +99,11 @@ class HostedRun(Run):
     # --------------------------------------------------------------------------------------------------- checkpoints
 
     @property
+    def saves(self) -> HostSaves:
+        """The saves that hooks have requested."""
+        return self._saves
+
+    @property
     def save_due(self) -> bool:
         """True if the trainer must save at its next safe moment."""
         return bool(self._saves.due)
@@ -233,6 +238,18 @@ class HostedDriver(Driver):
             state.agreement = rounds = join_rounds(state, lambda: state.counters.iter)
             state.scopes.defer(partial(self._leave, rounds))
             state.settle()
+
+    def end_unheard(self) -> None:
+        """Count an iteration without ``after_train_iter``, where the bridge has published none of its other events."""
+        state = self.state
+        self._count_iteration()
+        if state.agreement is not None:
+            state.agreement.exchange()
+        if self._saves.requests or state.save_now or state.agreement is not None:
+            self._saves.save_if_asked()
+        state.scopes.leave("iter")
+        if state.cancelled or state.paused or state.rates or state.agreement is not None:
+            state.handle_requests()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Publish ``before_optimizer_step``, when the gradients are complete."""

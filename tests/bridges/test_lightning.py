@@ -774,3 +774,55 @@ def test_a_learning_rate_finder_does_not_disturb_the_run():
     trainer.fit(Tuned(), data(6))
     assert names.count("before_run") == names.count("after_run") == 1
     assert names.count("after_train_iter") == 6
+
+
+def test_the_old_name_of_the_package(tmp_path):
+    old = pytest.importorskip("pytorch_lightning")
+
+    class Old(old.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(4, 1)
+
+        def training_step(self, batch, batch_idx):
+            return (self.net(batch[0]) - batch[1]).square().mean()
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.net(batch[0]).square().mean())
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    best = old.callbacks.ModelCheckpoint(tmp_path / "theirs", monitor="val_loss")
+    bus = Bus()
+    bus.add(CheckpointHook(interval=1))
+    names = heard(bus)
+    trainer = old.Trainer(accelerator="cpu", max_epochs=1, callbacks=[best], default_root_dir=tmp_path, **quiet)
+    bridge = bus.attach(trainer)
+    assert trainer.callbacks.index(bridge) < trainer.callbacks.index(best)
+    trainer.fit(Old(), data(2), data(1))
+    assert names.count("after_train_iter") == 2
+    assert names[-1] == "after_run"
+    for file in (best.best_model_path, tmp_path / "epoch_1.ckpt"):
+        assert torch.load(file, weights_only=False)["callbacks"]["trainbus"]["progress"]["iter"] == 2
+
+
+def test_handlers_that_come_and_go_during_a_training():
+    bus, seen = Bus(), []
+
+    class Module2(Module):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1:
+                self.mine = [bus.on(name, lambda event: seen.append((event.mount_point, event.progress.iter)))
+                             for name in ("after_backward", "before_optimizer_step", "after_train_iter")]  # fmt: skip
+            if batch_idx == 4:
+                for one in self.mine:
+                    one.cancel()
+            return super().training_step(batch, batch_idx)
+
+    bridge = bus.attach(trainer := trainer_of(max_epochs=1))
+    trainer.fit(Module2(), data(6))
+    whole = [(name, index) for index in (2, 3) for name in ("after_backward", "before_optimizer_step", "after_train_iter")]
+    assert seen == whole
+    assert (bridge.run.counters.iter, bridge.run.counters.update) == (6, 6)

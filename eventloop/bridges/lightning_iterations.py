@@ -1,0 +1,190 @@
+"""The training iterations of a ``lightning.Trainer``.
+
+What the callbacks of Lightning do not tell, or at a higher price, comes from these methods, which are replaced while a
+training runs:
+
+- ``strategy.on_train_batch_start`` begins an iteration. Each call of a callback costs two microseconds more.
+- ``strategy.training_step`` returns the outputs before the loss is divided by ``accumulate_grad_batches``, and is the forward
+  pass. It runs inside ``optimizer.step(closure)``, so torch's step hook comes before it: see :meth:`Iterations._before_step`.
+
+An iteration of which no mount point has a subscriber is only counted. A handler that is subscribed during such an iteration
+hears the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from eventloop import events as ev
+from eventloop.bridges.bridge import replaced
+from eventloop.bridges.hosted import HostedRun
+from eventloop.training.optimizers import stepping
+
+_EVENTS: Final[tuple[type[ev.Event], ...]] = (
+    ev.BeforeTrainIter,
+    ev.BeforeForward,
+    ev.AfterForward,
+    ev.BeforeBackward,
+    ev.AfterBackward,
+    ev.BeforeOptimizerStep,
+    ev.AfterOptimizerStep,
+    ev.AfterTrainIter,
+)
+
+
+class Iterations:
+    """Publish and count the iterations of one training, until its run ends.
+
+    Args:
+        callback: the one that Lightning calls.
+        trainer: the trainer.
+        run: the run.
+        begin_epoch: is called with the number of the batch in the middle of an epoch in which Lightning resumes.
+        settle: is called after an iteration if a save or a stop may be due.
+    """
+
+    def __init__(
+        self, callback: Any, trainer: Any, run: HostedRun, begin_epoch: Callable[[int], object], settle: Callable[[], object]
+    ) -> None:
+        self._callback = callback
+        self._trainer = trainer
+        self._run = run
+        self._drive = drive = run.drive()
+        self._begin_epoch, self._settle = begin_epoch, settle
+        self._heard, self._state, self._scopes, self._saves = run.heard, run.state, run.state.scopes, run.saves
+        self._progress = trainer.fit_loop.epoch_loop.batch_progress
+        self._undo: list[Callable[[], object]] = []
+        self._published = False
+        """True if events of the present iteration are published."""
+        self._batch: Any = None
+        self._waits: Callable[[], None] | None = None
+        """What to call before the step of an optimizer whose ``step(closure)`` has begun: forward and backward come next."""
+        self.length: float = 0
+        self.last = False
+        """True if the present batch is the last one of its epoch."""
+        strategy = trainer.strategy
+        self._strategy_start = _overridden(strategy, "on_train_batch_start")
+        self._strategy_step = strategy.training_step
+        callback.on_train_batch_end = self.end
+        run.defer(self._forget)
+        run.defer(replaced(strategy, "on_train_batch_start", self.begin))
+        for optimizer in run.optimizers.values():
+            run.defer(stepping(optimizer).register_step_post_hook(drive.around_step(optimizer)[1]).remove)
+
+    def _forget(self) -> None:
+        self._listen(listens=False)
+        self._callback.on_train_batch_end = None
+        self._batch = None
+
+    # ---------------------------------------------------------------------------------------------- one iteration
+
+    def begin(self, batch: Any, batch_idx: int) -> None:
+        """Stand for ``strategy.on_train_batch_start``."""
+        # This method and end() make few calls: after a step of the model each costs about a microsecond.
+        if self._strategy_start is not None:
+            self._strategy_start(batch, batch_idx)
+        if self._scopes.innermost != "epoch":
+            self._begin_epoch(batch_idx)
+        self.last = batch_idx + 1 >= self.length or self._progress.is_last_batch
+        heard = self._heard
+        for event in _EVENTS:
+            if heard(event, True):
+                break
+        else:
+            if self._published:
+                self._listen(listens=False)
+            self._drive.begin_iteration(None, last=self.last)
+            return
+        if not self._published:
+            self._listen(listens=True)
+        self._choose_hooks()
+        self._batch, self._waits = batch, None
+        self._drive.begin_iteration(batch, last=self.last)
+
+    def end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Stand for ``callback.on_train_batch_end``."""
+        accumulate, drive, state = trainer.accumulate_grad_batches, self._drive, self._state
+        state.in_window = accumulate > 1 and not self.last and (batch_idx + 1) % accumulate != 0
+        if self._published:
+            drive.end_iteration()
+            self._batch = None
+        else:
+            drive.end_unheard()
+        if state.stop or state.agreement is not None or self._saves.due:
+            self._settle()
+
+    def _listen(self, *, listens: bool) -> None:
+        """Have Lightning and torch call what publishes events, or not."""
+        self._published = listens
+        strategy, callback = self._trainer.strategy, self._callback
+        callback.on_before_backward = callback.on_after_backward = callback.on_before_optimizer_step = None
+        if listens:
+            self._undo = [replaced(strategy, "training_step", self._training_step)]
+            for optimizer in self._run.optimizers.values():
+                before_step = partial(self._before_step, self._drive.around_step(optimizer)[0])
+                self._undo.append(stepping(optimizer).register_step_pre_hook(before_step).remove)
+        else:
+            self._state.outputs = {}
+            while self._undo:
+                self._undo.pop()()
+
+    def _choose_hooks(self) -> None:
+        """Set the hooks that have subscribers. Lightning skips what is not callable, for less than an empty method costs."""
+        callback, heard = self._callback, self._heard
+        callback.on_before_backward = self._before_backward if heard(ev.BeforeBackward, True) else None
+        callback.on_after_backward = self._after_backward if heard(ev.AfterBackward, True) else None
+        callback.on_before_optimizer_step = self._gradients_complete if heard(ev.BeforeOptimizerStep, True) else None
+
+    def _training_step(self, *arguments: Any, **options: Any) -> Any:
+        run = self._run
+        if run.heard(ev.BeforeForward, True):
+            run.publish(ev.BeforeForward, batch=self._batch)
+        output = self._strategy_step(*arguments, **options)
+        outputs = run.state.outputs
+        if type(output) is torch.Tensor:
+            outputs["loss"] = output
+        else:
+            outputs.update(named(output))
+        if run.heard(ev.AfterForward, True):
+            run.publish(ev.AfterForward, outputs=outputs)
+        return output
+
+    def _before_backward(self, trainer: Any, module: Any, loss: torch.Tensor) -> None:
+        self._run.publish(ev.BeforeBackward, loss=loss)
+
+    def _after_backward(self, trainer: Any, module: Any) -> None:
+        self._run.publish(ev.AfterBackward)
+
+    # A step with a closure first runs the forward and backward passes; then Lightning calls on_before_optimizer_step. A
+    # gradient scaler, and a module that steps torch's own optimizer, call step() without a closure, when the gradients are
+    # complete.
+
+    def _before_step(self, before_step: Callable[[], None], _: Any, arguments: tuple[Any, ...], options: Any) -> None:
+        if (arguments[1:2] or (options.get("closure"),))[0] is None:
+            before_step()
+        else:
+            self._waits = before_step
+
+    def _gradients_complete(self, trainer: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        before_step, self._waits = self._waits, None
+        if before_step is not None:
+            before_step()
+
+
+def named(output: Any) -> dict[str, Any]:
+    """Return what a step has returned as named outputs."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    return {"loss": output} if isinstance(output, torch.Tensor) else {}
+
+
+def _overridden(strategy: Any, name: str) -> Callable[..., None] | None:
+    """Return a method of a strategy; None if it is the one of Lightning's base class, which does nothing."""
+    for kind in type(strategy).__mro__:
+        if name in vars(kind):
+            return None if kind.__name__ == "Strategy" else getattr(strategy, name)
+    return None
