@@ -4,7 +4,7 @@ It has the names that a user of the bus and the loop types. Mount-point classes 
 ``eventloop.errors``, types that only signatures name in their subpackages.
 """
 
-from eventloop.bridges import attach
+from eventloop.bridges import TrainbusCheckpointIO, attach
 from eventloop.bus import Bus, Hook, Priority, Stream, Subscription, Watch, mount
 from eventloop.checks import check_options
 from eventloop.config import add_hooks, register
@@ -55,6 +55,7 @@ __all__ = [
     "SubscribeError",
     "Subscription",
     "TrainLoop",
+    "TrainbusCheckpointIO",
     "TrainbusError",
     "TrainingError",
     "UnknownEventError",

@@ -16,6 +16,7 @@ import torch
 from eventloop.bridges.bridge import Bridge
 from eventloop.bridges.hosted import HostedDriver, HostedRun
 from eventloop.bridges.lightning_iterations import Iterations, named
+from eventloop.bridges.lightning_saver import plugin_of
 from eventloop.checkpoint import AnyPath, as_path
 from eventloop.errors import ConfigurationError
 from eventloop.training.state import Counters
@@ -99,11 +100,15 @@ class LightningBridge(Bridge):
             run.state.stop_reason = "trainer.should_stop was set"
         drive.end_train()
         run.write_due(self._write)
+        if (plugin := plugin_of(trainer)) is not None:
+            plugin.wait()  # its files are reported while the run is open
         drive.end_run()
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         """Report the exception, and end the run."""
         if self.running is not None:
+            if (plugin := plugin_of(trainer)) is not None:
+                plugin.finish()
             self._drive.fail(exception)
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
@@ -267,12 +272,30 @@ class LightningBridge(Bridge):
         if run is None:
             original(checkpoint, filepath, *arguments, **options)
             return
-        with run.writing(as_path(filepath)):
-            entry, weights = run.gather_entry(str(filepath))
-            checkpoint["state_dict"] = {**checkpoint["state_dict"], **weights.get("model", {})}
-            if "callbacks" in checkpoint:  # not in one with the weights only
-                checkpoint["callbacks"][self.state_key] = entry
+        plugin, writing = plugin_of(self.trainer), run.writing(as_path(filepath))
+        if plugin is None:
+            with writing:
+                self._add_entry(run, checkpoint, filepath)
+                original(checkpoint, filepath, *arguments, **options)
+            return
+        plugin.around, plugin.raises = writing, run.save_raises
+        try:
+            self._add_entry(run, checkpoint, filepath)
             original(checkpoint, filepath, *arguments, **options)
+        except Exception:
+            with writing:
+                raise
+        finally:
+            left, plugin.around, plugin.raises = plugin.around, None, True
+        if left is not None:  # on another rank, or a strategy that writes itself
+            with left:
+                pass
+
+    def _add_entry(self, run: HostedRun, checkpoint: dict[str, Any], filepath: Any) -> None:
+        entry, weights = run.gather_entry(str(filepath))
+        checkpoint["state_dict"] = {**checkpoint["state_dict"], **weights.get("model", {})}
+        if "callbacks" in checkpoint:  # not in one with the weights only
+            checkpoint["callbacks"][self.state_key] = entry
 
 
 def _has_base(value: object, name: str) -> bool:

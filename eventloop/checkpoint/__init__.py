@@ -26,6 +26,7 @@ from eventloop.checkpoint.store import (
     make_directory,
     open_file,
     remove,
+    symlink,
 )
 from eventloop.checkpoint.torch_file import Pickled
 from eventloop.checkpoint.wrappers import unwrapped, without_wrappers
@@ -74,6 +75,7 @@ __all__ = [
     "save",
     "stage",
     "sweep_shards",
+    "symlink",
     "sync_folder",
     "unwrapped",
     "verify",

@@ -80,11 +80,11 @@ class Turns(Generic[Job]):
         # One taken lock for each thread in `wait`. An Event would lose track of its own lock when Ctrl-C strikes in it.
         self._bells: list[threading.Lock] = []
 
-    def wait(self) -> None:
-        """Wait until no job is under way."""
+    def wait(self, *, for_place: bool = False) -> None:
+        """Wait until no job is under way; ``for_place``: until none waits to begin."""
         while True:
             with self._lock:
-                if not self.under_way:
+                if not self.under_way or (for_place and self.waiting is None):
                     return
                 bell = threading.Lock()
                 bell.acquire()
@@ -112,6 +112,7 @@ class Turns(Generic[Job]):
             if self.waiting is not job:
                 return False
             self.waiting = None
+            self._ring()
             return True
 
     def end(self, job: Job) -> None:
@@ -124,14 +125,20 @@ class Turns(Generic[Job]):
         self.under_way = left
         if self.waiting is job:
             self.waiting = None
-        while self._bells and not self.under_way:
+        if not left:
+            self._ring()
+
+    def _ring(self) -> None:
+        while self._bells:
             self._bells.pop().release()
 
 
 class _Job(NamedTuple):
     staged: StagedTree
     path: AnyPath
+    number: int
     write: Writer
+    raises: bool
     future: Future[CommitInfo]
 
 
@@ -149,20 +156,24 @@ class AsyncSaver:
 
     Args:
         busy: the behaviour of `save` while another save is being written: ``"wait"`` waits for it, ``"skip"`` does nothing,
-            ``"replace"`` replaces the one that waits (never the one that is being written), and so needs staging memory twice.
+            ``"replace"`` replaces the one that waits (never the one that is being written), ``"queue"`` waits only if another
+            one waits already. The last two need staging memory twice.
         overlap: optimizers; their parameters and state are copied while the caller goes on, up to their next step (see
             :mod:`eventloop.checkpoint.overlap`).
     """
 
-    def __init__(self, *, busy: Busy = "wait", overlap: Iterable[torch.optim.Optimizer] = ()) -> None:
-        check_value("busy", busy, Busy)
+    def __init__(self, *, busy: Busy | Literal["queue"] = "wait", overlap: Iterable[torch.optim.Optimizer] = ()) -> None:
+        check_value("busy", busy, Literal[Busy, "queue"])
         self._busy = busy
         self._buffer = StageBuffer()
         self._turns: Turns[_Job] = Turns()
         # Wakes the thread; in C, so that Ctrl-C leaves it whole.
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._failures: list[BaseException] = []
-        self._actions: deque[Callable[[], object]] = deque()
+        self._entered = 0
+        """The number of the newest save."""
+        self._actions: deque[tuple[int, Callable[[], object]]] = deque()
+        """What to call after the commit of the save with that number, or of a later one."""
         self._committed = True  # the last save was, or there was none
         self._closed = False
         self._process = os.getpid()
@@ -176,7 +187,7 @@ class AsyncSaver:
             self._bell.put(None)  # after Ctrl-C the thread may run nevertheless, and must end
             raise
 
-    def save(self, tree: object, path: AsPath, *, write: Writer = write) -> Future[CommitInfo]:
+    def save(self, tree: object, path: AsPath, *, write: Writer = write, raises: bool = True) -> Future[CommitInfo]:
         """Copy ``tree`` and have it written to ``path``, a file or a URL; its directory must exist.
 
         Args:
@@ -184,6 +195,7 @@ class AsyncSaver:
             path: where to write.
             write: called on the saver's thread with the copy and the path, for files of another format
                 (`Pickled.write` for those of ``torch.save``). The copy is released afterwards.
+            raises: if False, only the future has the error of this save.
 
         Returns:
             A future: cancelled if the save was skipped or replaced, done once the file is durable.
@@ -206,8 +218,15 @@ class AsyncSaver:
             future.cancel()
             future.set_running_or_notify_cancel()  # else concurrent.futures.wait() would wait for it
             return future
-        self._give_up_waiting()
-        job = _Job(stage(tree, self._buffer, overlap=self._overlap), path, write, future)
+        elif self._busy == "queue":
+            self._bell.put(None)
+            self._turns.wait(for_place=True)
+            self._raise_failures()
+        else:
+            self._give_up_waiting()
+        staged = stage(tree, self._buffer, overlap=self._overlap)
+        self._entered += 1
+        job = _Job(staged, path, self._entered, write, raises, future)
         self._turns.enter(job)  # from here on it is written, or replaced, whatever strikes
         self._bell.put(None)
         return future
@@ -218,9 +237,9 @@ class AsyncSaver:
         It runs on the saver's thread, or at once if no save is under way. While the last save has failed, it waits for the
         next one that succeeds, and is dropped if none does. Its error is raised like that of a save.
         """
-        self._actions.append(action)
+        self._actions.append((self._entered, action))
         if not self._turns.under_way and self._committed:
-            self._act()
+            self._act(self._entered)
 
     def wait(self) -> None:
         """Wait until everything is durable; raise the CheckpointError of a save that failed."""
@@ -256,7 +275,7 @@ class AsyncSaver:
         self._bell.put(None)  # Ctrl-C may have struck in save, between entering the job and ringing
         self._turns.wait()
         if self._committed:
-            self._act()  # what was asked for while the last save was ending
+            self._act(self._entered)  # what was asked for while the last save was ending
 
     def _give_up_waiting(self) -> None:
         waiting = self._turns.waiting
@@ -287,18 +306,19 @@ class AsyncSaver:
         except Exception as error:  # noqa: BLE001 - raised by the next call
             job.staged.release()
             self._committed = False
-            self._failures.append(error)
+            if job.raises:
+                self._failures.append(error)
             job.future.set_exception(error)
         else:
             job.staged.release()
             self._committed = True
-            self._act()
+            self._act(job.number)
             job.future.set_result(info)
 
-    def _act(self) -> None:
-        while self._actions:
+    def _act(self, number: int) -> None:
+        while self._actions and self._actions[0][0] <= number:
             try:
-                self._actions.popleft()()
+                self._actions.popleft()[1]()
             except IndexError:  # the other thread took it
                 return
             except Exception as error:  # noqa: BLE001 - raised by the next call

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,6 +113,27 @@ def _link(existing: Path, new: Path) -> bool:
             raise
     sync_directory(new.parent)
     return True
+
+
+def symlink(existing: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
+    """Give a local file or folder the second name ``new`` by a symbolic link, or by `link` where that is not possible.
+
+    What had the name is replaced; a folder is removed. Nothing happens if ``existing`` is missing.
+    """
+    existing, new = Path(existing), Path(new)
+    if not existing.exists():
+        return
+    if new.is_dir() and not new.is_symlink():
+        shutil.rmtree(new)
+    temporary = Path(temporary_name(str(new.parent)))
+    try:
+        temporary.symlink_to(os.path.relpath(existing, new.parent))
+    except OSError:  # a system without them
+        link(existing, new)
+        return
+    with failing(f"cannot link {new} to {existing}"):
+        temporary.replace(new)
+        sync_directory(new.parent)
 
 
 def remove(path: AsPath) -> None:

@@ -14,7 +14,7 @@ import pickle
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from eventloop.checkpoint.remote import RemotePath
 from eventloop.checkpoint.saver import CommitInfo
 from eventloop.checkpoint.stage import StagedTree
 from eventloop.checkpoint.store import AnyPath
+from eventloop.checkpoint.tree import join
 from eventloop.checkpoint.zip_file import ZipLayout
 from eventloop.errors import CheckpointError, CheckpointValueError
 
@@ -57,7 +58,8 @@ class Pickled:
         try:
             pickler.dump(tree)
         except Exception as error:  # any: classes have pickling methods of their own
-            raise CheckpointValueError(f"torch.save cannot hold this tree: {error or type(error).__name__}") from error
+            where = _culprit(tree, "") or "the tree"
+            raise CheckpointValueError(f"{where}: torch.save cannot hold it: {error or type(error).__name__}") from error
         self._pickle = file.getvalue()
         #: The storages of the tensors as bytes (uint8), each one once: to be staged, so that `write` gets their copies.
         self.storages = [_bytes_of(storage) for storage in pickler.storages]
@@ -175,6 +177,22 @@ def _reduce(tensor: torch.Tensor, refer: Callable[..., _Id]) -> Any:
     reference = _Reference(refer(storage, tensor.dtype, _KINDS[tensor.dtype], storage.nbytes() // tensor.itemsize))
     form = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.requires_grad
     return _rebuild_tensor_v2, (reference, *form, OrderedDict())
+
+
+def _culprit(value: object, path: str) -> str:
+    """Return the path of the innermost object that cannot be pickled, through containers and attributes."""
+    if isinstance(value, Mapping):
+        parts = list(value.items())
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts = list(enumerate(value))
+    else:
+        parts = list(getattr(value, "__dict__", {}).items())
+    for key, part in parts:
+        try:
+            _Pickler(io.BytesIO(), _PROTOCOL).dump(part)
+        except Exception:  # noqa: BLE001 - see Pickled
+            return _culprit(part, join(path, key))
+    return path
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

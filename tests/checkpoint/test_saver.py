@@ -237,3 +237,43 @@ def test_a_save_right_before_closing_is_written_though_the_thread_is_slow(tmp_pa
         saver.first = saver.save(tree(0), tmp_path / "0")
         saver.save(tree(1), tmp_path / "1")
     assert saved(tmp_path) == {"0": 0, "1": 1}
+
+
+def test_one_save_waits_in_the_queue_and_a_third_one_waits_for_its_place(disk, tmp_path):
+    state = tree(0)
+    with AsyncSaver(busy="queue") as saver:
+        saver.save(state, tmp_path / "0")
+        assert disk.reached.wait(30)
+        state["w"].fill_(1)
+        saver.save(state, tmp_path / "1")  # while the first one is being written
+        state["w"].fill_(2)
+        third = threading.Thread(target=lambda: saver.save(state, tmp_path / "2"))
+        third.start()
+        third.join(0.2)
+        assert third.is_alive()
+        disk.go.set()
+        third.join(30)
+    assert saved(tmp_path) == {"0": 0, "1": 1, "2": 2}
+
+
+def test_an_action_waits_for_the_save_before_it_and_for_no_later_one(disk, tmp_path):
+    there = []
+    with AsyncSaver(busy="queue") as saver:
+        saver.save(tree(0), tmp_path / "0")
+        saver.after_commit(lambda: there.append(sorted(path.name for path in tmp_path.glob("[0-9]"))))
+        assert disk.reached.wait(30)
+        saver.save(tree(1), tmp_path / "1")
+        saver.after_commit(lambda: there.append(sorted(path.name for path in tmp_path.glob("[0-9]"))))
+        assert there == []
+        disk.go.set()
+    assert there == [["0"], ["0", "1"]]
+
+
+def test_a_failure_in_the_queue_is_raised_by_the_next_save(disk, tmp_path):
+    with AsyncSaver(busy="queue") as saver:
+        saver.save(tree(0), tmp_path / "gone" / "0")
+        with pytest.raises(CheckpointError, match="gone"):
+            for number in range(3):
+                saver.save(tree(number), tmp_path / str(number))
+                disk.go.set()
+        saver.wait()

@@ -24,6 +24,7 @@ from eventloop.checkpoint import (
     outline,
     remove,
     save,
+    symlink,
     verify,
 )
 from eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError
@@ -202,3 +203,24 @@ def test_without_fsspec_the_error_names_the_extra_to_install(monkeypatch: pytest
 def test_an_unknown_protocol_is_an_error_that_names_it() -> None:
     with pytest.raises(ConfigurationError, match="nowhere"):
         as_path("nowhere://bucket/run")
+
+
+def test_a_symbolic_link_replaces_what_had_its_name(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    symlink(tmp_path / "a", tmp_path / "last")
+    symlink(tmp_path / "b", tmp_path / "last")
+    assert ((tmp_path / "last").readlink(), (tmp_path / "last").read_text()) == (Path("b"), "b")
+    symlink(tmp_path / "gone", tmp_path / "last")  # keeps what it names
+    assert (tmp_path / "last").read_text() == "b"
+    (tmp_path / "folder").mkdir()
+    symlink(tmp_path / "a", tmp_path / "folder")
+    assert (tmp_path / "folder").read_text() == "a"
+
+
+def test_without_symbolic_links_it_is_a_hard_link(tmp_path, monkeypatch):
+    (tmp_path / "a").write_text("a")
+    monkeypatch.setattr(Path, "symlink_to", lambda *args: (_ for _ in ()).throw(OSError("not here")))
+    symlink(tmp_path / "a", tmp_path / "last")
+    assert (tmp_path / "last").samefile(tmp_path / "a")
+    assert not (tmp_path / "last").is_symlink()

@@ -1,0 +1,274 @@
+"""``TrainbusCheckpointIO``: Lightning's checkpoints, written beside the training. It needs no bus.
+
+The files are those of ``torch.save``, so ``load_from_checkpoint`` and other programs read them without trainbus. Lightning
+is not imported before the first object is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import sys
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial, wraps
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import torch
+from torch import distributed
+
+from eventloop.checkpoint import (
+    AnyPath,
+    AsyncSaver,
+    CommitInfo,
+    Pickled,
+    StagedTree,
+    as_path,
+    link,
+    make_directory,
+    remove,
+    symlink,
+)
+from eventloop.errors import ConfigurationError
+from eventloop.log import get_logger
+
+log = get_logger()
+
+_PACKAGES: Final = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+"""The two names of Lightning's packages, each with that of its Fabric. Their classes are not the same."""
+
+
+class TrainbusCheckpointIO:
+    """Write Lightning's checkpoints while the training goes on.
+
+        trainer = Trainer(plugins=[TrainbusCheckpointIO()])
+
+    The training thread copies the tensors into memory that it uses again. A thread writes the file under a temporary name,
+    syncs it, and renames it. A checkpoint that Lightning replaces is removed once its successor is durable, and a link
+    (``save_last="link"``) then names the successor. Two checkpoints may be under way; a third one waits.
+
+    The end of ``fit()`` waits for the files; so does ``trainer.save_checkpoint()`` outside of it. If a save fails, the next
+    one or the end of ``fit()`` raises its error, and what it should have replaced is still there.
+
+    Strategies that write shards (DeepSpeed, FSDP with ``state_dict_type="sharded"``) do not use a ``CheckpointIO``; a warning
+    says so.
+    """
+
+    def __init__(self) -> None:
+        _join_lightning()
+        self._saver: AsyncSaver | None = None
+        self._files: dict[str, Future[CommitInfo]] = {}
+        """The last save of each path since the last wait."""
+        self._trainer: weakref.ref[Any] | None = None
+        """The trainer that has saved since the last teardown."""
+        self.saves = 0
+        """The number of saves so far."""
+        self.around: AbstractContextManager[object] | None = None
+        """A context in which the next file is written, on the writing thread; None once a save has taken it."""
+        self.raises = True
+        """False if the error of the next save is for ``around`` only."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
+        """Copy ``checkpoint`` and have it written to ``path``, a file or a URL.
+
+        Raises:
+            CheckpointValueError: an object in it cannot be pickled.
+            CheckpointError: an earlier save failed.
+            TypeError: ``storage_options`` was given.
+        """
+        if storage_options is not None:
+            raise TypeError("TrainbusCheckpointIO has no storage_options; configure the file system by fsspec's own settings")
+        if self._saver is None:
+            self._saver = AsyncSaver(busy="queue")
+        pickled = Pickled(checkpoint)
+        write = partial(_write, pickled, self.around)
+        future = self._saver.save(pickled.storages, as_path(path), write=write, raises=self.raises)
+        self.around = None
+        self.saves += 1
+        self._files = {name: file for name, file in self._files.items() if not file.done()} | {os.fspath(path): future}
+
+    def load_checkpoint(self, path: str | os.PathLike[str], *arguments: Any, **options: Any) -> dict[str, Any]:
+        """Read a checkpoint as Lightning does, after the saves that are under way."""
+        self.wait()
+        loaded: dict[str, Any] = _torch_io().load_checkpoint(path, *arguments, **options)
+        return loaded
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint once the saves so far are durable. If the last one failed, it stays."""
+        self.after_commit(partial(_remove, os.fspath(path)))
+
+    def teardown(self) -> None:
+        """Wait until all files are durable, on all ranks; Lightning calls it at the end of ``fit()``.
+
+        Raises:
+            CheckpointError: a save failed. If ``fit()`` itself has failed, its own error is raised, and this one is logged.
+        """
+        trainer = None if self._trainer is None else self._trainer()
+        error = sys.exception() if trainer is not None and trainer.interrupted else None
+        saver, self._saver, self._trainer, self._files = self._saver, None, None, {}
+        try:
+            if saver is not None:
+                saver.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            log.exception("checkpoint not written")
+            error.add_note(f"and a checkpoint could not be written: {failure}")
+        if trainer is not None and error is None:
+            _wait_for_ranks()
+
+    def wait(self) -> None:
+        """Wait until all files are durable; raise the error of a save that failed."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def finish(self) -> None:
+        """Wait until no file is under way; an error is raised later."""
+        wait(self._files.values())
+
+    def is_pending(self, path: str) -> bool:
+        """Return True while a file is being written that will have the name ``path``."""
+        file = self._files.get(path)
+        return file is not None and not file.done()
+
+    def after_commit(self, action: Callable[[], object]) -> None:
+        """Call ``action`` once the saves so far are durable, or at once; not if the last one has failed."""
+        if self._saver is None:
+            action()
+        else:
+            self._saver.after_commit(action)
+
+
+def _write(pickled: Pickled, around: AbstractContextManager[object] | None, staged: StagedTree, path: AnyPath) -> CommitInfo:
+    with nullcontext() if around is None else around:
+        make_directory(path.parent)
+        if isinstance(path, Path):
+            return pickled.write(staged, path)
+        with TemporaryDirectory() as directory:
+            info = pickled.write(staged, Path(directory) / "checkpoint")
+            link(info.path, path)
+        return info
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):  # noqa: PTH112, PTH114 - a sharded checkpoint of another strategy
+        shutil.rmtree(path)
+    else:
+        remove(path)
+
+
+def _wait_for_ranks() -> None:
+    """Let no rank go on before the first one has written its files: all of them may read these next."""
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        on_device = distributed.get_backend() == "nccl"
+        distributed.barrier(device_ids=[torch.cuda.current_device()] if on_device else None)
+
+
+# Lightning tells a CheckpointIO neither its trainer nor the names that ModelCheckpoint looks up or links. Hence three methods
+# of its classes have a part for trainers with this plugin; for others they are what they were.
+
+_joined: Final[set[str]] = set()
+
+
+def _join_lightning() -> None:
+    """Make Lightning's packages that are imported accept the plugin; import one if none is.
+
+    Raises:
+        ConfigurationError: none is installed.
+    """
+    names = [name for name in _PACKAGES if name in sys.modules] or [_installed()]
+    for name in names:
+        if name in _joined:
+            continue
+        model_checkpoint = importlib.import_module(f"{name}.callbacks.model_checkpoint").ModelCheckpoint
+        trainer = importlib.import_module(f"{name}.trainer.trainer").Trainer
+        importlib.import_module(f"{_PACKAGES[name]}.plugins.io.checkpoint_io").CheckpointIO.register(TrainbusCheckpointIO)
+        trainer.save_checkpoint = _around_save(trainer.save_checkpoint)
+        model_checkpoint.file_exists = _around_file_exists(model_checkpoint.file_exists)
+        model_checkpoint._link_checkpoint = staticmethod(_around_link(model_checkpoint._link_checkpoint))
+        _joined.add(name)
+
+
+def _installed() -> str:
+    for name in _PACKAGES:
+        if find_spec(name.partition(".")[0]) is not None:
+            return name
+    raise ConfigurationError("TrainbusCheckpointIO needs Lightning: pip install 'trainbus[lightning]'")
+
+
+def _torch_io() -> Any:
+    name = next(iter(_joined))
+    return importlib.import_module(f"{_PACKAGES[name]}.plugins.io.torch_io").TorchCheckpointIO()
+
+
+def plugin_of(trainer: Any) -> TrainbusCheckpointIO | None:
+    """Return the plugin of a trainer, if it has one."""
+    plugin = trainer.strategy._checkpoint_io  # the property refuses it in some strategies, and makes one
+    return plugin if isinstance(plugin, TrainbusCheckpointIO) else None
+
+
+def _around_save(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def save_checkpoint(self: Any, filepath: Any, *arguments: Any, **options: Any) -> None:
+        plugin = plugin_of(self)
+        saves = 0 if plugin is None else plugin.saves
+        original(self, filepath, *arguments, **options)
+        if plugin is None:
+            return
+        plugin._trainer = weakref.ref(self)
+        if plugin.saves == saves and self.is_global_zero:
+            log.warning(
+                "this strategy writes checkpoints itself, so TrainbusCheckpointIO has no effect: remove the plugin",
+                strategy=type(self.strategy).__name__,
+                path=str(filepath),
+            )
+        if self.state.stage is None:  # outside of fit(), the caller may read the file at once
+            plugin.teardown()
+
+    return save_checkpoint
+
+
+def _around_file_exists(original: Callable[..., bool]) -> Callable[..., bool]:
+    @wraps(original)
+    def file_exists(self: Any, filepath: Any, trainer: Any) -> bool:
+        plugin, files = plugin_of(trainer), self._fs
+        if plugin is None:
+            return original(self, filepath, trainer)
+        self._fs = _Files(plugin, files)
+        try:
+            return original(self, filepath, trainer)
+        finally:
+            self._fs = files
+
+    return file_exists
+
+
+class _Files:
+    """A file system with the files that are being written."""
+
+    def __init__(self, plugin: TrainbusCheckpointIO, files: Any) -> None:
+        self._plugin = plugin
+        self._files = files
+
+    def exists(self, path: Any) -> bool:
+        return self._plugin.is_pending(os.fspath(path)) or bool(self._files.exists(path))
+
+
+def _around_link(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def link_checkpoint(trainer: Any, filepath: str, linkpath: str) -> None:
+        plugin = plugin_of(trainer)
+        if plugin is None:
+            original(trainer, filepath, linkpath)
+            return
+        if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):  # noqa: PTH100 - links stay
+            plugin.after_commit(partial(symlink, filepath, linkpath))
+        trainer.strategy.barrier()
+
+    return link_checkpoint

@@ -1,0 +1,365 @@
+"""``TrainbusCheckpointIO`` in Lightning itself: checkpoints that are written beside the training."""
+
+import dataclasses
+import enum
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import structlog
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from eventloop import Bus, CheckpointError, TrainbusCheckpointIO
+from eventloop.errors import CheckpointValueError
+from hooks import CheckpointHook
+
+pl = pytest.importorskip("lightning.pytorch")
+callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
+    pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided"),
+    pytest.mark.filterwarnings("ignore:.*You're resuming from a checkpoint that ended before the epoch ended"),
+]
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Size:
+    width: int = 3
+
+
+SIZE, OPTIONS = Size(), Namespace(lr=0.1)
+
+
+class Module(pl.LightningModule):
+    def __init__(self, width=8, where=Path("data"), color=Color.RED, size=SIZE, options=OPTIONS, fail=None):
+        super().__init__()
+        self.save_hyperparameters(ignore="fail")
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
+        self.fail = fail
+
+    def training_step(self, batch, batch_idx):
+        if self.fail is not None and self.trainer.global_step == 3:
+            raise self.fail
+        loss = (self.net(batch[0]) - batch[1]).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", -float(self.trainer.global_step))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def data(batches=4, size=2):
+    torch.manual_seed(1)
+    return DataLoader(TensorDataset(torch.randn(batches * size, 4), torch.randn(batches * size, 1)), size)
+
+
+def trainer_of(folder, *callbacks, plugin=None, **options):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    plugins = [TrainbusCheckpointIO() if plugin is None else plugin]
+    quiet |= {"enable_checkpointing": bool(callbacks)}
+    options = {"accelerator": "cpu", "max_epochs": 2, "default_root_dir": folder, **quiet, **options}
+    return pl.Trainer(callbacks=list(callbacks), plugins=plugins, **options)
+
+
+class Disk:
+    """Holds the sync of every checkpoint until it is released, and can fail it."""
+
+    def __init__(self):
+        self.go = threading.Event()
+        self.error = None
+
+    def fsync(self, descriptor):
+        if threading.current_thread().name == "trainbus-saver":
+            assert self.go.wait(30)
+            if self.error is not None:
+                raise self.error
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    made = Disk()
+    monkeypatch.setattr(os, "fsync", made.fsync)
+    yield made
+    made.go.set()
+
+
+class Look(pl.Callback):
+    """Calls a function at the end of each batch, after those that save."""
+
+    def __init__(self, look):
+        self.look = look
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.look(trainer)
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one) and list(one) == list(other)
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_files_are_those_of_lightning_and_load_without_trainbus(tmp_path):
+    saver = callbacks.ModelCheckpoint(tmp_path, filename="one", save_last=True)
+    trainer = trainer_of(tmp_path, saver)
+    trainer.fit(module := Module(width=5), data())
+    assert names(tmp_path) == ["last.ckpt", "one.ckpt"]
+    code = f"""
+import sys, torch
+checkpoint = torch.load({str(tmp_path / "one.ckpt")!r}, weights_only=False)
+assert checkpoint["hyper_parameters"]["where"].name == "data", checkpoint["hyper_parameters"]
+print(checkpoint["global_step"], sorted(checkpoint), [one for one in sys.modules if one.startswith(("eventloop", "trainbus"))])
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)  # noqa: S603
+    assert done.returncode == 0, done.stderr
+    plain = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    own = torch.load(tmp_path / "one.ckpt", weights_only=False)
+    assert same(own["state_dict"], module.state_dict())
+    assert type(plain.strategy.load_checkpoint(tmp_path / "one.ckpt", weights_only=False)) is type(own)
+    loaded = Module.load_from_checkpoint(tmp_path / "one.ckpt", weights_only=False)
+    assert loaded.hparams == module.hparams
+    assert same(loaded.state_dict(), module.state_dict())
+
+
+def test_the_same_file_as_lightnings_own(tmp_path):
+    for name, plugin in (("own", None), ("theirs", pl.plugins.io.TorchCheckpointIO())):
+        saver = callbacks.ModelCheckpoint(tmp_path / name, filename="c")
+        trainer_of(tmp_path, saver, plugin=plugin).fit(Module(), data())
+    own, theirs = (torch.load(tmp_path / name / "c.ckpt", weights_only=False) for name in ("own", "theirs"))
+    assert own.keys() == theirs.keys()
+    assert same(own["state_dict"], theirs["state_dict"])
+    assert own["hyper_parameters"] == theirs["hyper_parameters"]
+    assert own["loops"] == theirs["loops"]
+    states = [one["optimizer_states"][0]["state"] for one in (own, theirs)]
+    assert states[0].keys() == states[1].keys()
+    assert all(same(states[0][index], states[1][index]) for index in states[0])
+
+
+def test_a_resumed_training_goes_on(tmp_path):
+    whole = Module()
+    trainer_of(tmp_path).fit(whole, data())
+    trainer_of(tmp_path, callbacks.ModelCheckpoint(tmp_path, filename="c"), max_epochs=1).fit(Module(), data())
+    resumed = Module()
+    trainer = trainer_of(tmp_path)
+    trainer.fit(resumed, data(), ckpt_path=tmp_path / "c.ckpt", weights_only=False)
+    assert same(resumed.state_dict(), whole.state_dict())
+    assert trainer.global_step == 8
+
+
+def test_the_training_goes_on_while_the_file_is_written_and_fit_waits(tmp_path, disk):
+    steps = []
+
+    def look(trainer):
+        steps.append((trainer.global_step, names(tmp_path / "c") if (tmp_path / "c").exists() else []))
+        if trainer.global_step == 7:
+            disk.go.set()
+
+    saver = callbacks.ModelCheckpoint(tmp_path / "c", filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    trainer_of(tmp_path, saver, Look(look)).fit(module := Module(), data())
+    during = [[name for name in found if name.endswith(".ckpt")] for step, found in steps if 3 <= step < 7]
+    assert during == [[]] * 4
+    assert names(tmp_path / "c") == ["step=3.ckpt", "step=6.ckpt"]
+    assert torch.load(tmp_path / "c" / "step=6.ckpt", weights_only=False)["global_step"] == 6
+    assert not same(torch.load(tmp_path / "c" / "step=6.ckpt", weights_only=False)["state_dict"], module.state_dict())
+
+
+def test_a_checkpoint_is_removed_and_a_link_is_moved_behind_the_commit_of_its_successor(tmp_path, disk):
+    seen = []
+
+    def look(trainer):
+        last = tmp_path / "c" / "last.ckpt"
+        found = names(tmp_path / "c") if (tmp_path / "c").exists() else []
+        seen.append([name for name in found if name.endswith(".ckpt")])
+        assert not last.is_symlink() or last.exists()  # it never names a missing file
+        if trainer.global_step == 3:
+            disk.go.set()
+            trainer.strategy.checkpoint_io.wait()
+            disk.go.clear()
+        if trainer.global_step == 7:
+            disk.go.set()
+
+    saver = callbacks.ModelCheckpoint(tmp_path / "c", filename="{step}", every_n_train_steps=2, save_last="link", save_top_k=1)
+    trainer_of(tmp_path, saver, Look(look)).fit(Module(), data())
+    assert seen[5] == ["last.ckpt", "step=2.ckpt"]  # a successor is being written
+    assert names(tmp_path / "c") == ["last.ckpt", "step=8.ckpt"]
+    assert (tmp_path / "c" / "last.ckpt").readlink() == Path("step=8.ckpt")
+
+
+def test_a_name_that_is_being_written_counts_as_taken(tmp_path, disk):
+    saver = callbacks.ModelCheckpoint(
+        tmp_path / "c", filename="{epoch}", monitor="train_loss", every_n_train_steps=2, save_top_k=-1
+    )
+    look = Look(lambda trainer: trainer.global_step == 5 and disk.go.set())
+    trainer_of(tmp_path, saver, look, max_epochs=1).fit(Module(), data(6))
+    assert names(tmp_path / "c") == ["epoch=0-v1.ckpt", "epoch=0-v2.ckpt", "epoch=0.ckpt"]
+    steps = [torch.load(tmp_path / "c" / name, weights_only=False)["global_step"] for name in names(tmp_path / "c")]
+    assert steps == [4, 6, 2]
+
+
+@pytest.mark.parametrize("failing", [1, 3])
+def test_a_save_that_fails_is_raised_and_what_it_should_replace_is_there(tmp_path, disk, failing):
+    disk.go.set()
+
+    def look(trainer):
+        if trainer.global_step == failing:
+            trainer.strategy.checkpoint_io.wait()
+            disk.error = OSError("the disk is full")
+
+    every = callbacks.ModelCheckpoint(tmp_path / "c", filename="{step}", every_n_train_steps=1, save_last="link")
+    trainer = trainer_of(tmp_path, every, Look(look), max_epochs=1)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        trainer.fit(Module(), data())
+    assert names(tmp_path / "c") == ["last.ckpt", f"step={failing}.ckpt"]
+    assert (tmp_path / "c" / "last.ckpt").exists()
+    assert trainer.global_step <= 4
+
+
+def test_the_last_save_that_fails_is_raised_by_fit(tmp_path, disk):
+    disk.go.set()
+    disk.error = OSError("the disk is full")
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        trainer_of(tmp_path, callbacks.ModelCheckpoint(tmp_path / "c"), max_epochs=1).fit(Module(), data())
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()])
+def test_after_an_exception_nothing_is_lost(tmp_path, disk, error):
+    saver = callbacks.ModelCheckpoint(tmp_path / "c", filename="{step}", every_n_train_steps=3)
+    threading.Timer(0.3, disk.go.set).start()
+    with pytest.raises((ValueError, SystemExit)):
+        trainer_of(tmp_path, saver).fit(Module(fail=error), data())
+    assert names(tmp_path / "c") == ["step=3.ckpt"]
+
+
+def test_the_own_error_of_a_training_is_raised_with_a_note_about_the_save(tmp_path, disk):
+    disk.go.set()
+    disk.error = OSError("the disk is full")
+    saver = callbacks.ModelCheckpoint(tmp_path / "c", filename="{step}", every_n_train_steps=3)
+    with structlog.testing.capture_logs() as logs, pytest.raises(ValueError, match="broken") as caught:
+        trainer_of(tmp_path, saver).fit(Module(fail=ValueError("broken")), data())
+    assert any("the disk is full" in note for note in caught.value.__notes__)
+    assert "checkpoint not written" in [one["event"] for one in logs]
+
+
+def test_outside_of_fit_a_save_is_durable_when_it_returns(tmp_path):
+    trainer = trainer_of(tmp_path)
+    for number in range(2):
+        trainer.fit(module := Module(), data())
+        trainer.save_checkpoint(tmp_path / f"{number}.ckpt")
+        assert same(
+            Module.load_from_checkpoint(tmp_path / f"{number}.ckpt", weights_only=False).state_dict(), module.state_dict()
+        )
+    assert not any(one.name == "trainbus-saver" for one in threading.enumerate())
+
+
+def test_a_value_that_cannot_be_pickled_is_refused_at_the_first_save(tmp_path):
+    class Unsaveable(Module):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["mine"] = {"inner": [1, threading.Lock()]}
+
+    with pytest.raises(CheckpointValueError, match=r"mine\.inner\.1"):
+        trainer_of(tmp_path, callbacks.ModelCheckpoint(tmp_path / "c"), max_epochs=1).fit(Unsaveable(), data())
+
+
+def test_a_strategy_that_writes_itself_is_warned_about(tmp_path, monkeypatch):
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    class Sharded(SingleDeviceStrategy):
+        def save_checkpoint(self, checkpoint, filepath, storage_options=None):
+            Path(filepath).parent.mkdir(exist_ok=True)
+            Path(filepath).write_bytes(pickle.dumps(1))
+
+    with structlog.testing.capture_logs() as logs:
+        trainer = trainer_of(tmp_path, callbacks.ModelCheckpoint(tmp_path / "c"), max_epochs=1, strategy=Sharded("cpu"))
+        trainer.fit(Module(), data())
+    assert [one["strategy"] for one in logs if "no effect" in one["event"]] == ["Sharded"]
+
+
+def test_storage_options_are_refused(tmp_path):
+    with pytest.raises(TypeError, match="storage_options"):
+        TrainbusCheckpointIO().save_checkpoint({}, tmp_path / "c", storage_options={})
+
+
+def test_a_url(tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    trainer = trainer_of(tmp_path, callbacks.ModelCheckpoint("memory://lightning/c", filename="{epoch}"))
+    trainer.fit(module := Module(), data())
+    assert fsspec.filesystem("memory").exists("/lightning/c/epoch=1.ckpt")
+    assert not fsspec.filesystem("memory").exists("/lightning/c/epoch=0.ckpt")
+    loaded = Module.load_from_checkpoint("memory://lightning/c/epoch=1.ckpt", weights_only=False)
+    assert same(loaded.state_dict(), module.state_dict())
+
+
+def test_trainers_with_another_plugin_are_as_they_were(tmp_path):
+    TrainbusCheckpointIO()
+    for how in ("link", True):
+        saver = callbacks.ModelCheckpoint(tmp_path / str(how), filename="{epoch}", save_last=how)
+        trainer_of(tmp_path, saver, plugin=pl.plugins.io.TorchCheckpointIO()).fit(Module(), data())
+        assert names(tmp_path / str(how)) == ["epoch=1.ckpt", "last.ckpt"]
+
+
+def test_beside_a_bus_a_commit_is_told_when_it_is_durable(tmp_path, disk):
+    bus, told, threads = Bus(), [], []
+
+    @bus.on("checkpoint_committed")
+    def committed(event):
+        told.append(([Path(name).name for name in event.names], Path(event.path).is_file()))
+        threads.append(threading.current_thread().name)
+
+    bus.on("before_train_iter", lambda event: event.progress.iter == 7 and (told.append("go"), disk.go.set()))
+    bus.add(CheckpointHook(interval=3, by_epoch=False, max_keep_ckpts=1))
+    bus.attach(trainer := trainer_of(tmp_path))
+    trainer.fit(module := Module(), data())
+    assert told == ["go", *(([f"iter_{number}.ckpt"], True) for number in (3, 6, 8))]
+    assert set(threads) == {"trainbus-saver"}
+    assert [name for name in names(tmp_path) if name.endswith(".ckpt")] == ["iter_8.ckpt"]
+    resumed = torch.load(tmp_path / "iter_8.ckpt", weights_only=False)
+    assert resumed["callbacks"]["trainbus"]["progress"]["iter"] == 8
+    assert same(resumed["state_dict"], module.state_dict())
+
+
+@pytest.mark.parametrize("on_error", ["raise", "log"])
+def test_beside_a_bus_a_failed_save_is_told(tmp_path, disk, on_error):
+    disk.go.set()
+    disk.error = OSError("the disk is full")
+    bus, told = Bus(), []
+    bus.on("checkpoint_failed", lambda event: told.append(Path(event.path).name))
+    bus.add(CheckpointHook(interval=3, by_epoch=False, save_last=False, on_error=on_error))
+    bus.attach(trainer := trainer_of(tmp_path, max_epochs=1))
+    if on_error == "log":
+        trainer.fit(Module(), data())
+    else:
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            trainer.fit(Module(), data())
+    assert told == ["iter_3.ckpt"]
+
+
+def test_lightning_is_not_imported_with_trainbus():
+    code = (
+        "import sys, trainbus; trainbus.TrainbusCheckpointIO; print([one for one in sys.modules if one.endswith('lightning')])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)  # noqa: S603
+    assert done.stdout == "[]\n", done
