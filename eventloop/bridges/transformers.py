@@ -22,6 +22,7 @@ from eventloop.bridges.hosted import HostedDriver, HostedRun
 from eventloop.bridges.transformers_evaluations import Evaluations, abandon_evaluation, has_length
 from eventloop.bridges.transformers_folders import Folders, local, read_entry
 from eventloop.bridges.transformers_iterations import publish_iterations
+from eventloop.bridges.transformers_rates import set_rates
 from eventloop.bridges.transformers_saver import FolderSaver
 from eventloop.checkpoint import AnyPath, verify_folder
 from eventloop.errors import ConfigurationError
@@ -142,9 +143,8 @@ class TransformersBridge(Bridge):
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's wrapper has no step hooks
         self._begin_run(optimizer)
         run, drive = self.run_begun, self._drive
-        # The optimizer of a schedule is Accelerate's wrapper or the wrapped one.
         run.foreign_schedulers = [SimpleNamespace(optimizer=one) for one in (optimizer, trainer.optimizer)]
-        run.state.around_rates = self._set_rates
+        run.state.around_rates = partial(set_rates, trainer, optimizer)
         run.train_data = data
         self._length = run.epoch_length = len(data) if has_length(data) else None
         publish_iterations(trainer, run, drive, optimizer, self._settle)
@@ -249,20 +249,6 @@ class TransformersBridge(Bridge):
     def _load_best_model(self, original: Method) -> None:
         self._end_train()
         original()
-
-    def _set_rates(self, set_rates: Callable[[], None]) -> None:
-        """Set the rates of ``run.set_lr()``, and scale the rest of the trainer's schedule."""
-        groups = next(iter(self.run_begun.optimizers.values())).param_groups
-        before = [float(group["lr"]) for group in groups]
-        set_rates()
-        after = [float(group["lr"]) for group in groups]
-        scheduler = self.trainer.lr_scheduler
-        if before == after or not hasattr(scheduler, "base_lrs"):
-            return
-        if 0.0 in before:
-            log.warning("the schedule's rate is 0 here, so run.set_lr() does not change its later rates", lr=after)
-        bases = zip(scheduler.base_lrs, before, after, strict=True)
-        scheduler.base_lrs = [base * new / old if old else base for base, old, new in bases]
 
     def _evaluate(self, stage: Stage, original: Method, *args: Any, **kwargs: Any) -> Any:
         run = self.running
