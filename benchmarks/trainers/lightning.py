@@ -5,11 +5,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from eventloop.bridges.lightning_saver import TrainbusCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from torch import Tensor
 
+from benchmarks.harness import SUBJECT
 from benchmarks.peers.lightning import QUIET, hushed
 from benchmarks.save_job import SaveJob
 from benchmarks.trainers import Way
@@ -55,4 +57,5 @@ PATH = "step={step}.ckpt"
 SAVERS = {
     "Lightning": Way(partial(save, TorchCheckpointIO), PATH, read),
     "Lightning, AsyncCheckpointIO": Way(partial(save, AsyncCheckpointIO), PATH, read),
+    f"{SUBJECT} in Lightning": Way(partial(save, TrainbusCheckpointIO), PATH, read),
 }
