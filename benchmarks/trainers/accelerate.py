@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -10,10 +11,12 @@ from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.harness import SUBJECT
 from benchmarks.save_job import SaveJob
 from benchmarks.trainers import Way
 from benchmarks.trainers.job import Job
 from eventloop import Bus, Run
+from eventloop.bridges import attach
 
 
 def train_with(job: Job, *, bus: Bus | None = None) -> None:
@@ -36,11 +39,13 @@ def train_with(job: Job, *, bus: Bus | None = None) -> None:
                     run.report(loss=loss)
 
 
-def save(job: SaveJob) -> None:
+def save(job: SaveJob, *, beside: bool = False) -> None:
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     # It removes the oldest one before it saves, so a limit of one would leave none for a while.
     naming = ProjectConfiguration(str(job.directory), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(cpu=True, project_config=naming)
+    if beside:
+        attach(accelerator, checkpoints=True)
     model, optimizer, loader = accelerator.prepare(job.model, job.optimizer, job.loader())
     for step, batch in enumerate(loader, 1):
         accelerator.backward(model(**batch)["loss"])
@@ -55,4 +60,4 @@ def read(path: Path) -> Mapping[str, Tensor]:
 
 
 PATH = "checkpoints/checkpoint_{number}"
-SAVERS = {"Accelerate": Way(save, PATH, read)}
+SAVERS = {"Accelerate": Way(save, PATH, read), f"{SUBJECT} in Accelerate": Way(partial(save, beside=True), PATH, read)}
