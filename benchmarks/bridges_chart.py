@@ -24,7 +24,7 @@ def draw(results: Sequence[BridgeFigures], environment: Mapping[str, object], pa
     rows = list(result.rows())
     panels = [[row for row in rows if row.trainer == trainer] for trainer in result.samples]
     heights = [ROW * len(panel) + TITLE for panel in panels]
-    reach = 1.35 * max(row.median for row in rows)
+    reach = 1.25 * max(max(row.median, row.quartiles[1]) for row in rows)
     with mpl.rc_context({"font.family": "sans-serif", "font.size": 9, "text.color": INK}):
         figure = Figure(figsize=(WIDTH, sum(heights) + FOOT), dpi=200, facecolor="white")
         figure.set_layout_engine("constrained")
