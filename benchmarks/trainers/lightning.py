@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from eventloop.bridges.lightning_saver import TrainbusCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
@@ -17,6 +16,7 @@ from benchmarks.save_job import SaveJob
 from benchmarks.trainers import Way
 from benchmarks.trainers.job import Batch, Job
 from eventloop import Bus
+from eventloop.bridges.lightning_saver import TrainbusCheckpointIO
 
 
 class Module(LightningModule):
