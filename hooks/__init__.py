@@ -5,6 +5,7 @@ from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, Stoch
 from hooks.check_loss import CheckInvalidLossHook
 from hooks.checkpoint import CheckpointHook
 from hooks.compat import register_other_systems
+from hooks.compat.transformers_guests import TransformersHook
 from hooks.distributed import DistSamplerSeedHook, SyncBuffersHook
 from hooks.early_stopping import EarlyStoppingHook
 from hooks.ema import EMAEpochHook, EMAHook, EMAIterHook
@@ -51,6 +52,7 @@ __all__ = [
     "StochasticWeightAverage",
     "SyncBuffersHook",
     "TensorBoardWriter",
+    "TransformersHook",
     "WandbWriter",
     "WeightAverage",
     "Writer",

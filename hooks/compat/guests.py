@@ -2,9 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from eventloop.bus import GuestKind
+
+_INSTEAD: Final = {
+    "model_checkpoint.ModelCheckpoint": 'CheckpointHook(save_best="...")',
+    "early_stopping.EarlyStopping": 'EarlyStoppingHook("...")',
+    "lr_monitor.LearningRateMonitor": "RuntimeInfoHook(), which reports learning rates, and LoggerHook(), which writes them",
+    "progress.progress_bar.ProgressBar": "ProgressBar()",
+    "stochastic_weight_avg.StochasticWeightAveraging": 'EMAHook(ema_type="StochasticWeightAverage")',
+    "weight_averaging.WeightAveraging": "EMAHook()",
+    "throughput_monitor.ThroughputMonitor": "IterTimerHook()",
+    "callback.Callback": "a hook of your own (a class derived from eventloop.Hook)",
+}
+"""What to add instead of callbacks of Lightning, by module and class."""
+
+_LIGHTNING: Final = tuple(
+    GuestKind(
+        f"{package}.callbacks.{base}",
+        name=f"{package}.Callback",
+        refusal=(
+            "callbacks of Lightning use some 45 attributes of its Trainer, private ones too, which a run does not have; "
+            f"add {ours} instead, or give the callback to a Lightning Trainer, and attach the bus to it: bus.attach(trainer)"
+        ),
+    )
+    for package in ("lightning.pytorch", "pytorch_lightning")
+    for base, ours in _INSTEAD.items()
+)
 
 GUESTS: tuple[GuestKind, ...] = (
     GuestKind("mmengine.hooks.hook.Hook", adapter="hooks.compat.mmengine.guest:MMEngineHook", name="mmengine.hooks.Hook"),
+    GuestKind(
+        "transformers.trainer_callback.TrainerCallback",
+        adapter="hooks.compat.transformers_guests:TransformersHook",
+        name="transformers.TrainerCallback",
+    ),
+    *_LIGHTNING,
 )
 """Each kind, with the adapter that is imported for the first hook of that kind, or the reason for a refusal."""
