@@ -61,3 +61,5 @@ result["average"] = [one.tolist() for one in ema.average.tensors.values()] if at
 result["begun"] = begun
 result["best"] = trainer.state.best_model_checkpoint
 Path(f"{folder}.{rank}.json").write_text(json.dumps(result))
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()  # without it, torch's threads abort some of the processes at their exit
