@@ -73,7 +73,7 @@ class AcceleratorSaves(Bridge):
         self._settle()
         accelerator = self.trainer
         automatic = accelerator.project_configuration.automatic_checkpoint_naming
-        final = self._next() if automatic else Path(output_dir)
+        final = self._next() if automatic else Path(output_dir).expanduser()
         # Not among the folders of automatic naming: load_state() would take it for the newest one.
         temporary = (final.parent.parent if automatic else final.absolute().parent) / f"{TEMPORARY_PREFIX}{final.name}"
         files = FolderFiles(temporary)

@@ -65,6 +65,8 @@ class TrainbusCheckpointIO:
         self._saver: AsyncSaver | None = None
         self._files: dict[str, Future[CommitInfo]] = {}
         """The last save of each path since the last wait."""
+        self._last: Future[CommitInfo] | None = None
+        """The last save."""
         self._trainer: weakref.ref[Any] | None = None
         """The trainer that has saved since the last teardown."""
         self.saves = 0
@@ -89,7 +91,7 @@ class TrainbusCheckpointIO:
         pickled = Pickled(checkpoint)
         write = partial(_write, pickled, self.around)
         future = self._saver.save(pickled.storages, as_path(path), write=write, raises=self.raises)
-        self.around = None
+        self.around, self._last = None, future
         self.saves += 1
         self._files = {name: file for name, file in self._files.items() if not file.done()} | {os.fspath(path): future}
 
@@ -142,7 +144,7 @@ class TrainbusCheckpointIO:
         if self._saver is None:
             action()
         else:
-            self._saver.after_commit(action)
+            self._saver.after_commit(partial(_unless_failed, self._last, action))
 
 
 def _write(pickled: Pickled, around: AbstractContextManager[object] | None, staged: StagedTree, path: AnyPath) -> CommitInfo:
@@ -154,6 +156,12 @@ def _write(pickled: Pickled, around: AbstractContextManager[object] | None, stag
             info = pickled.write(staged, Path(directory) / "checkpoint")
             link(info.path, path)
         return info
+
+
+def _unless_failed(save: Future[CommitInfo] | None, action: Callable[[], object]) -> None:
+    """Call ``action``, unless the save that it follows has failed: a later one is not the file that it counts on."""
+    if save is None or not save.done() or save.exception() is None:  # during its own commit it is not done
+        action()
 
 
 def _remove(path: str) -> None:

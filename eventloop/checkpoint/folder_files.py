@@ -68,35 +68,18 @@ class FolderFiles:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Keep what this thread gives to ``torch.save`` and safetensors' ``save_file`` for a file in the folder."""
-        thread, undo = threading.get_ident(), list[tuple[Any, str, Any]]()
-        stand_ins: list[tuple[Any, str, _Keep, frozenset[str]]] = [
-            (torch, "save", self._keep_tree, frozenset()),
-            (sys.modules.get("safetensors.torch"), "save_file", self._keep_weights, frozenset({"metadata"})),
-        ]
+        thread = threading.get_ident()
         try:
-            for library, name, keep, options in stand_ins:
-                original = getattr(library, name, None)
-                if original is None:  # not imported
-                    continue
-                stand_in = self._stand_in(original, keep, options, thread)
-                for module, alias in _names_of(original):
-                    undo.append((module, alias, original))
-                    setattr(module, alias, stand_in)
+            with _lock:
+                _recording[thread] = (*_recording.get(thread, ()), self)
+                _install()
             yield
         finally:
-            for module, alias, original in undo:
-                setattr(module, alias, original)
-
-    def _stand_in(self, original: _Save, keep: _Keep, options: frozenset[str], thread: int) -> _Save:
-        """Return a function that keeps what it is to write, if this thread calls it with a file in the folder."""
-
-        @wraps(original)
-        def save(*args: Any, **kwargs: Any) -> Any:
-            plain = threading.get_ident() == thread and 2 <= len(args) <= 2 + len(options) and kwargs.keys() <= options
-            name = self._name(args[1]) if plain else None
-            return original(*args, **kwargs) if name is None else keep(name, args[0], *args[2:], **kwargs)
-
-        return save
+            with _lock:
+                _recording[thread] = tuple(files for files in _recording.get(thread, ()) if files is not self)
+                if not any(_recording.values()):
+                    _recording.clear()
+                    _uninstall()
 
     def _keep_tree(self, name: str, tree: Any) -> None:
         self._pickled[name] = pickled = Pickled(tree)
@@ -173,6 +156,54 @@ def verify_folder(folder: Path) -> None:
             raise CheckpointDamagedError(f"{folder / name} cannot be read: {error}") from error
         if found != expected:
             raise CheckpointDamagedError(f"{folder / name} is damaged: it is not what was written")
+
+
+_lock: Final = threading.Lock()
+_recording: Final[dict[int, tuple[FolderFiles, ...]]] = {}
+"""What each thread records into, the innermost last. The stand-ins look here, so one set of them serves all threads."""
+_installed: Final[list[tuple[_Save, _Save]]] = []
+"""The stand-ins, and what they stand for."""
+
+
+def _install() -> None:
+    """Put stand-ins where they are not yet."""
+    stand_ins: tuple[tuple[Any, str, _Keep, frozenset[str]], ...] = (
+        (torch, "save", FolderFiles._keep_tree, frozenset()),
+        (sys.modules.get("safetensors.torch"), "save_file", FolderFiles._keep_weights, frozenset({"metadata"})),
+    )
+    for library, name, keep, options in stand_ins:
+        original = getattr(library, name, None)
+        if original is None or any(original is one for one, _ in _installed):  # not imported, or another thread was here
+            continue
+        stand_in = _stand_in(original, keep, options)
+        _installed.append((stand_in, original))
+        _replace(original, stand_in)
+
+
+def _uninstall() -> None:
+    """Put the functions back, also into modules that were imported meanwhile."""
+    while _installed:
+        _replace(*_installed[-1])
+        _installed.pop()
+
+
+def _stand_in(original: _Save, keep: _Keep, options: frozenset[str]) -> _Save:
+    """Return a function that keeps what it is to write, if its thread records the folder of the file."""
+
+    @wraps(original)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        if 2 <= len(args) <= 2 + len(options) and kwargs.keys() <= options:
+            for files in reversed(_recording.get(threading.get_ident(), ())):
+                if (name := files._name(args[1])) is not None:
+                    return keep(files, name, args[0], *args[2:], **kwargs)
+        return original(*args, **kwargs)
+
+    return save
+
+
+def _replace(function: _Save, other: _Save) -> None:
+    for module, alias in _names_of(function):
+        setattr(module, alias, other)
 
 
 def _names_of(function: Callable[..., Any]) -> list[tuple[Any, str]]:

@@ -305,6 +305,17 @@ def test_a_folder_is_replaced_but_no_other_files(tmp_path):
     assert folders(tmp_path) == ["state"]
 
 
+def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    job = Job()
+    attach(job.accelerator, checkpoints=True)
+    assert job.accelerator.save_state("~/state") == tmp_path / "home" / "state"
+    job.accelerator.load_state("~/state")
+    job.accelerator.end_training()
+    assert not (tmp_path / "~").exists()
+
+
 def test_a_damaged_folder_is_not_loaded(tmp_path):
     job = Job()
     attach(job.accelerator, checkpoints=True)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from eventloop import Bus, CheckpointError, TrainbusCheckpointIO
+from eventloop.bridges import lightning_saver
+from eventloop.checkpoint import symlink
 from eventloop.errors import CheckpointValueError
 from hooks import CheckpointHook
 
@@ -235,6 +238,30 @@ def test_a_save_that_fails_is_raised_and_what_it_should_replace_is_there(tmp_pat
     assert names(tmp_path / "c") == ["last.ckpt", f"step={failing}.ckpt"]
     assert (tmp_path / "c" / "last.ckpt").exists()
     assert trainer.global_step <= 4
+
+
+def test_behind_a_save_that_failed_a_later_one_removes_and_links_nothing(tmp_path, monkeypatch):
+    go, write = threading.Event(), lightning_saver._write
+
+    def failing(pickled, around, staged, path):
+        if path.name == "second.ckpt":
+            go.wait(10)
+            raise CheckpointError("the disk is full")
+        return write(pickled, around, staged, path)
+
+    monkeypatch.setattr(lightning_saver, "_write", failing)
+    plugin, state = TrainbusCheckpointIO(), {"x": torch.ones(3)}
+    first, second, link = (str(tmp_path / name) for name in ("first.ckpt", "second.ckpt", "last.ckpt"))
+    plugin.save_checkpoint(state, first)
+    plugin.wait()
+    plugin.save_checkpoint(state, second)
+    plugin.remove_checkpoint(first)
+    plugin.after_commit(partial(symlink, second, link))
+    plugin.save_checkpoint(state, tmp_path / "other.ckpt")  # of another callback, while the second one is being written
+    go.set()
+    with pytest.raises(CheckpointError, match="full"):
+        plugin.teardown()
+    assert names(tmp_path) == ["first.ckpt", "other.ckpt"]
 
 
 def test_the_last_save_that_fails_is_raised_by_fit(tmp_path, disk):

@@ -1,4 +1,6 @@
+import sys
 import threading
+import types
 
 import pytest
 import safetensors.torch
@@ -80,6 +82,45 @@ def test_the_functions_are_the_librarys_again_after_an_error(tmp_path):
         assert (torch.save, safe_save_file) != originals
         raise ZeroDivisionError
     assert (torch.save, safe_save_file) == originals
+
+
+def test_threads_record_at_the_same_time_and_leave_nothing_behind(tmp_path):
+    original, both, left = torch.save, threading.Barrier(2, timeout=10), threading.Event()
+    first, second = (FolderFiles(tmp_path / name) for name in ("first", "second"))
+
+    def record(files, last):
+        files.folder.mkdir()
+        if last:
+            both.wait()
+        with files.recorded():
+            if not last:
+                both.wait()
+            both.wait()
+            if last:
+                left.wait(10)
+            torch.save(torch.ones(3), files.folder / "x.pt")
+        left.set()
+
+    threads = [threading.Thread(target=record, args=each) for each in ((first, False), (second, True))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (list(first.tree), list(second.tree)) == (["x.pt"], ["x.pt"])
+    assert torch.save is original
+
+
+def test_a_module_that_is_imported_meanwhile_has_the_librarys_function_afterwards(tmp_path, monkeypatch):
+    original, module = torch.save, types.ModuleType("imported_late")
+    monkeypatch.setitem(sys.modules, "imported_late", module)
+    tmp_path.joinpath("folder").mkdir()
+    for _ in range(2):
+        files = FolderFiles(tmp_path / "folder")
+        with files.recorded():
+            module.save = torch.save
+            module.save(torch.ones(3), tmp_path / "folder" / "x.pt")
+        assert list(files.tree) == ["x.pt"]
+        assert module.save is original
 
 
 def test_a_changed_or_missing_file_is_found(written):
