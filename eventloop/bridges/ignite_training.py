@@ -83,7 +83,7 @@ class TrainerRuns:
         self._resume(run)
         drive = run.drive()
         drive.watch_steps()
-        drive.begin_train(max_epochs=engine.state.max_epochs, max_iters=engine.state.max_iters)
+        drive.begin_train(max_epochs=engine.state.max_epochs, max_iters=getattr(engine.state, "max_iters", None))
         if drive.should_stop():
             engine.terminate()
 

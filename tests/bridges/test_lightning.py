@@ -763,17 +763,20 @@ def test_pause_and_set_lr_take_effect_at_the_end_of_an_iteration():
 
 
 def test_a_learning_rate_finder_does_not_disturb_the_run():
-    bus = Bus()
-    names = heard(bus)
-    finder = callbacks.LearningRateFinder(num_training_steps=4, attr_name="rate")
-
     class Tuned(Module):
         rate = 0.01
 
-    bus.attach(trainer := trainer_of(max_epochs=1, callbacks=[finder], enable_checkpointing=True))
-    trainer.fit(Tuned(), data(6))
+    def trainer_with_finder():
+        finder = callbacks.LearningRateFinder(num_training_steps=4, attr_name="rate")
+        return trainer_of(max_epochs=1, callbacks=[finder], enable_checkpointing=True)
+
+    plain, trainer, bus = trainer_with_finder(), trainer_with_finder(), Bus()
+    names = heard(bus)
+    bus.attach(trainer)
+    for one in (plain, trainer):
+        one.fit(Tuned(), data(6))
     assert names.count("before_run") == names.count("after_run") == 1
-    assert names.count("after_train_iter") == 6
+    assert names.count("after_train_iter") == plain.global_step > 0  # 6; Lightning 2.5.0 leaves out those that the finder made
 
 
 def test_the_old_name_of_the_package(tmp_path):

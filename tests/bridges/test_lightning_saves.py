@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import inspect
 import os
 import pickle
 import subprocess
@@ -35,6 +36,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided"),
     pytest.mark.filterwarnings("ignore:.*You're resuming from a checkpoint that ended before the epoch ended"),
 ]
+
+FULL = {"weights_only": False} if "weights_only" in inspect.signature(pl.Trainer.fit).parameters else {}  # since 2.6
 
 
 class Color(enum.Enum):
@@ -141,7 +144,7 @@ print(checkpoint["global_step"], sorted(checkpoint), [one for one in sys.modules
     plain = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     own = torch.load(tmp_path / "one.ckpt", weights_only=False)
     assert same(own["state_dict"], module.state_dict())
-    assert type(plain.strategy.load_checkpoint(tmp_path / "one.ckpt", weights_only=False)) is type(own)
+    assert type(plain.strategy.load_checkpoint(tmp_path / "one.ckpt", **FULL)) is type(own)
     loaded = Module.load_from_checkpoint(tmp_path / "one.ckpt", weights_only=False)
     assert loaded.hparams == module.hparams
     assert same(loaded.state_dict(), module.state_dict())
@@ -167,7 +170,7 @@ def test_a_resumed_training_goes_on(tmp_path):
     trainer_of(tmp_path, callbacks.ModelCheckpoint(tmp_path, filename="c"), max_epochs=1).fit(Module(), data())
     resumed = Module()
     trainer = trainer_of(tmp_path)
-    trainer.fit(resumed, data(), ckpt_path=tmp_path / "c.ckpt", weights_only=False)
+    trainer.fit(resumed, data(), ckpt_path=tmp_path / "c.ckpt", **FULL)
     assert same(resumed.state_dict(), whole.state_dict())
     assert trainer.global_step == 8
 
