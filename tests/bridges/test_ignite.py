@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import signal
 from contextlib import suppress
 from functools import partial
 
@@ -23,7 +24,7 @@ from ignite.engine import (
 from ignite.handlers import Checkpoint, DiskSaver, EarlyStopping
 from ignite.metrics import Accuracy, Loss
 
-from eventloop import Bus, ConfigurationError, Event, SubscribeError, TrainingError
+from eventloop import Bus, ConfigurationError, Event, SubscribeError, TrainingError, from_json
 from eventloop.errors import CheckpointError
 from hooks import (
     CheckInvalidLossHook,
@@ -34,6 +35,8 @@ from hooks import (
     LoggerHook,
     OptimizerHook,
     ParamSchedulerHook,
+    PreemptionHook,
+    ProfilerHook,
     RuntimeInfoHook,
 )
 from hooks.writers import JSONLinesWriter
@@ -799,3 +802,65 @@ def test_deterministic_engines_are_known_by_their_base():
     assert isinstance(job.trainer, DeterministicEngine)
     job.trainer.run(batches(1))
     assert "after_train_iter" in names
+
+
+def test_a_signal_saves_and_ends_the_training_in_order(tmp_path):
+    bus, hook = Bus(), PreemptionHook()
+    bus.add(hook)
+    names = heard(bus)
+    bus.on("after_train_iter", lambda event: event.progress.iter == 2 and signal.raise_signal(signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    job = Job(bus, work_dir=tmp_path)
+    job.trainer.run(batches(4), max_epochs=2)
+    assert hook.received is signal.SIGTERM
+    assert job.trainer.state.iteration == 3
+    assert [name for name in names if name in ("after_train", "after_run", "on_exception")] == ["after_train", "after_run"]
+    assert signal.getsignal(signal.SIGTERM) is before
+    (saved,) = (path for path in tmp_path.iterdir() if path.name.startswith("iter_3"))
+    resumed = Job(Bus(Counting()), work_dir=tmp_path / "resumed").load(saved)
+    resumed.trainer.run(batches(4), max_epochs=2)
+    assert resumed.trainer.state.iteration == 8
+
+
+def test_profiler_and_module_events(tmp_path):
+    bus, seen = Bus(), []
+    bus.add(ProfilerHook(by_epoch=False, profile_times=2, activities="cpu", json_trace_path="trace.json"))
+    job = Job(bus, work_dir=tmp_path)
+    bus.watch(job.model, "0")
+    bus.on("after_module_forward", lambda event: seen.append(event.module_name))
+    job.trainer.run(batches(3), max_epochs=1)
+    assert seen == ["0"] * 3
+    assert (tmp_path / "trace.json").is_file()
+
+
+@pytest.mark.anyio
+async def test_a_web_application_streams_while_ignite_trains_in_a_thread():
+    anyio, httpx = pytest.importorskip("anyio"), pytest.importorskip("httpx")
+    applications, responses = pytest.importorskip("starlette.applications"), pytest.importorskip("starlette.responses")
+    from starlette.routing import Route
+
+    bus = Bus()
+    job = Job(bus)
+
+    async def events(request):
+        stream = bus.stream("after_train_iter")
+
+        async def lines():
+            async with anyio.create_task_group() as group, stream:
+                group.start_soon(partial(anyio.to_thread.run_sync, partial(job.trainer.run, batches(4), max_epochs=2)))
+                async for event in stream:
+                    yield event.to_json() + b"\n"
+                    if event.progress.iter == 7:
+                        break
+
+        return responses.StreamingResponse(lines())
+
+    app = applications.Starlette(routes=[Route("/events", events)])
+    async with bus, httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        lines = (await client.get("/events")).text.splitlines()
+    assert [from_json(line).progress.iter for line in lines] == list(range(8))
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
