@@ -40,7 +40,12 @@ def commit_folder(written: Path, folder: Path, *, replace: bool = False) -> None
     sync_folder(written)
     former = _set_aside(folder, replace=replace) if folder.exists() else None
     with failing(f"cannot write {folder}"):
-        written.rename(folder)
+        try:
+            written.rename(folder)
+        except OSError:
+            if former is not None:
+                former.rename(folder)
+            raise
         sync_directory(folder.parent)
     if former is not None:
         shutil.rmtree(former, ignore_errors=True)

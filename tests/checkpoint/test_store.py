@@ -14,10 +14,12 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from eventloop.checkpoint import (
+    STATE_FILE,
     TEMPORARY_PREFIX,
     AsyncSaver,
     RemotePath,
     as_path,
+    commit_folder,
     inspect,
     link,
     load,
@@ -224,3 +226,22 @@ def test_without_symbolic_links_it_is_a_hard_link(tmp_path, monkeypatch):
     symlink(tmp_path / "a", tmp_path / "last")
     assert (tmp_path / "last").samefile(tmp_path / "a")
     assert not (tmp_path / "last").is_symlink()
+
+
+def test_a_folder_that_cannot_be_replaced_keeps_its_name(tmp_path, monkeypatch):
+    old, written = tmp_path / "checkpoint-1", tmp_path / "written"
+    for folder, text in ((old, b"old"), (written, b"new")):
+        folder.mkdir()
+        (folder / STATE_FILE).write_bytes(text)
+    rename = Path.rename
+
+    def fail(self, target):
+        if self == written:
+            raise OSError(28, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(CheckpointError, match="No space left"):
+        commit_folder(written, old)
+    assert (old / STATE_FILE).read_bytes() == b"old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "written"]
