@@ -8,7 +8,7 @@ import torch
 from torch import distributed, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from eventloop import Bus, Event, Hook
+from eventloop import Bus, Event, Hook, TrainbusCheckpointIO
 from hooks import CheckpointHook, EMAHook, LoggerHook
 from hooks.writers import JSONLinesWriter
 
@@ -79,7 +79,7 @@ def _as_torchrun():
     os.environ |= {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
-def lightning(folder: Path, attached: bool, *, asks: bool = False):
+def lightning(folder: Path, attached: bool, *, asks: bool = False, plugin: bool = False):
     """Train by DDP in Lightning, with a bus or without; return what this rank has seen."""
     import lightning.pytorch as pl
 
@@ -104,6 +104,8 @@ def lightning(folder: Path, attached: bool, *, asks: bool = False):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, default_root_dir=folder, **quiet)
     module, committed, first = Module(), [], OnFirst()
+    if plugin:
+        trainer.strategy.checkpoint_io = TrainbusCheckpointIO()
     if asks:
         trainer.fit_loop.max_epochs = 50
     if attached:
@@ -115,6 +117,8 @@ def lightning(folder: Path, attached: bool, *, asks: bool = False):
             bus.add(AsksOnOne())
         bridge = bus.attach(trainer)
     trainer.fit(module, loader, loader)
+    if plugin:  # every rank reads what the first one has written
+        assert torch.load(folder / "epoch_2.ckpt", weights_only=False)["callbacks"]["trainbus"]["progress"]["iter"] == 8
     if asks:
         return trainer.fit_loop.epoch_loop.total_batch_idx + 1, bridge.run.info.get("stop_reason"), committed
     return distributed.get_rank(), weights_of(module), len(first.iters), committed
@@ -146,3 +150,8 @@ def stops_in_transformers(folder: Path):
     bridge = bus.attach(trainer)
     trainer.train()
     return trainer.state.global_step, bridge.run.info.get("stop_reason"), committed
+
+
+def lightning_saves(folder: Path):
+    """Train as :func:`lightning` does, with checkpoints that are written beside the training."""
+    return lightning(folder, True, plugin=True)

@@ -34,3 +34,10 @@ def test_lightning_ddp(tmp_path):
     assert len((tmp_path / "bus" / "scalars.jsonl").read_text().splitlines()) == 2 * 4 + 2
     saved = torch.load(tmp_path / "bus" / "epoch_2.ckpt", weights_only=False)
     assert saved["callbacks"]["trainbus"]["progress"]["iter"] == 8
+
+
+def test_lightning_ddp_with_checkpoints_beside_the_training(tmp_path):
+    pytest.importorskip("lightning")
+    outcomes = on_ranks(jobs.lightning_saves, tmp_path / "bus", folder=tmp_path)
+    assert [one.exitcode for one in outcomes] == [0, 0], [one.output for one in outcomes]
+    assert sorted(bool(one.value[3]) for one in outcomes) == [False, True]
