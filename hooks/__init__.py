@@ -16,6 +16,7 @@ from hooks.optimizer import Fp16OptimizerHook, OptimizerHook
 from hooks.preemption import PreemptionHook
 from hooks.profiler import ProfilerHook
 from hooks.progress_bar import ProgressBar
+from hooks.run_record import RunRecordHook
 from hooks.runtime_info import RuntimeInfoHook
 from hooks.schedule import ParamSchedulerHook
 from hooks.timer import IterTimerHook
@@ -48,6 +49,7 @@ __all__ = [
     "PreemptionHook",
     "ProfilerHook",
     "ProgressBar",
+    "RunRecordHook",
     "RuntimeInfoHook",
     "StochasticWeightAverage",
     "SyncBuffersHook",

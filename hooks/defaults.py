@@ -10,6 +10,7 @@ DEFAULT_HOOKS: dict[str, dict[str, Any]] = {
     "timer": {"type": "IterTimerHook"},
     "sampler_seed": {"type": "DistSamplerSeedHook"},
     "logger": {"type": "LoggerHook"},
+    "run_record": {"type": "RunRecordHook"},
     "param_scheduler": {"type": "ParamSchedulerHook"},
     "progress_bar": {"type": "ProgressBar"},
     "checkpoint": {"type": "CheckpointHook", "interval": 1},

@@ -211,13 +211,17 @@ class CheckpointStaged(RunEvent, kw_only=True):
 
 
 class CheckpointCommitted(Event, kw_only=True):
-    """A checkpoint is durable on disk. Published, with its inline handlers, on the thread that wrote it."""
+    """A checkpoint is durable on disk. Published, with its inline handlers, on the thread that wrote it.
+
+    ``seconds`` is the time to write it, ``stall`` the time that the training thread waited for its state to be copied.
+    """
 
     progress: Progress
     path: str
     names: list[str] = msgspec.field(default_factory=list)
     bytes: int = 0
     seconds: float = 0.0
+    stall: float = 0.0
 
 
 class CheckpointFailed(Event, kw_only=True):

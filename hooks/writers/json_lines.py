@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
@@ -17,8 +18,9 @@ from hooks.writers.files import FileWriter, replace
 
 @register
 class JSONLinesWriter(FileWriter):
-    """Append ``{"step": 41, "epoch": 1, "iter": 41, "train/loss": 0.25, ...}`` to ``<work_dir>/scalars.jsonl``.
+    """Append ``{"step": 41, "epoch": 1, "iter": 41, "time": 1764000000.5, "train/loss": 0.25, ...}`` to ``scalars.jsonl``.
 
+    - ``time`` is when the line was written, in seconds since 1970. Lines are written together, up to 0.25 s after an iteration.
     - Test metrics go to ``test_metrics.json``, as one object, and the run's configuration to ``config.json``.
     - NaN and infinities are ``NaN`` and ``Infinity``, never null. Python's ``json``, pandas and most parsers read them.
     - A resumed run appends to the file. Repeated iterations have two lines; the later one counts.
@@ -34,22 +36,21 @@ class JSONLinesWriter(FileWriter):
         super().__init__(filename, interval)
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
-        line = _encode({"step": step, "epoch": where.epoch, "iter": where.iter, **scalars})
+        line = _encode({"step": step, "epoch": where.epoch, "iter": where.iter, "time": _now(), **scalars})
         if where.stage == "test":
             replace(self.directory / "test_metrics.json", line)
         else:
             self.append(line)
 
     def write_rows(self, rows: Sequence[Row]) -> None:
-        lines = [
-            orjson.dumps({"step": step, "epoch": where.epoch, "iter": where.iter, **scalars}, None, orjson.OPT_APPEND_NEWLINE)
-            for scalars, step, where in rows
+        now = _now()
+        full = [
+            {"step": step, "epoch": where.epoch, "iter": where.iter, "time": now, **scalars} for scalars, step, where in rows
         ]
+        lines = [orjson.dumps(row, None, orjson.OPT_APPEND_NEWLINE) for row in full]
         # orjson writes NaN and infinities as null. The bytes may also be part of a name, which changes nothing.
         if b":null" in b"".join(lines):
-            lines = [
-                _encode({"step": step, "epoch": where.epoch, "iter": where.iter, **scalars}) for scalars, step, where in rows
-            ]
+            lines = [_encode(row) for row in full]
         # Not joined: of a text that is longer than its buffer, a file may write half a line before an error.
         for line in lines:
             self.append(line)
@@ -59,6 +60,10 @@ class JSONLinesWriter(FileWriter):
         if config:
             text = json.dumps(config, indent=2, ensure_ascii=False)
             replace(self.directory / "config.json", f"{text}\n".encode())
+
+
+def _now() -> float:
+    return round(time.time(), 3)
 
 
 def _encode(record: Mapping[str, float]) -> bytes:

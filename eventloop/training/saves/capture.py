@@ -10,6 +10,7 @@ name to that file. States are equal if their versions are equal (see :meth:`Save
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Collection, Iterable
 from itertools import chain
 from pathlib import Path
@@ -199,6 +200,7 @@ class Saves:
 
     def _save(self, standing: tuple[bool, bool] | None) -> None:
         """Capture the state for all requests and pass it to the writer; wait at most for the previous save."""
+        start = time.perf_counter()
         requests, self.requests = self.requests, []
         wanted, writer = merged(requests), self._opened()
         held, busy = standing or self._standing(wanted)
@@ -224,6 +226,7 @@ class Saves:
             if beside and self.overlap is None:
                 self.overlap = Overlap(map(stepping, self._run.optimizers.values()))
             job.staged = stage(state, self._buffer, overlap=self.overlap if beside else None)
+            job.stall = time.perf_counter() - start
             writer.hand_over(job)
             self._last, self._names = job, set(paths)  # last: after Ctrl-C above, no file may hold this state
 

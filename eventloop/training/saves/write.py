@@ -35,6 +35,8 @@ class SaveJob(msgspec.Struct, eq=False):
     version: tuple[int, ...] = ()
     """Version of the state."""
     staged: StagedTree | None = None
+    stall: float = 0.0
+    """Seconds that the training thread spent on it."""
     source: SaveJob | None = None
     given_up: str = ""
     """The reason why it is not written; empty otherwise."""
@@ -148,8 +150,8 @@ class CheckpointWriter:
         finally:
             if done:
                 seconds, names = time.perf_counter() - start, [str(path) for path in done]
-                event = CheckpointCommitted(progress=job.progress, path=names[0], names=names, bytes=size, seconds=seconds)
-                self._bus.publish(event)
+                told: dict[str, Any] = {"progress": job.progress, "path": names[0], "names": names}
+                self._bus.publish(CheckpointCommitted(**told, bytes=size, seconds=seconds, stall=job.stall))
 
     def _tell_failed(self, job: SaveJob, failed: list[AnyPath], error: Exception) -> None:
         if not failed:  # all files are durable: a handler of checkpoint_committed raised

@@ -1,0 +1,34 @@
+"""What a run did and cost: its environment, its record, and its folder."""
+
+from eventloop.observe.environment import Environment, environment
+from eventloop.observe.run_folder import (
+    FACTS,
+    RECORD,
+    SCALARS,
+    RunFacts,
+    RunFolder,
+    RunFolderError,
+    Session,
+    encode_line,
+    find_runs,
+    is_run,
+    read_facts,
+    write_facts,
+)
+
+__all__ = [
+    "FACTS",
+    "RECORD",
+    "SCALARS",
+    "Environment",
+    "RunFacts",
+    "RunFolder",
+    "RunFolderError",
+    "Session",
+    "encode_line",
+    "environment",
+    "find_runs",
+    "is_run",
+    "read_facts",
+    "write_facts",
+]

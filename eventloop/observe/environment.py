@@ -1,0 +1,122 @@
+"""Facts about the machine, the process and the code of a run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+import torch
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """The computer: its name, processor, number of usable cores, memory in bytes, and GPUs."""
+
+    host: str
+    system: str
+    processor: str
+    cores: int
+    memory: int
+    gpus: list[str]
+
+
+class Git(msgspec.Struct, frozen=True):
+    """The commit of the working folder, and whether files that git knows were changed."""
+
+    commit: str
+    branch: str
+    clean: bool
+
+
+class Process(msgspec.Struct, frozen=True):
+    """A process, so that one can tell later whether it still lives. ``began`` and ``boot`` are empty where unknown."""
+
+    pid: int
+    host: str
+    boot: str
+    began: str
+
+    def lives(self) -> bool | None:
+        """Return whether the process is running; None if it is on another machine."""
+        if self.host != socket.gethostname():
+            return None
+        return self == this_process(self.pid) and _exists(self.pid)
+
+
+class Environment(msgspec.Struct, frozen=True):
+    """Where a run took place, and with what. ``command`` has a word for each argument."""
+
+    command: list[str]
+    folder: str
+    process: Process
+    machine: Machine
+    versions: dict[str, str]
+    git: Git | None
+
+
+def environment() -> Environment:
+    """Return the facts about this process. It runs git and reads files, so it takes some 20 ms."""
+    folder = Path.cwd()
+    return Environment(sys.orig_argv, str(folder), this_process(), _machine(), _versions(), _git(folder))
+
+
+def this_process(pid: int | None = None) -> Process:
+    """Return the identity of this process, or of another one on this machine."""
+    pid = os.getpid() if pid is None else pid
+    boot = _read("/proc/sys/kernel/random/boot_id").strip()
+    # The name of the command, in parentheses, may hold spaces. The 20th field behind it is the start time.
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return Process(pid, socket.gethostname(), boot, fields[19] if len(fields) > 19 else "")
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _machine() -> Machine:
+    names = [line.partition(":")[2].strip() for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
+    memory = 0
+    with suppress(ValueError, OSError):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    processor = names[0] if names else platform.processor() or platform.machine()
+    return Machine(socket.gethostname(), platform.platform(), processor, cores, memory, gpus)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    with suppress(metadata.PackageNotFoundError):  # a checkout that is not installed
+        found["trainbus"] = metadata.version("trainbus")
+    return found
+
+
+def _git(folder: Path) -> Git | None:
+    def ask(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()  # noqa: S603
+
+    try:
+        changed = ask("status", "--porcelain", "--untracked-files=no")
+        return Git(ask("rev-parse", "HEAD"), ask("rev-parse", "--abbrev-ref", "HEAD"), clean=not changed)
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, or no commit
+        return None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""

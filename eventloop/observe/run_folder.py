@@ -1,0 +1,181 @@
+"""What a run leaves in its work dir: ``run.json``, ``record.jsonl`` and ``scalars.jsonl``, also if it was killed.
+
+``run.json`` has the facts of the run and of each session in which it trained. ``record.jsonl`` has one line for each thing that
+happened: ``{"time": 1764000000.5, "kind": "checkpoint", "epoch": 3, "iter": 400, ...}``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+import orjson
+
+from eventloop.checkpoint import commit_bytes
+from eventloop.errors import TrainbusError
+from eventloop.observe.environment import Environment
+
+FACTS: Final = "run.json"
+RECORD: Final = "record.jsonl"
+SCALARS: Final = "scalars.jsonl"
+
+State = Literal["running", "finished", "stopped", "interrupted", "failed", "killed", "unknown"]
+
+
+class Session(msgspec.Struct, kw_only=True):
+    """One process that ran the run, from ``before_run`` to its end. Times are seconds since 1970."""
+
+    began: float
+    environment: Environment
+    world_size: int = 1
+    stages: list[str] = []
+    resumed_from: str = ""
+    ended: float | None = None
+    state: Literal["running", "finished", "stopped", "interrupted", "failed"] = "running"
+    reason: str = ""
+    """The error, or what ``run.stop()`` was told."""
+    epoch: int = 0
+    iter: int = 0
+
+    @property
+    def state_now(self) -> State:
+        """The state, with ``killed`` for a process that is gone, and ``unknown`` for one on another machine."""
+        if self.state != "running":
+            return self.state
+        lives = self.environment.process.lives()
+        return "unknown" if lives is None else "running" if lives else "killed"
+
+
+class RunFacts(msgspec.Struct, kw_only=True):
+    """The content of ``run.json``."""
+
+    format: int = 1
+    name: str
+    seed: int | None = None
+    config: dict[str, Any] = {}
+    sessions: list[Session] = []
+
+
+class RunFolderError(TrainbusError):
+    """A folder is not that of a run, or a file in it cannot be read."""
+
+
+class RunFolder:
+    """The folder of a run, to read.
+
+    Args:
+        path: the work dir.
+
+    Raises:
+        RunFolderError: there is neither a ``run.json`` nor a ``scalars.jsonl``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not is_run(path):
+            raise RunFolderError(f"{path}: this is not the folder of a run: it has no {FACTS} and no {SCALARS}")
+
+    def facts(self) -> RunFacts:
+        """Return the content of ``run.json``; of a run without one, only its name."""
+        return read_facts(self.path) or RunFacts(name=self.path.name)
+
+    def record(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines of ``record.jsonl``."""
+        return _lines(self.path / RECORD)
+
+    def scalars(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines of ``scalars.jsonl``. The later one of two lines with the same step counts."""
+        return _lines(self.path / SCALARS)
+
+    def seconds(self) -> float:
+        """Return the time of all sessions together. One that was killed ends with its last sign of life."""
+        sessions = self.facts().sessions
+        signs = [line["time"] for lines in (self.record(), self.scalars()) for line in lines if "time" in line]
+        following = [one.began for one in sessions[1:]] + [math.inf]
+        return sum(
+            (one.ended or max([one.began, *(sign for sign in signs if sign < before)])) - one.began
+            for one, before in zip(sessions, following, strict=True)
+        )
+
+
+def is_run(path: Path) -> bool:
+    """Return True for the folder of a run."""
+    return (path / FACTS).is_file() or (path / SCALARS).is_file()
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Return the folders of runs in a folder and its subfolders, by name; no run in the folder of another run."""
+    if is_run(folder):
+        return [folder]
+    below = sorted(one for one in folder.iterdir() if one.is_dir() and not one.is_symlink() and not one.name.startswith("."))
+    return [run for one in below for run in find_runs(one)]
+
+
+def read_facts(folder: Path) -> RunFacts | None:
+    """Return the content of ``run.json``; None if there is no such file.
+
+    Raises:
+        RunFolderError: the file is damaged, or of a newer trainbus.
+    """
+    path = folder / FACTS
+    if not path.is_file():
+        return None
+    try:
+        facts = msgspec.json.decode(path.read_bytes(), type=RunFacts)
+    except msgspec.DecodeError as error:
+        raise RunFolderError(f"{path}: {error}; move the file away, and the run begins a new one") from None
+    if facts.format > 1:
+        raise RunFolderError(f"{path} has format {facts.format}, but this trainbus reads format 1; upgrade trainbus")
+    return facts
+
+
+def write_facts(folder: Path, facts: RunFacts) -> None:
+    """Replace ``run.json``, atomically."""
+    folder.mkdir(parents=True, exist_ok=True)
+    commit_bytes(folder / FACTS, msgspec.json.format(msgspec.json.encode(facts), indent=2) + b"\n")
+
+
+def encode_line(fields: Mapping[str, Any]) -> bytes:
+    """Return a line of ``record.jsonl``. A number that is not finite is a text, and an object of another type its repr."""
+    return orjson.dumps(_finite(fields), default=repr, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects in a file of JSON lines; an incomplete last line of a killed run is left out."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            yield _decoded(line, path, number)
+
+
+def _decoded(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        value = _with_nan(line, path, number)
+    if not isinstance(value, dict):
+        raise RunFolderError(f"{path}, line {number}: expected a JSON object, got {line[:40].decode(errors='replace')!r}")
+    return value
+
+
+def _with_nan(line: bytes, path: Path, number: int) -> Any:
+    import json
+
+    try:
+        return json.loads(line)  # knows NaN and Infinity, which orjson does not
+    except ValueError as error:
+        raise RunFolderError(f"{path}, line {number}: {error}") from None

@@ -1,0 +1,160 @@
+"""``RunRecordHook``: leave in the work dir what ``trainbus report`` and ``trainbus runs`` read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eventloop import Hook, Priority, get_logger, mount, register
+from eventloop import events as ev
+from eventloop.observe import RECORD, RunFacts, RunFolderError, Session, encode_line, environment, read_facts, write_facts
+from hooks.writers import base
+from hooks.writers.files import FileWriter
+
+log = get_logger()
+
+
+def _noted(event: Any) -> dict[str, Any]:
+    """Take from an event, on the training thread, what its line needs."""
+    progress = event.progress
+    noted = {"time": time.time(), "kind": event.mount_point, "epoch": progress.epoch, "iter": progress.iter}
+    match event:
+        case ev.BeforeRun():
+            run = event.run
+            facts = {"name": run.name, "seed": run.seed, "config": dict(run.config), "world_size": run.world_size}
+            return noted | facts | {"work_dir": None if run.work_dir is None else str(run.work_dir)}
+        case ev.AfterLoadCheckpoint():
+            return noted | {"kind": "resume", "path": event.path}
+        case ev.AfterValEpoch() | ev.AfterTestEpoch():
+            kind = "validation" if progress.stage == "val" else "test"
+            return noted | {"kind": kind, "metrics": dict(event.metrics)}
+        case ev.CheckpointCommitted():
+            cost = {"bytes": event.bytes, "stall": event.stall, "seconds": event.seconds}
+            return noted | {"kind": "checkpoint", "names": event.names} | cost
+        case ev.CheckpointFailed():
+            return noted | {"names": event.names, "reason": event.error}
+        case ev.CheckpointSkipped():
+            return noted | {"names": event.names, "reason": event.reason}
+        case ev.OnException():
+            state = "interrupted" if isinstance(event.exception, KeyboardInterrupt) else "failed"
+            return noted | {"kind": "end", "state": state, "reason": event.error}
+        case ev.AfterRun():
+            reason = str(event.run.info.get("stop_reason", ""))
+            return noted | {"kind": "end", "state": "stopped" if reason else "finished", "reason": reason}
+    return noted
+
+
+@register
+class RunRecordHook(Hook):
+    """Write ``run.json`` and ``record.jsonl`` in the work dir, off the training thread.
+
+    - ``run.json`` has the name, the seed and the configuration of the run, and for each session (a resumed run has several)
+      its command, machine, versions and git commit, when it began and ended, and how.
+    - ``record.jsonl`` has a line for each validation, test, checkpoint and resume, and for the end.
+
+    A run that is killed leaves everything up to then. Without a work dir nothing is written.
+    """
+
+    priority = Priority.LOWEST
+    observes = True
+    ranks = "rank0"
+
+    def __init__(self) -> None:
+        # All of it is used on the lane's thread only.
+        self._facts = RunFacts(name="")
+        self._folder: Path | None = None
+        self._lines = FileWriter(RECORD, None)
+        self._began: dict[str, float] = {}
+
+    @mount(
+        ev.BeforeRun,
+        ev.AfterLoadCheckpoint,
+        ev.BeforeTrain,
+        ev.BeforeVal,
+        ev.AfterValEpoch,
+        ev.BeforeTest,
+        ev.AfterTestEpoch,
+        ev.CheckpointCommitted,
+        ev.CheckpointFailed,
+        ev.CheckpointSkipped,
+        ev.OnException,
+        ev.AfterRun,
+        offload="thread",
+        capture=_noted,
+        on_error="log",
+    )
+    def write(self, noted: dict[str, Any]) -> None:
+        """Write what happened at one mount point."""
+        kind = noted["kind"]
+        if kind == "before_run":
+            self._begin(noted)
+        if self._folder is None:
+            return
+        session = self._facts.sessions[-1]
+        session.epoch, session.iter = noted["epoch"], noted["iter"]
+        if kind in _STAGES:
+            self._began[kind] = noted["time"]
+            if _STAGES[kind] not in session.stages:
+                session.stages.append(_STAGES[kind])
+                write_facts(self._folder, self._facts)
+        elif kind != "before_run":
+            self._happened(noted, session)
+
+    def _begin(self, noted: Mapping[str, Any]) -> None:
+        self._folder = None if noted["work_dir"] is None else Path(noted["work_dir"])
+        if self._folder is None:
+            return
+        session = Session(began=noted["time"], environment=environment(), world_size=noted["world_size"])
+        sessions = self._earlier(self._folder)
+        if sessions and sessions[-1].environment.process == session.environment.process:  # a test after the training
+            sessions[-1].state, sessions[-1].ended = "running", None
+        else:
+            sessions.append(session)
+        self._facts = RunFacts(name=noted["name"], seed=noted["seed"], config=noted["config"], sessions=sessions)
+        write_facts(self._folder, self._facts)
+        self._lines.open(base.RunFacts(noted["name"], self._folder, noted["seed"], noted["config"]))
+
+    def _earlier(self, folder: Path) -> list[Session]:
+        """Return the sessions that a resumed run has had; an unreadable file is kept under another name."""
+        try:
+            facts = read_facts(folder)
+        except RunFolderError as error:
+            log.warning("the record of earlier sessions cannot be read and is kept as run.json.old", error=str(error))
+            (folder / "run.json").rename(folder / "run.json.old")
+            return []
+        return [] if facts is None else facts.sessions
+
+    def _happened(self, noted: dict[str, Any], session: Session) -> None:
+        assert self._folder is not None
+        if "metrics" in noted:
+            noted["metrics"] = _numbers(noted["metrics"])
+        match noted["kind"]:
+            case "validation":
+                noted["seconds"] = noted["time"] - self._began.get("before_val", noted["time"])
+            case "test":
+                noted["seconds"] = noted["time"] - self._began.get("before_test", noted["time"])
+            case "resume":
+                session.resumed_from = noted["path"]
+            case "end":
+                session.state, session.reason, session.ended = noted["state"], noted["reason"], noted["time"]
+        self._lines.append(encode_line(noted))
+        self._lines.flush()
+        if noted["kind"] in ("resume", "end"):
+            write_facts(self._folder, self._facts)
+        if noted["kind"] == "end":
+            self._lines.close()
+            self._folder = None
+
+
+_STAGES = {"before_train": "train", "before_val": "val", "before_test": "test"}
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers among metrics; a tensor with one element is one."""
+    return {name: float(value) for name, value in metrics.items() if not isinstance(value, str) and _is_scalar(value)}
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, int | float) or getattr(value, "numel", lambda: getattr(value, "size", 0))() == 1
