@@ -1,6 +1,6 @@
 """The subscriptions of one event type, compiled to one function.
 
-A route is straight-line code: a call per subscription, an ``if`` only for a filter, a clock only while timing is on. Handlers
+A route is straight-line code: a call per subscription, an ``if`` only for a filter, a clock only while spans are recorded. Handlers
 are globals of the function, which has its own namespace. As constants of its code they would be slightly faster, but the
 garbage collector does not traverse code objects: a handler that refers to its bus would keep bus and model alive for ever.
 
@@ -19,7 +19,7 @@ import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, Protocol
 
 from eventloop.bus.filters import COUNTS
 from eventloop.bus.priority import Priority
@@ -30,6 +30,20 @@ from eventloop.events.event import name_of
 Route = Callable[[Any], None]
 
 _serial = itertools.count(1)
+
+
+class SpanRecorder(Protocol):
+    """Records spans: ``note((number(), id, thread(), begin, end))``; see :mod:`eventloop.observe.spans`."""
+
+    note: Callable[[tuple[int, ...]], object]
+    number: Callable[[], int]
+    thread: Callable[[], int]
+
+    def id_of_event(self, event_type: type[Event]) -> int:
+        """Return the id of an event's span."""
+
+    def id_of_call(self, subscription: Subscription, event_type: type[Event]) -> int:
+        """Return the id of the span of a handler, or of the hand-off to its lane."""
 
 
 class Count:
@@ -48,12 +62,15 @@ class Count:
             return self.value
 
 
-def compile_route(event_type: type[Event], heard: Sequence[Subscription], count: Count, *, timing: bool) -> Route:
-    """Return the function that calls ``heard``, at least one subscription, in the order of their priorities.
+def compile_route(
+    event_type: type[Event], heard: Sequence[Subscription], count: Count, recorder: SpanRecorder | None
+) -> Route:
+    """Return the function that calls ``heard`` in the order of their priorities.
 
-    ``count`` is that of publishes; it increases only if a filter compares it. ``timing`` measures each call.
+    ``count`` is that of publishes; it increases only if a filter compares it. A ``recorder`` gets the span of the event and of
+    each call that does not raise.
     """
-    lines, bound, owners = _write(event_type, heard, timing=timing)
+    lines, bound, owners = _write(event_type, heard, recorder)
     source = "\n".join(lines) + "\n"
     filename = f"<trainbus {name_of(event_type)} #{next(_serial)}>"
     namespace = {
@@ -61,9 +78,10 @@ def compile_route(event_type: type[Event], heard: Sequence[Subscription], count:
         "__builtins__": builtins.__dict__,
         "__name__": __name__,
         "count": count.next,
-        "clock": perf_counter_ns,
         "blame": _blame(heard, owners),
     }
+    if recorder is not None:
+        namespace |= {"clock": perf_counter_ns, "note": recorder.note, "number": recorder.number, "thread": recorder.thread}
     module = compile(source, filename, "exec")
     code = next(constant for constant in module.co_consts if isinstance(constant, types.CodeType))
     # Not executed, because a function in its own globals would be a reference cycle.
@@ -74,33 +92,39 @@ def compile_route(event_type: type[Event], heard: Sequence[Subscription], count:
     return route
 
 
-def route_source(event_type: type[Event], heard: Sequence[Subscription], *, timing: bool) -> str:
+def route_source(event_type: type[Event], heard: Sequence[Subscription], recorder: SpanRecorder | None) -> str:
     """Return the source that :func:`compile_route` compiles for these arguments."""
-    if not heard:
+    if not heard and recorder is None:
         return f"def {name_of(event_type)}(event):\n    pass  # no subscriber\n"
-    return "\n".join(_write(event_type, heard, timing=timing)[0]) + "\n"
+    return "\n".join(_write(event_type, heard, recorder)[0]) + "\n"
 
 
 def _write(
-    event_type: type[Event], heard: Sequence[Subscription], *, timing: bool
+    event_type: type[Event], heard: Sequence[Subscription], recorder: SpanRecorder | None
 ) -> tuple[list[str], dict[str, Any], dict[int, int]]:
     """Return a route's lines, the objects that they name, and the subscription's index by line number."""
-    lines = [f"def {name_of(event_type)}(event):", "    try:"]
+    lines = [f"def {name_of(event_type)}(event):", *["    began = clock()"] * (recorder is not None), "    try:"]
     bound: dict[str, Any] = {}
     owners: dict[int, int] = {}
+    if not heard:
+        lines.append("        pass  # no subscriber")
     if any(one.filter is not None and one.filter.counted for one in heard):
         lines.append(f"        v = {COUNTS[event_type.counts]}")
     for index, one in enumerate(heard):
         first = len(lines) + 1
-        block, names = _write_call(index, one, event_type, timing=timing)
+        block, names = _write_call(index, one, event_type, recorder)
         lines += _indent(block, by=8)
         bound |= names
         owners.update(dict.fromkeys(range(first, len(lines) + 1), index))
     lines += ["    except Exception as error:", "        blame(error, event)", "        raise"]
+    if recorder is not None:
+        lines.append(f"    note((number(), {recorder.id_of_event(event_type)}, thread(), began, clock()))")
     return lines, bound, owners
 
 
-def _write_call(index: int, one: Subscription, event_type: type[Event], *, timing: bool) -> tuple[list[str], dict[str, Any]]:
+def _write_call(
+    index: int, one: Subscription, event_type: type[Event], recorder: SpanRecorder | None
+) -> tuple[list[str], dict[str, Any]]:
     terms, bound = one.filter.terms(str(index)) if one.filter is not None else ([], {})
     # Names of ours begin with an underscore or have no number at the end.
     name = re.sub(r"\W", "_", one.label, flags=re.ASCII) if re.match("[A-Za-z]", one.label) else "handler"
@@ -108,9 +132,9 @@ def _write_call(index: int, one: Subscription, event_type: type[Event], *, timin
     # One line, because names of hooks and paths may contain newlines.
     comment = " ".join(f"{one.priority} {Priority.label(one.priority)}: {one.label}, {one.location}".split())
     block = [f"{name}_{index}(event)  # {comment.encode('utf-8', 'backslashreplace').decode()}"]
-    if timing:
-        bound[f"_spent_{index}"] = one.spent
-        block = ["started = clock()", *block, f"_spent_{index}(clock() - started)"]
+    if recorder is not None:
+        number = recorder.id_of_call(one, event_type)
+        block = ["started = clock()", *block, f"note((number(), {number}, thread(), started, clock()))"]
     if terms:
         block = [f"if {' and '.join(terms)}:", *_indent(block)]
     if one.on_error == "log":

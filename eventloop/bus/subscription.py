@@ -28,6 +28,7 @@ log = get_logger()
 class _Bus(Protocol):
     def fail(self, subscription: Any, error: BaseException) -> None: ...
     def remove(self, *subscriptions: Any) -> None: ...
+    def count_calls(self) -> None: ...
 
 
 class Stats(DrainReport, frozen=True):
@@ -98,6 +99,7 @@ class Subscription:
     @property
     def stats(self) -> Stats:
         """The counts at this moment."""
+        self._bus.count_calls()
         with self._counting:
             calls, failed, seconds = self._calls, self._failed, self._nanoseconds / 1e9
         if self.lane is None:
@@ -114,10 +116,10 @@ class Subscription:
             return self.handler
         return self.lane.put_as_is if self._detaches and is_plain(event_type) else self.lane.put
 
-    def spent(self, nanoseconds: int) -> None:
-        """Count one timed call."""
+    def spent(self, calls: int, nanoseconds: int) -> None:
+        """Count timed calls."""
         with self._counting:
-            self._calls += 1
+            self._calls += calls
             self._nanoseconds += nanoseconds
 
     def blame(self, error: Exception, event: Event) -> None:

@@ -1,5 +1,6 @@
 """What a run did and cost: its environment, its record, and its folder."""
 
+from eventloop.observe.costs import BusRecorder, Costs, Part
 from eventloop.observe.environment import Environment, environment
 from eventloop.observe.run_folder import (
     FACTS,
@@ -20,7 +21,10 @@ __all__ = [
     "FACTS",
     "RECORD",
     "SCALARS",
+    "BusRecorder",
+    "Costs",
     "Environment",
+    "Part",
     "RunFacts",
     "RunFolder",
     "RunFolderError",

@@ -1,0 +1,305 @@
+"""``Account``: where the time of a run went, from spans. Its parts add up to the wall time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from eventloop.bus.subscription import Subscription
+from eventloop.events import Event
+from eventloop.events.event import name_of, registry
+from eventloop.observe.spans import BEGIN, END, FIELDS, NAME, THREAD, Recorder, Spans
+
+_BINS: Final = 8  # per doubling: quantiles are exact to 4 %
+_DOUBLINGS: Final = 48
+
+
+class Totals:
+    """Count, sum, maximum and quantiles of the durations of many names, in bounded memory. Times are nanoseconds."""
+
+    def __init__(self) -> None:
+        self.calls = np.zeros(0, np.int64)
+        self.sums = np.zeros(0, np.int64)
+        self.most = np.zeros(0, np.int64)
+        self._bins = np.zeros((0, _BINS * _DOUBLINGS), np.int64)
+
+    def add(self, names: NDArray[np.int64], durations: NDArray[np.int64]) -> None:
+        """Add durations, each with the id of its name."""
+        if not len(names):
+            return
+        self._grow(int(names.max()) + 1)
+        size = len(self.calls)
+        self.calls += np.bincount(names, minlength=size)
+        # float64 is exact up to 2**53 ns, a hundred days in one batch.
+        self.sums += np.bincount(names, durations, minlength=size).astype(np.int64)
+        np.maximum.at(self.most, names, durations)
+        bins = np.minimum(np.log2(np.maximum(durations, 1)) * _BINS, _BINS * _DOUBLINGS - 1).astype(np.int64)
+        np.add.at(self._bins, (names, bins), 1)
+
+    def quantile(self, name: int, share: float) -> float:
+        """Return the duration that ``share`` of the calls do not exceed, exact to 4 %; 0 without calls."""
+        if name >= len(self.calls) or not self.calls[name]:
+            return 0.0
+        reached = np.cumsum(self._bins[name])
+        index = int(np.searchsorted(reached, share * reached[-1]))
+        return min(2.0 ** ((index + 0.5) / _BINS), float(self.most[name]))
+
+    def _grow(self, size: int) -> None:
+        more = size - len(self.calls)
+        if more > 0:
+            self.calls, self.sums, self.most = (np.pad(one, (0, more)) for one in (self.calls, self.sums, self.most))
+            self._bins = np.pad(self._bins, ((0, more), (0, 0)))
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One line of the costs. ``seconds`` does not include the parts within it; ``mean`` and ``p99`` are of whole calls."""
+
+    group: str
+    name: str
+    calls: int
+    seconds: float
+    share: float
+    mean: float = 0.0
+    p99: float = 0.0
+    mount_point: str = ""
+
+
+class Costs(msgspec.Struct, frozen=True):
+    """Where the wall time of the training thread went, largest part first. The parts add up to ``wall``. Times are seconds.
+
+    Print it, or read ``parts``.
+    """
+
+    wall: float
+    parts: list[Part]
+    dropped: int = 0
+    """Spans that were lost; the parts are then too small by theirs."""
+
+    def __rich__(self) -> RenderableType:
+        table = Table(title=f"Where {self.wall:.3g} s went", title_justify="left", box=None, padding=(0, 1, 0, 0))
+        table.add_column("part")
+        for name in ("share", "seconds", "calls", "mean ms", "p99 ms"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for part in self.parts:
+            name = f"{part.name} ({part.mount_point})" if part.mount_point else part.name
+            each = (f"{part.mean * 1e3:.3f}", f"{part.p99 * 1e3:.3f}") if part.calls else ("", "")
+            table.add_row(name, f"{part.share:.1%}", f"{part.seconds:.3f}", str(part.calls or ""), *each)
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=120, color_system=None, highlight=False)
+        with console.capture() as captured:
+            console.print(self)
+        return captured.get()
+
+
+class Call(NamedTuple):
+    """The name of a span: a handler at a mount point, or the hand-off to its lane."""
+
+    subscription: Subscription
+    mount_point: str
+
+
+_EPOCH_ENDS = ("after_train_epoch", "after_train", "after_run")
+
+BETWEEN: Final[Sequence[tuple[str, tuple[str, ...], str]]] = (
+    ("before_train_iter", ("after_train_iter", *_EPOCH_ENDS), "step"),
+    ("after_train_iter", ("before_train_iter", *_EPOCH_ENDS), "waiting for data"),
+    ("before_train_epoch", ("before_train_iter", *_EPOCH_ENDS), "waiting for data"),
+    ("after_train_epoch", ("before_train_epoch", "after_train", "after_run"), "between epochs"),
+    ("before_val", ("after_val", "after_run"), "validation"),
+    ("before_test", ("after_test", "after_run"), "test"),
+)
+"""What lies between mount points: from the end of the first to the begin of the next one in the tuple."""
+
+WITHIN: Final[Sequence[tuple[str, tuple[str, ...], str]]] = (
+    ("before_forward", ("after_forward",), "forward"),
+    ("before_backward", ("after_backward",), "backward"),
+    ("before_optimizer_step", ("after_optimizer_step",), "optimizer step"),
+    ("before_save_checkpoint", ("checkpoint_staged",), "copying for checkpoints"),
+)
+"""The same, for what ends before the next mount point of the list above."""
+
+STEADY: Final = frozenset(name for first, following, _ in BETWEEN for name in (first, *following)) | {"before_run"}
+"""The mount points that the run itself publishes, in no handler. At their ends, the account is complete up to then."""
+
+NEEDED: Final = STEADY | {name for first, following, _ in WITHIN for name in (first, *following)}
+"""The mount points whose spans are needed, heard or not."""
+
+_ALSO_STEADY: Final = ("before_val_iter", "after_val_iter", "before_test_iter", "after_test_iter")
+
+
+class BusRecorder(Recorder):
+    """The recorder of a bus, with the account of its costs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._totals = Totals()
+        self._accounts: dict[int, _Account] = {}
+        for name in (*NEEDED, *_ALSO_STEADY, *(part for _, _, part in (*BETWEEN, *WITHIN))):
+            self.id_of(name)
+        self._steady = np.array([self.id_of(name) for name in (*STEADY, *_ALSO_STEADY)])
+        self._first = self.id_of("before_run")
+        self.add_reader(self._add)
+
+    def needs(self, event_type: type[Event]) -> bool:
+        """Return True if the costs need the spans of an event even if it has no subscriber."""
+        return name_of(event_type) in NEEDED
+
+    def id_of_event(self, event_type: type[Event]) -> int:
+        """Return the id of an event's span."""
+        return self.id_of(name_of(event_type))
+
+    def id_of_call(self, subscription: Subscription, event_type: type[Event]) -> int:
+        """Return the id of the span of a handler, or of the hand-off to its lane."""
+        return self.id_of(Call(subscription, name_of(event_type)))
+
+    def costs(self) -> Costs:
+        """Return the costs of the training so far, up to the last mount point of the run."""
+        self.drain()
+        accounts = list(self._accounts.values())
+        wall = sum(one.until - one.begun for one in accounts)
+        own: Counter[Any] = Counter()
+        publishing = 0
+        for name, number in self._ids.items():
+            spent = sum(one.spent(number) for one in accounts)
+            if isinstance(name, str) and name in registry:
+                publishing += spent
+            elif spent or isinstance(name, Call):
+                own[name] += spent
+        parts = [self._part(name, spent, wall) for name, spent in own.items()]
+        rest = wall - sum(own.values()) - publishing
+        for name, spent in (("publishing", publishing), ("rest", rest)):
+            parts.append(Part(group="trainbus", name=name, calls=0, seconds=spent / 1e9, share=spent / max(wall, 1)))
+        parts.sort(key=lambda part: -part.seconds)
+        return Costs(wall / 1e9, [part for part in parts if part.seconds or part.calls], self.dropped)
+
+    def _part(self, name: Any, spent: int, wall: int) -> Part:
+        seconds, share = spent / 1e9, spent / max(wall, 1)
+        if not isinstance(name, Call):
+            return Part(group="training", name=name, calls=0, seconds=seconds, share=share)
+        number, one = self.id_of(name), name.subscription
+        calls = int(self._totals.calls[number]) if number < len(self._totals.calls) else 0
+        mean = self._totals.sums[number] / calls / 1e9 if calls else 0.0
+        group = "hook" if one.lane is None else "hand-off"
+        p99 = self._totals.quantile(number, 0.99) / 1e9
+        return Part(group, one.label, calls, seconds, share, mean, p99, name.mount_point)
+
+    def _add(self, spans: Spans) -> None:
+        numbers, durations = spans[:, NAME], spans[:, END] - spans[:, BEGIN]
+        self._totals.add(numbers, durations)
+        names = self.names
+        for number in np.unique(numbers):
+            if isinstance(name := names[number], Call):
+                own = durations[numbers == number]
+                name.subscription.spent(len(own), int(own.sum()))
+        for thread in np.unique(spans[:, THREAD]):
+            own_spans = spans[spans[:, THREAD] == thread]
+            if thread not in self._accounts and (own_spans[:, NAME] == self._first).any():
+                begun = int(own_spans[own_spans[:, NAME] == self._first][0, BEGIN])
+                self._accounts[int(thread)] = _Account(begun, self)
+            if thread in self._accounts:
+                self._accounts[int(thread)].add(own_spans, self._steady)
+
+
+class _Account:
+    """The time of one thread that runs a training, by the ids of names.
+
+    Each instant up to ``until`` is counted once. A handler that has begun before and ends later counts for the rest only.
+    """
+
+    def __init__(self, begun: int, recorder: Recorder) -> None:
+        self.begun = self.until = begun
+        self._own = np.zeros(0, np.int64)
+        self._pending = np.zeros((0, FIELDS), np.int64)
+        self._open: set[tuple[int, tuple[int, ...]]] = set()
+        self._between = [_numbered(one, recorder) for one in BETWEEN]
+        self._within = [_numbered(one, recorder) for one in WITHIN]
+
+    def spent(self, number: int) -> int:
+        """Return the nanoseconds of a name, without the spans in it."""
+        return int(self._own[number]) if number < len(self._own) else 0
+
+    def add(self, spans: Spans, steady: NDArray[np.int64]) -> None:
+        """Add spans of this thread, and count those up to the last mount point of the run."""
+        pending = np.concatenate([self._pending, spans])
+        marks = np.sort(pending[np.isin(pending[:, NAME], steady), END])
+        if not len(marks) or marks[-1] <= self.until:
+            self._pending = pending
+            return
+        until = int(marks[-1])
+        window = pending[pending[:, END] <= until]
+        self._pending = pending[pending[:, END] > until]
+        made = self._made(window, marks, until)
+        window = np.concatenate([window, made])
+        window[:, BEGIN] = np.maximum(window[:, BEGIN], self.until)
+        window = window[window[:, END] > window[:, BEGIN]]
+        if len(window):
+            own = np.bincount(window[:, NAME], exclusive(window)).astype(np.int64)
+            size = max(len(own), len(self._own))
+            self._own = np.pad(self._own, (0, size - len(self._own))) + np.pad(own, (0, size - len(own)))
+        self.until = until
+
+    def _made(self, window: Spans, marks: NDArray[np.int64], until: int) -> Spans:
+        """Return spans for what lies between mount points; remember those that are still open."""
+        rows: list[tuple[int, int, int, int, int]] = []
+        still_open: set[tuple[int, tuple[int, ...]]] = set()
+        for first, following, part in self._between:
+            begins = np.sort(window[window[:, NAME] == first, END])
+            if (part, following) in self._open:
+                begins = np.concatenate([[self.until], begins])
+            ends = np.sort(window[np.isin(window[:, NAME], following), BEGIN])
+            for begin, end in _pairs(begins, ends):
+                if end is None:
+                    still_open.add((part, following))
+                rows.append((0, part, 0, begin, until if end is None else end))
+        for first, following, part in self._within:
+            begins = np.sort(window[window[:, NAME] == first, END])
+            ends = np.sort(window[np.isin(window[:, NAME], following), BEGIN])
+            for begin, end in _pairs(begins, ends):
+                if end is not None and end <= marks[np.searchsorted(marks, begin, side="right")]:
+                    rows.append((0, part, 0, begin, end))
+        self._open = still_open
+        return np.array(rows, np.int64).reshape(-1, FIELDS)
+
+
+def _numbered(one: tuple[str, tuple[str, ...], str], recorder: Recorder) -> tuple[int, tuple[int, ...], int]:
+    first, following, part = one
+    return recorder.id_of(first), tuple(map(recorder.id_of, following)), recorder.id_of(part)
+
+
+def _pairs(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> Iterator[tuple[int, int | None]]:
+    """Pair each begin with the first end behind it, unless another begin comes first; the last one may have none."""
+    found = np.searchsorted(ends, begins)
+    for index, begin in enumerate(begins):
+        if found[index] == len(ends):
+            if index == len(begins) - 1:
+                yield int(begin), None
+        elif index == len(begins) - 1 or ends[found[index]] <= begins[index + 1]:
+            yield int(begin), int(ends[found[index]])
+
+
+def exclusive(spans: Spans) -> NDArray[np.int64]:
+    """Return the time of each span of one thread without the spans within it, in ns.
+
+    Spans of one thread are nested or apart, never partly over each other.
+    """
+    order = np.lexsort((-spans[:, END], spans[:, BEGIN]))
+    begins, ends = spans[order, BEGIN], spans[order, END]
+    own = ends - begins
+    # Walk through all begins and ends in time to know how deep each span lies.
+    depth = np.arange(len(spans)) - np.searchsorted(np.sort(ends), begins, side="right")
+    for level in range(1, int(depth.max(initial=0)) + 1):
+        inner, outer = np.flatnonzero(depth == level), np.flatnonzero(depth == level - 1)
+        parents = outer[np.searchsorted(begins[outer], begins[inner], side="right") - 1]
+        np.subtract.at(own, parents, ends[inner] - begins[inner])
+    result = np.empty_like(own)
+    result[order] = own
+    return result
