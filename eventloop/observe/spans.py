@@ -24,7 +24,8 @@ Spans = NDArray[np.int64]
 """Spans in rows, with the columns ``NUMBER, NAME, THREAD, BEGIN, END``."""
 
 CAPACITY: Final = 1 << 17  # spans that wait for the reader: some 20 MB, and 0.3 s of 10 spans per 25 µs
-_PERIOD: Final = 0.1  # seconds between two looks of the reader
+_PERIOD: Final = 1.0  # seconds after which the reader takes what there is
+_LOOK: Final = 0.1  # seconds between two looks at how much there is
 _CHUNK: Final = 4096  # spans at once; for that long the reader holds the GIL (0.3 ms)
 
 
@@ -99,5 +100,10 @@ class Recorder:
             self.drain()
 
     def _drain_regularly(self) -> None:
-        while not self._stopped.wait(_PERIOD):
-            self.drain()
+        waited = 0.0
+        while not self._stopped.wait(_LOOK):
+            waited += _LOOK
+            # Rarely, because reading costs the training the GIL, and little more for many spans than for few.
+            if waited >= _PERIOD or len(self._ring) > CAPACITY // 4:
+                waited = 0.0
+                self.drain()
