@@ -3,6 +3,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,6 +70,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 UVLOOP = pytest.mark.skipif(find_spec("uvloop") is None, reason="uvloop is not installed")
+
+
+@pytest.fixture
+def no_thread_is_left() -> Iterator[None]:
+    """Fails if a thread is there afterwards that was not there before; other tests may have left some."""
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive(), thread
 
 
 @pytest.fixture(params=["asyncio", pytest.param("uvloop", marks=UVLOOP), "trio"])

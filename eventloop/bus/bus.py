@@ -289,7 +289,9 @@ class Bus(TypedOn, Lifecycle):
             BusStateError: nothing was measured: give ``Bus(timing=True)``.
         """
         if self._recorder is None:
-            raise BusStateError("bus.costs() has nothing to tell: measure with Bus(timing=True), or set bus.timing = True first")
+            raise BusStateError(
+                "bus.costs() has nothing to tell: measure with Bus(timing=True), or set bus.timing = True first"
+            )
         return self._recorder.costs()
 
     def count_calls(self) -> None:

@@ -62,9 +62,7 @@ class Count:
             return self.value
 
 
-def compile_route(
-    event_type: type[Event], heard: Sequence[Subscription], count: Count, recorder: SpanRecorder | None
-) -> Route:
+def compile_route(event_type: type[Event], heard: Sequence[Subscription], count: Count, recorder: SpanRecorder | None) -> Route:
     """Return the function that calls ``heard`` in the order of their priorities.
 
     ``count`` is that of publishes; it increases only if a filter compares it. A ``recorder`` gets the span of the event and of

@@ -17,15 +17,6 @@ from eventloop.checkpoint import AsyncSaver, Turns, load, save
 STRIKES = 1500
 
 
-@pytest.fixture
-def no_thread_is_left():
-    before = set(threading.enumerate())
-    yield
-    for thread in set(threading.enumerate()) - before:
-        thread.join(5)
-        assert not thread.is_alive(), thread
-
-
 def tree(number, size=100):
     return {"w": torch.full((size,), float(number)), "n": number}
 

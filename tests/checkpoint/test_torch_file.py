@@ -24,15 +24,6 @@ class Settings:
         self.values = values
 
 
-@pytest.fixture
-def no_thread_is_left():
-    before = set(threading.enumerate())
-    yield
-    for thread in set(threading.enumerate()) - before:
-        thread.join(5)
-        assert not thread.is_alive(), thread
-
-
 def training():
     model = torch.nn.Linear(3, 4)
     optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)

@@ -74,11 +74,11 @@ def assert_restored(screen):
     assert text.endswith("\x1b[2K")  # the line of the bar is wiped
 
 
-def test_the_terminal_is_as_it_was_when_the_run_is_over(terminal, screen):
-    before = sys.stdout, threading.active_count()
+def test_the_terminal_is_as_it_was_when_the_run_is_over(terminal, screen, no_thread_is_left):
+    before = sys.stdout
     make_loop(bus_with(ProgressBar(terminal))).run()
     assert_restored(screen)
-    assert (sys.stdout, threading.active_count()) == before
+    assert sys.stdout is before
 
 
 def test_the_cursor_is_never_hidden(terminal, screen, monkeypatch):

@@ -1,5 +1,4 @@
 import multiprocessing
-import threading
 
 import pytest
 
@@ -13,12 +12,8 @@ def quick_workers(monkeypatch):
 
 
 @pytest.fixture
-def no_worker_is_left():
+def no_worker_is_left(no_thread_is_left):
     """Fails if a worker process, or a thread of the bus, is there afterwards that was not there before."""
-    before = set(threading.enumerate())
     yield
     assert multiprocessing.active_children() == []
     assert not process._processes
-    for thread in set(threading.enumerate()) - before:
-        thread.join(5)
-        assert not thread.is_alive(), thread

@@ -20,6 +20,8 @@ P = Progress()
 EVENT = AfterTrainIter(progress=P)
 KINDS = ["async", "thread"]
 
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+
 
 def iteration(i: int, **fields) -> AfterTrainIter:
     return AfterTrainIter(progress=Progress(iter=i), batch_idx=i, **fields)
@@ -59,15 +61,6 @@ def held(bus: Bus, kind: str, **options):
 
         subscription = bus.on("after_train_iter", task, **options)
     return subscription, heard, started, release
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    before = set(threading.enumerate())
-    yield
-    for thread in set(threading.enumerate()) - before:
-        thread.join(5)
-        assert not thread.is_alive(), thread
 
 
 @pytest.fixture(params=["thread", "asyncio", pytest.param("uvloop", marks=UVLOOP), "trio"])
@@ -347,14 +340,14 @@ def test_an_event_in_progress_to_a_cancelled_handler_is_delivered_at_close(bus, 
 
 
 def test_cancelled_lanes_leave_no_thread_and_report_once():
-    bus = Bus()
+    before, bus = set(threading.enumerate()), Bus()
     with bus:
         for _ in range(30):
             with bus.on("after_train_iter", lambda event: None, offload="thread"):
                 bus.publish(EVENT)
         assert bus.drain().delivered == 30
         deadline = threading.Event()
-        while len([one for one in threading.enumerate() if one.name.startswith("trainbus")]) > 0:
+        while any(one.name.startswith("trainbus") for one in set(threading.enumerate()) - before):
             assert not deadline.wait(0.005)
         assert bus.drain().delivered == 30
         assert not bus._runtime._consumers

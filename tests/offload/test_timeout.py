@@ -18,10 +18,10 @@ def iteration(i: int) -> AfterTrainIter:
 @pytest.fixture
 def release():
     """Ends handlers that hang in threads."""
-    event = threading.Event()
+    before, event = set(threading.enumerate()), threading.Event()
     yield event
     event.set()
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - before:
         if thread.name.startswith("trainbus"):
             thread.join(5)
             assert not thread.is_alive()
