@@ -13,7 +13,10 @@ import eventloop
 
 ROOT = Path(eventloop.__file__).parent.parent
 PACKAGES_OF_OURS = ("eventloop", "hooks", "trainbus")
-PUBLIC = ("eventloop", *(f"eventloop.{name}" for name in ("bus", "checkpoint", "config", "errors", "events", "training")))
+PUBLIC = (
+    "eventloop",
+    *(f"eventloop.{name}" for name in ("bus", "checkpoint", "config", "errors", "events", "observe", "training")),
+)
 FILES = [*sorted(file for package in ("eventloop", "hooks") for file in ROOT.glob(f"{package}/**/*.py")), ROOT / "trainbus.py"]
 
 

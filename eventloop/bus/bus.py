@@ -83,8 +83,8 @@ class Bus(TypedOn, Lifecycle):
         self._watches: list[Watch] = []
         self._taps = Taps()
         self._bridges: tuple[Attachment, ...] = ()
-        self.add(*hooks)
         self.timing = timing
+        self.add(*hooks)
 
     # ----------------------------------------------------------------------------------------------- subscribing
 
@@ -155,6 +155,8 @@ class Bus(TypedOn, Lifecycle):
             check_distinct([*self.hooks, *hooks])
             self._insert(subscriptions)
             self.hooks += tuple(hooks)
+        if any(hook.timing for hook in hooks):
+            self.timing = True
 
     def watch(self, model: torch.nn.Module, *patterns: str) -> Watch:
         """Publish the module events of submodules: ``before_`` and ``after_module_forward``, ``_module_backward``.
@@ -274,7 +276,7 @@ class Bus(TypedOn, Lifecycle):
             if on is self.timing:
                 return
             # By name, because the room of observers stands above the bus.
-            recorder = importlib.import_module("eventloop.observe").BusRecorder() if on else None
+            recorder = importlib.import_module("eventloop.observe").BusRecorder(self) if on else None
             former, self._recorder = self._recorder, recorder
             self._routes.clear()
             if self.state != "idle" and recorder is not None:
@@ -290,7 +292,7 @@ class Bus(TypedOn, Lifecycle):
         """
         if self._recorder is None:
             raise BusStateError(
-                "bus.costs() has nothing to tell: measure with Bus(timing=True), or set bus.timing = True first"
+                "bus.costs() has nothing to tell: make the bus with Bus(timing=True), or set bus.timing = True first"
             )
         return self._recorder.costs()
 

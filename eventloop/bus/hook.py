@@ -31,12 +31,14 @@ class Hook:
         observes: True for a hook that does not change the state of the run, or puts back what it changed. A checkpoint
             requested after a validation may then be a second name of the file written before it. With any other inline
             handler in between, it is a separate file.
+        timing: True for a hook that needs ``bus.costs()``: adding it sets ``bus.timing``.
         ranks: ``"all"``, or ``"rank0"`` for a hook that only the first of several processes calls, such as one that writes.
     """
 
     priority: PriorityLike = Priority.NORMAL
     name: str = ""
     observes: bool = False
+    timing: bool = False
     ranks: Ranks = "all"
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The subscriptions of one event type, compiled to one function.
 
-A route is straight-line code: a call per subscription, an ``if`` only for a filter, a clock only while spans are recorded. Handlers
-are globals of the function, which has its own namespace. As constants of its code they would be slightly faster, but the
-garbage collector does not traverse code objects: a handler that refers to its bus would keep bus and model alive for ever.
+A route is straight-line code: a call per subscription, an ``if`` only for a filter, a clock only while the bus measures.
+Handlers are globals of the function, which has its own namespace. As constants of its code they would be slightly faster, but
+the garbage collector does not traverse code objects: a handler that refers to its bus would keep bus and model alive for
+ever.
 
 The try block costs nothing until something raises (CPython ≥ 3.11 keeps exception tables). Which subscription raised is
 read from the line number of the route's own frame, so the failing handler needs no bookkeeping on the way.

@@ -71,6 +71,8 @@ def _best(validations: Sequence[Mapping[str, float]]) -> str:
         with suppress(ConfigurationError):  # the name does not tell
             rules[name] = find_rule(name)
     chosen = next((name for name, rule in rules.items() if rule == "greater"), next(iter(rules), None))
+    if chosen is None:
+        return ""
     best: float | None = None
     for metrics in validations:
         if chosen in metrics and is_better(rules[chosen], float(metrics[chosen]), best):

@@ -210,6 +210,15 @@ class CheckpointStaged(RunEvent, kw_only=True):
     job: Live[Any] = ABSENT
 
 
+class CostsMeasured(Event, kw_only=True):
+    """What the run has cost up to now; every two seconds while ``bus.timing`` is on, from a thread of the recorder.
+
+    ``costs`` is an :class:`eventloop.observe.Costs`, summed since the beginning of the run.
+    """
+
+    costs: Any
+
+
 class CheckpointCommitted(Event, kw_only=True):
     """A checkpoint is durable on disk. Published, with its inline handlers, on the thread that wrote it.
 

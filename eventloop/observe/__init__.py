@@ -1,6 +1,6 @@
 """What a run did and cost: its environment, its record, and its folder."""
 
-from eventloop.observe.costs import BusRecorder, Costs, Part
+from eventloop.observe.costs import BusRecorder, Costs, Growth, Histogram, LaneCosts, Part
 from eventloop.observe.environment import Environment, environment
 from eventloop.observe.run_folder import (
     FACTS,
@@ -24,6 +24,9 @@ __all__ = [
     "BusRecorder",
     "Costs",
     "Environment",
+    "Growth",
+    "Histogram",
+    "LaneCosts",
     "Part",
     "RunFacts",
     "RunFolder",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -13,7 +16,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from eventloop.bus.subscription import Subscription
-from eventloop.events import Event
+from eventloop.events import CostsMeasured, Event
 from eventloop.events.event import name_of, registry
 from eventloop.observe.spans import BEGIN, END, FIELDS, NAME, THREAD, Recorder, Spans
 
@@ -49,13 +52,38 @@ class Totals:
             return 0.0
         reached = np.cumsum(self._bins[name])
         index = int(np.searchsorted(reached, share * reached[-1]))
-        return min(2.0 ** ((index + 0.5) / _BINS), float(self.most[name]))
+        return float(min(2.0 ** ((index + 0.5) / _BINS), float(self.most[name])))
 
     def _grow(self, size: int) -> None:
         more = size - len(self.calls)
         if more > 0:
             self.calls, self.sums, self.most = (np.pad(one, (0, more)) for one in (self.calls, self.sums, self.most))
             self._bins = np.pad(self._bins, ((0, more), (0, 0)))
+
+
+class Histogram(msgspec.Struct, frozen=True):
+    """Counts of durations: ``counts[i]`` of those from ``2**(i / 8)`` ns on, below ``2**((i + 1) / 8)`` ns."""
+
+    counts: dict[int, int] = {}
+
+    @property
+    def total(self) -> int:
+        """The number of durations."""
+        return sum(self.counts.values())
+
+    def quantile(self, share: float) -> float:
+        """Return the duration in seconds that ``share`` of them do not exceed, exact to 5 %; 0 if there are none."""
+        wanted, seen = share * self.total, 0
+        for index in sorted(self.counts):
+            seen += self.counts[index]
+            if seen >= wanted:
+                return float(2.0 ** ((index + 0.5) / _BINS)) / 1e9
+        return 0.0
+
+    def since(self, before: Histogram) -> Histogram:
+        """Return the counts that were added since ``before``, an earlier state of this histogram."""
+        more = {index: number - before.counts.get(index, 0) for index, number in self.counts.items()}
+        return Histogram({index: number for index, number in more.items() if number})
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -71,6 +99,37 @@ class Part(msgspec.Struct, frozen=True):
     mount_point: str = ""
 
 
+class LaneCosts(msgspec.Struct, frozen=True):
+    """What an offloaded handler did. Times are seconds, on threads of its own; ``waited`` is the training thread's."""
+
+    name: str
+    mount_points: list[str]
+    delivered: int
+    failed: int
+    dropped: int
+    pending: int
+    seconds: float = 0.0
+    """Time in the handler."""
+    waited: float = 0.0
+    """Time that publishers waited for a place in the full lane."""
+    depth_mean: float = 0.0
+    depth_max: int = 0
+    age_mean: float = 0.0
+    """Time from publish to delivery."""
+    age_max: float = 0.0
+
+
+class Growth(msgspec.Struct, frozen=True):
+    """Growth of memory in a window of time. ``name`` is that of a hook, or "process"."""
+
+    name: str
+    bytes: int
+    """Growth within the window."""
+    seconds: float
+    iterations: int
+    """Length of the window."""
+
+
 class Costs(msgspec.Struct, frozen=True):
     """Where the wall time of the training thread went, largest part first. The parts add up to ``wall``. Times are seconds.
 
@@ -79,6 +138,12 @@ class Costs(msgspec.Struct, frozen=True):
 
     wall: float
     parts: list[Part]
+    steps: Histogram = Histogram()
+    """Durations of iterations, from the end of one to the end of the next, with the time of waiting for data."""
+    lanes: list[LaneCosts] = []
+    memory: int = 0
+    """Resident memory of the process in bytes."""
+    growth: list[Growth] = []
     dropped: int = 0
     """Spans that were lost; the parts are then too small by theirs."""
 
@@ -133,14 +198,21 @@ STEADY: Final = frozenset(name for first, following, _ in BETWEEN for name in (f
 NEEDED: Final = STEADY | {name for first, following, _ in WITHIN for name in (first, *following)}
 """The mount points whose spans are needed, heard or not."""
 
+_MARKS: Final = ("before_train_epoch", "after_train_iter", "after_val")
+"""An iteration begins at the end of the last one of these."""
+
+TOLD_EVERY: Final = 2.0  # seconds
+
 _ALSO_STEADY: Final = ("before_val_iter", "after_val_iter", "before_test_iter", "after_test_iter")
 
 
 class BusRecorder(Recorder):
     """The recorder of a bus, with the account of its costs."""
 
-    def __init__(self) -> None:
+    def __init__(self, bus: Any) -> None:
         super().__init__()
+        self._bus: Any = weakref.proxy(bus)
+        self._told = 0.0  # when costs were published last
         self._totals = Totals()
         self._accounts: dict[int, _Account] = {}
         for name in (*NEEDED, *_ALSO_STEADY, *(part for _, _, part in (*BETWEEN, *WITHIN))):
@@ -179,7 +251,23 @@ class BusRecorder(Recorder):
         for name, spent in (("publishing", publishing), ("rest", rest)):
             parts.append(Part(group="trainbus", name=name, calls=0, seconds=spent / 1e9, share=spent / max(wall, 1)))
         parts.sort(key=lambda part: -part.seconds)
-        return Costs(wall / 1e9, [part for part in parts if part.seconds or part.calls], self.dropped)
+        steps: Counter[int] = sum((one.steps for one in accounts), Counter())
+        lanes = [_lane_costs(one) for one in self._bus.subscriptions if one.lane is not None]
+        return Costs(
+            wall=wall / 1e9,
+            parts=[part for part in parts if part.seconds or part.calls],
+            steps=Histogram(dict(steps)),
+            lanes=lanes,
+            dropped=self.dropped,
+        )
+
+    def drained(self) -> None:
+        """Publish ``costs_measured`` when it is time."""
+        now = time.monotonic()
+        with suppress(ReferenceError):  # the bus is gone
+            if now - self._told >= TOLD_EVERY and self._accounts and self._bus.wants(CostsMeasured):
+                self._told = now
+                self._bus.publish(CostsMeasured(costs=self.costs()))
 
     def _part(self, name: Any, spent: int, wall: int) -> Part:
         seconds, share = spent / 1e9, spent / max(wall, 1)
@@ -187,7 +275,7 @@ class BusRecorder(Recorder):
             return Part(group="training", name=name, calls=0, seconds=seconds, share=share)
         number, one = self.id_of(name), name.subscription
         calls = int(self._totals.calls[number]) if number < len(self._totals.calls) else 0
-        mean = self._totals.sums[number] / calls / 1e9 if calls else 0.0
+        mean = int(self._totals.sums[number]) / calls / 1e9 if calls else 0.0
         group = "hook" if one.lane is None else "hand-off"
         p99 = self._totals.quantile(number, 0.99) / 1e9
         return Part(group, one.label, calls, seconds, share, mean, p99, name.mount_point)
@@ -220,6 +308,10 @@ class _Account:
         self._own = np.zeros(0, np.int64)
         self._pending = np.zeros((0, FIELDS), np.int64)
         self._open: set[tuple[int, tuple[int, ...]]] = set()
+        self.steps: Counter[int] = Counter()
+        """The histogram of iterations."""
+        self._last_mark = begun
+        self._iteration, self._marks = recorder.id_of("after_train_iter"), [recorder.id_of(name) for name in _MARKS]
         self._between = [_numbered(one, recorder) for one in BETWEEN]
         self._within = [_numbered(one, recorder) for one in WITHIN]
 
@@ -237,6 +329,7 @@ class _Account:
         until = int(marks[-1])
         window = pending[pending[:, END] <= until]
         self._pending = pending[pending[:, END] > until]
+        self._count_steps(window)
         made = self._made(window, marks, until)
         window = np.concatenate([window, made])
         window[:, BEGIN] = np.maximum(window[:, BEGIN], self.until)
@@ -246,6 +339,14 @@ class _Account:
             size = max(len(own), len(self._own))
             self._own = np.pad(self._own, (0, size - len(self._own))) + np.pad(own, (0, size - len(own)))
         self.until = until
+
+    def _count_steps(self, window: Spans) -> None:
+        marks = np.sort(np.append(window[np.isin(window[:, NAME], self._marks), END], self._last_mark))
+        ends = window[window[:, NAME] == self._iteration, END]
+        if len(ends):
+            taken = ends - marks[np.searchsorted(marks, ends) - 1]
+            self.steps.update((np.log2(np.maximum(taken, 1)) * _BINS).astype(np.int64).tolist())
+        self._last_mark = int(marks[-1])
 
     def _made(self, window: Spans, marks: NDArray[np.int64], until: int) -> Spans:
         """Return spans for what lies between mount points; remember those that are still open."""
@@ -268,6 +369,11 @@ class _Account:
                     rows.append((0, part, 0, begin, end))
         self._open = still_open
         return np.array(rows, np.int64).reshape(-1, FIELDS)
+
+
+def _lane_costs(one: Subscription) -> LaneCosts:
+    stats = one.stats
+    return LaneCosts(one.label, list(one.mount_points), stats.delivered, stats.failed, stats.dropped, stats.pending)
 
 
 def _numbered(one: tuple[str, tuple[str, ...], str], recorder: Recorder) -> tuple[int, tuple[int, ...], int]:
@@ -293,13 +399,13 @@ def exclusive(spans: Spans) -> NDArray[np.int64]:
     """
     order = np.lexsort((-spans[:, END], spans[:, BEGIN]))
     begins, ends = spans[order, BEGIN], spans[order, END]
-    own = ends - begins
+    own: NDArray[np.int64] = ends - begins
     # Walk through all begins and ends in time to know how deep each span lies.
     depth = np.arange(len(spans)) - np.searchsorted(np.sort(ends), begins, side="right")
     for level in range(1, int(depth.max(initial=0)) + 1):
         inner, outer = np.flatnonzero(depth == level), np.flatnonzero(depth == level - 1)
         parents = outer[np.searchsorted(begins[outer], begins[inner], side="right") - 1]
         np.subtract.at(own, parents, ends[inner] - begins[inner])
-    result = np.empty_like(own)
+    result: NDArray[np.int64] = np.empty_like(own)
     result[order] = own
     return result

@@ -1,8 +1,8 @@
 """``Recorder``: what took how long on which thread, recorded in 0.2 µs a span and read by another thread.
 
 A span is a tuple of five integers: a running number, the id of its name, the thread, and its begin and end in nanoseconds of
-``perf_counter_ns``. It is noted at its end, so a span within another one comes first. Routes write spans while ``bus.timing`` is
-on, one for the event and one for each handler; otherwise they have no trace of this.
+``perf_counter_ns``. It is noted at its end, so a span within another one comes first. Routes write spans while ``bus.timing``
+is on, one for the event and one for each handler; otherwise they have no trace of this.
 
 The ring is bounded. A reader that is too slow loses the oldest spans; the running numbers tell how many.
 """
@@ -96,8 +96,9 @@ class Recorder:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._stopped.set()
-            thread.join()
-            self.drain()
+            if thread is not threading.current_thread():
+                thread.join()
+        self.drain()
 
     def _drain_regularly(self) -> None:
         waited = 0.0
@@ -107,3 +108,7 @@ class Recorder:
             if waited >= _PERIOD or len(self._ring) > CAPACITY // 4:
                 waited = 0.0
                 self.drain()
+                self.drained()
+
+    def drained(self) -> None:
+        """Called on the reading thread after it has passed on what there was; nothing by default."""

@@ -237,6 +237,10 @@ class Run:
             self.state.check_open("run.report()")
         self.state.outputs.update(entries)
 
+    def costs(self) -> Any:
+        """Return ``bus.costs()`` (:class:`eventloop.observe.Costs`); None if the bus does not measure."""
+        return self.bus.costs() if self.bus.timing else None
+
     def report_image(self, name: str, image: torch.Tensor | np.ndarray[Any, Any]) -> None:
         """Publish ``image_reported`` for writers of images, if there are any. Offloaded handlers get a copy.
 

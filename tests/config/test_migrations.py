@@ -111,7 +111,7 @@ def test_mmengines_default_hooks_are_accepted_unchanged():
 
 def test_names_of_mmengines_default_hooks_change_or_disable_ours():
     off = merged(DEFAULT_HOOKS, dict.fromkeys(MMENGINE_DEFAULTS), "default_hooks")
-    assert list(off) == ["optimizer", "progress_bar"]
+    assert list(off) == ["optimizer", "run_record", "progress_bar"]
     changed = merged(DEFAULT_HOOKS, {"logger": {"interval": 20}, "checkpoint": {"max_keep_ckpts": 3}}, "default_hooks")
     assert changed["checkpoint"] == {"type": "CheckpointHook", "interval": 1, "max_keep_ckpts": 3}
 

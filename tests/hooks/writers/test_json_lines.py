@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import time
 
 import pytest
 
@@ -26,9 +27,12 @@ def write(writer, work_dir, *losses):
     writer.close()
 
 
-def test_a_line_is_an_object_with_step_epoch_and_iter(writer, tmp_path):
+def test_a_line_is_an_object_with_step_epoch_iter_and_time(writer, tmp_path):
+    before = time.time()
     write(writer, tmp_path, 0.5)
-    assert lines(tmp_path / "scalars.jsonl") == [{"step": 0, "epoch": 2, "iter": 7, "train/loss": 0.5}]
+    [line] = lines(tmp_path / "scalars.jsonl")
+    assert before <= line.pop("time") + 0.001 <= time.time() + 0.002
+    assert line == {"step": 0, "epoch": 2, "iter": 7, "train/loss": 0.5}
 
 
 def test_a_second_run_appends_to_the_file(writer, tmp_path):
@@ -56,7 +60,8 @@ def test_nan_and_infinities_are_written_as_words(writer, tmp_path, value, spelle
 
 @pytest.mark.parametrize("name", ["train/loss", 'train/":null'])
 @pytest.mark.parametrize("values", [(0.5, 1 / 3, 2), (0.5, math.nan, 0.25), (math.inf, True, 1e300)])
-def test_rows_that_are_written_together_are_the_same_lines(tmp_path, name, values):
+def test_rows_that_are_written_together_are_the_same_lines(tmp_path, monkeypatch, name, values):
+    monkeypatch.setattr("time.time", lambda: 1764000000.5)
     texts = []
     for folder, many in (("single", False), ("together", True)):
         writer = JSONLinesWriter()
@@ -94,7 +99,8 @@ def test_test_metrics_go_to_a_separate_file(writer, tmp_path):
     writer.open(RunFacts("digits", tmp_path))
     writer.write_scalars({"test/accuracy": 0.75}, 3, Where("test", epoch=3, iter=9))
     writer.close()
-    assert json.loads((tmp_path / "test_metrics.json").read_text()) == {"step": 3, "epoch": 3, "iter": 9, "test/accuracy": 0.75}
+    line = json.loads((tmp_path / "test_metrics.json").read_text())
+    assert line == {"step": 3, "epoch": 3, "iter": 9, "time": line["time"], "test/accuracy": 0.75}
     assert not (tmp_path / "scalars.jsonl").exists()
 
 
