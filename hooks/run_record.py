@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from eventloop import Hook, Priority, get_logger, mount, register
+from eventloop import Hook, Priority, check_options, get_logger, mount, register
 from eventloop import events as ev
 from eventloop.observe import (
     RECORD,
@@ -81,6 +81,7 @@ class RunRecordHook(Hook):
     observes = True
     ranks = "rank0"
 
+    @check_options
     def __init__(self, *, costs: bool = True) -> None:
         # All of it is used on the lane's thread only.
         self._facts = RunFacts(name="")

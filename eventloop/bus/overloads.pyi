@@ -330,6 +330,16 @@ class TypedOn:
         **options: Unpack[HandlerOptions],
     ) -> Subscription: ...
     @overload
+    def on(self, event: Literal["costs_measured"], /, **options: Unpack[HandlerOptions]) -> Listens[ev.CostsMeasured]: ...
+    @overload
+    def on(
+        self,
+        event: Literal["costs_measured"],
+        handler: Callable[[ev.CostsMeasured], object],
+        /,
+        **options: Unpack[HandlerOptions],
+    ) -> Subscription: ...
+    @overload
     def on(
         self, event: Literal["checkpoint_committed"], /, **options: Unpack[HandlerOptions]
     ) -> Listens[ev.CheckpointCommitted]: ...
@@ -576,6 +586,8 @@ class TypedOn:
     def stream(
         self, event: Literal["checkpoint_staged"], /, **options: Unpack[StreamOptions]
     ) -> Stream[ev.CheckpointStaged]: ...
+    @overload
+    def stream(self, event: Literal["costs_measured"], /, **options: Unpack[StreamOptions]) -> Stream[ev.CostsMeasured]: ...
     @overload
     def stream(
         self, event: Literal["checkpoint_committed"], /, **options: Unpack[StreamOptions]
