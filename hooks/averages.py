@@ -131,8 +131,8 @@ class WeightAverage:
 class ExponentialMovingAverage(WeightAverage):
     """``average = (1 − momentum) · average + momentum · weight``.
 
-    ``momentum`` is the share of the new weights, between 0 and 1: small, unlike an optimizer's momentum. The other options are
-    those of :class:`WeightAverage`.
+    Args:
+        momentum: share of the new weights, between 0 and 1: small, unlike an optimizer's momentum.
     """
 
     @check_options
@@ -164,7 +164,11 @@ class StochasticWeightAverage(WeightAverage):
 class MomentumAnnealingEMA(ExponentialMovingAverage):
     """An exponential moving average that follows quickly at first and slowly later.
 
-    Its momentum is ``max(momentum, gamma / (gamma + steps))``: after ``gamma`` updates it has fallen to one half.
+    Its momentum is ``max(momentum, gamma / (gamma + steps))``.
+
+    Args:
+        momentum: share of the new weights in the end, between 0 and 1.
+        gamma: updates after which the share has fallen to one half.
     """
 
     @check_options

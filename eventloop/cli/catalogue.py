@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import typing
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from eventloop.bus.hook import mount_points_of
 from eventloop.bus.priority import Priority
-from eventloop.config import registered
+from eventloop.config import find, option_descriptions, registered
 from eventloop.config.make import Signature, describe
 from eventloop.config.names import Imports
 from eventloop.events.event import mount_points, resolve
@@ -27,15 +28,19 @@ _COUNTED = {"iter": "iterations", "batch": "batches", "publish": "publishes"}
 Modules = Annotated[list[str] | None, Parameter(name="--import", metavar="MODULE")]
 
 
-def list_hooks(*, imports: Modules = None) -> None:
-    """List every registered hook: options, types, defaults, mount points.
+def list_hooks(name: str | None = None, /, *, imports: Modules = None) -> None:
+    """List every registered hook: options, types, defaults, mount points; or show one with what its options do.
 
     Args:
+        name: a hook, a logger's writer, or an average, such as CheckpointHook.
         imports: your module with further hooks.
     """
     import hooks  # noqa: F401 - registers the built-in hooks
 
     Imports(imports or (), [Path.cwd()])
+    if name is not None:
+        _show(name)
+        return
     console = Console()
     for kind, title in _TITLES.items():
         console.rule(f"[bold]{title}", align="left")
@@ -46,13 +51,48 @@ def list_hooks(*, imports: Modules = None) -> None:
             summary = (inspect.getdoc(entry.cls) or "").partition("\n\n")[0].replace("\n", " ")
             lines: list[RenderableType] = [Text(summary)] if summary else []
             if kind == "hook":
-                priority = Priority.parse(entry.cls.priority)  # type: ignore[attr-defined]
-                where = f"priority {priority} {Priority.label(priority)}, at {', '.join(mount_points_of(entry.cls))}"
-                lines.append(Text(where, style="dim"))
+                lines.append(_where(entry.cls))
             lines.append(_options(kind, signature, width))
             console.print(Text.assemble((entry.name, "bold cyan"), aliases))
             console.print(Padding(Group(*lines), (0, 0, 0, 2)))
             console.print()
+
+
+def _where(cls: type[Any]) -> Text:
+    priority = Priority.parse(cls.priority)
+    return Text(f"priority {priority} {Priority.label(priority)}, at {', '.join(mount_points_of(cls))}", style="dim")
+
+
+def _show(name: str) -> None:
+    """Print one class: what it does, and its options with their descriptions."""
+    entries = ((kind, entry) for kind in _TITLES for entry in registered(kind))
+    kind, cls = next(((kind, entry.cls) for kind, entry in entries if name in (entry.name, *entry.aliases)), ("hook", None))
+    cls = find("hook", name) if cls is None else cls  # an unknown name is an error there, with the nearest ones
+    console, descriptions = Console(highlight=False), option_descriptions(cls)
+    signature = Signature(cls)
+    text = re.split(r"^(?:Args|Raises|Attributes):$", inspect.getdoc(cls) or "", maxsplit=1, flags=re.MULTILINE)[0].strip()
+    console.print(Text(cls.__name__, style="bold cyan"))
+    console.print(Text(_plain(text)))
+    if kind == "hook":
+        console.print(_where(cls))
+    for option in signature.options.values():
+        if kind != "average" or option.name != "model":  # the hook gives it
+            shown = ("required", "red") if option.default is option.empty else (f"= {_default(option)}", "green")
+            console.print()
+            console.print(Text.assemble((option.name, "bold"), ": ", (describe(option.annotation), "dim"), " ", shown))
+            console.print(Padding(Text(_plain(descriptions.get(option.name, ""))), (0, 0, 0, 4), expand=False))
+    if signature.rest_of is not None:
+        console.print(f"\nFurther options are those of {signature.rest_of}.")
+
+
+def _plain(text: str) -> str:
+    """Return a docstring's text for a terminal: without roles, and with each paragraph on one line."""
+    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`")
+    return re.sub(r"(?<=\S)\n(?=[^\s*-])", " ", text)
+
+
+def _default(option: inspect.Parameter) -> str:
+    return option.default.__name__ if isinstance(option.default, type) else repr(option.default)
 
 
 def _options(kind: str, signature: Signature, width: int) -> Table:
@@ -60,8 +100,7 @@ def _options(kind: str, signature: Signature, width: int) -> Table:
     table = Table.grid(Column(width=width, no_wrap=True), *fold, padding=(0, 2, 0, 0), expand=True)
     for option in signature.options.values():
         if kind != "average" or option.name != "model":  # the hook gives it
-            default = option.default.__name__ if isinstance(option.default, type) else repr(option.default)
-            shown = Text("required", style="red") if option.default is option.empty else Text(default, style="green")
+            shown = Text("required", style="red") if option.default is option.empty else Text(_default(option), style="green")
             table.add_row(option.name, Text(describe(option.annotation), style="dim"), shown)
     if signature.rest_of is not None:
         table.add_row(f"those of {signature.rest_of}", "", "")

@@ -1,9 +1,11 @@
 """Make hooks, models and loops from a configuration, with options typed by signatures.
 
 ``read`` reads files and applies changes of the command line. ``names`` registers classes and resolves ``module:attribute``.
-``make`` makes objects by their signatures. ``setup`` makes hooks and a whole loop.
+``make`` makes objects by their signatures; ``descriptions`` has what docstrings say about options. ``setup`` makes hooks and a
+whole loop.
 """
 
+from eventloop.config.descriptions import option_descriptions
 from eventloop.config.make import OptionsOf
 from eventloop.config.names import (
     Migration,
@@ -29,6 +31,7 @@ __all__ = [
     "Setup",
     "add_hooks",
     "find",
+    "option_descriptions",
     "override",
     "read",
     "register",

@@ -1,0 +1,38 @@
+"""``trainbus hooks NAME``: one hook with what its options do."""
+
+import pytest
+
+from eventloop.cli import main
+from eventloop.config import option_descriptions, registered
+from eventloop.config.make import Signature
+
+KINDS = ("hook", "writer", "average")
+OFFERED = [one for kind in KINDS for one in registered(kind) if one.cls.__module__.partition(".")[0] in ("hooks", "eventloop")]
+
+
+@pytest.mark.parametrize("entry", OFFERED, ids=[entry.name for entry in OFFERED])
+def test_every_option_has_a_description(entry):
+    described = option_descriptions(entry.cls)
+    assert [name for name in Signature(entry.cls).options if not described.get(name)] == []
+
+
+def test_one_hook_is_shown_with_the_type_default_and_description_of_each_option(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["hooks", "CheckpointHook"]) == 0
+    shown = capsys.readouterr().out
+    assert "interval: int = -1\n    epochs or iterations between saves; -1 for none." in shown
+    assert "before_train" in shown
+    assert "``" not in shown
+    assert ":class:" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", ["JSONLinesWriter", "StochasticWeightAverage"])
+def test_writers_and_averages_are_shown_too(capsys, name):
+    assert main(["hooks", name]) == 0
+    assert capsys.readouterr().out.startswith(f"{name}\n")
+
+
+def test_an_unknown_name_is_an_error_with_the_nearest_ones(capsys):
+    assert main(["hooks", "EMAHok"]) == 2
+    assert "did you mean 'EMAHook'" in capsys.readouterr().err
