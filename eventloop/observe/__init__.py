@@ -16,6 +16,7 @@ from eventloop.observe.run_folder import (
     read_facts,
     write_facts,
 )
+from eventloop.observe.verdict import expensive
 
 __all__ = [
     "FACTS",
@@ -34,6 +35,7 @@ __all__ = [
     "Session",
     "encode_line",
     "environment",
+    "expensive",
     "find_runs",
     "is_run",
     "read_facts",

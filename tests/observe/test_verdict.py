@@ -1,0 +1,100 @@
+import pytest
+
+from eventloop.observe import Costs, Growth, Histogram, LaneCosts, Part
+from eventloop.observe.verdict import duration, expensive, size
+
+STEPS = Histogram({160: 1000})
+
+
+def part(name, share, *, group="hook", calls=1000, mount_point="after_train_iter"):
+    return Part(group, name, calls, share * 10, share, share * 10 / max(calls, 1), 0.0, mount_point)
+
+
+def training(name, share):
+    return part(name, share, group="training", calls=0, mount_point="")
+
+
+def costs(*parts, **fields):
+    return Costs(10.0, list(parts), STEPS, **fields)
+
+
+def lane(**fields):
+    return LaneCosts(
+        "Histograms.draw", ["after_train_iter"], **{"delivered": 900, "failed": 0, "dropped": 0, "pending": 0} | fields
+    )
+
+
+def test_a_run_without_anything_expensive_has_no_sentence():
+    assert (
+        expensive(costs(training("step", 0.9), part("EMAHook.after_train_iter", 0.02), training("waiting for data", 0.04)))
+        == []
+    )
+
+
+def test_the_worst_comes_first():
+    parts = [training("step", 0.5), part("Histograms.after_train_iter", 0.11), training("waiting for data", 0.38)]
+    assert expensive(costs(*parts)) == [
+        "38% of the time is waiting for data: 3.8 ms an iteration.",
+        "Histograms takes 11% of the time: 1.1 ms an iteration.",
+    ]
+    assert len(expensive(costs(*parts), most=1)) == 1
+
+
+def test_the_methods_of_a_hook_count_together():
+    parts = [
+        part("Mine.before_train_iter", 0.02),
+        part("Mine.after_train_iter", 0.02),
+        part("Mine.write", 0.01, group="hand-off"),
+    ]
+    assert expensive(costs(*parts)) == ["Mine takes 5.0% of the time: 500 µs an iteration."]
+
+
+def test_a_hook_that_is_called_rarely_is_told_by_its_call():
+    [sentence] = expensive(costs(part("watch", 0.05, calls=2, mount_point="after_val")))
+    assert sentence == "watch takes 5.0% of the time: 250 ms a call at after_val."
+
+
+def test_a_full_lane_is_told_with_the_speed_of_its_handler():
+    [sentence] = expensive(costs(lanes=[lane(waited=0.5, seconds=3.69)]))
+    assert sentence == "Training waits 5.0% of the time for the full lane of Histograms: its handler takes 4.1 ms an event."
+
+
+def test_lost_events_are_told():
+    [sentence] = expensive(costs(lanes=[lane(dropped=100)]))
+    assert sentence == "The lane of Histograms dropped 100 of 1000 events."
+
+
+def test_checkpoints_that_hold_training_up_are_told():
+    [sentence] = expensive(costs(training("copying for checkpoints", 0.02)))
+    assert sentence == "Checkpoints hold training up for 2.0% of the time (200 ms)."
+    [sentence] = expensive(costs(training("copying for checkpoints", 0.01), training("waiting for checkpoints", 0.3)))
+    assert sentence.endswith("31% of the time (3.1 s, mostly because the one before was still being written).")
+
+
+def test_memory_that_grows_is_told_with_the_hook_that_keeps_it():
+    grown = [Growth("process", 120_000_000, 60.0, 500), Growth("Leaky", 110_000_000, 60.0, 500)]
+    [sentence] = expensive(costs(memory=1_000_000_000, growth=grown))
+    assert sentence == "Memory grew by 120 MB in 60 s, 500 iterations; Leaky keeps 220 kB more each iteration."
+    assert expensive(costs(memory=1_000_000_000, growth=[Growth("process", 1_000_000, 60.0, 500)])) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 µs"),
+        (2.5e-7, "0.25 µs"),
+        (0.0041, "4.1 ms"),
+        (0.25, "250 ms"),
+        (61, "61 s"),
+        (150, "2.5 min"),
+        (7200, "2 h"),
+        (1e6, "278 h"),
+    ],
+)
+def test_durations_have_a_unit(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 B"), (512, "512 B"), (118_400_000, "118 MB"), (2.5e9, "2.5 GB")])
+def test_sizes_have_a_unit(number, text):
+    assert size(number) == text
