@@ -340,6 +340,28 @@ class TypedOn:
         **options: Unpack[HandlerOptions],
     ) -> Subscription: ...
     @overload
+    def on(self, event: Literal["run_paused"], /, **options: Unpack[HandlerOptions]) -> Listens[ev.RunPaused]: ...
+    @overload
+    def on(
+        self, event: Literal["run_paused"], handler: Callable[[ev.RunPaused], object], /, **options: Unpack[HandlerOptions]
+    ) -> Subscription: ...
+    @overload
+    def on(self, event: Literal["run_resumed"], /, **options: Unpack[HandlerOptions]) -> Listens[ev.RunResumed]: ...
+    @overload
+    def on(
+        self, event: Literal["run_resumed"], handler: Callable[[ev.RunResumed], object], /, **options: Unpack[HandlerOptions]
+    ) -> Subscription: ...
+    @overload
+    def on(self, event: Literal["learning_rate_set"], /, **options: Unpack[HandlerOptions]) -> Listens[ev.LearningRateSet]: ...
+    @overload
+    def on(
+        self,
+        event: Literal["learning_rate_set"],
+        handler: Callable[[ev.LearningRateSet], object],
+        /,
+        **options: Unpack[HandlerOptions],
+    ) -> Subscription: ...
+    @overload
     def on(
         self, event: Literal["checkpoint_committed"], /, **options: Unpack[HandlerOptions]
     ) -> Listens[ev.CheckpointCommitted]: ...
@@ -588,6 +610,14 @@ class TypedOn:
     ) -> Stream[ev.CheckpointStaged]: ...
     @overload
     def stream(self, event: Literal["costs_measured"], /, **options: Unpack[StreamOptions]) -> Stream[ev.CostsMeasured]: ...
+    @overload
+    def stream(self, event: Literal["run_paused"], /, **options: Unpack[StreamOptions]) -> Stream[ev.RunPaused]: ...
+    @overload
+    def stream(self, event: Literal["run_resumed"], /, **options: Unpack[StreamOptions]) -> Stream[ev.RunResumed]: ...
+    @overload
+    def stream(
+        self, event: Literal["learning_rate_set"], /, **options: Unpack[StreamOptions]
+    ) -> Stream[ev.LearningRateSet]: ...
     @overload
     def stream(
         self, event: Literal["checkpoint_committed"], /, **options: Unpack[StreamOptions]

@@ -219,6 +219,26 @@ class CostsMeasured(Event, kw_only=True):
     costs: Any
 
 
+class RunPaused(Event, kw_only=True):
+    """``run.pause()`` has taken effect: the training thread waits, and publishes this first."""
+
+    progress: Progress
+
+
+class RunResumed(Event, kw_only=True):
+    """The pause of a run has ended, by ``run.resume()`` or ``run.stop()``."""
+
+    progress: Progress
+
+
+class LearningRateSet(Event, kw_only=True):
+    """``run.set_lr()`` has taken effect on the optimizers with these names."""
+
+    progress: Progress
+    lr: float
+    optimizers: list[str]
+
+
 class CheckpointCommitted(Event, kw_only=True):
     """A checkpoint is durable on disk. Published, with its inline handlers, on the thread that wrote it.
 

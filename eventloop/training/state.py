@@ -16,7 +16,7 @@ import torch
 
 from eventloop.bus import Bus
 from eventloop.errors import RunCancelled, TrainingError, stopped
-from eventloop.events import Progress, Stage
+from eventloop.events import Event, LearningRateSet, Progress, RunPaused, RunResumed, Stage
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import Agreement, Ranks
 from eventloop.training.distributed.rounds import Rounds
@@ -263,12 +263,14 @@ class RunState:
                 self.handle_requests()  # a pause begins at this point on all ranks
 
     def _wait(self) -> None:
+        self._publish(RunPaused)
         log.info("the run is paused", iter=self.counters.iter)
         while (wanted := self.agreement or self).paused and not (wanted.stop or wanted.cancelled):
             time.sleep(_LOOK)
             if self.agreement is not None:  # all ranks together, or some would time out in a collective of the training
                 self.agreement.settle()
         self.check_cancelled()
+        self._publish(RunResumed)
         log.info("the run continues", iter=self.counters.iter)
 
     def _set_rates(self) -> None:
@@ -279,4 +281,9 @@ class RunState:
             for name in names:
                 set_learning_rate(self._optimizers[name], rate)
             log.info("the learning rate was set", lr=rate, optimizers=", ".join(names), iter=self.counters.iter)
+            self._publish(LearningRateSet, lr=rate, optimizers=list(names))
         self.version += bool(wanted)
+
+    def _publish(self, event: type[Event], **fields: Any) -> None:
+        if self._bus.heard(event, True):
+            self._bus.publish(event(progress=self.progress, **fields))

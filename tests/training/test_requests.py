@@ -74,7 +74,7 @@ def test_a_paused_run_waits_until_resumed_with_equal_results(parts, at):
     whole = parts.loop(max_epochs=2)
     trace = parts.Trace(whole.bus)
     whole.run()
-    assert stalled.trace.names == trace.names
+    assert [name for name in stalled.trace.names if name not in ("run_paused", "run_resumed")] == trace.names
     parts.assert_same(stalled.loop.model.state_dict(), whole.model.state_dict())
 
 
@@ -82,7 +82,7 @@ def test_it_pauses_at_the_end_of_the_iteration_under_way(parts):
     seen: list[str] = []
     stalled = Stalled(parts, lambda run: (seen.extend(stalled.trace.names), run.resume()), at="before_train_iter")
     stalled.loop.run()
-    assert seen[-2:] == ["before_train_iter", "after_train_iter"]
+    assert seen[-3:] == ["before_train_iter", "after_train_iter", "run_paused"]
 
 
 def test_the_loop_passes_pause_and_resume_on_to_the_run_under_way(parts):
@@ -93,6 +93,15 @@ def test_the_loop_passes_pause_and_resume_on_to_the_run_under_way(parts):
     stalled.loop.run()
     assert stalled.still == [True]
     assert stalled.trace.names[-1] == "after_run"
+
+
+def test_the_bus_hears_when_a_pause_begins_and_ends(parts):
+    stalled = Stalled(parts, lambda run: run.resume())
+    heard: list[tuple[str, int]] = []
+    for name in ("run_paused", "run_resumed"):
+        stalled.bus.on(name, lambda event: heard.append((event.mount_point, event.progress.iter)))
+    stalled.loop.run()
+    assert heard == [("run_paused", 2), ("run_resumed", 2)]
 
 
 def test_a_stop_ends_a_paused_run_cleanly_without_another_iteration(parts):
@@ -268,6 +277,14 @@ def test_a_learning_rate_holds_from_the_next_iteration_on(parts, bus, as_tensor)
     optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1) if as_tensor else 0.1)
     assert rates(parts, bus, optimizer, model, set_at=3) == pytest.approx([0.1] * 3 + [0.02] * 3)
     assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor) == as_tensor
+
+
+def test_the_bus_hears_when_a_learning_rate_takes_effect(parts, bus):
+    heard: list[tuple[int, float, list[str]]] = []
+    bus.on("learning_rate_set", lambda event: heard.append((event.progress.iter, event.lr, event.optimizers)))
+    model = parts.model()
+    rates(parts, bus, torch.optim.SGD(model.parameters(), lr=0.1), model, set_at=3)
+    assert heard == [(3, 0.02, ["optimizer"])]
 
 
 def test_it_is_for_all_groups_of_all_optimizers_or_of_one_by_name_or_index(parts, bus):
