@@ -286,4 +286,4 @@ class RunState:
 
     def _publish(self, event: type[Event], **fields: Any) -> None:
         if self._bus.heard(event, True):
-            self._bus.publish(event(progress=self.progress, **fields))
+            self._bus.publish(event(progress=self.counters.snapshot(self.progress.stage), **fields))
