@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hooks
 from eventloop import Bus, ConfigurationError, TrainLoop
+from eventloop.observe import last_lines
 
 BATCH = 32
 
@@ -89,6 +90,7 @@ def make_bus(optimizer: torch.optim.Optimizer, iterations: int, console: Console
         hooks.LoggerHook(interval=20, writers=[hooks.ConsoleWriter(console), hooks.JSONLinesWriter(interval=1)]),
         hooks.ProgressBar(console),
         hooks.CheckpointHook(interval=1, save_best="accuracy", max_keep_ckpts=2),
+        hooks.RunRecordHook(),
     )
     return bus
 
@@ -152,5 +154,5 @@ def run_demo(work_dir: Path, *, epochs: int = 30, seed: int = 0, resume: bool = 
     summary.add_row("files in", str(work_dir))
     for path in sorted(work_dir.iterdir()):
         summary.add_row("", f"{path.name}  ({path.stat().st_size / 1e3:.0f} kB)")
-    console.print("", *tables[:1], summary)
+    console.print("", *tables[:1], summary, "", last_lines(work_dir, loop.bus))
     return 0

@@ -19,6 +19,7 @@ from eventloop.cli.common import Positive, Seed, check_checkpoint
 from eventloop.config import Setup, override, read
 from eventloop.config.read import SUFFIXES, shortened
 from eventloop.errors import ConfigurationError
+from eventloop.observe import last_lines
 from eventloop.training.distributed.launch import from_first, process_group
 from eventloop.training.distributed.ranks import this_rank
 from eventloop.training.loop import TrainLoop
@@ -30,6 +31,7 @@ def run(
     config: Path,
     /,
     *changes: Annotated[str, Parameter(name="CHANGE")],
+    costs: bool = False,
     dry_run: bool = False,
     resume: Annotated[str | None, Parameter(metavar="[RUN]")] = None,
 ) -> None:
@@ -47,6 +49,7 @@ def run(
     Args:
         config: a .toml, .yaml or .json file.
         changes: of single keys, as key=value; see above.
+        costs: at the end, print where the time went: data, step, each hook, checkpoints.
         dry_run: make everything and show the hook table, but do not train.
         resume: resume a run. Without a value (or with auto): the newest run of this configuration, or the one in
             loop.work_dir. With a folder: the run in it. With a checkpoint file or URL: from it, in a new folder.
@@ -60,6 +63,8 @@ def run(
         work_dir, resume = from_first(partial(_work_dir, setup.loop, config, resume))
         setup.loop["work_dir"] = work_dir
         loop = setup.make()
+        if costs:
+            loop.bus.timing = True
         console.print(f"[bold]trainbus run[/] {config} → {work_dir}", highlight=False)
         if dry_run:
             console.print(loop.bus.describe())
@@ -67,6 +72,9 @@ def run(
             return
         with _resumable(work_dir, f"--resume {work_dir}"):
             _train(loop, work_dir, console, resume=resume, test=setup.tests)
+            if costs:
+                console.print("", loop.bus.costs())
+            console.print("", last_lines(work_dir, loop.bus))
 
 
 def demo(*, out: Path | None = None, epochs: Positive = 30, seed: Seed = 0, resume: bool = False) -> int:

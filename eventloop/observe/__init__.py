@@ -2,6 +2,7 @@
 
 from eventloop.observe.costs import BusRecorder, Costs, Growth, Histogram, LaneCosts, Part
 from eventloop.observe.environment import Environment, environment
+from eventloop.observe.last_lines import last_lines
 from eventloop.observe.run_folder import (
     FACTS,
     RECORD,
@@ -16,6 +17,7 @@ from eventloop.observe.run_folder import (
     read_facts,
     write_facts,
 )
+from eventloop.observe.sparkline import Sparkline, main_curve
 from eventloop.observe.verdict import expensive
 
 __all__ = [
@@ -33,11 +35,14 @@ __all__ = [
     "RunFolder",
     "RunFolderError",
     "Session",
+    "Sparkline",
     "encode_line",
     "environment",
     "expensive",
     "find_runs",
     "is_run",
+    "last_lines",
+    "main_curve",
     "read_facts",
     "write_facts",
 ]

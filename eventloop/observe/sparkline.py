@@ -1,0 +1,74 @@
+"""``Sparkline``: a curve in one line of a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from math import isfinite
+from typing import Any, Final
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+WIDTH: Final = 80  # columns at most
+_LEVELS, _PLAIN_LEVELS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
+
+
+class Sparkline:
+    """A curve to print: its name, the first value, bars, and the last value, in one line of at most 80 columns.
+
+    A bar is the mean of its values; one without a finite value is a space. A terminal without block characters gets plain ones.
+
+    Args:
+        name: of the curve.
+        values: in order; at least one.
+    """
+
+    def __init__(self, name: str, values: Sequence[float]) -> None:
+        self.name = name
+        self.values = values
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        head, tail = f"{self.name} {self.values[0]:.4g} ", f" {self.values[-1]:.4g}"
+        room = min(WIDTH, options.max_width) - len(head) - len(tail)
+        levels = _PLAIN_LEVELS if options.ascii_only else _LEVELS
+        line = Text.assemble(head, (bars(self.values, max(room, 1), levels), "cyan"), tail)
+        line.truncate(options.max_width)
+        yield line
+
+
+def bars(values: Sequence[float], width: int, levels: str = _LEVELS) -> str:
+    """Return at most ``width`` characters, each for the mean of a part of the values."""
+    edges = [round(index * len(values) / min(width, len(values))) for index in range(min(width, len(values)) + 1)]
+    means = [_mean(values[begin:end]) for begin, end in pairwise(edges)]
+    finite = [one for one in means if one is not None]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(levels) - 1) / (high - low) if high > low else 0.0
+    return "".join(" " if one is None else levels[round((one - low) * scale)] for one in means)
+
+
+def main_curve(lines: Iterable[Mapping[str, Any]]) -> Sparkline | None:
+    """Return the curve of the main scalar of a run, from its ``scalars.jsonl``; None if there is none.
+
+    It is the training's loss, or the first scalar named like a loss, or else the first metric of the validations.
+    """
+    curves: dict[str, dict[int, float]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if _rank(name) < _NO_CURVE and isinstance(value, int | float):
+                curves.setdefault(name, {})[line["step"]] = value  # a repeated step of a resumed run counts once
+    name = min(curves, key=_rank, default="")  # the first of several with the same rank
+    return Sparkline(name, list(curves[name].values())) if name else None
+
+
+_NO_CURVE: Final = 3
+
+
+def _rank(name: str) -> int:
+    stage = name.partition("/")[0]
+    return 0 if name == "train/loss" else 1 if stage == "train" and "loss" in name else 2 if stage == "val" else _NO_CURVE
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    finite = [one for one in values if isfinite(one)]
+    return sum(finite) / len(finite) if finite else None

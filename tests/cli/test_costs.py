@@ -1,0 +1,152 @@
+"""``--costs``, and the last lines of ``trainbus run`` and of the demo: a curve, and what was most expensive."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import eventloop
+from eventloop import Bus, Hook
+from eventloop.cli import main
+from eventloop.observe import Sparkline, last_lines, main_curve
+
+from ..hooks.conftest import make_loop
+
+pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning:sklearn")
+
+DIGITS = str(Path(eventloop.__file__).parent.parent / "examples" / "digits.toml")
+
+
+class Histograms(Hook):
+    """Slow."""
+
+    def after_train_iter(self, event):
+        time.sleep(0.01)
+
+
+def shown(renderable, **options):
+    console = Console(**{"width": 80, "color_system": None, **options})
+    with console.capture() as captured:
+        console.print(renderable)
+    return captured.get()
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path
+
+
+def run(capsys, *changes):
+    assert main(["run", DIGITS, "loop.max_epochs=2", *changes]) == 0
+    return capsys.readouterr().out
+
+
+def test_costs_prints_the_table_at_the_end_of_a_run(here, capsys):
+    out = run(capsys, "--costs")
+    assert re.search(r"^Where \S+ s went\s*$", out, re.MULTILINE)
+    assert "waiting for data" in out
+    assert "OptimizerHook" in out.partition("Where ")[2]
+
+
+def test_without_costs_there_is_no_table_but_the_curve_of_the_loss(here, capsys):
+    out = run(capsys)
+    assert "Where " not in out
+    [curve] = [line for line in out.splitlines() if line.startswith("train/loss ")]
+    assert re.fullmatch(r"train/loss \S+ [▁-█]+ \S+", curve)
+    assert len(curve) == 80
+
+
+def test_costs_measures_also_with_the_record_disabled(here, capsys):
+    assert "waiting for data" in run(capsys, "--costs", "default_hooks.run_record=false")
+
+
+def test_a_run_without_measurement_ends_without_words_on_costs(here, capsys):
+    out = run(capsys, "default_hooks.run_record=false")
+    assert out.rstrip().splitlines()[-1].startswith("train/loss ")
+
+
+def test_a_slow_hook_is_named_at_the_end(tmp_path):
+    bus = Bus(timing=True)
+    make_loop(Histograms(), bus=bus).run()
+    assert "Histograms takes" in shown(last_lines(tmp_path, bus))
+
+
+def test_the_demo_ends_with_the_curve(here, capsys):
+    assert main(["demo", "--epochs", "1"]) == 0
+    assert re.search(r"^train/loss \S+ [▁-█]+ \S+$", capsys.readouterr().out, re.MULTILINE)
+    assert (here / "runs/digits/run.json").is_file()
+
+
+def test_a_pipe_gets_80_columns_without_escape_codes(here):
+    command = [sys.executable, "-m", "trainbus", "run", DIGITS, "loop.max_epochs=1", "--costs"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONUTF8": "1"}, check=True)  # noqa: S603
+    assert "\x1b" not in done.stdout
+    own = done.stdout[done.stdout.index("Where ") :].splitlines()
+    assert all(len(line) <= 80 for line in own)
+
+
+# ----------------------------------------------------------------------------------------------------------- sparkline
+
+
+def test_a_sparkline_is_one_line_of_at_most_80_columns_with_both_ends():
+    assert shown(Sparkline("loss", [2.0, 1.0, 0.5]), width=200) == "loss 2 █▃▁ 0.5\n"
+    for width in (200, 80, 40, 12, 5):
+        [line] = shown(Sparkline("train/loss", [1 / (1 + n) for n in range(1000)]), width=width).splitlines()
+        assert len(line) <= min(80, width)
+
+
+def test_a_terminal_without_block_characters_gets_plain_ones():
+    with Path(os.devnull).open("w", encoding="ascii") as file:
+        assert shown(Sparkline("loss", [2.0, 1.0, 0.5]), file=file) == "loss 2 #-_ 0.5\n"
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ([1.0], "loss 1 ▁ 1"),
+        ([1.0, 1.0], "loss 1 ▁▁ 1"),
+        ([0.0, float("nan"), 1.0], "loss 0 ▁ █ 1"),
+        ([float("nan")], "loss nan   nan"),
+        ([0.0, float("inf")], "loss 0 ▁  inf"),
+    ],
+)
+def test_values_that_are_equal_or_not_finite(values, line):
+    assert shown(Sparkline("loss", values)) == f"{line}\n"
+
+
+@pytest.mark.parametrize(
+    ("scalars", "name"),
+    [
+        ({"train/lr": 0.1, "train/loss_cls": 1.0, "train/loss": 2.0}, "train/loss"),
+        ({"val/accuracy": 0.5, "train/lr": 0.1, "train/loss_cls": 1.0}, "train/loss_cls"),
+        ({"train/lr": 0.1, "val/accuracy": 0.5}, "val/accuracy"),
+    ],
+)
+def test_the_main_scalar_is_the_loss_or_the_first_metric(scalars, name):
+    curve = main_curve([{"step": 1, **scalars}])
+    assert curve is not None
+    assert curve.name == name
+
+
+def test_without_a_loss_or_a_metric_there_is_no_curve():
+    assert main_curve([{"step": 1, "epoch": 1, "iter": 1, "train/lr": 0.1}]) is None
+
+
+def test_of_a_repeated_step_of_a_resumed_run_the_later_value_counts():
+    curve = main_curve({"step": step, "train/loss": value} for step, value in [(1, 3.0), (2, 9.0), (2, 2.0), (3, 1.0)])
+    assert curve is not None
+    assert curve.values == [3.0, 2.0, 1.0]
+
+
+def test_a_damaged_file_of_scalars_does_not_fail_the_end_of_a_run(tmp_path):
+    (tmp_path / "scalars.jsonl").write_text(json.dumps({"step": 1}) + "\nbroken\n")
+    assert "no curve: " in shown(last_lines(tmp_path, Bus()), width=400)
