@@ -65,6 +65,8 @@ class Histogram(msgspec.Struct, frozen=True):
     """Counts of durations: ``counts[i]`` of those from ``2**(i / 8)`` ns on, below ``2**((i + 1) / 8)`` ns."""
 
     counts: dict[int, int] = {}
+    seconds: float = 0.0
+    """The sum of the durations."""
 
     @property
     def total(self) -> int:
@@ -83,7 +85,7 @@ class Histogram(msgspec.Struct, frozen=True):
     def since(self, before: Histogram) -> Histogram:
         """Return the counts that were added since ``before``, an earlier state of this histogram."""
         more = {index: number - before.counts.get(index, 0) for index, number in self.counts.items()}
-        return Histogram({index: number for index, number in more.items() if number})
+        return Histogram({index: number for index, number in more.items() if number}, self.seconds - before.seconds)
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -240,7 +242,7 @@ class BusRecorder(Recorder):
         wall = sum(one.until - one.begun for one in accounts)
         own: Counter[Any] = Counter()
         publishing = 0
-        for name, number in self._ids.items():
+        for name, number in list(self._ids.items()):  # routes that are compiled meanwhile add names
             spent = sum(one.spent(number) for one in accounts)
             if isinstance(name, str) and name in registry:
                 publishing += spent
@@ -256,7 +258,7 @@ class BusRecorder(Recorder):
         return Costs(
             wall=wall / 1e9,
             parts=[part for part in parts if part.seconds or part.calls],
-            steps=Histogram(dict(steps)),
+            steps=Histogram(dict(steps), sum(one.stepped for one in accounts) / 1e9),
             lanes=lanes,
             dropped=self.dropped,
         )
@@ -310,6 +312,8 @@ class _Account:
         self._open: set[tuple[int, tuple[int, ...]]] = set()
         self.steps: Counter[int] = Counter()
         """The histogram of iterations."""
+        self.stepped = 0
+        """The time of all iterations in ns."""
         self._last_mark = begun
         self._iteration, self._marks = recorder.id_of("after_train_iter"), [recorder.id_of(name) for name in _MARKS]
         self._between = [_numbered(one, recorder) for one in BETWEEN]
@@ -345,6 +349,7 @@ class _Account:
         ends = window[window[:, NAME] == self._iteration, END]
         if len(ends):
             taken = ends - marks[np.searchsorted(marks, ends) - 1]
+            self.stepped += int(taken.sum())
             self.steps.update((np.log2(np.maximum(taken, 1)) * _BINS).astype(np.int64).tolist())
         self._last_mark = int(marks[-1])
 

@@ -1,0 +1,285 @@
+"""``/metrics``: read with the parser of prometheus-client itself."""
+
+import gc
+import math
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+import torch
+from torch import nn
+
+from eventloop import Bus, ConfigurationError, Run
+from eventloop.events import AfterTrainIter, Progress
+from hooks import CheckpointHook
+
+from ..hooks.conftest import make_loop
+
+pytest.importorskip("prometheus_client")
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from prometheus_client.parser import text_string_to_metric_families as parse_plain
+
+from eventloop.observe.metrics import RunCollector, expose, metrics_app
+
+OPEN = "application/openmetrics-text; version=1.0.0"
+
+
+class Scrape:
+    """What one scrape has found."""
+
+    def __init__(self, text: str) -> None:
+        self.families = {family.name: family for family in text_string_to_metric_families(text)}
+        self.samples = [sample for family in self.families.values() for sample in family.samples]
+
+    def all(self, name: str, /, **labels: str) -> list[float]:
+        return [one.value for one in self.samples if one.name == f"trainbus_{name}" and labels.items() <= one.labels.items()]
+
+    def one(self, name: str, /, **labels: str) -> float:
+        [value] = self.all(name, **labels)
+        return value
+
+    def state(self, run: str = "run") -> str:
+        [state] = [one for one in self.samples if one.name == "trainbus_run_state" and one.value and one.labels["run"] == run]
+        return state.labels["trainbus_run_state"]
+
+
+def scrape(collector) -> Scrape:
+    return Scrape(expose(collector, OPEN)[0].decode())
+
+
+def test_a_scrape_tells_how_far_and_how_fast_a_run_is(tmp_path):
+    bus = Bus()
+    collector = RunCollector(bus)
+    make_loop(bus=bus, val_data=[(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))], name='say "hi"\n\\o/').run()
+    found = scrape(collector)
+    run = {"run": 'say "hi"\n\\o/'}
+    assert all(sample.labels["run"] == run["run"] for sample in found.samples)
+    assert (found.one("iterations_total"), found.one("updates_total"), found.one("epochs_total")) == (8, 8, 2)
+    assert found.one("step_seconds_count", **run) == found.one("step_seconds_bucket", le="+Inf") == 8
+    assert found.one("step_seconds_sum") > 0
+    buckets = found.all("step_seconds_bucket")
+    assert buckets == sorted(buckets)
+    assert found.one("learning_rate", optimizer="optimizer", group="0") == 0.1
+    assert found.one("scalar", name="train/loss") > 0
+    assert found.one("scalar", name="val/loss") > 0
+    assert found.state('say "hi"\n\\o/') == "finished"
+    assert found.one("throughput_iterations_per_second") == 0
+    assert found.one("run_info", world_size="1", rank="0", device="cpu") == 1
+    assert sum(found.all("cost_seconds_total")) == pytest.approx(bus.costs().wall, rel=0.02)
+    assert found.all("cost_seconds_total", part="training.update.after_train_iter", mount_point="after_train_iter")
+
+
+def test_scrapes_before_during_and_after_a_run_read_alike():
+    bus = Bus()
+    collector = RunCollector(bus)
+    during = []
+    bus.on("after_train_iter", lambda event: during.append(scrape(collector)))
+    assert scrape(collector).samples == []
+    make_loop(bus=bus).run()
+    assert {one.state() for one in during} == {"running"}
+    assert [one.one("iterations_total") for one in during] == list(range(8))
+    after = scrape(collector)
+    assert after.one("iterations_total") == 8
+    assert set(during[-1].families) <= set(after.families)
+
+
+@pytest.mark.parametrize(
+    ("how", "state"), [(ValueError, "failed"), (KeyboardInterrupt, "interrupted"), ("stop", "stopped"), (None, "finished")]
+)
+def test_it_tells_how_a_run_ended(how, state):
+    bus = Bus()
+    collector = RunCollector(bus)
+
+    def end(event):
+        if how == "stop":
+            event.run.stop("enough")
+        elif how is not None:
+            raise how
+
+    bus.on("after_train_iter", end, once=3)
+    if how in (None, "stop"):
+        make_loop(bus=bus).run()
+    else:
+        with pytest.raises(how):
+            make_loop(bus=bus).run()
+    found = scrape(collector)
+    assert found.state() == state
+    assert found.one("iterations_total") == {"stop": 3, None: 8}.get(how, 2)
+    assert found.one("learning_rate") == 0.1
+
+
+def test_runs_of_one_process_have_a_label_each():
+    collector = RunCollector()
+    buses = [Bus() for _ in range(4)]
+    for bus, given in zip(buses, (None, None, None, "mine"), strict=True):
+        collector.add(bus, given)
+    collector.add(buses[0])
+    for bus, name, epochs in zip(buses, ("digits", "digits", "digits-2", "digits"), (1, 2, 3, 4), strict=True):
+        make_loop(bus=bus, name=name, max_epochs=epochs).run()
+    found = scrape(collector)
+    assert {run: found.one("epochs_total", run=run) for run in ("digits", "digits-2", "mine")} == {
+        "digits": 1,
+        "digits-2": 2,
+        "mine": 4,
+    }
+    assert len({sample.labels["run"] for sample in found.samples}) == 4
+    collector.remove(buses[0])
+    assert scrape(collector).one("epochs_total", run="digits") == 2
+    assert all(hook.label != "LatestHook" for hook in buses[0].hooks)
+
+
+def test_a_registry_takes_one_collector_of_runs():
+    registry = CollectorRegistry()
+    buses = [Bus(), Bus()]
+    registry.register(RunCollector(buses[0]))
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        registry.register(RunCollector(buses[1]))
+    make_loop(bus=buses[0]).run()
+    names = {family.name for family in parse_plain(generate_latest(registry).decode())}
+    assert {"trainbus_iterations", "trainbus_step_seconds"} <= names
+
+
+def test_lanes_tell_depth_drops_and_failures_and_their_counts_never_fall():
+    bus = Bus()
+    collector = RunCollector(bus)
+    go_on = threading.Event()
+
+    def slow(event):
+        go_on.wait()
+
+    def broken(event):
+        raise ValueError("broken")
+
+    lane = bus.on("after_train_iter", slow, offload="thread", queue=2, full="drop_new")
+    bus.on("after_train_iter", broken, offload="thread", on_error="log")
+    bus.on("before_train_iter", broken, on_error="log")
+    seen = []
+
+    @bus.on("after_train", priority="LOWEST")
+    def look(event):
+        while bus.stats()[lane].delivered + bus.stats()[lane].pending + bus.stats()[lane].dropped < 8:
+            time.sleep(0.001)
+        seen.append(scrape(collector))
+        go_on.set()
+
+    make_loop(bus=bus).run()
+    of_slow = {"handler": lane.label, "mount_point": "after_train_iter"}
+    counts = [seen[0].one(name, **of_slow) for name in ("lane_depth", "lane_dropped_total", "lane_delivered_total")]
+    assert sum(counts) == 8
+    assert counts[1] >= 4
+    after = scrape(collector)
+    assert after.one("lane_depth", **of_slow) == 0
+    assert after.one("lane_failed_total", handler=next(one.label for one in bus.subscriptions if "broken" in one.label)) == 8
+    assert sum(after.all("handler_failures_total")) == 8
+    lane.cancel()
+    again = scrape(collector)
+    assert again.one("lane_dropped_total", **of_slow) == after.one("lane_dropped_total", **of_slow)
+    bus.on("after_train_iter", slow, offload="thread")
+    assert scrape(collector).one("lane_delivered_total", **of_slow) == after.one("lane_delivered_total", **of_slow)
+
+
+def test_checkpoints_tell_stall_commit_and_age(tmp_path):
+    bus = Bus()
+    collector = RunCollector(bus)
+    make_loop(CheckpointHook(interval=1), bus=bus, work_dir=tmp_path).run()
+    found = scrape(collector)
+    assert found.one("checkpoints_total", outcome="committed") == found.one("checkpoint_commit_seconds_count") == 2
+    assert found.one("checkpoints_total", outcome="failed") == 0
+    assert found.one("checkpoint_commit_seconds_sum") > 0
+    assert found.one("checkpoint_bytes") > 1000
+    assert 0 <= found.one("checkpoint_age_seconds") <= scrape(collector).one("checkpoint_age_seconds") < 1000
+
+
+def test_scalars_keep_their_names_and_may_be_any_number():
+    bus = Bus()
+    collector = RunCollector(bus)
+    given = {
+        'a "b"\n\\': 1.5,
+        "ünï/code": torch.tensor([2.0], requires_grad=True),
+        "nan": math.nan,
+        "inf": torch.tensor(math.inf),
+    }
+    given |= {"text": "no number", "logits": torch.zeros(3), "flag": True}
+    with Run(bus, model=nn.Linear(1, 1), name="own") as run:
+        for _ in run.epochs(1):
+            for _ in run.train([0]):
+                run.report(**given)
+    found = scrape(collector)
+    scalars = {one.labels["name"]: one.value for one in found.families["trainbus_scalar"].samples}
+    assert math.isnan(scalars.pop("train/nan"))
+    assert scalars == {'train/a "b"\n\\': 1.5, "train/ünï/code": 2.0, "train/inf": math.inf, "train/flag": 1.0}
+
+
+def test_two_scrapes_at_once_beside_a_training():
+    bus = Bus()
+    collector = RunCollector(bus)
+    over = threading.Event()
+    found: list[list[Scrape]] = [[], []]
+
+    def read(into):
+        while not over.is_set() or not into:
+            into.append(scrape(collector))
+
+    readers = [threading.Thread(target=read, args=[into]) for into in found]
+    for reader in readers:
+        reader.start()
+    try:
+        make_loop(bus=bus, max_epochs=20).run()
+    finally:
+        over.set()
+        for reader in readers:
+            reader.join()
+    for scrapes in found:
+        counts = [value for one in scrapes for value in one.all("step_seconds_count")]
+        assert counts == sorted(counts)
+
+
+def test_a_collector_that_comes_late_meets_the_run():
+    bus = Bus()
+    collector = RunCollector()
+    bus.on("after_train_iter", lambda event: collector.add(bus), once=2)
+    make_loop(bus=bus, name="late").run()
+    assert scrape(collector).one("iterations_total", run="late") == 8
+
+
+def test_it_keeps_no_bus_alive():
+    bus = Bus()
+    collector = RunCollector(bus)
+    make_loop(bus=bus).run()
+    del bus
+    gc.collect()
+    assert scrape(collector).samples == []
+
+
+@pytest.mark.anyio
+async def test_the_application_answers_in_the_format_that_is_asked_for():
+    bus = Bus()
+    collector = RunCollector(bus)
+    with bus:
+        bus.publish(AfterTrainIter(progress=Progress()))  # made by hand: without a run there is nothing to tell
+    transport = httpx.ASGITransport(metrics_app(collector))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        response = await client.get("/metrics", headers={"accept": OPEN})
+        assert response.headers["content-type"].startswith("application/openmetrics-text")
+        assert list(text_string_to_metric_families(response.text)) == []
+        response = await client.get("/metrics")
+        assert response.headers["content-type"].startswith("text/plain")
+        head = await client.head("/metrics", headers={"accept": OPEN})
+        assert (head.content, int(head.headers["content-length"])) == (b"", len(b"# EOF\n"))
+        assert (await client.post("/metrics")).status_code == 405
+
+
+def test_without_prometheus_client_the_error_names_the_extra(monkeypatch):
+    monkeypatch.delitem(sys.modules, "eventloop.observe.metrics")
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ConfigurationError, match=r"trainbus\[metrics\]"):
+        import eventloop.observe.metrics  # noqa: F401
+
+
+def test_what_is_no_bus_is_an_error():
+    with pytest.raises(ConfigurationError, match="bus"):
+        RunCollector("bus")
