@@ -47,12 +47,12 @@ class Sample(NamedTuple):
 class Sum(NamedTuple):
     """How many there were, and the sum of their values."""
 
-    count: int = 0
+    number: int = 0
     total: float = 0.0
 
     def plus(self, value: float) -> Sum:
         """Return the sum with one more value."""
-        return Sum(self.count + 1, self.total + value)
+        return Sum(self.number + 1, self.total + value)
 
 
 def _sample(event: AfterTrainIter) -> Sample:
