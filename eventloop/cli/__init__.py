@@ -16,7 +16,7 @@ from rich.console import Console
 from torch.distributed import is_torchelastic_launched
 
 import trainbus
-from eventloop.cli import catalogue, run, runs
+from eventloop.cli import catalogue, init, run, runs
 from eventloop.cli.checkpoint import exchange, listing, show
 from eventloop.cli.common import say
 from eventloop.config.read import shortened
@@ -34,6 +34,7 @@ app = App(
 )
 app.command(run.demo)
 app.command(run.run)
+app.command(init.init)
 app.command(runs.list_runs, name="runs")
 app.command(catalogue.list_hooks, name="hooks")
 app.command(catalogue.list_events, name="events")

@@ -1,0 +1,45 @@
+"""``trainbus init``: what it writes trains."""
+
+import pytest
+
+from eventloop.checkpoint import verify
+from eventloop.cli import main
+
+from ..scripts import run_script
+
+RUN = {
+    "train.py": "import runpy; sys.argv = ['train.py', *more]; runpy.run_path('train.py', run_name='__main__')",
+    "mine.toml": "from eventloop.cli import main; sys.exit(main(['run', 'mine.toml', *more]))",
+}
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_what_is_written_trains_and_resumes(tmp_path, capsys, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", name]) == 0
+    assert capsys.readouterr().out.startswith(f"wrote {name} and parts.py")
+    for more in ([], ["--resume"]):
+        there = f"import os, sys; os.chdir({str(tmp_path)!r}); sys.path.insert(0, '.'); more = {more}"
+        done = run_script(f"{there}; {RUN[name]}", tmp_path)
+        assert done.returncode == 0, done.stderr
+    [run] = (tmp_path / "runs").iterdir()
+    assert (run / "run.json").exists()
+    assert len(list(run.glob("epoch_*.safetensors"))) == 3
+    verify(run / "epoch_20.safetensors")
+
+
+@pytest.mark.parametrize("there", ["train.py", "parts.py"])
+def test_nothing_is_overwritten(tmp_path, capsys, monkeypatch, there):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / there).write_text("mine")
+    assert main(["init"]) == 2
+    assert f"{there}: already there" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [there]
+
+
+@pytest.mark.parametrize("name", ["train.yaml", "train", "parts.py"])
+def test_another_name_is_an_error(tmp_path, capsys, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", name]) == 2
+    assert f"{name}: " in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
