@@ -15,6 +15,7 @@ from eventloop.bus.routes import Route
 from eventloop.bus.subscription import Subscription
 from eventloop.checks import check_value
 from eventloop.errors import BusStateError, OffloadError
+from eventloop.events import Progress
 from eventloop.log import get_logger
 from eventloop.offload import Backend, Deadline, DrainReport, HostLoop, Runtime, in_thread
 
@@ -31,6 +32,7 @@ class _TrainingThread(NamedTuple):
     ident: int
     interrupt: Callable[[], object]
     forked: Callable[[Callable[[], object]], object]
+    progress: Callable[[], Progress]
 
 
 class Lifecycle:
@@ -132,20 +134,32 @@ class Lifecycle:
 
     # ------------------------------------------------------------------------- for subscriptions, lanes and runs
 
-    def adopt_thread(self, interrupt: Callable[[], object], forked: Callable[[Callable[[], object]], object]) -> None:
+    def adopt_thread(
+        self,
+        interrupt: Callable[[], object],
+        forked: Callable[[Callable[[], object]], object],
+        progress: Callable[[], Progress],
+    ) -> None:
         """Raise errors of offloaded handlers on this thread: a run is open on it.
 
         Args:
             interrupt: called when the thread is about to wait for a slot in a lane; may raise an error instead.
             forked: called in a forked child, where the run must not continue, with a function that raises an error.
+            progress: returns the progress of the run; called on any thread.
         """
         with self._lock:
-            self._training = (*self._training, _TrainingThread(threading.get_ident(), interrupt, forked))
+            self._training = (*self._training, _TrainingThread(threading.get_ident(), interrupt, forked, progress))
 
     def release_thread(self, interrupt: Callable[[], object]) -> None:
         """Undo :meth:`adopt_thread` with the same ``interrupt``."""
         with self._lock:
             self._training = tuple(one for one in self._training if one.interrupt != interrupt)
+
+    @property
+    def progress(self) -> Progress | None:
+        """The progress of the run that is open, of several the first one's; None if none is."""
+        training = self._training
+        return training[0].progress() if training else None
 
     def fail(self, subscription: Subscription, error: BaseException) -> None:
         """Raise ``error`` at the next publish or drain on the training thread, or at close.

@@ -47,6 +47,7 @@ class Progress(msgspec.Struct, frozen=True):
 
     ``iter`` counts micro-batches, ``update`` optimizer steps (without those that the gradient scaler skipped),
     ``batch_idx`` batches within the epoch or validation, ``validation`` the validations (or tests) before this one.
+    ``run_name`` is the name of the run, which tells apart the encoded events of several runs.
     """
 
     epoch: int = 0
@@ -57,6 +58,7 @@ class Progress(msgspec.Struct, frozen=True):
     max_epochs: int | None = None
     max_iters: int | None = None
     stage: Stage = "train"
+    run_name: str = ""
 
 
 registry: dict[str, type[Event]] = {}

@@ -211,11 +211,12 @@ class CheckpointStaged(RunEvent, kw_only=True):
 
 
 class CostsMeasured(Event, kw_only=True):
-    """What the run has cost up to now; every two seconds while ``bus.timing`` is on, from a thread of the recorder.
+    """What the run has cost up to now; every two seconds of a run while ``bus.timing`` is on, from a thread of the recorder.
 
     ``costs`` is an :class:`eventloop.observe.Costs`, summed since the beginning of the run.
     """
 
+    progress: Progress
     costs: Any
 
 

@@ -267,9 +267,10 @@ class BusRecorder(Recorder):
         """Publish ``costs_measured`` when it is time."""
         now = time.monotonic()
         with suppress(ReferenceError):  # the bus is gone
-            if now - self._told >= TOLD_EVERY and self._accounts and self._bus.wants(CostsMeasured):
+            progress = self._bus.progress  # None while no run is open
+            if progress is not None and now - self._told >= TOLD_EVERY and self._accounts and self._bus.wants(CostsMeasured):
                 self._told = now
-                self._bus.publish(CostsMeasured(costs=self.costs()))
+                self._bus.publish(CostsMeasured(progress=progress, costs=self.costs()))
 
     def _part(self, name: Any, spent: int, wall: int) -> Part:
         seconds, share = spent / 1e9, spent / max(wall, 1)

@@ -107,6 +107,7 @@ class Run:
         self.name = name or (self.work_dir.name if self.work_dir else "run")
         self.config = config or {}
         self.counters = counters or Counters()
+        self.counters.run_name = self.name
         self.state = RunState(self.counters, self.optimizers, self.bus)
         self.info: dict[str, Any] = {}
         self.shared = Shared()

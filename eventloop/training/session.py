@@ -76,7 +76,7 @@ class Session:
             self._bus.open()
             self._opened = True
         self._patience = None
-        self._bus.adopt_thread(self._interrupt, self.state.refuse)
+        self._bus.adopt_thread(self._interrupt, self.state.refuse, lambda: self.state.progress)
         try:
             self._begin()
         except BaseException as error:

@@ -31,6 +31,9 @@ _LOOK: float = 0.02
 """Seconds after which a paused run looks again at the requests. A signal handler could not notify a lock safely."""
 
 
+_OWN = ("max_epochs", "max_iters", "run_name")
+
+
 class Counters(msgspec.Struct):
     """The counts of a run."""
 
@@ -43,17 +46,20 @@ class Counters(msgspec.Struct):
     max_epochs: int | None = None
     max_iters: int | None = None
     phase: Literal["train", "val"] = "train"  # what a resumed run does first
+    run_name: str = ""
 
     def snapshot(self, stage: Stage = "train", batch_idx: int | None = None) -> Progress:
         """Return the counts as the frozen ``Progress`` of events."""
         index = self.batches if batch_idx is None else batch_idx
         passes = self.tests if stage == "test" else self.validations
         # By position, because every iteration makes one.
-        return Progress(self.epoch, self.iter, self.update, index, passes, self.max_epochs, self.max_iters, stage)
+        return Progress(
+            self.epoch, self.iter, self.update, index, passes, self.max_epochs, self.max_iters, stage, self.run_name
+        )
 
     def state_dict(self) -> dict[str, int | str]:
-        """Return the counts to save, without limits, so that a resumed run may train longer."""
-        return {name: value for name, value in msgspec.structs.asdict(self).items() if not name.startswith("max_")}
+        """Return the counts to save. A resumed run may have other limits and another name."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if name not in _OWN}
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Restore the counts that :meth:`state_dict` returned."""

@@ -1,13 +1,24 @@
+import threading
 import types
 
 import msgspec
 import pytest
 import torch
 
-from eventloop import Bus, Event, Live, Progress, UnknownEventError, mount_points
+from eventloop import Bus, Event, Live, Progress, Run, UnknownEventError, from_json, from_msgpack, mount_points
 from eventloop.errors import EventDefinitionError
-from eventloop.events import AfterIter, AfterTrainIter, AfterValEpoch, AfterValIter, CheckpointCommitted
+from eventloop.events import (
+    AfterIter,
+    AfterTrainIter,
+    AfterValEpoch,
+    AfterValIter,
+    CheckpointCommitted,
+    CostsMeasured,
+    ModuleEvent,
+)
 from eventloop.events.event import lineage, mount_name, resolve
+from eventloop.events.event import registry as registered
+from eventloop.events.mount_points import BUILTIN
 
 MMENGINE = [
     "before_run",
@@ -137,7 +148,7 @@ def test_the_repr_is_short_and_omits_absent_fields():
     text = repr(event)
     assert "tensor(100, 10)" in text
     assert "loss: 0.5" in text
-    assert "run" not in text
+    assert "run=" not in text
     assert len(text) < 300
 
 
@@ -260,3 +271,46 @@ def test_an_event_declared_in_a_script_may_have_live_fields(registry):
 
     module.Rendered = Rendered
     assert "tensor(2, 2)" in repr(Rendered(image=torch.zeros(2, 2)))
+
+
+def test_encoded_events_name_their_run(tmp_path):
+    heard = {}
+
+    def train(name: str) -> None:
+        bus = Bus(timing=True)
+        for mount_point in ("after_train_iter", "checkpoint_committed", "costs_measured", "after_run"):
+            bus.on(mount_point, lambda event: heard.setdefault(name, []).append(event.to_json()), offload="thread")
+        model = torch.nn.Linear(1, 1)
+        with Run(bus, model=model, optimizer=torch.optim.SGD(model.parameters()), name=name, work_dir=tmp_path / name) as run:
+            for _ in run.epochs(1):
+                for _ in run.train([0]):
+                    run.checkpoint_now()
+            bus.publish(CostsMeasured(progress=bus.progress, costs=bus.costs()))
+
+    threads = [threading.Thread(target=train, args=[name]) for name in ("one", "other")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name, encoded in heard.items():
+        events = [from_json(one) for one in encoded]
+        assert {event.mount_point for event in events} == {
+            "after_train_iter",
+            "checkpoint_committed",
+            "costs_measured",
+            "after_run",
+        }
+        assert {event.progress.run_name for event in events} == {name}
+        assert {from_msgpack(event.to_msgpack()).progress.run_name for event in events} == {name}
+    assert heard.keys() == {"one", "other"}
+
+
+def test_every_event_of_a_run_says_by_its_progress_which_run():
+    without = [name for name in BUILTIN if "progress" not in registered[name].__struct_fields__]
+    assert [name for name in without if not issubclass(registered[name], ModuleEvent)] == []
+
+
+def test_a_checkpoint_holds_no_name_of_the_run():
+    run = Run(model=torch.nn.Linear(1, 1), name="one")
+    assert run.progress.run_name == "one"
+    assert "run_name" not in run.counters.state_dict()
