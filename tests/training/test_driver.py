@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from eventloop import Bus, ConfigurationError, Run, TrainingError
 from eventloop.errors import RunCancelled
@@ -46,9 +47,9 @@ class Job:
         return self.by_iter and (done % VAL_EVERY == 0 or done == ITERS)
 
     def published(self) -> list[tuple[Any, ...]]:
-        """Names, progress and metrics of all events; the writer's thread publishes when it likes, and is left out."""
+        """Names, counts and metrics of all events; the writer's thread publishes when it likes, and is left out."""
         events = [one for one in self.trace.events if not one.mount_point.startswith("checkpoint_")]
-        return [(one.mount_point, one.progress, getattr(one, "metrics", None)) for one in events]
+        return [(one.mount_point, replace(one.progress, run_name=""), getattr(one, "metrics", None)) for one in events]
 
 
 def by_loop(job: Job) -> None:
