@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks import crash, report, soak
 from benchmarks.harness import Settings, environment
 
-BENCHMARKS = ("bridges", "checkpoint", "dispatch", "ema", "logging", "offload", "savers", "training")
+BENCHMARKS = ("bridges", "checkpoint", "costs", "dispatch", "ema", "logging", "offload", "savers", "training")
 
 
 def main() -> None:

@@ -61,6 +61,19 @@ class Job:
         return F.cross_entropy(model(images), labels)
 
 
+class Clocked(Job):
+    """A job that knows how long an iteration took, without what is done once at the beginning and at the end."""
+
+    def __init__(self, iterations: int, **options: int) -> None:
+        super().__init__(iterations, **options)
+        self.data = TimedBatches(self.data.batches, self.data.length)
+
+    def seconds(self) -> float:
+        """The mean of the iterations after the first tenth, up to the last batch."""
+        asked = self.data.asked[self.iterations // 10 :]
+        return (asked[-1] - asked[0]) / (len(asked) - 1)
+
+
 class ClockedBatches(Dataset[Batch]):
     """Batches by index, round and round; notes when the first one was asked for.
 
@@ -81,6 +94,18 @@ class ClockedBatches(Dataset[Batch]):
         if index >= self.length:
             raise IndexError(index)
         return self.batches[index % len(self.batches)]
+
+
+class TimedBatches(ClockedBatches):
+    """Notes when each batch was asked for."""
+
+    def __init__(self, batches: list[Batch], length: int) -> None:
+        super().__init__(batches, length)
+        self.asked: list[float] = []
+
+    def __getitem__(self, index: int) -> Batch:
+        self.asked.append(time.perf_counter())
+        return super().__getitem__(index)
 
 
 @functools.cache

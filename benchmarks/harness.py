@@ -31,6 +31,7 @@ LIBRARIES = (
     "lightning",
     "pytorch-ignite",
     "transformers",
+    "traceml-ai",
     "safetensors",
     "pluggy",
     "pyee",

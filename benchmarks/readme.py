@@ -64,6 +64,7 @@ ROWS: Sequence[tuple[str, str, str, Sequence[str]]] = (
     ),
     ("the same with 100 M parameters", "ms", "savers", ["A save of 100 M"]),
     ("a bus in a trainer, nobody listens: added per iteration", "µs", "bridges", ["Added to an iteration"]),
+    ("measuring where the time goes, steps of 1 ms; 5 ms: added per iteration", "µs", "costs", ["A step of 1", "A step of 5"]),
 )
 """What was measured, unit, file, and patterns for the beginnings of the titles of its comparisons."""
 
@@ -152,7 +153,20 @@ def bridges_row(comparison: Mapping[str, Any], unit: str) -> tuple[str, str, str
     return floor, f"{ours} {unit}", f"≤ {comparison['budget']['seconds'] * UNITS[unit]:g} {unit}", f"{EMPTY}: {empty} {unit}"
 
 
-CELLS = {"savers": savers_row, "bridges": bridges_row}
+def costs_row(comparison: Mapping[str, Any], unit: str) -> tuple[str, str, str, str]:
+    """Return the same cells for profilers, each beside its own system's loop."""
+    texts = {
+        way["name"]: f"{amount(way['median_seconds'], unit)} {unit}, {way['share']:.1%}"
+        + (", **missed**" if way["budget_met"] is False else "")
+        for way in comparison["contenders"]
+    }
+    ours = texts.pop(SUBJECT)
+    others = " · ".join(f"{name} {text}" for name, text in texts.items() if not name.startswith(SUBJECT))
+    budget = comparison["budget"]
+    return "the same loop without it", ours, "" if budget is None else f"≤ {budget['share']:.0%}", others
+
+
+CELLS = {"savers": savers_row, "bridges": bridges_row, "costs": costs_row}
 
 
 def recorded(documents: Mapping[str, Mapping[str, Any]]) -> str:

@@ -11,11 +11,12 @@ from rich.table import Table
 
 from benchmarks.amounts import amount, goal
 from benchmarks.bridge_figures import BridgeFigures
+from benchmarks.cost_figures import CostFigures
 from benchmarks.handoff import HandOffFigures
 from benchmarks.harness import SUBJECT, TIMES, Comparison, Row
 from benchmarks.save_figures import SaverFigures
 
-Result = Comparison | HandOffFigures | SaverFigures | BridgeFigures
+Result = Comparison | HandOffFigures | SaverFigures | BridgeFigures | CostFigures
 
 
 console = Console()

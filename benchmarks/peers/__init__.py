@@ -7,6 +7,7 @@ A module may define any of
 - ``offload() -> {name: hand_off}``: ways to hand an event to a consumer elsewhere, each a context manager over ``receive``;
 - ``LOGS = {name: logs}``: ways to log the scalars of an iteration (see ``Logs``);
 - ``SAVERS = {name: savers}``: ways to save the weights of a model (see ``Savers``);
+- ``PROFILERS = {name: profiled}``: the job of ``train`` under a profiler (see ``Profiled``);
 - ``train(job, work_dir)`` with ``CHECKPOINTS`` and ``SCALARS`` (patterns of the files it writes): the digits job; and
   ``weights(path)``: the trained weights of the model in such a checkpoint, in the order of its parameters.
 
@@ -30,6 +31,7 @@ TITLES = {
     "mlflow": "MLflow",
     "tensorboard": "TensorBoard",
     "ignite": "Ignite",
+    "traceml": "TraceML",
     "lightning": "Lightning",
     "pluggy": "pluggy",
     "pyee": "pyee",
@@ -106,6 +108,39 @@ class Saver:
 
 Savers = Callable[[nn.Module, Path], AbstractContextManager[Saver]]
 """Gets ready to save this model again and again, with a directory for what else it writes."""
+
+
+Report = Callable[[], str]
+"""Makes the report of a profiler whose training is over."""
+
+BY_NAME, IN_THE_REST, ALL_HANDLERS = "by name", "in the rest", "in a sum of handlers"
+
+
+@dataclass(frozen=True)
+class Told:
+    """Where a profiler's report has the time of logging and of checkpoints."""
+
+    logging: str
+    checkpoints: str
+    shows: tuple[str, ...] = ()
+    """Words that the report must have for this to be true."""
+    hides: tuple[str, ...] = ()
+    """Words that it must not have."""
+
+    def check(self, name: str, report: str) -> None:
+        """Raise RuntimeError if the report is another one."""
+        wrong = [word for word in self.shows if word not in report] + [word for word in self.hides if word in report]
+        if wrong:
+            raise RuntimeError(f"the report of {name} is not what the benchmark says of it: {', '.join(wrong)}\n{report}")
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """The digits job under a profiler."""
+
+    train: Callable[[Any, Path], Report]
+    """Takes the job and the work dir."""
+    told: Told
 
 
 def load(names: tuple[str, ...]) -> tuple[dict[str, ModuleType], dict[str, str]]:

@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,14 +49,14 @@ def train_floor(job: Job, work_dir: Path) -> None:
         scheduler.step()
 
 
-def train(job: Job, work_dir: Path) -> None:
+def train(job: Job, work_dir: Path, batches: Callable[[Job], Iterator[Batch]] = epochs) -> None:
     """Every feature, each where it is due."""
     optimizer = job.optimizer()
     scheduler = job.scheduler(optimizer)
     weights = [parameter.detach() for parameter in job.model.parameters()]
     average = [weight.clone() for weight in weights]
     with (work_dir / SCALARS).open("w") as scalars:
-        for iteration, batch in enumerate(epochs(job), start=1):
+        for iteration, batch in enumerate(batches(job), start=1):
             loss = job.loss(job.model, batch)
             optimizer.zero_grad()
             loss.backward()

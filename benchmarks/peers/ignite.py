@@ -1,16 +1,19 @@
 """PyTorch Ignite: Engine events, and the Engine with its EMA, schedule and checkpoint handlers."""
 
+import io
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 
 import torch
 from ignite.engine import Engine, Events
-from ignite.handlers import Checkpoint, DiskSaver, EMAHandler, LRScheduler
+from ignite.handlers import BasicTimeProfiler, Checkpoint, DiskSaver, EMAHandler, HandlersTimeProfiler, LRScheduler
 from torch import Tensor
 
 from benchmarks.digits import MOMENTUM, Batch, Job
-from benchmarks.peers import Statement, no_op_handlers
+from benchmarks.peers import ALL_HANDLERS, BY_NAME, Profiled, Report, Statement, Told, no_op_handlers
 
 CHECKPOINTS = "*.pt"
 SCALARS = "scalars.jsonl"
@@ -24,7 +27,7 @@ def dispatch(names: Mapping[str, object], handlers: int) -> Statement:
     return Statement("trainer._fire_event(Events.ITERATION_COMPLETED)", {**names, "trainer": engine, "Events": Events})
 
 
-def train(job: Job, work_dir: Path) -> None:
+def train(job: Job, work_dir: Path, profiler: BasicTimeProfiler | HandlersTimeProfiler | None = None) -> None:
     optimizer = job.optimizer()
     schedule = LRScheduler(job.scheduler(optimizer))
 
@@ -57,7 +60,30 @@ def train(job: Job, work_dir: Path) -> None:
             scalars.write(json.dumps(line) + "\n")
 
         trainer.add_event_handler(Events.ITERATION_COMPLETED(every=job.checkpoint_interval), checkpoint)
+        if profiler is not None:
+            profiler.attach(trainer)
         trainer.run(job.loader(), max_epochs=job.epochs)
+
+
+def profiled(kind: type[BasicTimeProfiler] | type[HandlersTimeProfiler], job: Job, work_dir: Path) -> Report:
+    profiler = kind()
+    train(job, work_dir, profiler)
+    return partial(printed, profiler)
+
+
+def printed(profiler: BasicTimeProfiler | HandlersTimeProfiler) -> str:
+    with redirect_stdout(io.StringIO()) as text:
+        profiler.print_results(profiler.get_results())
+    return text.getvalue()
+
+
+PROFILERS = {
+    "BasicTimeProfiler": Profiled(partial(profiled, BasicTimeProfiler), Told(ALL_HANDLERS, ALL_HANDLERS)),
+    "HandlersTimeProfiler": Profiled(
+        partial(profiled, HandlersTimeProfiler),
+        Told(BY_NAME, "as a wrapper", shows=("write_scalars", "wrapper"), hides=("Checkpoint",)),
+    ),
+}
 
 
 def weights(path: Path) -> Iterable[Tensor]:

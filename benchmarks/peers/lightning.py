@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,11 +12,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
 from lightning.pytorch.trainer import call
 from torch import Tensor, nn
 
 from benchmarks.digits import LEARNING_RATE, MOMENTUM, Batch, Job
-from benchmarks.peers import Saver, Statement
+from benchmarks.peers import BY_NAME, IN_THE_REST, Profiled, Report, Saver, Statement, Told
 
 CHECKPOINTS = "checkpoints/*.ckpt"
 SCALARS = "**/metrics.csv"
@@ -56,13 +58,14 @@ class Classifier(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def train(job: Job, work_dir: Path) -> None:
+def train(job: Job, work_dir: Path, profiler: Profiler | None = None) -> None:
     with hushed():
         trainer = Trainer(
             max_steps=job.iterations,
             accelerator="cpu",
             log_every_n_steps=1,
             logger=CSVLogger(work_dir),
+            profiler=profiler,
             callbacks=[
                 EMAWeightAveraging(decay=1 - MOMENTUM),
                 LearningRateMonitor(logging_interval="step"),
@@ -71,6 +74,22 @@ def train(job: Job, work_dir: Path) -> None:
             **QUIET,
         )
         trainer.fit(Classifier(job), job.loader())
+
+
+def profiled(kind: type[SimpleProfiler] | type[AdvancedProfiler], job: Job, work_dir: Path) -> Report:
+    train(job, work_dir, kind(work_dir, "profile"))
+    return (work_dir / "fit-profile.txt").read_text
+
+
+PROFILERS = {
+    "SimpleProfiler": Profiled(
+        partial(profiled, SimpleProfiler),
+        Told(IN_THE_REST, BY_NAME, shows=("save_checkpoint",), hides=("log_metrics", "CSVLogger")),
+    ),
+    "AdvancedProfiler": Profiled(
+        partial(profiled, AdvancedProfiler), Told("among functions", BY_NAME, shows=("save_checkpoint", "log_metrics"))
+    ),
+}
 
 
 def weights(path: Path) -> Iterable[Tensor]:

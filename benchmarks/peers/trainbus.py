@@ -11,7 +11,21 @@ from torch import Tensor, nn
 
 from benchmarks.digits import MOMENTUM, Job
 from benchmarks.harness import SUBJECT
-from benchmarks.peers import HandOff, HandOffs, Logged, Logs, Receive, Saver, Statement, direct, no_op_handlers
+from benchmarks.peers import (
+    BY_NAME,
+    HandOff,
+    HandOffs,
+    Logged,
+    Logs,
+    Profiled,
+    Receive,
+    Report,
+    Saver,
+    Statement,
+    Told,
+    direct,
+    no_op_handlers,
+)
 from eventloop import Bus, Event, Hook, Run, TrainLoop
 from eventloop.checkpoint import AsyncSaver, load
 from eventloop.events import AfterTrainIter
@@ -22,6 +36,7 @@ from hooks import (
     JSONLinesWriter,
     LoggerHook,
     ParamSchedulerHook,
+    RunRecordHook,
     RuntimeInfoHook,
     TensorBoardWriter,
     Writer,
@@ -126,14 +141,16 @@ def make(name: str, job: Job, optimizer: torch.optim.Optimizer, saving: Mapping[
             return LoggerHook(interval=1, writers=[JSONLinesWriter()])
         case "ParamSchedulerHook":
             return ParamSchedulerHook(job.scheduler(optimizer), by="iter")
+        case "RunRecordHook":
+            return RunRecordHook()
         case _:
             return CheckpointHook(interval=job.checkpoint_interval, by_epoch=False, save_last=False, **saving)
 
 
-def train(job: Job, work_dir: Path, hooks: Iterable[str] = HOOKS, **saving: Any) -> None:
-    """With the hooks of these names, and options of the CheckpointHook."""
+def train(job: Job, work_dir: Path, hooks: Iterable[str] = HOOKS, *, timing: bool = False, **saving: Any) -> Bus:
+    """With the hooks of these names, and options of the CheckpointHook; returns the bus."""
     optimizer = job.optimizer()
-    bus = Bus()
+    bus = Bus(timing=timing)
     bus.add(*(make(name, job, optimizer, saving) for name in hooks))
     loop = TrainLoop(
         job.model,
@@ -145,6 +162,20 @@ def train(job: Job, work_dir: Path, hooks: Iterable[str] = HOOKS, **saving: Any)
         **length(job),
     )
     loop.run()
+    return bus
+
+
+def told(train: Callable[[Job, Path], Bus], job: Job, work_dir: Path) -> Report:
+    bus = train(job, work_dir)
+    return lambda: str(bus.costs())
+
+
+_SHOWN = ("LoggerHook", "CheckpointHook", "copying for checkpoints")
+_TOLD = Told(BY_NAME, BY_NAME, shows=("LoggerHook", "CheckpointHook", "copying for checkpoints"))
+PROFILERS = {
+    SUBJECT: Profiled(partial(told, partial(train, timing=True)), _TOLD),
+    f"{SUBJECT} + record": Profiled(partial(told, partial(train, hooks=(*HOOKS, "RunRecordHook"))), _TOLD),
+}
 
 
 def train_own_loop(job: Job, work_dir: Path) -> None:
