@@ -1,4 +1,4 @@
-"""A training with five faults: a slow hook, a leaking hook, a full lane, slow data and a slow disk. Each is named, with its figure.
+"""A training with a slow hook, a leaking hook, a full lane, slow data and a slow disk: each is named, with its figure.
 
 The faults are large, and the bounds are wide, so that a busy machine does not hide them. A sleep takes at least as long as
 asked, so lower bounds are sharp.
@@ -151,7 +151,7 @@ def test_the_parts_add_up_to_the_wall_time(trained):
 
 
 def test_the_report_names_all_five_with_the_right_figures(trained):
-    costs, folder = trained
+    _, folder = trained
     told = verdict(History(folder), lambda metrics: None)
     assert figure(told, r"% of the time is waiting for data: ([\d.]+) ms an iteration") / 1e3 == about(DATA)
     assert figure(told, r"Histograms takes .*: ([\d.]+) ms an iteration") / 1e3 == about(HOOK)
