@@ -146,7 +146,7 @@ class RunRecordHook(Hook):
         self._lines.open(base.RunFacts(noted["name"], self._folder, noted["seed"], noted["config"]))
 
     def _measured(self, costs: Costs, now: float, session: Session) -> None:
-        if now < self._costs_at:
+        if now < self._costs_at or session.ended is not None:
             return
         self._costs_at = now + max(10, (now - session.began) / 100)
         if self._run is not None and (run := self._run()) is not None:
@@ -176,17 +176,16 @@ class RunRecordHook(Hook):
             case "resume":
                 session.resumed_from = noted["path"]
             case "end":
-                session.state, session.reason, session.ended = noted["state"], noted["reason"], noted["time"]
                 if self._run is not None and (run := self._run()) is not None and (costs := run.costs()) is not None:
                     self._costs_at = 0.0
                     self._measured(costs, noted["time"], session)
+                session.state, session.reason, session.ended = noted["state"], noted["reason"], noted["time"]
         self._lines.append(encode_line(noted))
         self._lines.flush()
         if noted["kind"] in ("resume", "end"):
             write_facts(folder, self._facts)
-        if noted["kind"] == "end":
-            self._lines.close()
-            self._folder = None
+        if session.ended is not None:
+            self._lines.close()  # the last checkpoint may still be written, and opens it again
 
 
 _STAGES = {"before_train": "train", "before_val": "val", "before_test": "test"}
