@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Protocol, Self
 
@@ -25,6 +26,8 @@ from eventloop.errors import BusStateError, SubscribeError
 from eventloop.events import Event
 from eventloop.events.event import lineage, name_of, resolve
 from eventloop.offload import Backend
+
+_joined = itertools.count(1)  # runs with other ranks; equal on all of them
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -80,6 +83,7 @@ class Bus(TypedOn, Lifecycle):
         self._counts: dict[str, Count] = {}
         self._recorder: Any = None
         self._rank, self._world_size = 0, 1
+        self._joined = 0
         self._watches: list[Watch] = []
         self._taps = Taps()
         self._bridges: tuple[Attachment, ...] = ()
@@ -281,6 +285,7 @@ class Bus(TypedOn, Lifecycle):
             self._routes.clear()
             if self.state != "idle" and recorder is not None:
                 recorder.start()
+                self._join_ranks()
         if former is not None:
             former.stop()
 
@@ -329,6 +334,9 @@ class Bus(TypedOn, Lifecycle):
             if (rank, world_size) != (self._rank, self._world_size):
                 self._rank, self._world_size = rank, world_size
                 self._routes.clear()
+            if world_size > 1:
+                self._joined = next(_joined)
+                self._join_ranks()
 
     def add_bridge(self, bridge: Attachment) -> None:
         """Tell a bridge about all subscriptions, now and later."""
@@ -385,6 +393,11 @@ class Bus(TypedOn, Lifecycle):
             found = {kind: {one.mode for one in self._subscribers_of(kind)} for kind in KINDS}
             kinds = [kind for kind, modes in found.items() if modes and modes.isdisjoint(unserved)]
             self._taps.attach(self._watches, kinds, self.publish)
+
+    def _join_ranks(self) -> None:
+        """Compare the costs with those of the other ranks, until the bus closes."""
+        if self._recorder is not None and self._world_size > 1 and self.state == "open":
+            self._recorder.join_ranks(str(self._joined), self._rank, self._world_size)
 
     def _unwatch(self, watch: Watch) -> None:
         with self._lock:

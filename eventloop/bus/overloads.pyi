@@ -362,6 +362,16 @@ class TypedOn:
         **options: Unpack[HandlerOptions],
     ) -> Subscription: ...
     @overload
+    def on(self, event: Literal["ranks_measured"], /, **options: Unpack[HandlerOptions]) -> Listens[ev.RanksMeasured]: ...
+    @overload
+    def on(
+        self,
+        event: Literal["ranks_measured"],
+        handler: Callable[[ev.RanksMeasured], object],
+        /,
+        **options: Unpack[HandlerOptions],
+    ) -> Subscription: ...
+    @overload
     def on(
         self, event: Literal["checkpoint_committed"], /, **options: Unpack[HandlerOptions]
     ) -> Listens[ev.CheckpointCommitted]: ...
@@ -618,6 +628,8 @@ class TypedOn:
     def stream(
         self, event: Literal["learning_rate_set"], /, **options: Unpack[StreamOptions]
     ) -> Stream[ev.LearningRateSet]: ...
+    @overload
+    def stream(self, event: Literal["ranks_measured"], /, **options: Unpack[StreamOptions]) -> Stream[ev.RanksMeasured]: ...
     @overload
     def stream(
         self, event: Literal["checkpoint_committed"], /, **options: Unpack[StreamOptions]

@@ -240,6 +240,16 @@ class LearningRateSet(Event, kw_only=True):
     optimizers: list[str]
 
 
+class RanksMeasured(Event, kw_only=True):
+    """How long the last iterations took on each rank; every two seconds while ``bus.timing`` is on, with several processes.
+
+    Published on all ranks that measure, from a thread of the recorder. ``ranks`` is an :class:`eventloop.observe.RankCosts`,
+    equal on all ranks. Its ``straggler`` is a rank that the others have waited for in three comparisons in a row.
+    """
+
+    ranks: Any
+
+
 class CheckpointCommitted(Event, kw_only=True):
     """A checkpoint is durable on disk. Published, with its inline handlers, on the thread that wrote it.
 

@@ -3,6 +3,7 @@
 from eventloop.observe.costs import BusRecorder, Costs, Growth, Histogram, LaneCosts, Part
 from eventloop.observe.environment import Environment, environment
 from eventloop.observe.last_lines import last_lines
+from eventloop.observe.ranks import RankCosts, RankTimes, Straggler
 from eventloop.observe.run_folder import (
     FACTS,
     RECORD,
@@ -31,11 +32,14 @@ __all__ = [
     "Histogram",
     "LaneCosts",
     "Part",
+    "RankCosts",
+    "RankTimes",
     "RunFacts",
     "RunFolder",
     "RunFolderError",
     "Session",
     "Sparkline",
+    "Straggler",
     "encode_line",
     "environment",
     "expensive",

@@ -12,12 +12,14 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from eventloop.bus.subscription import Subscription
-from eventloop.events import CostsMeasured, Event
+from eventloop.events import CostsMeasured, Event, RanksMeasured
 from eventloop.events.event import name_of, registry
+from eventloop.observe.exchange import RankExchange
+from eventloop.observe.ranks import RankCosts, spent
 from eventloop.observe.spans import BEGIN, END, FIELDS, NAME, THREAD, Recorder, Spans
 
 _BINS: Final = 8  # per doubling: quantiles are exact to 4 %
@@ -148,6 +150,8 @@ class Costs(msgspec.Struct, frozen=True):
     growth: list[Growth] = []
     dropped: int = 0
     """Spans that were lost; the parts are then too small by theirs."""
+    ranks: RankCosts | None = None
+    """The comparison with the other ranks; None with a single process, and in the first two seconds."""
 
     def __rich__(self) -> RenderableType:
         table = Table(title=f"Where {self.wall:.3g} s went", title_justify="left", box=None, padding=(0, 1, 0, 0))
@@ -158,7 +162,7 @@ class Costs(msgspec.Struct, frozen=True):
             name = f"{part.name} ({part.mount_point})" if part.mount_point else part.name
             each = (f"{part.mean * 1e3:.3f}", f"{part.p99 * 1e3:.3f}") if part.calls else ("", "")
             table.add_row(name, f"{part.share:.1%}", f"{part.seconds:.3f}", str(part.calls or ""), *each)
-        return table
+        return table if self.ranks is None else Group(table, "", self.ranks)
 
     def __str__(self) -> str:
         console = Console(width=120, color_system=None, highlight=False)
@@ -217,6 +221,7 @@ class BusRecorder(Recorder):
         self._told = 0.0  # when costs were published last
         self._totals = Totals()
         self._accounts: dict[int, _Account] = {}
+        self._exchange: RankExchange | None = None
         for name in (*NEEDED, *_ALSO_STEADY, *(part for _, _, part in (*BETWEEN, *WITHIN))):
             self.id_of(name)
         self._steady = np.array([self.id_of(name) for name in (*STEADY, *_ALSO_STEADY)])
@@ -261,7 +266,26 @@ class BusRecorder(Recorder):
             steps=Histogram(dict(steps), sum(one.stepped for one in accounts) / 1e9),
             lanes=lanes,
             dropped=self.dropped,
+            ranks=None if self._exchange is None else self._exchange.whole,
         )
+
+    def join_ranks(self, run: str, rank: int, world_size: int) -> None:
+        """Exchange costs with the other ranks from now on, until :meth:`stop`; ``run`` is equal on all ranks."""
+        self._leave_ranks()
+        self._exchange = RankExchange(
+            run,
+            rank,
+            world_size,
+            measure=lambda: spent(self.costs()),
+            tell=self._tell_ranks,
+            trains=lambda: bool(self._bus.training),
+        )
+        self._exchange.start()
+
+    def stop(self) -> None:
+        """End the threads, and drain a last time. Idempotent."""
+        self._leave_ranks()
+        super().stop()
 
     def drained(self) -> None:
         """Publish ``costs_measured`` when it is time."""
@@ -271,6 +295,15 @@ class BusRecorder(Recorder):
             if progress is not None and now - self._told >= TOLD_EVERY and self._accounts and self._bus.wants(CostsMeasured):
                 self._told = now
                 self._bus.publish(CostsMeasured(progress=progress, costs=self.costs()))
+
+    def _leave_ranks(self) -> None:
+        if self._exchange is not None:
+            self._exchange.stop()
+
+    def _tell_ranks(self, ranks: RankCosts) -> None:
+        with suppress(ReferenceError):
+            if self._bus.wants(RanksMeasured):
+                self._bus.publish(RanksMeasured(ranks=ranks))
 
     def _part(self, name: Any, spent: int, wall: int) -> Part:
         seconds, share = spent / 1e9, spent / max(wall, 1)

@@ -1,0 +1,212 @@
+"""``RankExchange``: the ranks tell each other what they spend their time on, beside the training.
+
+Every two seconds each rank writes what it has spent to the key-value store of the process group, from a thread of its own.
+Rank 0 compares what there is and writes the result, which the others read. No rank ever waits for another one: a rank that
+hangs, has died or does not measure is missing in the result. If the process with the store hangs, so does this thread, and
+nothing else.
+
+All ranks write at the same full seconds of their clocks, so that they compare the same iterations.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from eventloop.log import get_logger
+from eventloop.observe.ranks import RankCosts, Spent, Straggler, compare, sentence
+
+PERIOD: Final = 2.0
+"""Seconds between two comparisons."""
+
+_COMPARES: Final = 0.25  # of a period after all have written
+_READS: Final = 0.5
+_IN_A_ROW: Final = 3  # comparisons in which a rank must stand out; that of one may begin a new epoch a moment before others
+_SILENT: Final = 5  # periods without an answer
+
+log = get_logger()
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What one rank has spent since its run began. ``number`` increases."""
+
+    number: int
+    spent: Spent
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What rank 0 found: the last iterations, and the whole run."""
+
+    number: int
+    recent: RankCosts
+    whole: RankCosts
+
+
+class _Heard(NamedTuple):
+    report: Report
+    periods: int
+    """How many periods ago it was new."""
+
+
+class RankExchange:
+    """Exchange what the ranks spend, on a thread.
+
+    Args:
+        name: of the run; equal on all ranks.
+        rank: of this process.
+        world_size: number of processes.
+        measure: returns what this rank has spent.
+        tell: called on the thread with the comparison of the last iterations.
+        trains: returns True while a run is open, in which all ranks should answer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        world_size: int,
+        *,
+        measure: Callable[[], Spent],
+        tell: Callable[[RankCosts], object],
+        trains: Callable[[], bool],
+    ) -> None:
+        self.whole: RankCosts | None = None
+        """The comparison of the whole run."""
+        self._key = f"trainbus/costs/{name}"
+        self._rank = rank
+        self._measure, self._tell, self._trains = measure, tell, trains
+        self._comparison = Comparison(world_size)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"trainbus costs of rank {rank}", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. If the store hangs, leave it behind."""
+        self._stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+
+    def _run(self) -> None:
+        from torch.distributed.distributed_c10d import _get_default_store  # torch has no public way to the store it made
+
+        number = 0
+        try:
+            store: Any = _get_default_store().clone()  # a thread that waits in the other one keeps its lock
+            while not self._stopped.wait(PERIOD - time.time() % PERIOD):
+                number += 1
+                store.set(f"{self._key}/{self._rank}", msgspec.msgpack.encode(Report(number, self._measure())))
+                if not self._stopped.wait(PERIOD * (_READS if self._rank else _COMPARES)):
+                    self._take(self._read(store) if self._rank else self._compare(store))
+        except ReferenceError:  # the bus is gone
+            return
+        except (RuntimeError, OSError, ValueError):  # the process with the store has ended, or the group is destroyed
+            log.debug("the times of the ranks are no longer compared", exc_info=True)
+
+    def _compare(self, store: Any) -> Result | None:
+        """Compare all reports, and write the result for the other ranks."""
+        comparison = self._comparison
+        keys = {rank: f"{self._key}/{rank}" for rank in range(comparison.world_size)}
+        waiting = [rank for rank in keys if rank not in comparison.heard]
+        there = [rank for rank in keys if rank not in waiting or store.check([keys[rank]])]
+        texts = _get(store, [keys[rank] for rank in there])
+        comparison.hear({rank: _decode_report(text) for rank, text in zip(there, texts, strict=True)})
+        if self._trains():
+            comparison.warn_of_silent()
+        result = comparison.result()
+        if result is not None:
+            store.set(f"{self._key}/result", msgspec.msgpack.encode(result))
+        return result
+
+    def _read(self, store: Any) -> Result | None:
+        """Return the result of rank 0; None if there is no new one."""
+        key = f"{self._key}/result"
+        result = _decode_result(store.get(key)) if store.check([key]) else None
+        if result is None or result.number == self._comparison.number:
+            return None
+        self._comparison.number = result.number
+        return result
+
+    def _take(self, result: Result | None) -> None:
+        if result is not None and not self._stopped.is_set():
+            self.whole = result.whole
+            try:
+                self._tell(result.recent)
+            except Exception:
+                log.exception("a handler of ranks_measured failed")
+
+
+class Comparison:
+    """What rank 0 knows about all ranks."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.heard: dict[int, _Heard] = {}
+        """The last report of each rank."""
+        self.number = 0
+        self._compared: dict[int, Spent] = {}  # where the last comparison of recent iterations ended
+        self._suspect: Straggler | None = None
+        self._in_a_row = 0
+        self._told: set[tuple[int, str]] = set()
+
+    def hear(self, reports: dict[int, Report]) -> None:
+        """Take the reports that there are now."""
+        for rank, report in reports.items():
+            before = self.heard.get(rank)
+            old = before is not None and before.report.number == report.number
+            self.heard[rank] = _Heard(report, before.periods + 1 if before is not None and old else 0)
+
+    def warn_of_silent(self) -> None:
+        """Warn about a rank that no longer answers; once, until it does again."""
+        for rank, one in self.heard.items():
+            if one.periods == _SILENT:
+                log.warning(
+                    f"rank {rank} on {one.report.spent.host} has not answered for {_SILENT * PERIOD:g} s: it ended, was "
+                    "stopped, or is busy in a single call; see its own log"
+                )
+
+    def result(self) -> Result | None:
+        """Compare the ranks that answer; None if one of them has had no iteration since the last comparison."""
+        latest = {rank: one.report.spent for rank, one in self.heard.items() if one.periods < _SILENT}
+        # An iteration may begin with compiling, and a run with files: the first report only marks the beginning.
+        started = {rank: spent for rank, spent in latest.items() if spent.iterations}
+        recent = {rank: spent.since(self._compared[rank]) for rank, spent in started.items() if rank in self._compared}
+        if not all(spent.iterations for spent in recent.values()):
+            return None
+        self._compared = started
+        found, whole = compare(recent, self.world_size), compare(latest, self.world_size)
+        if found is None or whole is None:
+            return None
+        self.number += 1
+        return Result(self.number, msgspec.structs.replace(found, straggler=self._confirmed(found)), whole)
+
+    def _confirmed(self, found: RankCosts) -> Straggler | None:
+        """Return the straggler if the same rank stood out in all of the last comparisons; warn about it once."""
+        now, before = found.straggler, self._suspect
+        same = now is not None and before is not None and now.rank == before.rank
+        self._suspect, self._in_a_row = now, self._in_a_row + 1 if same else 1
+        if now is None or self._in_a_row < _IN_A_ROW:
+            return None
+        if (now.rank, now.name) not in self._told:
+            self._told.add((now.rank, now.name))
+            log.warning(
+                f"the other ranks wait for rank {now.rank} on {now.host}, "
+                f"{now.waited * 1e3:.3g} ms of each iteration of {found.seconds * 1e3:.3g} ms: {sentence(now)}"
+            )
+        return now
+
+
+def _get(store: Any, keys: list[str]) -> list[bytes]:
+    if store.has_extended_api():  # one round trip for all
+        return list(store.multi_get(keys)) if keys else []
+    return [store.get(key) for key in keys]
+
+
+_decode_report = msgspec.msgpack.Decoder(Report).decode
+_decode_result = msgspec.msgpack.Decoder(Result).decode

@@ -1,0 +1,186 @@
+"""Compare the ranks of a run: which one holds up the others, and what it is slow at.
+
+With synchronous training all ranks take equally long for an iteration, because the fast ones wait for the slow one where
+gradients are averaged. So what counts is the time in which a rank does not wait for others. Waiting hides in different parts:
+
+- in the backward pass, if a model is wrapped in DistributedDataParallel;
+- in any part of the step, if it is sharded, or if the loop is the user's own and does not tell the parts apart;
+- nowhere, if the ranks are independent.
+
+The straggler is the rank that stands out most under one of these three assumptions.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from eventloop.observe.costs import Costs
+
+SIGNIFICANT: Final = 0.1
+"""A rank is a straggler if the others wait this share of an iteration for it."""
+
+_SHOWN: Final = 0.01  # of an iteration: parts that take less on all ranks are left out
+
+_WAITS: Final[tuple[Callable[[str, str], bool], ...]] = (
+    lambda group, name: not (group in ("hook", "hand-off") or name == "waiting for data"),
+    lambda group, name: name == "backward",
+    lambda group, name: False,
+)
+"""Each returns True for a part in which a rank may wait for others, under one assumption."""
+
+Name = tuple[str, str]
+"""The group of a part, and its name."""
+
+
+class Spent(msgspec.Struct, frozen=True):
+    """What one rank has spent its time on: seconds of the training thread by group and name, and the iterations in it."""
+
+    host: str
+    iterations: int
+    parts: dict[str, dict[str, float]]
+
+    def since(self, before: Spent) -> Spent:
+        """Return what was spent since ``before``, an earlier state."""
+        parts = {
+            group: {name: seconds - before.parts.get(group, {}).get(name, 0.0) for name, seconds in named.items()}
+            for group, named in self.parts.items()
+        }
+        return Spent(self.host, self.iterations - before.iterations, parts)
+
+
+def spent(costs: Costs) -> Spent:
+    """Return what this process has spent."""
+    parts: dict[str, dict[str, float]] = {}
+    for part in costs.parts:  # a hook has one for each of its mount points
+        named = parts.setdefault(part.group, {})
+        named[part.name] = named.get(part.name, 0.0) + part.seconds
+    return Spent(socket.gethostname(), costs.steps.total, parts)
+
+
+class RankTimes(msgspec.Struct, frozen=True):
+    """One part of an iteration on all ranks: seconds per iteration, and the rank and host with the largest."""
+
+    group: str
+    name: str
+    min: float
+    median: float
+    max: float
+    rank: int
+    host: str
+
+
+class Straggler(msgspec.Struct, frozen=True):
+    """A rank that the others wait for. Times are seconds per iteration."""
+
+    rank: int
+    host: str
+    group: str
+    name: str
+    """The part that it is slow at: that of :class:`Part`, such as "waiting for data", "forward" or the name of a hook."""
+    seconds: float
+    """What this part takes on the rank."""
+    others: float
+    """What it takes on the others; their median."""
+    waited: float
+    """How long the others wait for the rank."""
+
+
+class RankCosts(msgspec.Struct, frozen=True):
+    """The times of all ranks side by side. Print it, or read ``times``, which has the whole iteration first."""
+
+    world_size: int
+    iterations: int
+    """Iterations that were compared; the smallest number of all ranks."""
+    seconds: float
+    """Mean time of an iteration; the median of the ranks."""
+    times: list[RankTimes]
+    straggler: Straggler | None = None
+    missing: list[int] = []
+    """Ranks without times: they do not measure, or no longer answer."""
+
+    def __rich__(self) -> Table:
+        told = self.straggler
+        caption = "" if told is None else f"The other ranks wait for rank {told.rank}: {sentence(told)}"
+        if self.missing:
+            caption += f"{'. ' * bool(caption)}Not measured: rank {', '.join(map(str, self.missing))}"
+        table = Table(
+            title=f"{self.world_size} ranks, ms an iteration",
+            caption=caption or None,
+            title_justify="left",
+            caption_justify="left",
+            box=None,
+            padding=(0, 1, 0, 0),
+        )
+        table.add_column("part")
+        for name in ("min", "median", "max"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("slowest")
+        for one in self.times:
+            each = (f"{seconds * 1e3:.3f}" for seconds in (one.min, one.median, one.max))
+            table.add_row(one.name, *each, f"rank {one.rank} ({one.host})")
+        return table
+
+
+def sentence(told: Straggler) -> str:
+    """Return what a straggler is slow at, in words."""
+    slow = f"{told.name} takes {told.seconds * 1e3:.3g} ms an iteration there, {told.others * 1e3:.3g} ms on the others"
+    return f"{'handing over to ' * (told.group == 'hand-off')}{slow}"
+
+
+def compare(spent: Mapping[int, Spent], world_size: int) -> RankCosts | None:
+    """Compare what ranks have spent, by rank; None if fewer than two of them have had iterations."""
+    spent = {rank: one for rank, one in sorted(spent.items()) if one.iterations > 0}
+    if len(spent) < 2:
+        return None
+    each = {rank: _per_iteration(one) for rank, one in spent.items()}
+    hosts = {rank: one.host for rank, one in spent.items()}
+    whole = {rank: sum(parts.values()) for rank, parts in each.items()}
+    seconds = median(whole.values())
+    rows = [_times(("", "iteration"), whole, hosts)]
+    names = dict.fromkeys(name for parts in each.values() for name in parts)
+    parts = [_times(name, {rank: one.get(name, 0.0) for rank, one in each.items()}, hosts) for name in names]
+    rows += sorted((one for one in parts if one.max >= _SHOWN * seconds), key=lambda one: -one.max)
+    straggler = max((_slowest(each, hosts, waits) for waits in _WAITS), key=lambda one: one.waited)
+    return RankCosts(
+        world_size=world_size,
+        iterations=min(one.iterations for one in spent.values()),
+        seconds=seconds,
+        times=rows,
+        straggler=straggler if straggler.waited >= SIGNIFICANT * seconds else None,
+        missing=[rank for rank in range(world_size) if rank not in spent],
+    )
+
+
+def _per_iteration(one: Spent) -> dict[Name, float]:
+    return {(group, name): seconds / one.iterations for group, named in one.parts.items() for name, seconds in named.items()}
+
+
+def _times(name: Name, by_rank: Mapping[int, float], hosts: Mapping[int, str]) -> RankTimes:
+    slowest = max(by_rank, key=lambda rank: by_rank[rank])
+    values = by_rank.values()
+    return RankTimes(*name, min(values), median(values), by_rank[slowest], slowest, hosts[slowest])
+
+
+def _slowest(
+    each: Mapping[int, Mapping[Name, float]], hosts: Mapping[int, str], waits: Callable[[str, str], bool]
+) -> Straggler:
+    """Return the rank that works longest outside of the parts in which it may wait, and what it is slow at."""
+    works = {rank: {name: one for name, one in parts.items() if not waits(*name)} for rank, parts in each.items()}
+    busy = {rank: sum(parts.values()) for rank, parts in works.items()}
+    slowest = max(busy, key=lambda rank: busy[rank])
+    others = [rank for rank in busy if rank != slowest]
+
+    def typical(name: Name) -> float:
+        return median(works[rank].get(name, 0.0) for rank in others)
+
+    waited = busy[slowest] - median(busy[rank] for rank in others)
+    worst = max(works[slowest], key=lambda name: works[slowest][name] - typical(name), default=("", "iteration"))
+    took = works[slowest].get(worst, 0.0)
+    return Straggler(slowest, hosts[slowest], *worst, took, typical(worst), waited)

@@ -1,0 +1,184 @@
+"""The ranks tell each other what they spend their time on, and the straggler gets a name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import nn
+
+from eventloop.observe import RankCosts, exchange
+
+from . import jobs
+
+RANKS = (0, 1, 2, 3)
+ENOUGH = 4000  # iterations: more than any of these trainings makes before it is stopped
+
+
+class Data:
+    """Batches without end, each after a while."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for _ in range(ENOUGH):
+            time.sleep(self.seconds)
+            yield torch.zeros(2, 4), torch.zeros(2, 1)
+
+
+class Histograms:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, event: Any) -> None:
+        time.sleep(self.seconds)
+
+
+def slow_step(seconds: float) -> Any:
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        time.sleep(seconds)
+        return jobs.step(model, batch)
+
+    return step
+
+
+def train(slow: dict[str, int], until: int = ENOUGH, timing: tuple[int, ...] = RANKS, period: float = 0.4) -> Any:
+    """Train until ``ranks_measured`` has come with a straggler twice, or ``until`` times.
+
+    ``slow`` has the rank that is slow at each part. Returns what the event had, the costs, and the warnings.
+    """
+    exchange.PERIOD = period  # type: ignore[misc]  # of this process, which ends after this
+    rank, size = jobs.rank_and_size()
+    took = {part: 0.05 if slow.get(part) == rank else 0.002 for part in ("data", "hook", "step")}
+    loop = jobs.make_loop(
+        None, train_data=Data(took["data"]), step=slow_step(took["step"]), val_data=None, val_step=None, metrics=None
+    )
+    loop.bus.timing = rank in timing
+    loop.bus.on("after_train_iter", Histograms(took["hook"]))
+    measured: list[RankCosts] = []
+
+    def hear(event: Any) -> None:
+        measured.append(event.ranks)
+        named = [one for one in measured if one.straggler is not None]
+        if len(named) == 2 or len(measured) == until:  # the other ranks hear of it a moment after rank 0
+            loop.stop()
+
+    loop.bus.on("ranks_measured", hear)
+    if len(timing) == 1 or size == 1:
+        loop.bus.on("after_train_iter", lambda event: loop.stop(), after=200)
+    with capture_logs() as logs:
+        loop.run()
+    warnings = [line["event"] for line in logs if line["log_level"] == "warning"]
+    return measured, loop.bus.costs() if loop.bus.timing else None, warnings
+
+
+def test_a_straggler_among_four_ranks_is_named_with_what_it_is_slow_at(ranks):
+    found = ranks(train, {"data": 2}, ENOUGH, RANKS, 1.0, size=4)
+    for measured, costs, _ in found:
+        told = next(one.straggler for one in measured if one.straggler is not None)
+        assert (told.rank, told.host, told.name) == (2, socket.gethostname(), "waiting for data")
+        assert told.seconds > 0.04 > 0.02 > told.others
+        assert "waiting for data" in [one.name for one in costs.ranks.times if one.rank == 2]
+        assert "rank 2" in str(costs)
+    warnings = [one for _, _, warnings in found for one in warnings]
+    assert len(warnings) == 1
+    assert f"the other ranks wait for rank 2 on {socket.gethostname()}" in warnings[0]
+    assert "waiting for data takes" in warnings[0]
+
+
+@pytest.mark.parametrize("part", ["hook", "step"])
+def test_a_straggler_in_a_hook_or_in_the_step_is_named(ranks, part):
+    first, second = ranks(train, {part: 1})
+    names = {"hook": "Histograms", "step": "forward"}
+    for measured, _, _ in (first, second):
+        told = next(one.straggler for one in measured if one.straggler is not None)
+        assert told.rank == 1
+        assert names[part] in told.name
+    assert len(first[2]) == 1
+    assert second[2] == []
+
+
+def test_the_event_and_the_costs_have_all_ranks_also_without_a_straggler(ranks):
+    for measured, costs, _ in ranks(train, {}, 3):
+        assert len(measured) >= 2
+        for one in (measured[-1], costs.ranks):
+            assert (one.world_size, one.missing) == (2, [])
+            assert one.times[0].name == "iteration"
+            assert {"waiting for data", "forward", "backward"} < {part.name for part in one.times}
+            assert all(part.min <= part.median <= part.max for part in one.times)
+        assert costs.ranks.iterations > measured[0].iterations > 0
+
+
+@pytest.mark.parametrize("timing", [(0,), (1,)])
+def test_with_one_rank_that_measures_nothing_is_compared(ranks, timing):
+    for rank, (measured, costs, warnings) in enumerate(ranks(train, {}, 3, timing)):
+        assert (measured, warnings) == ([], [])
+        assert (costs is not None) == (rank in timing)
+        assert costs is None or costs.ranks is None
+
+
+def test_with_a_single_process_there_is_nothing_to_compare(ranks):
+    [(measured, costs, _)] = ranks(train, {}, 3, size=1)
+    assert (measured, costs.ranks) == ([], None)
+    assert "ranks" not in str(costs)
+
+
+def dies(at: int) -> None:
+    """Train until a rank kills itself."""
+    exchange.PERIOD = 0.2  # type: ignore[misc]
+    loop = jobs.make_loop(None, train_data=Data(0.002), val_data=None, val_step=None, metrics=None)
+    loop.bus.timing = True
+    if jobs.rank_and_size()[0] == at:
+        loop.bus.on("ranks_measured", lambda event: os.kill(os.getpid(), signal.SIGKILL))
+    loop.run()
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_rank_that_dies_does_not_hang_the_others(outcomes, at):
+    found = outcomes(dies, at, group_timeout=20)
+    assert found[at].exitcode == -signal.SIGKILL
+    assert found[1 - at].exitcode == 1
+    assert "RuntimeError" in found[1 - at].error
+
+
+def hangs(folder: str) -> list[str]:
+    """Train until rank 1 was stopped like a process that hangs, and rank 0 has said so."""
+    exchange.PERIOD = 0.2  # type: ignore[misc]
+    rank, _ = jobs.rank_and_size()
+    file = Path(folder) / "pid"
+    loop = jobs.make_loop(None, train_data=Data(0.002), val_data=None, val_step=None, metrics=None)
+    loop.bus.timing = True
+
+    def hang(event: Any) -> None:
+        if rank == 1 and not file.exists():
+            file.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def wake() -> None:
+        while not [line for line in logs if "has not answered" in line["event"]]:
+            time.sleep(0.02)
+        os.kill(int(file.read_text()), signal.SIGCONT)
+        loop.stop()
+
+    loop.bus.on("ranks_measured", hang)
+    with capture_logs() as logs:
+        if rank == 0:
+            threading.Thread(target=wake, daemon=True).start()
+        loop.run()
+    return [line["event"] for line in logs]
+
+
+def test_a_rank_that_hangs_is_named(ranks, tmp_path):
+    first, _ = ranks(hangs, str(tmp_path))
+    [told] = [line for line in first if "has not answered" in line]
+    assert told.startswith(f"rank 1 on {socket.gethostname()}")
