@@ -98,7 +98,8 @@ class RankExchange:
 
         number = 0
         try:
-            store: Any = _get_default_store().clone()  # a thread that waits in the other one keeps its lock
+            default: Any = _get_default_store()  # its type stub lacks clone
+            store = default.clone()  # a thread that waits in the other one keeps its lock
             while not self._stopped.wait(PERIOD - time.time() % PERIOD):
                 number += 1
                 store.set(f"{self._key}/{self._rank}", msgspec.msgpack.encode(Report(number, self._measure())))
