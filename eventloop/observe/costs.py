@@ -19,7 +19,7 @@ from eventloop.bus.subscription import Subscription
 from eventloop.events import CostsMeasured, Event, RanksMeasured
 from eventloop.events.event import name_of, registry
 from eventloop.observe.exchange import RankExchange
-from eventloop.observe.ranks import RankCosts, spent
+from eventloop.observe.ranks import RankCosts, Spent, spent_here
 from eventloop.observe.spans import BEGIN, END, FIELDS, NAME, THREAD, Recorder, Spans
 
 _BINS: Final = 8  # per doubling: quantiles are exact to 4 %
@@ -276,7 +276,7 @@ class BusRecorder(Recorder):
             run,
             rank,
             world_size,
-            measure=lambda: spent(self.costs()),
+            measure=self._spent,
             tell=self._tell_ranks,
             trains=lambda: bool(self._bus.training),
         )
@@ -299,6 +299,10 @@ class BusRecorder(Recorder):
     def _leave_ranks(self) -> None:
         if self._exchange is not None:
             self._exchange.stop()
+
+    def _spent(self) -> Spent:
+        costs = self.costs()
+        return spent_here(costs.steps.total, ((part.group, part.name, part.seconds) for part in costs.parts))
 
     def _tell_ranks(self, ranks: RankCosts) -> None:
         with suppress(ReferenceError):

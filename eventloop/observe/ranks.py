@@ -13,15 +13,12 @@ The straggler is the rank that stands out most under one of these three assumpti
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from eventloop.observe.costs import Costs
 
 SIGNIFICANT: Final = 0.1
 """A rank is a straggler if the others wait this share of an iteration for it."""
@@ -55,13 +52,13 @@ class Spent(msgspec.Struct, frozen=True):
         return Spent(self.host, self.iterations - before.iterations, parts)
 
 
-def spent(costs: Costs) -> Spent:
-    """Return what this process has spent."""
+def spent_here(iterations: int, spent: Iterable[tuple[str, str, float]]) -> Spent:
+    """Return what this process has spent, from groups, names and seconds; those of one name are added up."""
     parts: dict[str, dict[str, float]] = {}
-    for part in costs.parts:  # a hook has one for each of its mount points
-        named = parts.setdefault(part.group, {})
-        named[part.name] = named.get(part.name, 0.0) + part.seconds
-    return Spent(socket.gethostname(), costs.steps.total, parts)
+    for group, name, seconds in spent:
+        named = parts.setdefault(group, {})
+        named[name] = named.get(name, 0.0) + seconds
+    return Spent(socket.gethostname(), iterations, parts)
 
 
 class RankTimes(msgspec.Struct, frozen=True):
