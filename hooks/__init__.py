@@ -6,6 +6,7 @@ from hooks.check_loss import CheckInvalidLossHook
 from hooks.checkpoint import CheckpointHook
 from hooks.compat import register_other_systems
 from hooks.compat.transformers_guests import TransformersHook
+from hooks.dashboard import Dashboard
 from hooks.distributed import DistSamplerSeedHook, SyncBuffersHook
 from hooks.early_stopping import EarlyStoppingHook
 from hooks.ema import EMAEpochHook, EMAHook, EMAIterHook
@@ -29,6 +30,7 @@ __all__ = [
     "CheckInvalidLossHook",
     "CheckpointHook",
     "ConsoleWriter",
+    "Dashboard",
     "DistSamplerSeedHook",
     "EMAEpochHook",
     "EMAHook",

@@ -1,0 +1,65 @@
+"""A live dashboard: curves, costs, lanes, checkpoints and events of the runs in a process, and buttons that control them.
+
+- Beside a script: ``bus.add(Dashboard())`` with :class:`hooks.Dashboard`, or ``trainbus run CONFIG --dashboard``.
+- In your own Starlette or FastAPI application: ``application.mount("/training", app(loop))``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from eventloop.bus import Bus
+from eventloop.checks import check_options
+from eventloop.errors import ConfigurationError
+from eventloop.observe.dashboard.page import Board
+from eventloop.observe.dashboard.server import Server, check_address, missing_web
+from eventloop.observe.dashboard.watcher import Watcher
+
+__all__ = ["Board", "Server", "Watcher", "app", "check_address"]
+
+
+@check_options
+def app(
+    *watched: Any,
+    token: str | None = None,
+    may_change: Callable[[Any], bool] | None = None,
+    hosts: Collection[str] = ("127.0.0.1", "localhost", "[::1]"),
+) -> Any:
+    """Return an ASGI application that shows the runs of loops and buses, to mount under any prefix.
+
+        api = FastAPI()
+        api.mount("/training", app(loop, may_change=lambda request: request.user.is_admin))
+
+    Without ``token`` and ``may_change`` it only shows. Who can reach it sees the runs: to restrict that, mount it behind the
+    authentication of your application.
+
+    Args:
+        *watched: ``TrainLoop`` objects, runs or buses; each run on them has a page. Add them before their runs begin.
+        token: what is needed to change a run: pages are opened with ``#token=...`` once.
+        may_change: a function of the request that returns True if its sender may change a run.
+        hosts: the names under which the application is reached. Requests for other names are refused (DNS rebinding).
+
+    Raises:
+        ConfigurationError: starlette is missing, an object has no bus, or both ``token`` and ``may_change`` are given.
+    """
+    if token is not None and may_change is not None:
+        raise ConfigurationError("token= and may_change= both say who may change a run: give one of them")
+    if token is not None:
+        check_address("127.0.0.1", token)
+    try:
+        from eventloop.observe.dashboard.application import Application
+        from eventloop.observe.dashboard.guard import Access
+    except ImportError as error:
+        raise missing_web(error) from None
+    board = Board()
+    for bus in dict.fromkeys(map(_bus_of, watched)):
+        bus.add(Watcher(board))
+    return Application(board, Access(token, may_change, hosts))
+
+
+def _bus_of(watched: Any) -> Bus:
+    bus = watched if isinstance(watched, Bus) else getattr(watched, "bus", None)
+    if not isinstance(bus, Bus):
+        raise ConfigurationError(f"app() shows a TrainLoop, a Run or a Bus, not {watched!r}")
+    return bus

@@ -1,0 +1,143 @@
+"""``Application``: the pages of a board, their events and their commands, as a Starlette application."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Final, get_args
+
+import anyio
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from eventloop.errors import TrainbusError
+from eventloop.observe import assets
+from eventloop.observe.dashboard.event_stream import EventStream, Readers
+from eventloop.observe.dashboard.guard import Access, Guard, refused
+from eventloop.observe.dashboard.page import Board, Command, CommandRefusedError, RunPage
+
+_STATIC: Final = Path(__file__).with_name("static")
+_SHARED: Final = Path(assets.__file__).parent
+_FILES: Final = {
+    **{name: _STATIC / name for name in ("dashboard.css", "common.js", "runs.js", "run.js", "charts.js")},
+    **{name: _SHARED / name for name in ("colours.css", "uplot.css", "uplot.js")},
+}
+_MOST_READERS: Final = 500
+_MOST_BYTES: Final = 256
+_BODY_SECONDS: Final = 5.0
+
+
+class _Rate(msgspec.Struct):
+    """What a visitor sends to set the learning rate."""
+
+    lr: Annotated[float, msgspec.Meta(gt=0, lt=1000)]
+
+
+class Application(Starlette):
+    """The dashboard of the runs on a board. All its addresses are relative, so it can be mounted under any prefix.
+
+    Args:
+        board: the runs.
+        access: who may see and change them.
+        cut_off: closes the connection of a reader that does not read, by the address of the client.
+    """
+
+    def __init__(self, board: Board, access: Access, cut_off: Callable[[Any], object] | None = None) -> None:
+        self.board = board
+        self._access = access
+        self._cut_off = cut_off
+        self._readers = Readers(lambda: board.closed)
+        super().__init__(
+            routes=[
+                Route("/", self._list_page),
+                Route("/runs.json", self._runs),
+                Route("/runs/{number:int}/", self._run_page),
+                Route("/runs/{number:int}/events", self._events),
+                Route("/runs/{number:int}/{command}", self._command, methods=["POST"]),
+                Route("/static/{name}", self._static),
+            ],
+            middleware=[Middleware(Guard, access)],
+        )
+
+    async def _list_page(self, request: Request) -> Response:
+        return FileResponse(_STATIC / "runs.html")
+
+    async def _run_page(self, request: Request) -> Response:
+        return FileResponse(_STATIC / "run.html")
+
+    async def _static(self, request: Request) -> Response:
+        if (path := _FILES.get(request.path_params["name"])) is None:
+            return refused(404, "there is no such file")
+        return FileResponse(path, headers={"cache-control": "no-cache"})
+
+    async def _runs(self, request: Request) -> Response:
+        runs = [page.summary() for page in self.board]
+        told = {"runs": runs, "changes": self._access.mode, "may_change": self._access.allows(request)}
+        return JSONResponse(told, headers={"cache-control": "no-store"})
+
+    async def _events(self, request: Request) -> Response | EventStream:
+        page = self._page(request)
+        seen = _seen(request)
+        if page.feed.over and seen >= page.feed.number:
+            return Response(status_code=204)  # tells a browser not to ask again
+        if self._readers.number >= _MOST_READERS:
+            return refused(503, f"{_MOST_READERS} pages are open already")
+        return EventStream(page.feed, seen, self._readers, self._cut_off)
+
+    async def _command(self, request: Request) -> Response:
+        page, command = self._page(request), request.path_params["command"]
+        if command not in get_args(Command):
+            return refused(404, f"there is no command {command[:40]!r}; the commands are {', '.join(get_args(Command))}")
+        if not self._access.allows(request):
+            return refused(403, _NOT_ALLOWED[self._access.mode])
+        try:
+            lr = msgspec.json.decode(await _short_body(request), type=_Rate).lr if command == "lr" else 0.0
+        except msgspec.DecodeError as error:
+            return refused(422, f'a learning rate is a number above 0 and below 1000, such as {{"lr": 0.001}}: {error}')
+        try:
+            page.command(command, lr)
+        except CommandRefusedError as error:
+            return refused(409, str(error))
+        except TrainbusError as error:
+            return refused(422, str(error))
+        return Response(status_code=202)  # it takes effect at the next safe mount point, and the events tell when
+
+    def _page(self, request: Request) -> RunPage:
+        page = self.board.get(request.path_params["number"])
+        if page is None:
+            raise HTTPException(404, "there is no such run; the list of runs has those that are there")
+        return page
+
+
+_NOT_ALLOWED: Final = {
+    "token": "this needs the token: open the address that was logged when the dashboard began",
+    "application": "the application does not allow you to change the run",
+    "nobody": "this dashboard only shows the run; give app() token= or may_change= to control it",
+}
+
+
+def _seen(request: Request) -> int:
+    """Return the number of the last message that a reader says it has."""
+    said = request.headers.get("last-event-id", "")
+    return int(said) if said.isascii() and said.isdecimal() and len(said) < 16 else 0
+
+
+async def _short_body(request: Request) -> bytes:
+    """Return the body of a request if it is short and does not take its time."""
+    body = b""
+    try:
+        with anyio.fail_after(_BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > _MOST_BYTES:
+                    raise HTTPException(413, f"a command has at most {_MOST_BYTES} bytes")
+    except TimeoutError:
+        raise HTTPException(408, f"the request did not come within {_BODY_SECONDS:g} seconds") from None
+    except ClientDisconnect:
+        raise HTTPException(400, "the request was cut off") from None
+    return body

@@ -1,0 +1,127 @@
+"""``EventStream``: the response that tells a reader the messages of a feed as server-sent events."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any, Final
+
+import anyio
+import anyio.lowlevel
+from starlette.types import Receive, Scope, Send
+
+from eventloop.observe.dashboard.feed import Feed
+
+PACE: Final = 0.2
+"""Seconds between two looks of a reader at the feed, when there is one reader."""
+PACE_PER_READER: Final = 0.01
+"""What each further reader adds, so that 200 of them take no more of the interpreter than a few."""
+QUIET: Final = 10.0
+"""Seconds without a message after which a sign of life is sent."""
+PATIENCE: float = 20.0
+"""Seconds that a reader may take for one message before it is cut off."""
+_CHUNK: Final = 65536
+
+_HEADERS: Final = [
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Readers:
+    """The number of readers of all feeds of an application."""
+
+    def __init__(self, is_closed: Callable[[], bool]) -> None:
+        self.number = 0
+        self.is_closed = is_closed
+
+    @property
+    def pace(self) -> float:
+        """Seconds between two looks at the feed."""
+        return PACE + PACE_PER_READER * self.number
+
+
+class EventStream:
+    """An ASGI response that ends with the feed, when its server ends, or when the reader does not read.
+
+    Args:
+        feed: what to tell.
+        seen: number of the last message that the reader has.
+        readers: all readers.
+        cut_off: closes a connection at once, by the address of its client; None leaves it to the server.
+    """
+
+    def __init__(self, feed: Feed, seen: int, readers: Readers, cut_off: Callable[[Any], object] | None = None) -> None:
+        self._feed = feed
+        self._seen = seen
+        self._readers = readers
+        self._cut_off = cut_off
+        self._gone = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Tell everything; return when the reader has left, too."""
+        self._readers.number += 1
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._watch, receive, tasks.cancel_scope)
+                if not await self._tell(send) and not self._gone and self._cut_off is not None:
+                    self._cut_off(scope.get("client"))
+                    await anyio.lowlevel.checkpoint()  # so that the server notices
+                tasks.cancel_scope.cancel()
+        finally:
+            self._readers.number -= 1
+
+    async def _tell(self, send: Send) -> bool:
+        """Send everything; return False if the reader was too slow."""
+        start = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
+        if not await self._sent(send, start):
+            return False
+        quiet = 0.0
+        while not self._ends:
+            messages, self._seen, is_last = self._feed.read(self._seen)
+            if not messages and quiet >= QUIET:
+                messages = [b": still here\n\n"]
+            for body in _chunks(messages):
+                if not await self._sent(send, {"type": "http.response.body", "body": body, "more_body": True}):
+                    return False
+            if is_last:
+                break
+            pace = self._readers.pace
+            quiet = 0.0 if messages else quiet + pace
+            await anyio.sleep(pace)
+        return await self._sent(send, {"type": "http.response.body", "body": b""})
+
+    @property
+    def _ends(self) -> bool:
+        return self._readers.is_closed() or server_ends()
+
+    async def _sent(self, send: Send, message: dict[str, Any]) -> bool:
+        with anyio.move_on_after(PATIENCE) as patience:
+            await send(message)
+        return not patience.cancelled_caught
+
+    async def _watch(self, receive: Receive, scope: anyio.CancelScope) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            continue
+        self._gone = True
+        scope.cancel()
+
+
+def server_ends() -> bool:
+    """Return True if uvicorn has been told to end, in whose application this one is mounted.
+
+    It waits for responses before it tells the application, so a stream would keep it, and a run in it, waiting for ever.
+    """
+    server = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+    return bool(getattr(server, "should_exit", False))
+
+
+def _chunks(messages: list[bytes]) -> list[bytes]:
+    """Join messages to chunks that a slow connection can take in time."""
+    chunks = [b""]
+    for one in messages:
+        if chunks[-1] and len(chunks[-1]) + len(one) > _CHUNK:
+            chunks.append(b"")
+        chunks[-1] += one
+    return [one for one in chunks if one]

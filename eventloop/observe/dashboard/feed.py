@@ -1,0 +1,150 @@
+"""``Feed``: what is told of one run, numbered, in bounded memory. Readers read at their own speed, from the beginning.
+
+Writers never wait for readers, and never wake them: a reader looks for itself. So what a writer does is the same with 200
+readers as with none.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+_MOST_POINTS: Final = 4000
+_RECENT: Final = 500
+"""Points that are kept at full resolution when older ones are thinned out."""
+_MOST_NOTES: Final = 2000
+_MOST_NAMES: Final = 64
+"""Names of scalars; an event may bring any number of them."""
+
+
+class Point(NamedTuple):
+    """The scalars of one training iteration."""
+
+    number: int
+    iter: int
+    epoch: int
+    time: float
+    values: Mapping[str, float | None]
+
+
+class _Message(NamedTuple):
+    """A server-sent event. One with points has the numbers of all of them."""
+
+    first: int
+    last: int
+    kind: str
+    data: bytes
+    points: Sequence[Point] = ()
+
+
+class Feed:
+    """The messages of one run. Every method may be called from any thread.
+
+    - Scalars beyond 4,000 points are thinned out evenly, except the newest ones.
+    - Of messages with ``replace=True`` only the last of each kind is kept.
+    - Of the others the last 2,000 are kept.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._messages: list[_Message] = []
+        self._names: set[str] = set()
+        self._stride = 1
+        self.number = 0
+        """Number of the last message or point."""
+        self.over = False
+        """True after the last message."""
+
+    def post(self, kind: str, data: Mapping[str, Any], *, replace: bool = False, last: bool = False) -> None:
+        """Add a message. After the last one, readers leave and later messages are ignored."""
+        with self._lock:
+            if self.over:
+                return
+            if replace:
+                self._messages = [one for one in self._messages if one.kind != kind]
+            self.number += 1
+            self._messages.append(_encoded(self.number, self.number, kind, data))
+            self._drop_notes()
+            self.over = last
+
+    def add(self, points: Iterable[tuple[int, int, float, Mapping[str, Any]]]) -> None:
+        """Add the scalars of iterations: (iteration from 1, epoch from 1, Unix time, values by name)."""
+        with self._lock:
+            if self.over:
+                return
+            new = [
+                Point(self.number + index, iteration, epoch, time, self._known(values))
+                for index, (iteration, epoch, time, values) in enumerate(points, 1)
+            ]
+            if new:
+                self.number = new[-1].number
+                self._messages.append(_scalars(new))
+                self._thin()
+
+    def read(self, seen: int = 0) -> tuple[list[bytes], int, bool]:
+        """Return the messages after number ``seen`` as server-sent events, the last number, and whether it was the last one."""
+        with self._lock:
+            start = bisect_right(self._messages, seen, key=lambda one: one.last)
+            messages, number, over = self._messages[start:], self.number, self.over
+        return [one.data if one.first > seen or not one.points else _rest(one, seen) for one in messages], number, over
+
+    def _known(self, values: Mapping[str, Any]) -> dict[str, float | None]:
+        known: dict[str, float | None] = {}
+        for name, value in values.items():
+            if isinstance(value, str) or not (name in self._names or len(self._names) < _MOST_NAMES):
+                continue
+            self._names.add(name)
+            known[name] = float(value)
+        return known
+
+    def _thin(self) -> None:
+        points = [point for one in self._messages for point in one.points]
+        if len(points) <= _MOST_POINTS:
+            return
+        recent = points[-_RECENT].number
+        while len(points) > _MOST_POINTS / 2:
+            self._stride *= 2
+            points = [one for one in points if one.number >= recent or one.iter % self._stride == 0]
+        kept = {point.number for point in points}
+        messages: list[_Message] = []
+        for one in self._messages:
+            if not one.points:
+                messages.append(one)
+            elif left := [point for point in one.points if point.number in kept]:
+                if messages and messages[-1].points:
+                    left = [*messages.pop().points, *left]
+                messages.append(_Message(left[0].number, left[-1].number, "scalars", b"", left))
+        self._messages = [_scalars(one.points) if one.points else one for one in messages]
+
+    def _drop_notes(self) -> None:
+        notes = sum(not one.points for one in self._messages)
+        if notes > _MOST_NOTES:
+            # Not the first one, which says what run it is.
+            oldest = next(index for index, one in enumerate(self._messages) if index and not one.points)
+            del self._messages[oldest]
+
+
+def _rest(message: _Message, seen: int) -> bytes:
+    """Return the part of a message with points that a reader has not seen."""
+    return _scalars([point for point in message.points if point.number > seen]).data
+
+
+def _scalars(points: Sequence[Point]) -> _Message:
+    names = dict.fromkeys(name for point in points for name in point.values)
+    columns = {
+        "iter": [point.iter for point in points],
+        "epoch": [point.epoch for point in points],
+        "time": [point.time for point in points],
+        "values": {name: [point.values.get(name) for point in points] for name in names},
+    }
+    return _encoded(points[0].number, points[-1].number, "scalars", columns, points)
+
+
+def _encoded(first: int, last: int, kind: str, data: Mapping[str, Any], points: Sequence[Point] = ()) -> _Message:
+    # orjson writes NaN and infinities as null.
+    text = orjson.dumps(data, default=str, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+    return _Message(first, last, kind, b"id: %d\nevent: %s\ndata: %s\n\n" % (last, kind.encode(), text), points)

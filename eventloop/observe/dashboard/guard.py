@@ -1,0 +1,127 @@
+"""``Guard``: refuses requests that a page of another site sends through the visitor's browser, and those without the token."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Collection
+from typing import Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
+
+_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS: Final = {
+    "content-security-policy": _POLICY,
+    "x-frame-options": "DENY",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+
+
+class Access:
+    """Who may change a run, and who may see it.
+
+    Args:
+        token: what to bring to change a run, in the header ``Authorization: Bearer TOKEN``.
+        may_change: the application's own decision, instead of a token.
+        hosts: names under which the pages are reached; requests for others are refused, so that no name can be rebound to here.
+        to_see: the token is needed to see anything.
+    """
+
+    def __init__(
+        self,
+        token: str | None = None,
+        may_change: Callable[[Request], bool] | None = None,
+        hosts: Collection[str] = LOOPBACK,
+        *,
+        to_see: bool = False,
+    ) -> None:
+        self._token = token
+        self._may_change = may_change
+        self.hosts = frozenset(host.lower() for host in hosts)
+        self.to_see = to_see
+
+    @property
+    def mode(self) -> str:
+        """Who may change a run: "token", "application" or "nobody"."""
+        return "token" if self._token is not None else "application" if self._may_change is not None else "nobody"
+
+    def allows(self, request: Request) -> bool:
+        """Return True if a request may change a run."""
+        if self._may_change is not None:
+            return self._may_change(request)
+        if self._token is None:
+            return False
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        return kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._token.encode())
+
+
+class Guard:
+    """ASGI middleware in front of everything that the dashboard serves."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self.app = app
+        self.access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it; either way with the headers that keep other sites away."""
+
+        async def send_safely(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        await (self.app if refusal is None else refusal)(scope, receive, send_safely)
+
+    def _refusal(self, scope: Scope) -> JSONResponse | None:
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if _name_of(host) not in self.access.hosts:
+            return refused(400, f"the dashboard is not served under the name {host[:100]!r}; list it in hosts=")
+        if _of_another_site(headers, host):
+            return refused(403, "this request was sent by a page of another site")
+        is_page = scope["method"] in ("GET", "HEAD") and _is_static(scope)
+        if self.access.to_see and not is_page and not self.access.allows(Request(scope)):
+            return refused(401, "open the address that was logged when the dashboard began: it brings the token")
+        return None
+
+
+def refused(status: int, message: str) -> JSONResponse:
+    """Return the answer to a request that is refused."""
+    return JSONResponse({"error": message}, status_code=status)
+
+
+def _name_of(host: str) -> str:
+    """Return the name in a Host header, without the port."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdecimal() else host).lower()
+
+
+def _of_another_site(headers: Headers, host: str) -> bool:
+    origin = headers.get("origin")
+    if origin is not None and origin.partition("://")[2] != host:
+        return True
+    site = headers.get("sec-fetch-site", "none")
+    return site not in ("none", "same-origin") and headers.get("sec-fetch-mode") != "navigate"
+
+
+def _is_static(scope: Scope) -> bool:
+    """Return True for the pages themselves, which hold nothing of the run: their scripts fetch it with the token."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    first, _, rest = path.lstrip("/").partition("/")
+    return first in ("", "static") or (first == "runs" and rest.rstrip("/").isdecimal())

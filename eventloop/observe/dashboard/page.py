@@ -1,0 +1,174 @@
+"""``RunPage``: what the dashboard knows of one run, and what it may ask of it; ``Board``: the pages of one process."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Literal
+
+import torch
+
+from eventloop.errors import TrainbusError
+from eventloop.observe.dashboard.feed import Feed
+
+State = Literal["running", "pausing", "paused", "stopping", "finished", "stopped", "interrupted", "failed"]
+Command = Literal["pause", "resume", "stop", "checkpoint", "lr"]
+
+_MOST_ENDED: Final = 20
+"""Pages of ended runs; the oldest ones are dropped."""
+
+
+class CommandRefusedError(TrainbusError):
+    """A run cannot do what a visitor asks."""
+
+
+class RunPage:
+    """The feed and the state of one run, and the commands to it. The run itself is referred to weakly.
+
+    Commands are safe from any thread and take effect at the next safe mount point of the run, as in code.
+    """
+
+    def __init__(self, number: int, run: Any) -> None:
+        self.number = number
+        self.name = str(getattr(run, "name", "") or "run")
+        self.began = time.time()
+        self.state: State = "running"
+        self.stop_reason = ""
+        self.ends_later = False
+        """True if the page ends when the last checkpoint is written, and not with ``after_run``."""
+        self.result: tuple[State, str] = ("finished", "")
+        """State and reason at the end."""
+        self.last_costs: Any = None
+        self.iter = self.epoch = 0
+        self.feed = Feed()
+        self._run: Callable[[], Any] = (lambda: None) if run is None else weakref.ref(run)
+        work_dir = getattr(run, "work_dir", None)
+        self.refusals = _refusals(run)
+        """Why a command is not possible, by its name; empty if all are."""
+        facts = {"name": self.name, "work_dir": "" if work_dir is None else str(work_dir), "began": self.began}
+        self.feed.post("hello", facts | {"refusals": self.refusals, "lr": learning_rate(run)})
+
+    def is_of(self, run: object) -> bool:
+        """Return True for the page of this run."""
+        return self._run() is run
+
+    @property
+    def over(self) -> bool:
+        """True if the run has ended."""
+        return self.feed.over
+
+    def to_state(self, state: State) -> None:
+        """Change the state and tell it."""
+        if not self.over:
+            self.state = state
+            self.feed.post("state", self._where() | {"state": state, "reason": ""})
+
+    def end(self) -> None:
+        """Tell how the run has ended, as the last thing."""
+        if not self.over:
+            self.state, reason = self.result
+            self.last_costs = None
+            self.feed.post("state", self._where() | {"state": self.state, "reason": reason}, last=True)
+
+    def note(self, kind: str, **facts: Any) -> None:
+        """Tell what has happened."""
+        self.feed.post(kind, self._where() | facts)
+
+    def costs(self, costs: Mapping[str, Any]) -> None:
+        """Tell what the run has cost up to now, in place of the costs before."""
+        self.feed.post("costs", {**costs, "lr": learning_rate(self._run())}, replace=True)
+
+    def command(self, name: Command, lr: float = 0.0) -> None:
+        """Ask the run for something.
+
+        Raises:
+            CommandRefusedError: the run has ended or cannot do this.
+            ConfigurationError: a learning rate that cannot be.
+        """
+        run = self._run()
+        if self.over or run is None:
+            raise CommandRefusedError(self.refusals.get(name, "the run has ended"))
+        if name in self.refusals:
+            raise CommandRefusedError(self.refusals[name])
+        match name:
+            case "pause":
+                run.pause()
+                self.to_state("pausing")
+            case "resume":
+                run.resume()
+                if self.state == "pausing":  # it has not stood still: no run_resumed will come
+                    self.to_state("running")
+            case "stop":
+                run.stop("stopped from the dashboard")
+                self.to_state("stopping")
+            case "checkpoint":
+                run.checkpoint_now()
+                self.note("asked", what="a checkpoint")
+            case "lr":
+                run.set_lr(lr)
+                self.note("asked", what=f"the learning rate {lr:g}")
+
+    def summary(self) -> dict[str, Any]:
+        """Return the line of the run in the list of runs."""
+        where = {"iter": self.iter, "epoch": self.epoch}
+        return {"number": self.number, "name": self.name, "state": self.state, "began": self.began} | where
+
+    def _where(self) -> dict[str, Any]:
+        return {"time": time.time(), "iter": self.iter, "epoch": self.epoch}
+
+
+class Board:
+    """The pages of the runs that one server shows, by number. Every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pages: dict[int, RunPage] = {}
+        self._number = 0
+        self.closed = False
+        """True when the server ends: readers leave then."""
+
+    def __iter__(self) -> Iterator[RunPage]:
+        with self._lock:
+            return iter(list(self._pages.values()))
+
+    def get(self, number: int) -> RunPage | None:
+        """Return a page, if it exists."""
+        with self._lock:
+            return self._pages.get(number)
+
+    def begin(self, run: Any) -> RunPage:
+        """Make a page for a run."""
+        with self._lock:
+            self._number += 1
+            page = self._pages[self._number] = RunPage(self._number, run)
+            ended = [number for number, one in self._pages.items() if one.over]
+            for number in ended[:-_MOST_ENDED]:
+                del self._pages[number]
+            return page
+
+
+def learning_rate(run: Any) -> float | None:
+    """Return the learning rate of the first optimizer; None if unknown, or on a GPU, for which one would have to wait."""
+    for optimizer in getattr(run, "optimizers", {}).values():
+        rate = optimizer.param_groups[0]["lr"]
+        if isinstance(rate, torch.Tensor) and not rate.is_cpu:
+            return None
+        return float(rate) if math.isfinite(rate) else None
+    return None
+
+
+def _refusals(run: Any) -> dict[str, str]:
+    """Return why commands are not possible, by their names."""
+    if run is None:
+        every: tuple[Command, ...] = ("pause", "resume", "stop", "checkpoint", "lr")
+        return dict.fromkeys(every, "these events come without a run that could be controlled")
+    refusals = {}
+    if not run.optimizers:
+        refusals["lr"] = "this run has no optimizer"
+        refusals["checkpoint"] = "this run does not train"
+    elif run.work_dir is None:
+        refusals["checkpoint"] = "this run has no work dir: give it work_dir="
+    return refusals

@@ -1,0 +1,171 @@
+"""``Server``: serve a dashboard beside a script, on a thread of its own."""
+
+from __future__ import annotations
+
+import atexit
+import secrets
+import socket
+import threading
+from contextlib import suppress
+from typing import Any, Final
+
+from eventloop.errors import ConfigurationError
+from eventloop.observe.dashboard.page import Board
+
+DEFAULT_PORT: Final = 8000
+_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+_SHORTEST_TOKEN: Final = 16
+_GRACE: Final = 1
+"""Seconds that pages have to take what is left when the program ends."""
+
+_servers: dict[tuple[str, int | None], Server] = {}
+"""The servers of this process, by address and the port that was asked for: hooks with the same ones share one."""
+_lock = threading.Lock()
+
+
+def check_address(host: str, token: str | None) -> None:
+    """Raise ConfigurationError for an address that others can reach without a token, and for a token that can be guessed."""
+    if token is None and host not in _LOOPBACK:
+        raise ConfigurationError(
+            f"host={host!r} can be reached from other machines, and who reaches the dashboard controls the run: give token=, "
+            f"such as {secrets.token_urlsafe(24)!r}, or leave host= out and use an SSH tunnel"
+        )
+    if token is not None and not (
+        len(token) >= _SHORTEST_TOKEN and token.isascii() and token.isprintable() and " " not in token
+    ):
+        raise ConfigurationError(
+            f"token= has {len(token)} characters: give at least {_SHORTEST_TOKEN} letters, digits and signs of URLs, such as "
+            f"{secrets.token_urlsafe(24)!r}"
+        )
+
+
+class Server:
+    """A dashboard on a port, with the runs of this process. :meth:`at` starts it.
+
+    It ends with the program, and keeps neither a run nor the program waiting for longer than a second.
+    """
+
+    @classmethod
+    def at(cls, host: str = "127.0.0.1", port: int | None = None, token: str | None = None) -> Server:
+        """Return the server of this process at an address; start it if there is none.
+
+        Args:
+            host: the address to listen on.
+            port: a port, 0 for any, None for 8000 or, if it is taken, any.
+            token: what is needed to change a run; by default a new one.
+
+        Raises:
+            ConfigurationError: the port is taken, the address is not of this machine, or starlette and uvicorn are missing.
+        """
+        check_address(host, token)
+        with _lock:
+            living = {asked: one for asked, one in _servers.items() if one.lives}
+            by_port = {(asked[0], one.port): one for asked, one in living.items()}
+            if (running := living.get((host, port)) or by_port.get((host, port or 0))) is not None:
+                if token is not None and token != running.token:
+                    raise ConfigurationError(
+                        f"a dashboard at port {running.port} was started with another token; give both one"
+                    )
+                return running
+            _servers[host, port] = server = cls(host, port, token)
+            return server
+
+    def __init__(self, host: str, port: int | None, token: str | None) -> None:
+        uvicorn = _uvicorn()
+        from eventloop.observe.dashboard.application import Application
+        from eventloop.observe.dashboard.guard import LOOPBACK, Access
+
+        self.board = Board()
+        self.token = token or secrets.token_urlsafe(24)
+        self._socket = _bound(host, port)
+        self.port: int = self._socket.getsockname()[1]
+        is_local = host in _LOOPBACK
+        names = {*LOOPBACK, _in_url(host)} if is_local else {*LOOPBACK, _in_url(host), *_own_names()}
+        app = Application(self.board, Access(self.token, hosts=names, to_see=not is_local), self._cut_off)
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            loop="asyncio",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=_GRACE,
+        )
+        self._server = uvicorn.Server(config)
+        shown = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104 - compared, not bound
+        self.url = f"http://{_in_url(shown)}:{self.port}/#token={self.token}"
+        """Where the pages are. What follows ``#`` stays in the browser: it is in no request and no log of a proxy."""
+        self._thread = threading.Thread(target=self._serve, name="trainbus dashboard", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    @property
+    def lives(self) -> bool:
+        """True until it is closed. In a forked child it is not there."""
+        return self._thread.is_alive() and not self.board.closed
+
+    def close(self) -> None:
+        """Tell the pages what is left, and end. Idempotent."""
+        atexit.unregister(self.close)
+        self.board.closed = True
+        self._server.should_exit = True
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(2 * _GRACE + 1)
+
+    def _serve(self) -> None:
+        with self._socket:
+            self._server.run(sockets=[self._socket])
+
+    def _cut_off(self, client: Any) -> None:
+        """Close the connection of a client that does not read: an orderly end would wait until it does."""
+        for connection in list(self._server.server_state.connections):
+            if connection.client is not None and tuple(connection.client) == tuple(client or ()):
+                connection.transport.abort()
+
+
+def _uvicorn() -> Any:
+    try:
+        import starlette  # noqa: F401
+        import uvicorn
+    except ImportError as error:
+        raise missing_web(error) from None
+    return uvicorn
+
+
+def missing_web(error: ImportError) -> ConfigurationError:
+    """Return the error for a missing library."""
+    return ConfigurationError(f'the dashboard needs {error.name}: pip install "trainbus[web]"')
+
+
+def _bound(host: str, port: int | None) -> socket.socket:
+    """Return a socket that listens at an address."""
+    try:
+        return _listening(host, DEFAULT_PORT if port is None else port)
+    except OSError as error:
+        if port is None:
+            with suppress(OSError):
+                return _listening(host, 0)
+        reason = (error.strerror or str(error)).partition(" (while")[0]
+        raise ConfigurationError(
+            f"the dashboard cannot listen at {host}:{port}: {reason}; give another port, or port=0 for any"
+        ) from None
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=512)
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _own_names() -> set[str]:
+    """Return the names under which other machines may know this one."""
+    names = {socket.gethostname().lower()}
+    with suppress(OSError):
+        name, aliases, addresses = socket.gethostbyname_ex(socket.gethostname())
+        names |= {name.lower(), *map(str.lower, aliases), *addresses}
+    return names

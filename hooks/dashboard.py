@@ -1,0 +1,49 @@
+"""``Dashboard``: watch and control a run in the browser, served beside the script."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from eventloop import Priority, check_options, events, get_logger, mount, register
+from eventloop.observe.dashboard import Server, Watcher, check_address
+from hooks.options import Name
+
+log = get_logger()
+
+Port = Annotated[int, Meta(ge=0, le=65535, description="a port from 1 to 65535, or 0 for any")]
+
+
+@register
+class Dashboard(Watcher):
+    """Serve a page with live curves, costs, lanes, checkpoints and events of the run, and buttons that control it.
+
+    The server has a thread of its own, and begins with the run; its address is logged once. It shows every run in this process
+    that has this hook with the same port, and ends with the program. The address carries a token, which is needed to pause,
+    resume or stop the run, to save a checkpoint or to set the learning rate. On this machine, the page can be seen without it.
+
+    To serve the page from your own web application, use :func:`eventloop.observe.dashboard.app`.
+
+    Args:
+        port: port of the page; 0 for any. By default 8000 or, if that is taken, any.
+        host: address to listen on; by default only this machine can reach it.
+        token: at least 16 characters; needed for any other ``host``, where the page cannot be seen without it. By default a new
+            one for each server.
+    """
+
+    @check_options
+    def __init__(self, port: Port | None = None, *, host: Name = "127.0.0.1", token: str | None = None) -> None:
+        super().__init__()
+        check_address(host, token)
+        self._address = host, port, token
+        self.url = ""
+        """The address of the page, once the run has begun."""
+
+    @mount(events.BeforeRun, priority=Priority.VERY_HIGH)
+    def serve(self, event: events.BeforeRun) -> None:
+        server = Server.at(*self._address)
+        self.board = server.board
+        if server.url != self.url:
+            self.url = server.url
+            log.info(f"the dashboard is at {self.url}")  # in the message: a value would stand in quotes

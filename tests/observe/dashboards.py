@@ -1,0 +1,126 @@
+"""A small training behind a dashboard on a real server, and a visitor of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch.nn import functional
+
+from eventloop import Bus, TrainLoop
+from eventloop.observe.dashboard import Server, Watcher
+
+DATA = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(5)]
+
+
+def step(model: Any, batch: Any) -> Any:
+    return functional.mse_loss(model(batch[0]), batch[1])
+
+
+class Job:
+    """A training on a thread of its own. With ``slow`` it goes on until it is stopped."""
+
+    def __init__(self, bus: Bus | None = None, *, epochs: int = 3, slow: bool = False, **options: Any) -> None:
+        self.bus = Bus() if bus is None else bus
+        model = torch.nn.Linear(3, 1)
+        if slow:
+            epochs = 1_000_000
+            self.bus.on("before_train_iter", lambda event: time.sleep(0.002))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        self.loop = TrainLoop(
+            model, optimizer, step=step, train_data=DATA, val_data=DATA, bus=self.bus, max_epochs=epochs, **options
+        )
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._train, name="job")
+
+    def _train(self) -> None:
+        try:
+            self.loop.run()
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            self.error = error
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self.thread.is_alive():  # a stop that comes before the run begins is lost
+            self.loop.stop()
+            self.thread.join(0.1)
+
+
+@contextmanager
+def serving(host: str = "127.0.0.1", token: str | None = None) -> Iterator[Server]:
+    server = Server(host, 0, token)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextmanager
+def watched(server: Server, **options: Any) -> Iterator[Job]:
+    """A training on the server's page 1."""
+    job = Job(**options)
+    job.bus.add(Watcher(server.board))
+    with job:
+        until(lambda: server.board.get(1) is not None)
+        yield job
+
+
+def until(condition: Any, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come about"
+        time.sleep(0.005)
+
+
+class Visitor:
+    """A client with or without the token."""
+
+    def __init__(self, server: Server, *, token: bool = True) -> None:
+        import httpx
+
+        headers = {"Authorization": f"Bearer {server.token}"} if token else {}
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{server.port}", headers=headers, timeout=60, trust_env=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.client.close()
+
+    @contextmanager
+    def told(self, page: int = 1, prefix: str = "", **headers: str) -> Iterator[Iterator[tuple[int, str, Any]]]:
+        """The server-sent events of a page: an iterator of (number, kind, data)."""
+        with self.client.stream("GET", f"{prefix}/runs/{page}/events", headers=headers) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            yield messages(response.iter_lines())
+
+    def post(self, command: str, page: int = 1, **options: Any) -> Any:
+        return self.client.post(f"/runs/{page}/{command}", **options)
+
+
+def messages(lines: Iterator[str]) -> Iterator[tuple[int, str, Any]]:
+    number, kind = 0, ""
+    for line in lines:
+        name, _, value = line.partition(": ")
+        if name == "id":
+            number = int(value)
+        elif name == "event":
+            kind = value
+        elif name == "data":
+            yield number, kind, json.loads(value)
+
+
+def wait_for(told: Iterator[tuple[int, str, Any]], wanted: str, **values: Any) -> Any:
+    for _, kind, data in told:
+        if kind == wanted and all(data[key] == value for key, value in values.items()):
+            return data
+    raise AssertionError(f"the stream ended without {wanted} {values}")

@@ -1,0 +1,337 @@
+"""The dashboard on a real server: what visitors are told, and what they can ask for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from eventloop import Bus, ConfigurationError, Run
+from eventloop.checkpoint import load
+from eventloop.observe.dashboard import Board, Server, Watcher
+from eventloop.observe.dashboard import page as pages
+from hooks import CheckpointHook, Dashboard
+
+from .dashboards import DATA, Job, Visitor, serving, step, until, wait_for, watched
+
+pytest.importorskip("httpx")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+
+@pytest.fixture
+def server():
+    with serving() as one:
+        yield one
+
+
+@pytest.fixture
+def visitor(server):
+    with Visitor(server) as one:
+        yield one
+
+
+def test_a_visitor_is_told_everything_in_order_until_the_run_ends(server, visitor, tmp_path):
+    with watched(server, bus=Bus(CheckpointHook(interval=1)), epochs=3, work_dir=tmp_path), visitor.told() as told:
+        heard = list(told)
+    assert [number for number, _, _ in heard] == sorted({number for number, _, _ in heard})
+    assert heard[0][1:] == (
+        "hello",
+        {"name": tmp_path.name, "work_dir": str(tmp_path), "began": heard[0][2]["began"], "refusals": {}, "lr": 0.01},
+    )
+    assert heard[-1][1] == "state"
+    assert heard[-1][2] | {"time": 0} == {"time": 0, "iter": 15, "epoch": 3, "state": "finished", "reason": ""}
+    points = [data for _, kind, data in heard if kind == "scalars"]
+    assert [one for data in points for one in data["iter"]] == list(range(1, 16))
+    assert [one for data in points for one in data["epoch"]] == [1] * 5 + [2] * 5 + [3] * 5
+    assert all(math.isfinite(one) for data in points for one in data["values"]["loss"])
+    assert [data["iter"] for _, kind, data in heard if kind == "metrics"] == [5, 10, 15]
+    names = [name for _, kind, data in heard if kind == "checkpoint" for name in data["names"]]
+    assert names == ["epoch_1.safetensors", "epoch_2.safetensors", "epoch_3.safetensors"]
+    assert {"max_epochs": 3, "max_iters": None} in [data for _, kind, data in heard if kind == "progress"]
+
+
+def test_late_and_returning_visitors_miss_nothing(server, visitor):
+    with watched(server), visitor.told() as told:
+        first = list(told)
+    with visitor.told() as told:
+        late = list(told)
+    assert [one for one in late if one[1] != "progress"] == [one for one in first if one[1] != "progress"]
+    seen = late[1][0]
+    with visitor.told(**{"Last-Event-ID": str(seen)}) as told:
+        assert list(told) == late[2:]
+
+
+def test_a_visitor_that_has_everything_of_an_ended_run_is_told_not_to_come_back(server, visitor):
+    with watched(server), visitor.told() as told:
+        last = list(told)[-1][0]
+    answer = visitor.client.get("/runs/1/events", headers={"Last-Event-ID": str(last)})
+    assert answer.status_code == 204
+
+
+@pytest.mark.parametrize("said", ["9" * 5000, "-1", "x", "\u00b2", ""])
+def test_a_last_event_id_that_is_none_is_ignored(server, visitor, said):
+    with watched(server), visitor.told(**{"Last-Event-ID": said.encode("latin-1")}) as told:
+        assert next(told)[1] == "hello"
+
+
+def test_costs_of_parts_and_lanes_are_told(server, visitor):
+    with watched(server, slow=True), visitor.told() as told:
+        costs = wait_for(told, "costs")
+    assert math.isclose(sum(part["seconds"] for part in costs["parts"]), costs["wall"], rel_tol=0.02)
+    assert "Watcher.tell" in [lane["name"] for lane in costs["lanes"]]
+    assert costs["steps"]["number"] > 0 < costs["steps"]["p50"] <= costs["steps"]["p99"]
+
+
+def test_pause_holds_the_run_until_resume(server, visitor):
+    with watched(server, slow=True) as job, visitor.told() as told:
+        wait_for(told, "scalars")
+        assert visitor.post("pause").status_code == 202
+        wait_for(told, "state", state="pausing")
+        at = wait_for(told, "state", state="paused")["iter"]
+        for _ in range(20):
+            assert visitor.client.get("/").status_code == 200
+            assert job.loop.counters.iter == at
+        assert visitor.post("resume").status_code == 202
+        wait_for(told, "state", state="running")
+        assert wait_for(told, "scalars")["iter"][-1] > at
+
+
+def test_a_pause_in_code_is_shown_and_resumed(server, visitor):
+    with watched(server, slow=True) as job, visitor.told() as told:
+        wait_for(told, "scalars")
+        job.loop.pause()
+        wait_for(told, "state", state="paused")
+        visitor.post("resume")
+        wait_for(told, "state", state="running")
+
+
+def test_a_learning_rate_takes_effect_and_is_told(server, visitor):
+    with watched(server, slow=True) as job, visitor.told() as told:
+        assert visitor.post("lr", json={"lr": 0.004}).status_code == 202
+        assert wait_for(told, "asked")["what"] == "the learning rate 0.004"
+        assert wait_for(told, "lr")["lr"] == 0.004
+        assert job.loop._optimizer.param_groups[0]["lr"] == 0.004
+
+
+NUMBERS = ['"fast"', '"0.1"', "null", "true", "-1", "0", "7000", "NaN", "Infinity", "1e999", "9" * 200, "[0.1]"]
+REFUSED = {
+    422: ["", "{}", "[1]", "[" * 256, '{"a":' * 50, b"\xff\xfe", *(f'{{"lr": {number}}}' for number in NUMBERS)],
+    413: [f'{{"lr": {"9" * 5000}}}', "[" * 100_000, b"x" * 10_000_000],
+}
+
+
+def test_an_invalid_learning_rate_is_refused(server, visitor):
+    with watched(server, slow=True):
+        for status, bodies in REFUSED.items():
+            for body in bodies:
+                assert visitor.post("lr", content=body).status_code == status, body[:50]
+        assert "above 0 and below 1000" in visitor.post("lr", content="{}").json()["error"]
+
+
+def test_checkpoint_now_leaves_a_file_that_loads(server, visitor, tmp_path):
+    with watched(server, slow=True, work_dir=tmp_path), visitor.told() as told:
+        wait_for(told, "scalars")
+        assert visitor.post("checkpoint").status_code == 202
+        (name,) = wait_for(told, "checkpoint")["names"]
+        assert load(tmp_path / name)["progress"]["iter"] == int(name.removeprefix("iter_").removesuffix(".safetensors"))
+
+
+def test_a_command_that_the_run_cannot_follow_is_refused_with_the_reason(server, visitor):
+    with watched(server, slow=True), visitor.told() as told:
+        assert wait_for(told, "hello")["refusals"] == {"checkpoint": "this run has no work dir: give it work_dir="}
+        answer = visitor.post("checkpoint")
+        assert answer.status_code == 409
+        assert answer.json()["error"] == "this run has no work dir: give it work_dir="
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_stop_ends_the_run_in_order(server, visitor, paused):
+    with watched(server, slow=True) as job, visitor.told() as told:
+        wait_for(told, "scalars")
+        if paused:
+            visitor.post("pause")
+            wait_for(told, "state", state="paused")
+        assert visitor.post("stop").status_code == 202
+        assert wait_for(told, "state", state="stopped")["reason"] == "stopped from the dashboard"
+        assert list(told) == []
+        job.thread.join(30)
+        assert job.error is None
+        answer = visitor.post("pause")
+        assert (answer.status_code, answer.json()["error"]) == (409, "the run has ended")
+        assert visitor.client.get("/runs/1/").status_code == 200
+
+
+def test_a_failed_run_says_why(server, visitor):
+    job = Job(Bus(Watcher(server.board)))
+
+    @job.bus.on("after_train_iter", once=7)
+    def fail(event):
+        raise RuntimeError("out of luck")
+
+    with job:
+        until(lambda: server.board.get(1) is not None)
+        with visitor.told() as told:
+            assert wait_for(told, "state", state="failed")["reason"] == "RuntimeError: out of luck"
+            assert list(told) == []
+
+
+def test_unknown_runs_commands_and_files_are_not_found(server, visitor):
+    with watched(server):
+        for method, path in [("POST", "/runs/1/launch"), ("POST", "/runs/2/stop"), ("GET", "/runs/2/events")]:
+            assert visitor.client.request(method, path).status_code == 404, path
+        for path in ("/static/page.py", "/static/..%2fpage.py", "/static/", "/etc/passwd"):
+            assert visitor.client.get(path).status_code == 404, path
+
+
+def test_the_runs_of_a_process_have_a_page_each(server, visitor):
+    with watched(server, name="first"), Job(Bus(Watcher(server.board)), name="second"):
+        pass
+    runs = visitor.client.get("/runs.json").json()["runs"]
+    assert sorted(run["name"] for run in runs) == ["first", "second"]
+    assert {run["number"] for run in runs} == {1, 2}
+    for number in (1, 2):
+        with visitor.told(number) as told:
+            assert list(told)[-1][2]["state"] == "finished"
+
+
+def test_runs_one_after_the_other_on_an_open_bus_are_not_mixed_up():
+    board = Board()
+    bus = Bus(Watcher(board))
+    with bus:
+        for epochs in (1, 2):
+            Job(bus, epochs=epochs).loop.run()
+    assert [(page.state, page.iter) for page in board] == [("finished", 5), ("finished", 10)]
+
+
+def test_only_the_pages_of_the_last_ended_runs_are_kept(monkeypatch):
+    monkeypatch.setattr(pages, "_MOST_ENDED", 2)
+    board = Board()
+    for _ in range(5):
+        Job(Bus(Watcher(board)), epochs=1).loop.run()
+    assert [page.number for page in board] == [3, 4, 5]
+    assert board.get(1) is None
+
+
+def test_a_loop_of_ones_own_is_shown_and_controlled(server, visitor):
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Run(Bus(Watcher(server.board)), model=model, optimizer=optimizer) as run:
+        for epoch in run.epochs(1000):
+            for batch in run.train(DATA):
+                loss = step(model, batch)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                run.report(loss=loss)
+            if epoch == 3:
+                assert visitor.post("stop").status_code == 202
+    assert run.counters.epoch < 10
+    with visitor.told() as told:
+        heard = list(told)
+    assert heard[-1][2]["state"] == "stopped"
+    assert [one for _, kind, data in heard if kind == "scalars" for one in data["iter"]][:20] == list(range(1, 21))
+
+
+def test_a_trainer_of_another_library_is_shown_and_controlled(server, visitor):
+    ignite = pytest.importorskip("ignite.engine")
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def update(engine, batch):
+        loss = step(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return {"loss": loss.item()}
+
+    engine, bus, asked = ignite.Engine(update), Bus(Watcher(server.board)), []
+    bus.attach(engine, model=model, optimizer=optimizer)
+
+    @bus.on("after_train_iter", once=3)
+    def ask(event):
+        asked.extend(visitor.post(*command, json={"lr": 0.5}).status_code for command in [("pause",), ("lr",)])
+
+    @bus.on("run_paused")
+    def go_on(event):
+        asked.append(visitor.post("resume").status_code)
+
+    engine.run(DATA, max_epochs=2)
+    assert asked == [202, 202, 202]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    with visitor.told() as told:
+        heard = list(told)
+    assert [data["lr"] for _, kind, data in heard if kind == "lr"] == [0.5]
+    assert heard[-1][2]["state"] == "finished"
+
+
+def test_events_without_a_run_are_shown_and_its_buttons_say_why_they_do_nothing(server, visitor):
+    from eventloop.events import AfterRun, AfterTrainIter, BeforeRun, Progress
+
+    with Bus(Watcher(server.board)) as bus:
+        bus.publish(BeforeRun(progress=Progress()))
+        bus.publish(AfterTrainIter(progress=Progress(), outputs={"loss": 1.5, "note": "text"}))
+        answer = visitor.post("pause")
+        bus.publish(AfterRun(progress=Progress(iter=1)))
+    assert (answer.status_code, answer.json()["error"]) == (409, "these events come without a run that could be controlled")
+    with visitor.told() as told:
+        heard = list(told)
+    assert [data["values"] for _, kind, data in heard if kind == "scalars"] == [{"loss": [1.5]}]
+    assert heard[-1][2]["state"] == "finished"
+
+
+def test_a_run_that_had_begun_before_is_shown_from_its_next_epoch(server):
+    bus = Bus()
+
+    @bus.on("after_train_epoch", once=2)
+    def add(event):
+        bus.add(Watcher(server.board))
+
+    Job(bus, epochs=4).loop.run()
+    (page,) = server.board
+    assert (page.state, page.iter) == ("finished", 20)
+
+
+# ------------------------------------------------------------------------------------------------------------ the hook
+
+
+@pytest.fixture
+def no_servers(monkeypatch):
+    """No server of another test; those of this one are closed."""
+    servers: dict = {}
+    monkeypatch.setattr("eventloop.observe.dashboard.server._servers", servers)
+    yield servers
+    for one in servers.values():
+        one.close()
+
+
+def test_hooks_with_the_same_port_share_a_server(no_servers, capfd):
+    hooks = [Dashboard(port=0), Dashboard(port=0)]
+    for hook in hooks:
+        Job(Bus(hook), epochs=1).loop.run()
+    (server,) = no_servers.values()
+    assert len(list(server.board)) == 2
+    assert hooks[0].url == hooks[1].url == server.url
+    assert f"the dashboard is at {server.url}\n" in capfd.readouterr().err
+    assert server.url == f"http://127.0.0.1:{server.port}/#token={server.token}"
+
+
+def test_a_port_that_is_taken_is_an_error_and_the_default_one_gives_way(no_servers, monkeypatch):
+    with serving() as other:
+        monkeypatch.setattr("eventloop.observe.dashboard.server.DEFAULT_PORT", other.port)
+        with pytest.raises(ConfigurationError, match=rf"cannot listen at .*:{other.port}: .*in use; give another port"):
+            Job(Bus(Dashboard(port=other.port))).loop.run()
+        assert Server.at().port != other.port
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.0.7", "::", "example.org", ""])  # noqa: S104 - refused
+def test_another_address_than_the_loopback_needs_a_token_when_the_hook_is_made(host):
+    with pytest.raises(ConfigurationError, match=r"give token=|non-empty"):
+        Dashboard(host=host)
+
+
+@pytest.mark.parametrize("token", ["", "short", "x" * 15, "with space " * 3, "\u00e9" * 20, "line\n" * 9])
+def test_a_token_that_can_be_guessed_or_not_be_sent_is_an_error(token):
+    with pytest.raises(ConfigurationError, match="at least 16"):
+        Dashboard(token=token)
