@@ -10,7 +10,7 @@ from pathlib import Path
 
 from eventloop.checkpoint import load, verify
 
-WANTED = 0.97
+WANTED = 0.95
 
 
 def main() -> None:
@@ -23,8 +23,9 @@ def main() -> None:
             f"{run_dir.name}-2" in text or f"{run_dir.name.rsplit('-', 1)[0]}-" in text, f"the second run wrote to {run_dir}"
         )
         return
-    raw, averaged = (float(figure) / 100 for figure in re.findall(r"(?:raw|averaged) weights (\d+\.\d+)%", text))
-    expect(max(raw, averaged) >= WANTED, f"test accuracy {raw:.2%} (averaged {averaged:.2%}) is below {WANTED:.0%}")
+    averaged, raw = (float(figure) / 100 for figure in re.findall(r"(?:raw|averaged) weights (\d+\.\d+)%", text))
+    expect(averaged >= WANTED, f"test accuracy {averaged:.2%} (raw weights {raw:.2%}) is below {WANTED:.0%}")
+    expect(averaged > raw, f"the averaged weights ({averaged:.2%}) are no better than the raw ones ({raw:.2%})")
     newest = run_dir / (run_dir / "last_checkpoint").read_text().strip()
     verify(newest)
     expect(set(load(newest)) >= {"state_dict", "optimizer", "progress"}, f"{newest} lacks parts of a run's state")

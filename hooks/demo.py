@@ -1,26 +1,32 @@
-"""``trainbus demo``: train a small network on scikit-learn's handwritten digits, with many hooks and all I/O offloaded."""
+"""``trainbus demo``: train a small network on scikit-learn's handwritten digits, with many hooks and all I/O offloaded.
+
+A fifth of the training labels are replaced by random ones. The weights run after them, and their average does not: that is
+what ``EMAHook`` is for.
+"""
 
 from __future__ import annotations
 
-import math
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import hooks
-from eventloop import Bus, ConfigurationError, TrainLoop
+from eventloop import Bus, ConfigurationError, Hook, TrainLoop
 from eventloop.observe import last_lines
 
-BATCH = 32
+BATCH: Final = 32
+WRONG: Final = 0.2
+"""Share of the training labels that are replaced by random ones."""
 
 
 class Accuracy:
@@ -50,8 +56,11 @@ def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str
     return {"loss": functional.cross_entropy(logits, target), "logits": logits, "target": target}
 
 
-def digits(seed: int) -> dict[str, TensorDataset]:
-    """Return the 1,797 images (1 × 8 × 8, 0 to 1) of scikit-learn, split 60 : 20 : 20 into train, val and test."""
+def digits(seed: int, wrong: float = 0.0) -> dict[str, TensorDataset]:
+    """Return the 1,797 images (1 × 8 × 8, 0 to 1) of scikit-learn, split 60 : 20 : 20 into train, val and test.
+
+    The share ``wrong`` of the training labels is replaced by random ones.
+    """
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -59,14 +68,19 @@ def digits(seed: int) -> dict[str, TensorDataset]:
     bundle = load_digits()
     images = torch.tensor(bundle.images / 16.0, dtype=torch.float32).unsqueeze(1)
     target = torch.tensor(bundle.target, dtype=torch.int64)
-    order = np.random.default_rng(seed).permutation(len(target))
+    generator = np.random.default_rng(seed)
+    order = generator.permutation(len(target))
     parts = np.split(order, [int(0.6 * len(order)), int(0.8 * len(order))])
+    replaced = parts[0][: int(wrong * len(parts[0]))]
+    target[replaced] = torch.from_numpy(generator.integers(10, size=len(replaced)))
     return {name: TensorDataset(images[part], target[part]) for name, part in zip(("train", "val", "test"), parts, strict=True)}
 
 
-def loader(part: Literal["train", "val", "test"], batch_size: int = BATCH, seed: int = 0) -> DataLoader[Any]:
+def loader(
+    part: Literal["train", "val", "test"], batch_size: int = BATCH, seed: int = 0, wrong: float = 0.0
+) -> DataLoader[Any]:
     """Return a loader of one part of the digits; the training data is shuffled."""
-    return DataLoader(digits(seed)[part], batch_size=batch_size, shuffle=part == "train")
+    return DataLoader(digits(seed, wrong)[part], batch_size=batch_size, shuffle=part == "train")
 
 
 def network() -> nn.Module:
@@ -76,43 +90,61 @@ def network() -> nn.Module:
     return nn.Sequential(*features, nn.MaxPool2d(2), nn.Flatten(), *classes)
 
 
-def make_bus(optimizer: torch.optim.Optimizer, iterations: int, console: Console) -> Bus:
+class Evidence(Hook):
+    """Counts what the last lines of the demo tell, and prints a line now and then."""
+
+    observes = True
+
+    def __init__(self, console: Console, epochs: int) -> None:
+        self.checkpoints, self.bytes, self.stall = 0, 0, 0.0
+        self.best = (0.0, 0)
+        """Best accuracy of a validation, and its epoch."""
+        self._console, self._epochs = console, epochs
+
+    def after_val_epoch(self, event: Any) -> None:
+        """Print each fourth epoch, and the last one."""
+        epoch, accuracy = event.progress.epoch, event.metrics["accuracy"]
+        if accuracy > self.best[0]:
+            self.best = accuracy, epoch
+        if epoch % 4 == 0 or epoch == self._epochs:
+            text = f"epoch {epoch:2}/{self._epochs}   validation: accuracy {accuracy:.1%}, loss {event.metrics['loss']:.3f}"
+            self._console.print(text, highlight=False)
+
+    def checkpoint_committed(self, event: Any) -> None:
+        """Add up what checkpoints cost the training."""
+        if event.bytes:  # not a second name of a file
+            self.checkpoints, self.bytes, self.stall = self.checkpoints + 1, event.bytes, self.stall + event.stall
+
+
+def make_bus(optimizer: torch.optim.Optimizer, epochs: int, console: Console) -> Bus:
     """Return a bus with all the hooks of the demo."""
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warm_up_and_decay, total=iterations))
-    bus = Bus()
-    bus.add(
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warm_up, over=34))
+    return Bus(
         hooks.OptimizerHook(grad_clip=5.0),
-        hooks.EMAHook(momentum=0.02),
+        hooks.EMAHook(momentum=0.01),
         hooks.ParamSchedulerHook(schedule, by="iter"),
         hooks.RuntimeInfoHook(),
-        hooks.IterTimerHook(),
         hooks.CheckInvalidLossHook(),
-        hooks.LoggerHook(interval=20, writers=[hooks.ConsoleWriter(console), hooks.JSONLinesWriter(interval=1)]),
+        hooks.LoggerHook(interval=20, writers=[hooks.JSONLinesWriter(interval=1)]),
         hooks.ProgressBar(console),
         hooks.CheckpointHook(interval=1, save_best="accuracy", max_keep_ckpts=2),
         hooks.RunRecordHook(),
+        Evidence(console, epochs),
     )
-    return bus
 
 
-def warm_up_and_decay(iteration: int, total: int) -> float:
-    """Return the factor of the learning rate: up over the first tenth, then down along a cosine."""
-    rising = total / 10
-    if iteration < rising:
-        return (iteration + 1) / rising
-    return 0.5 * (1 + math.cos(math.pi * (iteration - rising) / max(1.0, total - rising)))
+def warm_up(iteration: int, over: int) -> float:
+    """Return the factor of the learning rate: up to 1 in the first ``over`` iterations."""
+    return min(1.0, (iteration + 1) / over)
 
 
 def make_loop(work_dir: Path, epochs: int, seed: int, console: Console) -> TrainLoop:
     """Return the loop of the demo."""
-    data = digits(seed)
+    data = digits(seed, WRONG)
     loaders = {name: DataLoader(part, batch_size=BATCH, shuffle=name == "train") for name, part in data.items()}
     torch.manual_seed(seed)
     model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=1e-2)
-    sizes = ", ".join(f"{len(part)} {name}" for name, part in data.items())
-    title = f"[bold]trainbus demo[/]: handwritten digits ({sizes}), {epochs} epochs → {work_dir}"
-    console.print(title, highlight=False, soft_wrap=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1e-2)
     return TrainLoop(
         model,
         optimizer,
@@ -121,38 +153,58 @@ def make_loop(work_dir: Path, epochs: int, seed: int, console: Console) -> Train
         val_data=loaders["val"],
         test_data=loaders["test"],
         metrics={"accuracy": Accuracy()},
-        bus=make_bus(optimizer, epochs * len(loaders["train"]), console),
+        bus=make_bus(optimizer, epochs, console),
         max_epochs=epochs,
         work_dir=work_dir,
         seed=seed,
     )
 
 
-def run_demo(work_dir: Path, *, epochs: int = 30, seed: int = 0, resume: bool = False) -> int:
-    """Train for ``epochs`` in total, test, and print the table of hooks and a summary; return the exit status.
+def run_demo(work_dir: Path, *, epochs: int = 20, seed: int = 0, resume: bool = False, table: bool = False) -> int:
+    """Train for ``epochs`` in total, test, and print what happened; return the exit status.
 
-    ``seed`` is that of weights, shuffling and split; ``resume`` continues from the newest checkpoint in ``work_dir``.
+    ``seed`` is that of weights, shuffling and split; ``resume`` continues from the newest checkpoint in ``work_dir``; ``table``
+    also prints the table of hooks.
     """
     torch.set_num_threads(1)  # the network is too small for more; offloaded work uses the other cores
     console = Console()
     loop = make_loop(work_dir, epochs, seed, console)
+    console.print(_INTRODUCTION.format(epochs=epochs, folder=work_dir), highlight=False)
     tables: list[Any] = []
 
-    @loop.bus.on("after_run", priority="LOWEST")  # while the run's own checkpoint writer is on the bus
     def take_table(event: Any) -> None:
         loop.bus.drain()  # so that every delivery is counted
         tables.append(loop.bus.describe(stats=True))
 
+    if table:
+        loop.bus.on("after_run", take_table, priority="LOWEST")  # while the run's own checkpoint writer is on the bus
     began = time.perf_counter()
     loop.run(resume="auto" if resume else None)
     seconds = time.perf_counter() - began
     averaged = loop.test()["accuracy"]
     raw = TrainLoop(loop.model, step=step, test_data=loader("test", seed=seed), metrics={"accuracy": Accuracy()}).test()
+    evidence = next(hook for hook in loop.bus.hooks if isinstance(hook, Evidence))
     summary = Table.grid(padding=(0, 2))
-    summary.add_row("test accuracy", f"raw weights {raw['accuracy']:.2%}, averaged weights {averaged:.2%}")
-    summary.add_row("trained", f"{loop.counters.iter} iterations, {seconds:.1f} s, all I/O off the training thread")
-    summary.add_row("files in", str(work_dir))
-    for path in sorted(work_dir.iterdir()):
-        summary.add_row("", f"{path.name}  ({path.stat().st_size / 1e3:.0f} kB)")
-    console.print("", *tables[:1], summary, "", last_lines(work_dir, loop.bus))
+    summary.add_row("test accuracy", f"averaged weights {averaged:.2%}, raw weights {raw['accuracy']:.2%}")
+    if evidence.best[1]:
+        summary.add_row("best epoch", f"{evidence.best[1]}, validation accuracy {evidence.best[0]:.2%}")
+    summary.add_row("trained", f"{loop.counters.iter} iterations in all, {seconds:.1f} s in this session")
+    if evidence.checkpoints:
+        written = f"{evidence.checkpoints} of {evidence.bytes / 1e3:.0f} kB, for which training waited"
+        summary.add_row("checkpoints", f"{written} {evidence.stall * 1e3:.0f} ms in all")
+    console.print("", *tables, summary, "", last_lines(work_dir, loop.bus), "")
+    console.print(Text(_NEXT.format(folder=work_dir, more=epochs + 20)), soft_wrap=True)
     return 0
+
+
+_INTRODUCTION: Final = """\
+[bold]trainbus demo[/]: a small network learns handwritten digits for {epochs} epochs.
+A fifth of its labels are wrong. Checkpoints and logs are written beside the
+training, into {folder}.
+"""
+
+_NEXT: Final = """\
+next: trainbus report {folder}    curves, costs and checkpoints on a page
+      trainbus demo --resume --out {folder} --epochs {more}
+      trainbus demo --hooks    the table of hooks
+      trainbus init    a training of your own to begin with"""

@@ -75,14 +75,40 @@ def test_the_demo_leaves_checkpoints_scalars_of_every_iteration_and_a_summary(he
     lines = [json.loads(line) for line in (run / "scalars.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 69))
     printed = capsys.readouterr().out
-    for word in ("after_train_iter", "EMAHook", "thread", "raw weights", "averaged weights", "epoch_2.safetensors"):
+    for word in (
+        "averaged weights",
+        "raw weights",
+        "best epoch",
+        "2 of 641 kB, for which training waited",
+        "train/loss",
+        "trainbus report",
+    ):
+        assert word in printed
+    assert "after_train_iter" not in printed
+
+
+def test_the_demo_fits_a_screen_and_a_half_of_80_columns(here, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["demo"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 36
+    assert max(map(len, lines)) <= 80
+    [result] = [line for line in lines if line.startswith("test accuracy")]
+    averaged, raw = map(float, re.findall(r"([\d.]+)%", result))
+    assert averaged > raw + 1
+
+
+def test_the_demo_shows_its_hooks(here, capsys):
+    assert main(["demo", "--epochs", "1", "--hooks"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("after_train_iter", "EMAHook", "thread"):
         assert word in printed
 
 
 def test_the_filters_of_the_demos_hook_table_stay_in_one_line_in_80_columns():
     from hooks.demo import make_bus, network
 
-    bus = make_bus(torch.optim.SGD(network().parameters()), 100, Console())
+    bus = make_bus(torch.optim.SGD(network().parameters()), 20, Console())
     for subscription in bus.subscriptions:
         if subscription.lane is not None:
             Lane.count(subscription.lane, delivered=99_999)  # of the base class: there are no bytes to free

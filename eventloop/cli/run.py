@@ -77,7 +77,14 @@ def run(
             console.print("", last_lines(work_dir, loop.bus))
 
 
-def demo(*, out: Path | None = None, epochs: Positive = 30, seed: Seed = 0, resume: bool = False) -> int:
+def demo(
+    *,
+    out: Path | None = None,
+    epochs: Positive = 20,
+    seed: Seed = 0,
+    resume: bool = False,
+    hooks: bool = False,
+) -> int:
     """Train a small network on handwritten digits, with many hooks.
 
     Args:
@@ -85,13 +92,14 @@ def demo(*, out: Path | None = None, epochs: Positive = 30, seed: Seed = 0, resu
         epochs: total number of epochs.
         seed: seed of weights, shuffling and split.
         resume: resume from the last checkpoint in --out, or in the newest run.
+        hooks: also print the table of hooks, with what each did.
     """
     from hooks.demo import run_demo
 
     default = _RUNS / "digits"
     work_dir = _to_resume(out, default) if resume else _free(out or default)
     with _resumable(work_dir, f"--resume --out {work_dir}"):
-        return run_demo(work_dir, epochs=epochs, seed=seed, resume=resume)
+        return run_demo(work_dir, epochs=epochs, seed=seed, resume=resume, table=hooks)
 
 
 def with_auto(words: list[str]) -> list[str]:

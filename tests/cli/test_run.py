@@ -116,7 +116,7 @@ def said(capsys, *arguments):
 
 def test_the_demo_as_a_configuration_trains_the_same_weights_as_the_demo(here):
     main(["demo", "--epochs", "1", "--out", "demo"])
-    changes = ["loop.max_epochs=1", "custom_hooks[1].scheduler.lr_lambda.total=34", "loop.work_dir=ours"]
+    changes = ["loop.max_epochs=1", "custom_hooks[1].scheduler.lr_lambda.over=34", "loop.work_dir=ours"]
     assert main(["run", DIGITS, *changes]) == 0
     one, other = (load(here / name / "epoch_1.safetensors")["state_dict"] for name in ("demo", "ours"))
     assert one.keys() == other.keys()
