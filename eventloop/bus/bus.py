@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, Protocol, Self
 
 import msgspec
@@ -25,7 +26,7 @@ from eventloop.checks import check_options, check_value
 from eventloop.errors import BusStateError, SubscribeError
 from eventloop.events import Event
 from eventloop.events.event import lineage, name_of, resolve
-from eventloop.offload import Backend
+from eventloop.offload import Backend, Runtime
 
 _joined = itertools.count(1)  # runs with other ranks; equal on all of them
 
@@ -282,6 +283,8 @@ class Bus(TypedOn, Lifecycle):
             # By name, because the room of observers stands above the bus.
             recorder = importlib.import_module("eventloop.observe").BusRecorder(self) if on else None
             former, self._recorder = self._recorder, recorder
+            for subscription in self.subscriptions:
+                self._measure(subscription)
             self._routes.clear()
             if self.state != "idle" and recorder is not None:
                 recorder.start()
@@ -300,6 +303,10 @@ class Bus(TypedOn, Lifecycle):
                 "bus.costs() has nothing to tell: make the bus with Bus(timing=True), or set bus.timing = True first"
             )
         return self._recorder.costs()
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Return a context manager for a block that :meth:`costs` shows as a part of this name; nothing without ``timing``."""
+        return nullcontext() if self._recorder is None else self._recorder.span(name)
 
     def count_calls(self) -> None:
         """Bring the counts of calls of all subscriptions up to date."""
@@ -361,6 +368,8 @@ class Bus(TypedOn, Lifecycle):
 
     def _insert(self, new: list[Subscription]) -> None:
         with self._lock:
+            for subscription in new:
+                self._measure(subscription)
             try:
                 if self._runtime is not None:
                     for subscription in new:
@@ -384,9 +393,9 @@ class Bus(TypedOn, Lifecycle):
         self._attach()
 
     def _attach(self) -> None:
-        """Attach hooks to watched modules for the events that have subscribers and can be delivered; read spans while open."""
-        if self._recorder is not None:
-            (self._recorder.stop if self.state == "idle" else self._recorder.start)()
+        """Attach hooks to watched modules for the events that have subscribers and can be delivered; read spans once open."""
+        if self._recorder is not None and self.state != "idle":
+            self._recorder.start()
         if self._watches or self._taps:
             # On an idle bus an offloaded handler has no consumer, and calling the model must not fail for that.
             unserved = ("async", "thread", "process") if self.state == "idle" else ()
@@ -398,6 +407,24 @@ class Bus(TypedOn, Lifecycle):
         """Compare the costs with those of the other ranks, until the bus closes."""
         if self._recorder is not None and self._world_size > 1 and self.state == "open":
             self._recorder.join_ranks(str(self._joined), self._rank, self._world_size)
+
+    def _measure(self, subscription: Subscription) -> None:
+        if subscription.lane is not None:
+            subscription.lane.measure(None if self._recorder is None else self._recorder.meter_of(subscription))
+
+    def _shut(self, runtime: Runtime, grace: float, *, abandon: bool) -> dict[str, int]:
+        try:
+            return super()._shut(runtime, grace, abandon=abandon)
+        finally:
+            # Without the lock, because the thread that it waits for may want it: it publishes costs_measured.
+            if self._recorder is not None:
+                self._recorder.stop()
+
+    def become_inert(self) -> None:
+        """Disable this copy of a bus in a forked child, with what it measures."""
+        if self._recorder is not None:
+            self._recorder.become_inert()
+        super().become_inert()
 
     def _unwatch(self, watch: Watch) -> None:
         with self._lock:

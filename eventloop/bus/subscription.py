@@ -114,7 +114,8 @@ class Subscription:
         """Return the function that the route of ``event_type`` calls: the handler, or the hand-off to its lane."""
         if self.lane is None:
             return self.handler
-        return self.lane.put_as_is if self._detaches and is_plain(event_type) else self.lane.put
+        as_is = self._detaches and self.lane.meter is None and is_plain(event_type)
+        return self.lane.put_as_is if as_is else self.lane.put
 
     def spent(self, calls: int, nanoseconds: int) -> None:
         """Count timed calls."""

@@ -1,6 +1,7 @@
 """What a run did and cost: its environment, its record, and its folder."""
 
-from eventloop.observe.costs import BusRecorder, Costs, Growth, Histogram, LaneCosts, Part
+from eventloop.observe.bus_recorder import BusRecorder, Call, LaneSpan
+from eventloop.observe.costs import Costs, Growth, Histogram, LaneCosts, Part
 from eventloop.observe.environment import Environment, environment
 from eventloop.observe.last_lines import last_lines
 from eventloop.observe.ranks import RankCosts, RankTimes, Straggler
@@ -26,11 +27,13 @@ __all__ = [
     "RECORD",
     "SCALARS",
     "BusRecorder",
+    "Call",
     "Costs",
     "Environment",
     "Growth",
     "Histogram",
     "LaneCosts",
+    "LaneSpan",
     "Part",
     "RankCosts",
     "RankTimes",

@@ -26,7 +26,7 @@ SIGNIFICANT: Final = 0.1
 _SHOWN: Final = 0.01  # of an iteration: parts that take less on all ranks are left out
 
 _WAITS: Final[tuple[Callable[[str, str], bool], ...]] = (
-    lambda group, name: not (group in ("hook", "hand-off") or name == "waiting for data"),
+    lambda group, name: not (group in ("hook", "hand-off", "waiting") or name == "waiting for data"),
     lambda group, name: name == "backward",
     lambda group, name: False,
 )

@@ -10,13 +10,17 @@ The ring is bounded. A reader that is too slow loses the oldest spans; the runni
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from itertools import chain, count
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from eventloop.log import get_logger
 
 FIELDS: Final = 5
 NUMBER, NAME, THREAD, BEGIN, END = range(FIELDS)
@@ -26,7 +30,10 @@ Spans = NDArray[np.int64]
 CAPACITY: Final = 1 << 17  # spans that wait for the reader: some 20 MB, and 0.3 s of 10 spans per 25 µs
 _PERIOD: Final = 1.0  # seconds after which the reader takes what there is
 _LOOK: Final = 0.1  # seconds between two looks at how much there is
-_CHUNK: Final = 4096  # spans at once; for that long the reader holds the GIL (0.3 ms)
+_CHUNK: Final = 1024  # spans at once; for that long the reader holds the GIL (0.2 ms)
+_BATCH: Final = 32  # chunks that readers get at once
+
+log = get_logger()
 
 
 class Recorder:
@@ -38,11 +45,13 @@ class Recorder:
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._ring: deque[tuple[int, ...]] = deque(maxlen=capacity)
+        self._capacity = capacity
         self._numbers = count()
         self._read = 0  # the number of the next span to read
         self._ids: dict[Hashable, int] = {}
         self._reading = threading.Lock()
         self._readers: tuple[Callable[[Spans], object], ...] = ()
+        self._failed: set[object] = set()  # what has failed, and was logged
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self.dropped = 0
@@ -61,8 +70,21 @@ class Recorder:
         """The names by id."""
         return list(self._ids)
 
+    def add(self, name: int, begin: int, end: int) -> None:
+        """Record a span of this thread, by the id of its name."""
+        self.note((self.number(), name, self.thread(), begin, end))
+
+    @contextmanager
+    def span(self, name: Hashable) -> Iterator[None]:
+        """Record a block as a span."""
+        number, begin = self.id_of(name), time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self.add(number, begin, time.perf_counter_ns())
+
     def add_reader(self, read: Callable[[Spans], object]) -> None:
-        """Call ``read`` with all spans from now on, in batches, from one thread at a time."""
+        """Call ``read`` with all spans from now on, in batches, from one thread at a time. An error in it is logged once."""
         with self._reading:
             self._readers = (*self._readers, read)
 
@@ -74,41 +96,66 @@ class Recorder:
     def drain(self) -> None:
         """Pass on what was recorded so far."""
         with self._reading:
-            while self._ring:
-                taken = [self._ring.popleft() for _ in range(min(_CHUNK, len(self._ring)))]
-                spans = np.fromiter(chain.from_iterable(taken), np.int64, FIELDS * len(taken)).reshape(-1, FIELDS)
-                newest = int(spans[:, NUMBER].max()) + 1
-                # Threads may append in another order than they took numbers, so a gap can close later.
-                self.dropped += max(0, newest - self._read) - len(taken)
-                self._read = max(self._read, newest)
-                for read in self._readers:
-                    read(spans)
+            self._pass_on(yields=False)
 
     def start(self) -> None:
         """Drain regularly, on a daemon thread, until :meth:`stop`. Idempotent."""
         if self._thread is None:
-            self._stopped.clear()
-            self._thread = threading.Thread(target=self._drain_regularly, name="trainbus spans", daemon=True)
+            self._stopped = stopped = threading.Event()
+            self._thread = threading.Thread(target=self._drain_regularly, args=(stopped,), name="trainbus spans", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and drain a last time. Idempotent."""
+        """End the thread, and drain a last time. Idempotent. Hold no lock that a reader may want: it waits for the thread."""
         thread, self._thread = self._thread, None
-        if thread is not None:
-            self._stopped.set()
-            if thread is not threading.current_thread():
-                thread.join()
+        self._stopped.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
         self.drain()
 
-    def _drain_regularly(self) -> None:
+    def become_inert(self) -> None:
+        """Forget spans, readers and thread in a forked child; a thread of the parent may have held the lock."""
+        self._reading = threading.Lock()
+        self._ring.clear()
+        self._readers, self._thread = (), None
+
+    def looked(self) -> None:
+        """Called about once a second on the reading thread; does nothing by default. An error in it is logged once."""
+
+    def _pass_on(self, *, yields: bool) -> None:
+        """Pass on what is in the ring; ``yields``: let other threads run in between. Called with the lock held."""
+        left = len(self._ring)  # not what comes meanwhile, so that this ends
+        while left:
+            chunks: list[Spans] = []
+            while left and len(chunks) < _BATCH:
+                taken = [self._ring.popleft() for _ in range(min(_CHUNK, left))]
+                chunks.append(np.fromiter(chain.from_iterable(taken), np.int64, FIELDS * len(taken)))
+                left -= len(taken)
+                if yields:
+                    time.sleep(0)
+            spans = np.concatenate(chunks).reshape(-1, FIELDS)
+            newest = int(spans[:, NUMBER].max()) + 1
+            # Threads may append in another order than they took numbers, so a gap can close later.
+            self.dropped += max(0, newest - self._read) - len(spans)
+            self._read = max(self._read, newest)
+            for read in self._readers:
+                self._guard(read, spans)
+
+    def _guard(self, call: Callable[..., object], *arguments: object) -> None:
+        try:
+            call(*arguments)
+        except Exception:
+            if call not in self._failed:
+                self._failed.add(call)
+                log.exception("a reader of spans failed; training goes on, but what it makes of them is incomplete")
+
+    def _drain_regularly(self, stopped: threading.Event) -> None:
         waited = 0.0
-        while not self._stopped.wait(_LOOK):
+        while not stopped.wait(_LOOK):
             waited += _LOOK
             # Rarely, because reading costs the training the GIL, and little more for many spans than for few.
-            if waited >= _PERIOD or len(self._ring) > CAPACITY // 4:
+            if waited >= _PERIOD or len(self._ring) > self._capacity // 4:
                 waited = 0.0
-                self.drain()
-                self.drained()
-
-    def drained(self) -> None:
-        """Called on the reading thread after it has passed on what there was; nothing by default."""
+                with self._reading:
+                    self._pass_on(yields=True)
+                self._guard(self.looked)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Awaitable, Callable
 from contextvars import Context
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -194,6 +195,8 @@ class ThreadConsumer(_Consumer):
             return True
 
     def _deliver(self, taken: list[Any]) -> None:
+        meter = self.lane.meter
+        call = self._caller.call if meter is None else partial(meter.call, self._caller.call)
         for context, items in self._calls(taken):
             if self._abandoned or self.lane.given_up:
                 self._drop_held()
@@ -201,7 +204,7 @@ class ThreadConsumer(_Consumer):
             arrived: list[Any] = []
             try:
                 arrived = [item.resolve() if isinstance(item, Snapshot) else item for item in items]
-                context.run(self._caller.call, arrived[0] if self.delivery.batch is None else arrived)
+                context.run(call, arrived[0] if self.delivery.batch is None else arrived)
             except Exception as error:  # noqa: BLE001 - whatever a handler raises is reported, and the lane goes on
                 self._fail(error, items, arrived)
             except BaseException as error:
@@ -271,7 +274,8 @@ class TaskConsumer(_Consumer):
         try:
             arrived = [await arrive_async(item) for item in items]
             argument = arrived[0] if self.delivery.batch is None else arrived
-            await self._limited(await_through(context.run, self.delivery.handler(argument)))
+            called = await_through(context.run, self.delivery.handler(argument))
+            await self._limited(called if self.lane.meter is None else self.lane.meter.awaits(called))
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is reported, and the lane goes on
             self._fail(error, items, arrived)
         except anyio.get_cancelled_exc_class() as error:

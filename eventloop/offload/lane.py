@@ -26,11 +26,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
+from functools import partial
 from typing import Any, Final, Literal
 
 from eventloop.errors import LaneClosedError, LaneFullError
 from eventloop.log import get_logger
 from eventloop.offload.drain import Deadline, DrainReport
+from eventloop.offload.meter import Meter
 
 Full = Literal["block", "drop_old", "drop_new", "latest", "raise"]
 
@@ -46,6 +48,7 @@ _HAS_GIL: Final = getattr(sys, "_is_gil_enabled", lambda: True)()
 _SHUT: Final = -1  # a gate that lets no publisher pass
 DROPPED: Final = threading.Lock()  # instead of a bell: the publisher does not wait
 _WORTH_A_WAKE_UP: Final = 32  # events; with fewer, lingering would save nothing
+_UNKNOWN: Final = 1.0  # seconds; a handler that has done nothing for so long is slow, whatever its speed
 _NOT_OPEN = "the bus is not open: wrap the publishing code in `with bus:` (a Run or TrainLoop does it for you)"
 
 
@@ -73,6 +76,8 @@ class Lane:
         self.linger = linger  # seconds after which the consumer looks again
         self.full = full  # when it is full: wait, drop the oldest or the newest, keep only the newest, or raise
         self._prepare = prepare  # makes an item of an event, on the publisher's thread once a slot is reserved
+        self._prepares = prepare  # the same, also while a meter has another one in its place
+        self.meter: Meter | None = None
         self._queue: deque[Any] = deque()
         self._lock = threading.Lock()
         # Locks, all taken, of threads that wait for a change. A Condition would lose track of its own lock at a Ctrl-C in it.
@@ -95,6 +100,10 @@ class Lane:
         """Size of the captured tensors that are pending."""
         self._stuck_since: float | None = None
         self._warned = False
+        self.warns = full in ("block", "drop_old", "drop_new")
+        """Whether to warn when it is full; done once."""
+        self._filled = ""  # what it was full of, until the warning is logged
+        self._idle = (time.monotonic(), 0, 0)  # when it was empty last, and what was delivered and queued by then
         self._retired = False
         self.given_up = False
         """True once the rest of the queue will not be delivered."""
@@ -131,6 +140,8 @@ class Lane:
                     elif bell is DROPPED:
                         self._refused += 1
                     self._set_gate()
+                if self._filled:
+                    self._warn()
                 if bell is DROPPED:
                     return
                 if bell is not None:
@@ -195,6 +206,8 @@ class Lane:
             if self._retired and (not waited or self.full != "block"):
                 return DROPPED  # of a cancelled subscription, by a publish that was under way when the bus closed
             raise LaneClosedError(f"{self.label} is offloaded, but {self._reason}")
+        if self.warns:
+            self.warns, self._filled = False, what  # logged without the lock, because loggers may publish
         if self.full == "block":
             if self._owns():
                 raise LaneFullError(
@@ -222,8 +235,40 @@ class Lane:
             self._queue.popleft()
         self._notify()
 
+    def measure(self, meter: Meter | None) -> None:
+        """Count in ``meter`` from the next event on; None: count no more."""
+        self.meter = meter
+        self._prepare = self._prepares if meter is None else partial(self._prepare_timed, meter)
+
+    def _prepare_timed(self, meter: Meter, event: Any) -> Any:
+        return meter.timed(self._prepares(event), self._reserved - self._freed)
+
+    def _warn(self) -> None:
+        """Log how fast the handler is and how fast its events come: since the queue was empty last, it has had no rest."""
+        what, self._filled = self._filled, ""
+        since, delivered, queued = self._idle
+        seconds, done, came = time.monotonic() - since, self._delivered + self._failed - delivered, self._reserved - queued
+        if not done and seconds < _UNKNOWN:
+            self.warns = True  # when the speed of the handler is known
+            return
+        takes = f"takes {seconds / done * 1e3:.3g} ms an event" if done else f"has not done one event in {seconds:.3g} s"
+        loss = "training waits for it" if self.full == "block" else "events are dropped"
+        log.warning(
+            f"a lane is full ({what}): its handler {takes}, and an event comes each {seconds / max(came, 1) * 1e3:.3g} ms, so "
+            f"{loss}. Call it less often (every=, or the interval of the hook) or give it less to do; more room only helps "
+            "against bursts",
+            handler=self.label,
+        )
+
     def _wait(self, bell: threading.Lock) -> None:
-        """Wait until something changes, or for a moment; log once which handler keeps its publishers waiting."""
+        """Wait until something changes, or for a moment."""
+        if self.meter is None:
+            self._sleep(bell)
+        else:
+            self.meter.wait(partial(self._sleep, bell))
+
+    def _sleep(self, bell: threading.Lock) -> None:
+        """Wait as :meth:`_wait` does; log once which handler keeps its publishers waiting."""
         self.wake()  # the consumer may be lingering, and that saves nothing now
         if bell.acquire(timeout=POLL):
             self._stuck_since = None
@@ -247,6 +292,7 @@ class Lane:
             self._owns = owns
             self._armed = False
             self._stuck_since, self._warned = None, False
+            self._idle = (time.monotonic(), self._delivered + self._failed, self._reserved)
             self._closed = False
             self._reason = _NOT_OPEN
             self._set_gate()
@@ -319,6 +365,7 @@ class Lane:
 
     def begin_lingering(self) -> None:
         """Have a publisher wake the consumer early if half of the lane fills up; not if that would be every few events."""
+        self._idle = (time.monotonic(), self._delivered + self._failed, self._reserved)
         if self._half >= _WORTH_A_WAKE_UP:
             with self._lock:
                 self._lingers = True
@@ -339,6 +386,8 @@ class Lane:
         if self._queue:
             self._armed = True
             return False
+        if not self.linger:
+            self._idle = (time.monotonic(), self._delivered + self._failed, self._reserved)
         return True
 
     # ----------------------------------------------------------------------------------------------- both sides

@@ -7,11 +7,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from eventloop.errors import LaneFullError
 from eventloop.offload.lane import DROPPED, Lane
 from eventloop.offload.snapshot import Snapshot, capture, nbytes
+
+_WARN: Final = threading.Lock()  # instead of a bell: there is room now, and a warning to log without the lock
 
 
 class SizedLane(Lane):
@@ -60,15 +62,20 @@ class SizedLane(Lane):
                 if self.bytes + size > budget:
                     what = f"{self.bytes:,} of max_bytes={budget:,} wait, and {size:,} more came"
                     bell = self._make_room(what, "max_bytes", partial(self._drop_for, size, budget), waited=waited)
+                    if bell is None and self._filled:
+                        bell = _WARN
                 if bell is None:
                     # Without a call in between: Ctrl-C finds both, or neither.
                     self.bytes += size
                     self._own.bytes = size
                     break
+            if self._filled:
+                self._warn()
             if bell is DROPPED:
                 raise _Refused
-            waited = True
-            self._wait(bell)
+            if bell is not _WARN:
+                waited = True
+                self._wait(bell)
         snapshot = capture(picked)
         snapshot.nbytes = size
         snapshot.source = type(event), getattr(event, "progress", None)

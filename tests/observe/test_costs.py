@@ -1,28 +1,357 @@
+import threading
 import time
 
 import pytest
+import torch
+from structlog.testing import capture_logs
 
-from eventloop import Bus, BusStateError
+from eventloop import Bus, BusStateError, Hook, Run
+from eventloop.events import AfterTrainIter, Event
+from eventloop.observe import Costs, LaneCosts, Part
+from hooks import CheckpointHook, OptimizerHook
 
-from ..hooks.conftest import make_loop
+from ..hooks.conftest import StopAfter, batches, loss_of, make_loop, small_model
 
 
 def slow(event):
     time.sleep(0.001)
 
 
-def test_the_parts_add_up_to_the_wall_time_and_name_the_hook():
-    bus = Bus(timing=True)
-    bus.on("after_train_iter", slow)
-    make_loop(bus=bus).run()
-    costs = bus.costs()
-    assert sum(part.seconds for part in costs.parts) == pytest.approx(costs.wall, rel=0.02)
-    [part] = [one for one in costs.parts if "slow" in one.name]
-    assert part.mount_point == "after_train_iter"
-    assert part.seconds >= part.calls * 0.001
-    assert "slow" in str(costs)
+def check(costs: Costs) -> dict[str, Part]:
+    """The parts add up to the wall time, and none is negative. Return them by name."""
+    assert sum(part.seconds for part in costs.parts) == pytest.approx(costs.wall, rel=1e-6)
+    assert sum(part.share for part in costs.parts) == pytest.approx(1, rel=1e-6)
+    assert all(part.seconds >= 0 for part in costs.parts)
+    assert costs.parts == sorted(costs.parts, key=lambda part: -part.seconds)
+    assert costs.dropped == 0
+    return {f"{part.name} {part.mount_point}".strip(): part for part in costs.parts}
 
 
 def test_costs_of_a_bus_that_does_not_measure_are_an_error():
     with pytest.raises(BusStateError, match=r"Bus\(timing=True\)"):
         Bus().costs()
+
+
+def test_costs_before_any_run_are_empty():
+    bus = Bus(timing=True)
+    bus.on("after_train_iter", slow)
+    bus.publish(AfterTrainIter(progress=None))
+    assert bus.costs().wall == 0
+
+
+def test_the_parts_add_up_to_the_wall_time_and_name_the_hook():
+    bus = Bus(timing=True)
+    bus.on("after_train_iter", slow)
+    make_loop(bus=bus, val_data=batches(2), test_data=batches(1)).run()
+    costs = bus.costs()
+    parts = check(costs)
+    assert {"step", "waiting for data", "forward", "backward", "optimizer step", "validation", "between epochs"} <= parts.keys()
+    part = parts["slow after_train_iter"]
+    assert part.group == "hook"
+    assert part.calls == 8
+    assert part.mean >= 0.001
+    assert part.p99 >= part.mean * 0.9
+    assert part.seconds >= 8 * 0.001
+    assert costs.steps.total == 8
+    assert costs.memory > 0
+
+
+@pytest.mark.parametrize("options", [{"max_iters": 6, "val_interval": 2}, {"max_epochs": 2, "val_interval": 2}])
+def test_validations_are_a_part_however_they_are_counted(options):
+    bus = Bus(timing=True)
+    bus.on("after_val_iter", slow)
+    make_loop(bus=bus, val_data=batches(2), **options).run()
+    parts = check(bus.costs())
+    assert parts["validation"].seconds > 0
+    assert parts["slow after_val_iter"].group == "hook"
+
+
+def test_time_in_the_data_is_waiting_for_it():
+    class Slow(list):
+        def __iter__(self):
+            for one in super().__iter__():
+                time.sleep(0.005)
+                yield one
+
+    bus = Bus(timing=True)
+    make_loop(bus=bus, train_data=Slow(batches(4))).run()
+    costs = bus.costs()
+    assert check(costs)["waiting for data"].seconds >= 8 * 0.005
+    assert costs.steps.quantile(0.5) >= 0.005
+
+
+def test_a_test_is_a_part():
+    bus = Bus(timing=True)
+    loop = make_loop(bus=bus, test_data=batches(2))
+    loop.run()
+    trained = bus.costs()
+    loop.test()
+    costs = bus.costs()
+    assert check(costs)["test"].seconds > 0
+    assert costs.wall > trained.wall
+
+
+def test_what_lies_between_two_runs_does_not_count():
+    bus = Bus(timing=True)
+    make_loop(bus=bus).run()
+    first = bus.costs().wall
+    time.sleep(0.5)
+    began = time.perf_counter()
+    make_loop(bus=bus).run()
+    taken = time.perf_counter() - began
+    costs = bus.costs()
+    check(costs)
+    assert costs.wall <= first + taken
+    assert costs.steps.total == 16
+
+
+def test_accumulation_adds_up():
+    bus = Bus(timing=True)
+    make_loop(OptimizerHook(accumulate=2), bus=bus, train_data=batches(5)).run()
+    costs = bus.costs()
+    parts = check(costs)
+    assert parts["optimizer step"].seconds < parts["backward"].seconds + parts["forward"].seconds + parts["step"].seconds + 1
+    assert costs.steps.total == 10
+
+
+def test_a_resumed_run_adds_up(tmp_path):
+    make_loop(CheckpointHook(interval=1), StopAfter(6), work_dir=tmp_path).run()
+    bus = Bus(timing=True)
+    make_loop(CheckpointHook(interval=1), bus=bus, work_dir=tmp_path).run(resume="auto")
+    costs = bus.costs()
+    parts = check(costs)
+    assert costs.steps.total == 2
+    assert parts["copying for checkpoints"].seconds > 0
+    assert parts["waiting for checkpoints"].seconds > 0
+
+
+@pytest.mark.parametrize("where", ["step", "after_train_iter"])
+def test_a_run_that_fails_adds_up_to_its_exception(where):
+    bus = Bus(timing=True)
+
+    def broken(*_):
+        time.sleep(0.01)
+        raise ValueError("mine")
+
+    loop = make_loop(bus=bus) if where != "step" else make_loop(bus=bus, step=broken)
+    if where != "step":
+        bus.on(where, broken)
+    with pytest.raises(ValueError, match="mine"):
+        loop.run()
+    costs = bus.costs()
+    check(costs)
+    assert costs.wall >= 0.01
+    make_loop(bus=Bus(timing=True)).run()
+
+
+def test_your_own_loop_adds_up():
+    bus, model = Bus(timing=True), small_model()
+    bus.on("after_train_iter", slow)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Run(bus, model=model, optimizer=optimizer) as run:
+        for _ in run.epochs(2):
+            for index, batch in enumerate(run.train(batches(5))):
+                if index == 3:
+                    break
+                loss = loss_of(run.model, batch)
+                loss.backward()
+                optimizer.step()
+                run.report(loss=loss)
+            for batch in run.validate(batches(2)):
+                loss_of(run.model, batch)
+    costs = bus.costs()
+    parts = check(costs)
+    assert costs.steps.total == 6
+    assert parts["slow after_train_iter"].calls == 6
+    assert parts["validation"].seconds > 0
+
+
+class Note(Event):
+    """An event that handlers publish."""
+
+
+def test_nested_and_foreign_publishes_add_up(registry):
+    bus = Bus(timing=True)
+    over = threading.Event()
+
+    def publish_from_elsewhere() -> None:
+        while not over.is_set():
+            bus.publish(Note())
+
+    def inner(event):
+        time.sleep(0.001)
+
+    bus.on(Note, inner)
+    bus.on("after_train_iter", lambda event: [bus.publish(Note()) for _ in range(3)])
+    other = threading.Thread(target=publish_from_elsewhere)
+    other.start()
+    try:
+        make_loop(bus=bus).run()
+    finally:
+        over.set()
+        other.join()
+    costs = bus.costs()
+    parts = check(costs)
+    assert parts["inner note"].calls > 24
+    assert 24 * 0.001 <= parts["inner note"].seconds <= costs.wall  # those of the training's own thread
+    assert parts["<lambda> after_train_iter"].mean >= 0.003
+    assert parts["<lambda> after_train_iter"].seconds < 8 * 0.003
+
+
+def test_two_loops_on_two_threads_add_up():
+    bus = Bus(timing=True)
+    with bus:
+        threads = [threading.Thread(target=make_loop(bus=bus).run) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    costs = bus.costs()
+    check(costs)
+    assert costs.steps.total == 16
+
+
+def test_costs_read_from_another_thread_add_up_at_every_moment():
+    bus, over = Bus(timing=True), threading.Event()
+    bus.on("after_train_iter", lambda event: None)
+    wrong: list[AssertionError] = []
+
+    def look() -> None:
+        while not over.is_set():
+            try:
+                costs = bus.costs()
+                if costs.wall:
+                    check(costs)
+            except AssertionError as error:
+                wrong.append(error)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        make_loop(bus=bus, max_epochs=20).run()
+    finally:
+        over.set()
+        watcher.join()
+    assert not wrong
+
+
+def test_timing_may_begin_and_end_in_the_middle_of_a_run():
+    bus = Bus()
+
+    class Switch(Hook):
+        def after_train_iter(self, event):
+            bus.timing = event.progress.iter in (1, 2, 5) or event.progress.iter > 10
+            if bus.timing:
+                bus.costs()
+
+    make_loop(Switch(), bus=bus, max_iters=8).run()
+    assert not bus.timing
+    make_loop(bus=bus, max_iters=13).run()  # counted from the next run on
+    assert bus.costs().wall == 0
+    bus.off(bus.hooks[0])
+    make_loop(bus=bus, max_iters=2).run()
+    costs = bus.costs()
+    check(costs)
+    assert costs.steps.total == 2
+
+
+def test_nothing_is_recorded_while_timing_is_off():
+    bus = Bus()
+    bus.on("after_train_iter", slow)
+    bus.on("after_train_iter", slow, offload="thread")
+    mount_points = ("after_train_iter", "before_train_iter", "before_forward")
+    before = [bus.explain(name) for name in mount_points]
+    bus.timing = True
+    assert [bus.explain(name) for name in mount_points] != before
+    bus.timing = False
+    assert [bus.explain(name) for name in mount_points] == before
+    assert not bus.wants("before_forward")
+    assert all(one.lane is None or one.lane.meter is None for one in bus.subscriptions)
+
+
+def test_a_hook_can_ask_for_timing():
+    class Asks(Hook):
+        timing = True
+
+        def after_run(self, event): ...
+
+    bus = Bus()
+    bus.add(Asks())
+    assert bus.timing
+
+
+def test_a_block_of_yours_is_a_part():
+    bus = Bus(timing=True)
+
+    def step(model, batch):
+        with bus.span("augmenting"):
+            time.sleep(0.001)
+        return loss_of(model, batch)
+
+    make_loop(bus=bus, step=step).run()
+    part = check(bus.costs())["augmenting"]
+    assert part.calls == 8
+    assert part.seconds >= 0.008
+    bus.timing = False
+    with bus.span("augmenting"):
+        pass
+
+
+def run_until(bus: Bus, condition) -> None:
+    """Train until a condition holds."""
+
+    class Stop(Hook):
+        def after_train_iter(self, event):
+            time.sleep(0.01)
+            if condition():
+                event.run.stop()
+
+    make_loop(Stop(), bus=bus, max_iters=100_000).run()
+
+
+def test_costs_measured_tells_them_while_the_run_goes_on():
+    bus, heard = Bus(timing=True), []
+    bus.on("costs_measured", heard.append)
+    run_until(bus, lambda: heard)
+    check(heard[0].costs)
+
+
+def test_an_error_of_a_handler_of_costs_measured_does_not_end_the_recorder():
+    bus, calls = Bus(timing=True), []
+
+    @bus.on("costs_measured")
+    def broken(event):
+        calls.append(event)
+        raise ValueError
+
+    with capture_logs() as logs:
+        run_until(bus, lambda: len(calls) >= 2)
+    assert len([line for line in logs if "reader of spans failed" in line["event"]]) == 1
+
+
+def test_the_table_fits_80_columns_and_sums_up_what_is_small():
+    parts = [
+        Part("hook", "OptimizerHook.after_train_iter", 100, 6.0, 0.6, 0.06, 0.07, "after_train_iter"),
+        Part("training", "step", 0, 3.98, 0.398),
+        Part(
+            "hand-off",
+            "AVeryLongNameOfAHook.write_all",
+            9,
+            0.01,
+            0.001,
+            0.001,
+            0.001,
+            "after_save_checkpoint",
+        ),
+        *[Part("hook", f"Small.number_{number}", 1, 0.001, 0.0001, 0.001, 0.001, "after_run") for number in range(10)],
+    ]
+    lane = LaneCosts("LoggerHook.write", ["log_record"], 1_000_000, 0, 123_456, 0, 12345.678, 1234.5, 1000.0, 1024, 0.5, 12.5)
+    text = str(Costs(10.0, parts, lanes=[lane], dropped=3))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "OptimizerHook, after_train_iter " in text
+    assert "10 others" in text
+    assert "number_" not in text
+    assert "LoggerHook.write" in text
+    assert "3 spans were lost" in text
+    assert "\x1b" not in text
+    assert "Offloaded" not in str(Costs(10.0, parts))

@@ -143,7 +143,9 @@ class Saves:
 
     def wait(self) -> None:
         """Wait until no save is being written."""
-        self._opened().turns.wait()
+        turns = self._opened().turns
+        with self._run.bus.span("waiting for checkpoints"):
+            turns.wait()
 
     def gather(self) -> dict[str, Any]:
         """Return the state as a tree of tensors (by reference) and plain values. A collective."""
@@ -217,7 +219,7 @@ class Saves:
             job = SaveJob(wanted, paths, progress, version=self._version())
             state = self._state(wanted.path, wanted.leave_out)
             if wanted.busy == "wait":
-                writer.turns.wait()
+                self.wait()
             writer.replace(wanted.path)
             if self.sharded:
                 state, job.parts = self._take_shards(state, wanted.path)

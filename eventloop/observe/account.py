@@ -1,0 +1,200 @@
+"""``Account``: what the time of a thread with a training went into, from its spans. Each instant is counted once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eventloop.observe.spans import BEGIN, END, FIELDS, NAME, Spans
+from eventloop.observe.totals import BINS
+
+Ints = NDArray[np.int64]
+
+_ENDS: Final = ("after_run", "on_exception")
+_EPOCH_ENDS: Final = ("after_train_epoch", "after_train", *_ENDS)
+
+BETWEEN: Final[Sequence[tuple[str, tuple[str, ...], str]]] = (
+    ("before_val", ("after_val", *_ENDS), "validation"),
+    ("before_test", ("after_test", *_ENDS), "test"),
+    ("before_train_iter", ("after_train_iter", *_EPOCH_ENDS), "step"),
+    ("after_train_iter", ("before_train_iter", *_EPOCH_ENDS), "waiting for data"),
+    ("before_train_epoch", ("before_train_iter", *_EPOCH_ENDS), "waiting for data"),
+    ("after_train_epoch", ("before_train_epoch", "after_train", *_ENDS), "between epochs"),
+)
+"""What lies between mount points: from the end of the first to the begin of the next one in the tuple.
+
+A validation may lie within the others, and so comes before them.
+"""
+
+WITHIN: Final[Sequence[tuple[str, tuple[str, ...], str]]] = (
+    ("before_forward", ("after_forward",), "forward"),
+    ("before_backward", ("after_backward",), "backward"),
+    ("before_optimizer_step", ("after_optimizer_step",), "optimizer step"),
+    ("before_save_checkpoint", ("checkpoint_staged",), "copying for checkpoints"),
+)
+"""The same, for what ends before the next mount point of the list above."""
+
+FIRST: Final = "before_run"
+WAITING: Final = "waiting for checkpoints"
+"""Name of the spans in which the run waits until a checkpoint is written; the last one comes after ``after_run``."""
+
+_MARKS: Final = frozenset(name for first, following, _ in BETWEEN for name in (first, *following)) | {FIRST}
+"""Mount points that the run itself publishes, in no handler. At the end of one, everything before it is known."""
+
+NEEDED: Final = _MARKS | {name for first, following, _ in WITHIN for name in (first, *following)}
+"""The mount points whose spans are needed, heard or not."""
+
+_ALSO_MARKS: Final = ("before_val_iter", "after_val_iter", "before_test_iter", "after_test_iter")
+_STEP_BEGINS: Final = ("before_train_epoch", "after_train_iter", "after_val")
+"""An iteration begins at the end of the last one of these."""
+_MOST_PENDING: Final = 1 << 18  # spans without a mark, some 10 MB
+_MOST_BETWEEN: Final = 1 << 12  # spans while no run is open, which may lie in the before_run of the next
+
+
+class Account:
+    """The time of one thread, by the ids of names: from ``before_run`` on, up to the last mount point of the run.
+
+    What lies between two runs is not counted.
+
+    Args:
+        id_of: returns the id of a name.
+        beside: returns the ids of spans that are not to be counted.
+    """
+
+    def __init__(self, id_of: Callable[[Hashable], int], beside: Callable[[], Sequence[int]]) -> None:
+        self.wall = 0
+        """Nanoseconds of all runs so far."""
+        self.steps: Counter[int] = Counter()
+        """Durations of iterations, as :class:`eventloop.observe.Histogram` counts them."""
+        self.stepped = 0
+        """The time of all iterations in ns."""
+        self._beside = beside
+        self._until: int | None = None  # counted up to here; None before the first run
+        self._ended = False
+        self._own: Ints = np.zeros(0, np.int64)
+        self._pending: Spans = np.zeros((0, FIELDS), np.int64)
+        self._open: set[int] = set()  # indices of BETWEEN
+        self._last_step = 0
+        self._first, self._waiting, self._iteration = id_of(FIRST), id_of(WAITING), id_of("after_train_iter")
+        self._ends = [id_of(name) for name in _ENDS]
+        self._step_begins = [id_of(name) for name in _STEP_BEGINS]
+        self._marks = [id_of(name) for name in (*_MARKS, *_ALSO_MARKS)]
+        self._between, self._within = (
+            [(id_of(first), [id_of(name) for name in following], id_of(part)) for first, following, part in kinds]
+            for kinds in (BETWEEN, WITHIN)
+        )
+
+    def spent(self, name: int) -> int:
+        """Return the nanoseconds of a name, without the spans within it."""
+        return int(self._own[name]) if name < len(self._own) else 0
+
+    def add(self, spans: Spans) -> None:
+        """Add spans of this thread, in the order of their ends."""
+        pending = np.concatenate([self._pending, spans[~np.isin(spans[:, NAME], self._beside())]])
+        for begin in np.sort(pending[pending[:, NAME] == self._first, BEGIN]):
+            # Spans within before_run were noted before it.
+            self._count(pending[pending[:, BEGIN] < begin])
+            pending = pending[pending[:, BEGIN] >= begin]
+            self._until, self._ended, self._last_step = int(begin), False, int(begin)
+            self._open.clear()
+        pending = self._count(pending)
+        self._pending = pending if self._until is not None and not self._ended else pending[-_MOST_BETWEEN:]
+
+    def _count(self, pending: Spans) -> Spans:
+        """Count spans up to the last mark, and return the others."""
+        marks = np.sort(pending[np.isin(pending[:, NAME], self._marks), END])
+        self._ended = self._ended or bool(np.isin(pending[:, NAME], self._ends).any())
+        until = self._known_until(pending, marks)
+        if self._until is None or until <= self._until:
+            return pending
+        window, rest = pending[pending[:, END] <= until], pending[pending[:, END] > until]
+        self._count_steps(window)
+        window = np.concatenate([window, self._made(window, marks, until)])
+        window[:, BEGIN] = np.maximum(window[:, BEGIN], self._until)
+        window = window[window[:, END] > window[:, BEGIN]]
+        if len(window):
+            own = np.bincount(window[:, NAME], exclusive(window)).astype(np.int64)
+            size = max(len(own), len(self._own))
+            self._own = np.pad(self._own, (0, size - len(self._own))) + np.pad(own, (0, size - len(own)))
+        self.wall += until - self._until
+        self._until = until
+        return rest
+
+    def _known_until(self, pending: Spans, marks: Ints) -> int:
+        until = int(marks[-1]) if len(marks) else 0
+        if self._ended:
+            until = max([until, *pending[pending[:, NAME] == self._waiting, END].tolist()])
+        elif not len(marks) and len(pending) > _MOST_PENDING:  # a step in which very much is published
+            until = int(pending[:, END].max())
+        return until
+
+    def _count_steps(self, window: Spans) -> None:
+        begins = np.sort(np.append(window[np.isin(window[:, NAME], self._step_begins), END], self._last_step))
+        ends = window[window[:, NAME] == self._iteration, END]
+        taken = ends - begins[np.searchsorted(begins, ends) - 1]
+        self.stepped += int(taken.sum())
+        self.steps.update((np.log2(np.maximum(taken, 1)) * BINS).astype(np.int64).tolist())
+        self._last_step = int(begins[-1])
+
+    def _made(self, window: Spans, marks: Ints, until: int) -> Spans:
+        """Return spans for what lies between mount points; remember those that are still open."""
+        made: list[Spans] = []
+        for index, (first, following, part) in enumerate(self._between):
+            begins = np.sort(window[window[:, NAME] == first, END])
+            if index in self._open and self._until is not None:
+                begins = np.concatenate([[self._until], begins])
+            begins, ends, still_open = _pairs(begins, np.sort(window[np.isin(window[:, NAME], following), BEGIN]))
+            (self._open.discard if still_open is None else self._open.add)(index)
+            made.append(_spans(part, begins, ends))
+            if still_open is not None:
+                made.append(_spans(part, np.array([still_open]), np.array([until])))
+        for first, following, part in self._within:
+            begins = np.sort(window[window[:, NAME] == first, END])
+            begins, ends, _ = _pairs(begins, np.sort(window[np.isin(window[:, NAME], following), BEGIN]))
+            limits = np.append(marks, until)[np.searchsorted(marks, begins, side="right")]
+            made.append(_spans(part, begins[ends <= limits], ends[ends <= limits]))
+        return np.concatenate(made)
+
+
+def _spans(name: int, begins: Ints, ends: Ints) -> Spans:
+    spans = np.zeros((len(begins), FIELDS), np.int64)
+    spans[:, NAME], spans[:, BEGIN], spans[:, END] = name, begins, ends
+    return spans
+
+
+def _pairs(begins: Ints, ends: Ints) -> tuple[Ints, Ints, int | None]:
+    """Pair each begin with the first end behind it, unless another begin comes first; both are sorted.
+
+    Returns:
+        The begins and ends of the pairs, and the last begin if it has no end.
+    """
+    if not len(begins):
+        return begins, begins, None
+    found = np.searchsorted(ends, begins)
+    next_begins = np.append(begins[1:], np.iinfo(np.int64).max)
+    partners = np.append(ends, np.iinfo(np.int64).max)[found]
+    paired = (found < len(ends)) & (partners <= next_begins)
+    return begins[paired], partners[paired], int(begins[-1]) if found[-1] == len(ends) else None
+
+
+def exclusive(spans: Spans) -> Ints:
+    """Return the time of each span of one thread without the spans within it, in ns.
+
+    Spans are nested or apart, never partly over each other, and none is empty. Of two equal ones, the later row is the outer.
+    """
+    order = np.lexsort((-np.arange(len(spans)), -spans[:, END], spans[:, BEGIN]))
+    begins, ends = spans[order, BEGIN], spans[order, END]
+    own: Ints = ends - begins
+    depth = np.arange(len(spans)) - np.searchsorted(np.sort(ends), begins, side="right")
+    for level in range(1, int(depth.max(initial=0)) + 1):
+        inner, outer = np.flatnonzero(depth == level), np.flatnonzero(depth == level - 1)
+        # The parent is the last one of the level above that has begun, in this order: equal begins are sorted by depth.
+        parents = outer[np.searchsorted(outer, inner) - 1]
+        np.subtract.at(own, parents, ends[inner] - begins[inner])
+    result: Ints = np.empty_like(own)
+    result[order] = own
+    return result

@@ -1,0 +1,214 @@
+"""``BusRecorder``: the recorder of a bus, with the account of what its training costs."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter
+from contextlib import suppress
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+
+from eventloop.bus.subscription import Subscription
+from eventloop.errors import LaneClosedError
+from eventloop.events import CostsMeasured, Event, RanksMeasured
+from eventloop.events.event import name_of, registry
+from eventloop.observe.account import NEEDED, Account
+from eventloop.observe.costs import Costs, Histogram, LaneCosts, Part
+from eventloop.observe.exchange import RankExchange
+from eventloop.observe.memory import Memory
+from eventloop.observe.ranks import RankCosts, Spent, spent_here
+from eventloop.observe.spans import BEGIN, END, NAME, THREAD, Recorder, Spans
+from eventloop.observe.totals import Totals
+from eventloop.offload import Lane, Meter
+
+_TOLD_EVERY: Final = 2.0  # seconds
+
+
+class Call(NamedTuple):
+    """The name of a span: a handler at a mount point, or the hand-off to its lane."""
+
+    subscription: Subscription
+    mount_point: str
+
+
+class StreamCall(NamedTuple):
+    """The name of a span: the hand-off to a stream. All streams have one, because they come and go."""
+
+    mount_point: str
+
+
+class LaneSpan(NamedTuple):
+    """The name of a span of a lane.
+
+    ``"queued"``: of an event, from its queueing to its delivery, on the consumer's thread. ``"handled"``: of a call of the
+    handler, on the same thread; those of async handlers may partly lie over each other. ``"waiting"``: of a publisher.
+    """
+
+    subscription: Subscription
+    kind: Literal["queued", "handled", "waiting"]
+
+
+class BusRecorder(Recorder):
+    """The recorder of a bus, with the account of its costs."""
+
+    def __init__(self, bus: Any) -> None:
+        super().__init__()
+        self._bus: Any = weakref.proxy(bus)
+        self._told = 0.0  # when costs were published last
+        self._totals = Totals()
+        self._accounts: dict[int, Account] = {}
+        self._meters: dict[Subscription, Meter] = {}
+        self._beside: list[int] = []  # ids of spans that belong to no account
+        self._memory = Memory()
+        self._exchange: RankExchange | None = None
+        self.add_reader(self._add)
+
+    def needs(self, event_type: type[Event]) -> bool:
+        """Return True if the costs need the spans of an event even if it has no subscriber."""
+        return name_of(event_type) in NEEDED
+
+    def id_of_event(self, event_type: type[Event]) -> int:
+        """Return the id of an event's span."""
+        return self.id_of(name_of(event_type))
+
+    def id_of_call(self, subscription: Subscription, event_type: type[Event]) -> int:
+        """Return the id of the span of a handler, or of the hand-off to its lane."""
+        name = name_of(event_type)
+        return self.id_of(StreamCall(name) if subscription.mode == "stream" else Call(subscription, name))
+
+    def meter_of(self, subscription: Subscription) -> Meter | None:
+        """Return the meter for the lane of a subscription; None for a stream, which comes and goes."""
+        if subscription.mode == "stream":
+            return None
+        if subscription not in self._meters:
+            queued, handled, waiting = (self.id_of(LaneSpan(subscription, kind)) for kind in ("queued", "handled", "waiting"))
+            self._beside += [queued, handled]
+            self._meters[subscription] = Meter(self.add, queued=queued, handled=handled, waiting=waiting)
+        return self._meters[subscription]
+
+    def costs(self) -> Costs:
+        """Return the costs of the training so far, up to the last mount point of the run."""
+        with self._reading:
+            self._pass_on(yields=False)
+            accounts = list(self._accounts.values())
+            wall = sum(one.wall for one in accounts)
+            parts = self._parts(accounts, wall)
+            steps: Counter[int] = sum((one.steps for one in accounts), Counter())
+            stepped = sum(one.stepped for one in accounts)
+            meters = list(self._meters.items())
+            lanes = [self._lane_costs(one, one.lane, meter) for one, meter in meters if one.lane is not None]
+        parts.sort(key=lambda part: -part.seconds)
+        return Costs(
+            wall=wall / 1e9,
+            parts=[part for part in parts if part.seconds or part.calls],
+            steps=Histogram(dict(steps), stepped / 1e9),
+            lanes=[one for one in lanes if one.delivered or one.failed or one.dropped or one.pending],
+            memory=self._memory.resident,
+            growth=self._memory.growth(),
+            dropped=self.dropped,
+            ranks=None if self._exchange is None else self._exchange.whole,
+        )
+
+    def join_ranks(self, run: str, rank: int, world_size: int) -> None:
+        """Exchange costs with the other ranks from now on, until :meth:`stop`; ``run`` is equal on all ranks."""
+        self._leave_ranks()
+        self._exchange = RankExchange(
+            run,
+            rank,
+            world_size,
+            measure=self._spent,
+            tell=self._tell_ranks,
+            trains=lambda: bool(self._bus.training),
+        )
+        self._exchange.start()
+
+    def stop(self) -> None:
+        """End the threads, and drain a last time. Idempotent."""
+        self._leave_ranks()
+        super().stop()
+
+    def looked(self) -> None:
+        """Take a sample of the memory, and publish ``costs_measured`` when it is time."""
+        with suppress(ReferenceError, LaneClosedError):  # the bus is gone, or closes
+            accounts = list(self._accounts.values())
+            self._memory.sample(sum(one.steps.total() for one in accounts), self._bus.hooks, self._bus.subscriptions)
+            now, progress = time.monotonic(), self._bus.progress  # None while no run is open
+            if progress is not None and now - self._told >= _TOLD_EVERY and self._bus.wants(CostsMeasured):
+                self._told = now
+                self._bus.publish(CostsMeasured(progress=progress, costs=self.costs()))
+
+    def _leave_ranks(self) -> None:
+        if self._exchange is not None:
+            self._exchange.stop()
+
+    def _spent(self) -> Spent:
+        costs = self.costs()
+        return spent_here(costs.steps.total, ((part.group, part.name, part.seconds) for part in costs.parts))
+
+    def _tell_ranks(self, ranks: RankCosts) -> None:
+        with suppress(ReferenceError, LaneClosedError):
+            if self._bus.wants(RanksMeasured):
+                self._bus.publish(RanksMeasured(ranks=ranks))
+
+    def _parts(self, accounts: list[Account], wall: int) -> list[Part]:
+        own: Counter[Any] = Counter()
+        publishing = 0
+        for name, number in list(self._ids.items()):
+            spent = sum(one.spent(number) for one in accounts)
+            if isinstance(name, str) and name in registry:
+                publishing += spent
+            elif spent or isinstance(name, Call | StreamCall):
+                own[name] += spent
+        parts = [self._part(name, spent, wall) for name, spent in own.items()]
+        rest = wall - sum(own.values()) - publishing
+        for name, spent in (("publishing", publishing), ("rest", rest)):
+            parts.append(Part(group="trainbus", name=name, calls=0, seconds=spent / 1e9, share=spent / max(wall, 1)))
+        return parts
+
+    def _part(self, name: Any, spent: int, wall: int) -> Part:
+        seconds, share = spent / 1e9, spent / max(wall, 1)
+        number = self.id_of(name)
+        calls, mean = self._totals.calls_of(number), self._totals.mean(number) / 1e9
+        p99 = self._totals.quantile(number, 0.99) / 1e9
+        if isinstance(name, LaneSpan):
+            return Part("waiting", name.subscription.label, calls, seconds, share, mean, p99, name.subscription.mount_point)
+        if isinstance(name, StreamCall):
+            return Part("hand-off", "stream", calls, seconds, share, mean, p99, name.mount_point)
+        if not isinstance(name, Call):
+            return Part("training", name, calls, seconds, share, mean, p99)
+        group = "hook" if name.subscription.lane is None else "hand-off"
+        return Part(group, name.subscription.label, calls, seconds, share, mean, p99, name.mount_point)
+
+    def _lane_costs(self, one: Subscription, lane: Lane, meter: Meter) -> LaneCosts:
+        stats, totals = lane.stats, self._totals
+        return LaneCosts(
+            one.label,
+            list(one.mount_points),
+            stats.delivered,
+            stats.failed,
+            stats.dropped,
+            stats.pending,
+            seconds=totals.sum_of(meter.handled) / 1e9,
+            waited=totals.sum_of(meter.waiting) / 1e9,
+            depth_mean=meter.depths / max(meter.arrived, 1),
+            depth_max=meter.deepest,
+            age_mean=totals.mean(meter.queued) / 1e9,
+            age_max=totals.most_of(meter.queued) / 1e9,
+        )
+
+    def _add(self, spans: Spans) -> None:
+        numbers, durations = spans[:, NAME], spans[:, END] - spans[:, BEGIN]
+        self._totals.add(numbers, durations)
+        names = self.names
+        calls, sums = np.bincount(numbers), np.bincount(numbers, durations)
+        for number in np.flatnonzero(calls).tolist():
+            if isinstance(name := names[number], Call):
+                name.subscription.spent(int(calls[number]), int(sums[number]))
+        for thread in np.unique(spans[:, THREAD]).tolist():
+            own = spans[spans[:, THREAD] == thread]
+            if thread not in self._accounts and not np.isin(own[:, NAME], self._beside).all():
+                self._accounts[thread] = Account(self.id_of, lambda: self._beside)
+            if thread in self._accounts:
+                self._accounts[thread].add(own)

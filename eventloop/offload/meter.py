@@ -1,0 +1,80 @@
+"""What happens in a lane while its bus measures: spans of its queue, its handler and its publishers, and the queue's depth.
+
+A lane without a meter has no trace of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from time import perf_counter_ns
+from typing import Any
+
+from eventloop.offload.snapshot import Snapshot
+
+AddSpan = Callable[[int, int, int], object]
+"""Records a span of this thread: the id of its name, its begin and its end in ns."""
+
+
+class Meter:
+    """Records what happens in one lane.
+
+    Args:
+        add: records the spans, which are
+        queued: the id of those from the queueing of an event to its delivery, of the consumer's thread;
+        handled: of those of the handler's calls, of the same thread (async ones partly over each other);
+        waiting: of those in which a publisher waited for a slot.
+    """
+
+    def __init__(self, add: AddSpan, *, queued: int, handled: int, waiting: int) -> None:
+        self._add = add
+        self.queued, self.handled, self.waiting = queued, handled, waiting
+        self.depths = self.deepest = self.arrived = 0
+        """The sum and the maximum of the queue's depths that arrived events have seen, and their number."""
+
+    def wait(self, wait: Callable[[], object]) -> None:
+        """Call a function in which a publisher waits for a slot."""
+        began = perf_counter_ns()
+        try:
+            wait()
+        finally:
+            self._add(self.waiting, began, perf_counter_ns())
+
+    def call(self, handler: Callable[[Any], object], what: Any) -> None:
+        """Call the handler."""
+        began = perf_counter_ns()
+        try:
+            handler(what)
+        finally:
+            self._add(self.handled, began, perf_counter_ns())
+
+    async def awaits(self, called: Awaitable[object]) -> None:
+        """Await a call of the handler."""
+        began = perf_counter_ns()
+        try:
+            await called
+        finally:
+            self._add(self.handled, began, perf_counter_ns())
+
+    def timed(self, item: Any, depth: int) -> Snapshot:
+        """Return an item of the lane as one that records its arrival; ``depth`` is that of the queue with it."""
+        if not isinstance(item, Snapshot):
+            return _Timed(item, meter=self, queued=perf_counter_ns(), depth=depth)
+        fields = (item.value, item.pending, item.finish, item.nbytes, item.source)
+        return _Timed(*fields, meter=self, queued=perf_counter_ns(), depth=depth)
+
+    def arrives(self, queued: int, depth: int) -> None:
+        """Record the delivery of an item; on the consumer's thread only."""
+        self._add(self.queued, queued, perf_counter_ns())
+        self.arrived += 1
+        self.depths += depth
+        self.deepest = max(self.deepest, depth)
+
+
+class _Timed(Snapshot, eq=False, kw_only=True):
+    meter: Meter
+    queued: int
+    depth: int
+
+    def resolve(self) -> Any:
+        self.meter.arrives(self.queued, self.depth)
+        return Snapshot.resolve(self)

@@ -1,0 +1,232 @@
+"""What bus.costs() tells of lanes, and the warning of a full one."""
+
+import multiprocessing
+import threading
+import time
+
+import anyio
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from eventloop import Bus, Progress
+from eventloop.events import AfterTrainIter, BeforeRun
+from eventloop.offload import process
+
+from ..hooks.conftest import make_loop
+from ..offload import workers
+
+
+def event(number: int = 0, do: float = 0.0) -> AfterTrainIter:
+    return AfterTrainIter(progress=Progress(iter=number), outputs={"do": do})
+
+
+def slow(event) -> None:
+    time.sleep(0.002)
+
+
+async def slow_async(event) -> None:
+    await anyio.sleep(0.002)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": 4}, {"capture": lambda event: event.outputs["do"]}, {"timeout": 60}])
+def test_a_thread_lane_tells_its_time_depth_and_age(options):
+    bus = Bus(timing=True)
+    bus.on("after_train_iter", slow, offload="thread", **options)
+    with bus:
+        for number in range(10):
+            bus.publish(event(number))
+    [lane] = bus.costs().lanes
+    assert lane.name == "slow"
+    assert lane.mount_points == ["after_train_iter"]
+    assert lane.delivered == 10
+    calls = -(-10 // options.get("batch", 1)) if "batch" in options else 10
+    assert lane.seconds >= calls * 0.002 * 0.5
+    assert 1 <= lane.depth_mean <= lane.depth_max <= 10
+    assert 0 < lane.age_mean <= lane.age_max
+    assert lane.waited == lane.dropped == 0
+
+
+def test_an_async_lane_tells_the_same(backend):
+    bus = Bus(timing=True, backend=backend)
+    bus.on("after_train_iter", slow_async)
+    with bus:
+        for number in range(5):
+            bus.publish(event(number))
+    [lane] = bus.costs().lanes
+    assert lane.delivered == 5
+    assert lane.seconds >= 5 * 0.002 * 0.5
+    assert lane.depth_max >= 1
+    assert lane.age_max >= lane.age_mean > 0
+
+
+def test_a_process_lane_tells_the_same(monkeypatch):
+    monkeypatch.setattr(process, "_spawn", multiprocessing.get_context("forkserver"))  # has imported torch already
+    bus = Bus(timing=True)
+    bus.on("after_train_iter", workers.act, offload="process")
+    with bus:
+        for number in range(5):
+            bus.publish(event(number))
+    [lane] = bus.costs().lanes
+    assert lane.delivered == 5
+    assert lane.seconds > 0
+    assert lane.depth_max >= 1
+
+
+@pytest.mark.parametrize("full", ["drop_old", "drop_new", "latest"])
+def test_dropped_events_are_told(full):
+    bus, released = Bus(timing=True), threading.Event()
+    bus.on("after_train_iter", lambda event: released.wait(), offload="thread", queue=2, full=full, linger=0)
+    with capture_logs(), bus:
+        for number in range(20):
+            bus.publish(event(number))
+        released.set()
+    [lane] = bus.costs().lanes
+    assert lane.dropped + lane.delivered == 20
+    assert lane.dropped >= 15
+    assert lane.depth_max <= 2
+
+
+def test_waiting_for_a_full_lane_is_a_part_of_the_costs():
+    bus = Bus(timing=True)
+    bus.on("after_train_iter", slow, offload="thread", queue=1, linger=0)
+    with capture_logs():
+        make_loop(bus=bus, max_epochs=5).run()
+    costs = bus.costs()
+    assert sum(part.seconds for part in costs.parts) == pytest.approx(costs.wall, rel=1e-6)
+    [part] = [one for one in costs.parts if one.group == "waiting"]
+    assert part.name == "slow"
+    assert part.calls >= 1
+    [lane] = costs.lanes
+    assert lane.waited == pytest.approx(part.seconds, rel=1e-6)
+    assert "waiting for the full lane of slow" in str(costs)
+
+
+def test_timing_can_change_while_events_are_queued():
+    bus, released, got = Bus(), threading.Event(), []
+
+    def handle(event) -> None:
+        released.wait()
+        got.append(event.progress.iter)
+
+    bus.on("after_train_iter", handle, offload="thread", linger=0)
+    with bus:
+        for number in range(12):
+            bus.timing = number % 4 in (1, 2)
+            bus.publish(event(number))
+        released.set()
+    assert got == [*range(12)]
+
+
+def test_a_plain_event_is_measured_as_well():
+    bus = Bus(timing=True)
+    bus.on("costs_measured", slow)
+    bus.on("before_run", slow, offload="thread")
+    with bus:
+        bus.publish(BeforeRun(progress=Progress()))
+    assert [lane.delivered for lane in bus.costs().lanes] == [1]
+
+
+def test_the_lane_of_a_cancelled_subscription_stays_in_the_costs():
+    bus = Bus(timing=True)
+    with bus:
+        with bus.on("after_train_iter", slow, offload="thread"):
+            bus.publish(event())
+        bus.publish(event())
+    assert [lane.delivered for lane in bus.costs().lanes] == [1]
+
+
+@pytest.mark.anyio
+async def test_streams_come_and_go_without_a_trace():
+    bus = Bus(timing=True)
+    names = []
+    for _ in range(3):
+        async with bus.stream("after_train_iter") as stream:
+            bus.publish(event())
+            assert (await anext(stream)).progress.iter == 0
+        bus.costs()
+        names.append(len(bus._recorder.names))
+    assert len(set(names)) == 1
+    assert bus.costs().lanes == []
+
+
+# ------------------------------------------------------------------------------------------------------- the warning
+
+
+def warnings(logs) -> list[dict]:
+    return [line for line in logs if line["event"].startswith("a lane is full")]
+
+
+@pytest.mark.parametrize("timing", [False, True])
+@pytest.mark.parametrize(
+    ("full", "loss"),
+    [("block", "training waits for it"), ("drop_old", "events are dropped"), ("drop_new", "events are dropped")],
+)
+def test_a_lane_that_fills_is_a_warning_once_with_both_speeds(full, loss, timing):
+    bus = Bus(timing=timing)
+    bus.on("after_train_iter", slow, offload="thread", queue=4, full=full, linger=0)
+    with capture_logs() as logs, bus:
+        number = 0
+        while not warnings(logs):  # when the first event is done
+            bus.publish(event(number := number + 1))
+        for _ in range(40):
+            bus.publish(event(number))
+    [line] = warnings(logs)
+    assert line["log_level"] == "warning"
+    assert line["handler"] == "slow (after_train_iter)"
+    assert "4 events wait" in line["event"]
+    assert loss in line["event"]
+    assert "an event comes each" in line["event"]
+    assert "takes" in line["event"]
+
+
+@pytest.mark.parametrize("full", ["block", "drop_old"])
+def test_a_full_budget_of_bytes_is_a_warning_too(full):
+    bus = Bus()
+    options = {"capture": lambda event: torch.zeros(100), "max_bytes": 1000, "full": full, "linger": 0}
+    bus.on("after_train_iter", slow, offload="thread", **options)
+    with capture_logs() as logs, bus:
+        number = 0
+        while not warnings(logs):
+            bus.publish(event(number := number + 1))
+        for _ in range(20):
+            bus.publish(event(number))
+    [line] = warnings(logs)
+    assert "max_bytes" in line["event"]
+
+
+def test_a_lane_that_keeps_the_latest_event_is_meant_to_be_full():
+    bus = Bus()
+    bus.on("after_train_iter", slow, offload="thread", queue=1, full="latest", linger=0)
+    with capture_logs() as logs, bus:
+        for number in range(40):
+            bus.publish(event(number))
+    assert warnings(logs) == []
+
+
+@pytest.mark.anyio
+async def test_a_stream_that_nobody_reads_is_no_warning():
+    bus = Bus()
+    with capture_logs() as logs:
+        async with bus.stream("after_train_iter", queue=2):
+            for number in range(10):
+                bus.publish(event(number))
+    assert warnings(logs) == []
+
+
+def test_a_logger_that_publishes_to_the_full_lane_does_not_hang():
+    import structlog
+
+    bus, over = Bus(), []
+
+    def publish_too(logger, name, line):
+        if not over:
+            over.append(line)
+            bus.publish(event())
+        raise structlog.DropEvent
+
+    structlog.configure(processors=[publish_too])
+    bus.on("after_train_iter", slow, offload="thread", queue=2, full="drop_new", linger=0)
+    with bus:
+        while not over:
+            bus.publish(event())

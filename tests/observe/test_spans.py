@@ -1,0 +1,163 @@
+import gc
+import os
+import threading
+import weakref
+
+import pytest
+from structlog.testing import capture_logs
+
+from eventloop import Bus, Progress
+from eventloop.events import AfterTrainIter
+from eventloop.observe.spans import BEGIN, END, NAME, NUMBER, THREAD, Recorder
+
+from .waiting import eventually
+
+EVENT = AfterTrainIter(progress=Progress())
+
+
+class Seen:
+    """A reader that keeps all spans."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.rows: list[list[int]] = []
+        recorder.add_reader(self)
+
+    def __call__(self, spans) -> None:
+        self.rows += spans.tolist()
+
+
+def test_a_span_has_name_thread_begin_and_end():
+    recorder = Recorder()
+    seen = Seen(recorder)
+    with recorder.span("work"):
+        pass
+    recorder.drain()
+    [row] = seen.rows
+    assert recorder.names[row[NAME]] == "work"
+    assert row[THREAD] == threading.get_ident()
+    assert row[BEGIN] <= row[END]
+
+
+def test_equal_names_have_one_id():
+    recorder = Recorder()
+    assert recorder.id_of("one") == recorder.id_of("one") != recorder.id_of("other")
+
+
+def test_a_full_ring_keeps_the_newest_spans_and_counts_the_others():
+    recorder = Recorder(capacity=100)
+    seen = Seen(recorder)
+    for begin in range(250):
+        recorder.add(0, begin, begin + 1)
+    recorder.drain()
+    assert [row[BEGIN] for row in seen.rows] == [*range(150, 250)]
+    assert recorder.dropped == 150
+
+
+def test_no_span_of_many_threads_is_lost_or_read_twice():
+    recorder = Recorder()
+    seen = Seen(recorder)
+    recorder.start()
+
+    def record() -> None:
+        for begin in range(3000):
+            recorder.add(0, begin, begin + 1)
+
+    threads = [threading.Thread(target=record) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        recorder.drain()
+        thread.join()
+    recorder.stop()
+    assert sorted(row[NUMBER] for row in seen.rows) == [*range(12_000)]
+    assert recorder.dropped == 0
+
+
+def test_a_removed_reader_hears_no_more():
+    recorder = Recorder()
+    seen = Seen(recorder)
+    recorder.remove_reader(seen)
+    recorder.add(0, 1, 2)
+    recorder.drain()
+    assert seen.rows == []
+
+
+@pytest.mark.usefixtures("no_thread_is_left")
+def test_the_thread_survives_an_error_of_a_reader_and_logs_it_once():
+    recorder = Recorder()
+    calls = []
+
+    def broken(spans) -> None:
+        calls.append(spans)
+        raise ValueError("mine")
+
+    recorder.add_reader(broken)
+    seen = Seen(recorder)
+    with capture_logs() as logs:
+        recorder.start()
+        for number in range(2):
+            recorder.add(0, number, number + 1)
+            eventually(lambda number=number: len(seen.rows) > number)
+        recorder.stop()
+    assert len(calls) == 2
+    assert len(logs) == 1
+    assert "reader of spans failed" in logs[0]["event"]
+
+
+@pytest.mark.usefixtures("no_thread_is_left")
+def test_stopping_joins_the_thread_and_reads_what_is_left():
+    recorder = Recorder()
+    seen = Seen(recorder)
+    recorder.start()
+    recorder.start()  # once
+    recorder.add(0, 1, 2)
+    recorder.stop()
+    recorder.stop()
+    assert len(seen.rows) == 1
+
+
+@pytest.mark.usefixtures("no_thread_is_left")
+def test_closing_a_bus_ends_its_recorder():
+    bus = Bus(timing=True)
+    with bus:
+        bus.publish(EVENT)
+    with bus:
+        bus.timing = False
+        bus.timing = True
+
+
+def test_a_bus_with_timing_can_be_collected():
+    class Model: ...
+
+    def use() -> weakref.ref:
+        model, bus = Model(), Bus(timing=True)
+        bus.on("after_train_iter", lambda event: (model, bus))
+        bus.on("after_train_iter", lambda event: (model, bus), offload="thread")
+        with bus:
+            bus.publish(EVENT)
+        bus.costs()
+        return weakref.ref(model)
+
+    model = use()
+    gc.collect()
+    assert model() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_can_read_the_costs_of_its_copy():
+    bus = Bus(timing=True)
+    subscription = bus.on("after_train_iter", lambda event: None)
+    with bus:
+        bus.publish(EVENT)
+        bus._recorder._reading.acquire()  # as the recorder's thread may hold it
+        try:
+            child = os.fork()
+            if child == 0:
+                bus.publish(EVENT)
+                os._exit(subscription.stats.calls)
+        finally:
+            bus._recorder._reading.release()
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert subscription.stats.calls == 1
