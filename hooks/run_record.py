@@ -15,6 +15,7 @@ from eventloop import events as ev
 from eventloop.observe import (
     RECORD,
     Costs,
+    RankCosts,
     RunFacts,
     RunFolderError,
     Session,
@@ -33,6 +34,8 @@ def _noted(event: Any) -> dict[str, Any]:
     """Take from an event, on the training thread, what its line needs."""
     if isinstance(event, ev.CostsMeasured):
         return {"time": time.time(), "kind": "costs", "costs": event.costs}
+    if isinstance(event, ev.RanksMeasured):
+        return {"time": time.time(), "kind": "ranks", "ranks": event.ranks}
     progress = event.progress
     noted = {"time": time.time(), "kind": event.mount_point, "epoch": progress.epoch, "iter": progress.iter}
     match event:
@@ -70,6 +73,7 @@ class RunRecordHook(Hook):
     - ``record.jsonl`` has a line for each validation, test, checkpoint and resume, and for the end.
 
     - With ``costs`` it also has what the run has cost up to then, each 10 s at first, later at each hundredth of the time.
+      Of several processes it has the times of all ranks in lines of their own.
 
     A run that is killed leaves everything up to then. Without a work dir nothing is written.
 
@@ -89,7 +93,8 @@ class RunRecordHook(Hook):
         self._lines = FileWriter(RECORD, None)
         self._began: dict[str, float] = {}
         self._run: weakref.ref[Any] | None = None
-        self._costs_at = 0.0
+        self._costs_at = self._ranks_at = 0.0
+        self._straggler: tuple[int, str] | None = None
         self.timing = costs
 
     @mount(
@@ -104,6 +109,7 @@ class RunRecordHook(Hook):
         ev.CheckpointFailed,
         ev.CheckpointSkipped,
         ev.CostsMeasured,
+        ev.RanksMeasured,
         ev.OnException,
         ev.AfterRun,
         offload="thread",
@@ -121,6 +127,9 @@ class RunRecordHook(Hook):
         if kind == "costs":
             self._measured(noted["costs"], noted["time"], session)
             return
+        if kind == "ranks":
+            self._compared(noted["ranks"], noted["time"], session)
+            return
         session.epoch, session.iter = noted["epoch"], noted["iter"]
         if kind in _STAGES:
             self._began[kind] = noted["time"]
@@ -135,6 +144,7 @@ class RunRecordHook(Hook):
         if self._folder is None:
             return
         self._run, self._costs_at = noted["run"], noted["time"] + 10
+        self._ranks_at, self._straggler = self._costs_at, None
         session = Session(began=noted["time"], environment=environment(), world_size=noted["world_size"])
         sessions = self._earlier(self._folder)
         if sessions and sessions[-1].environment.process == session.environment.process:  # a test after the training
@@ -149,10 +159,19 @@ class RunRecordHook(Hook):
         if now < self._costs_at or session.ended is not None:
             return
         self._costs_at = now + max(10, (now - session.began) / 100)
+        self._append_state("costs", costs, now, session)
+
+    def _compared(self, ranks: RankCosts, now: float, session: Session) -> None:
+        told = None if ranks.straggler is None else (ranks.straggler.rank, ranks.straggler.name)
+        if session.ended is None and (now >= self._ranks_at or told != self._straggler):
+            self._ranks_at, self._straggler = now + max(10, (now - session.began) / 100), told
+            self._append_state("ranks", ranks, now, session)
+
+    def _append_state(self, kind: str, measured: Costs | RankCosts, now: float, session: Session) -> None:
         if self._run is not None and (run := self._run()) is not None:
             session.epoch, session.iter = run.progress.epoch, run.progress.iter
-        where = {"time": now, "kind": "costs", "epoch": session.epoch, "iter": session.iter}
-        self._lines.append(encode_line(where | msgspec.to_builtins(costs, str_keys=True)))
+        where = {"time": now, "kind": kind, "epoch": session.epoch, "iter": session.iter}
+        self._lines.append(encode_line(where | msgspec.to_builtins(measured, str_keys=True)))
         self._lines.flush()
 
     def _earlier(self, folder: Path) -> list[Session]:

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from eventloop.log import get_logger
-from eventloop.observe.ranks import RankCosts, Spent, Straggler, compare, sentence
+from eventloop.observe.ranks import RankCosts, Spent, Straggler, compare, slow_at
 
 PERIOD: Final = 2.0
 """Seconds between two comparisons."""
@@ -198,7 +198,7 @@ class Comparison:
             self._told.add((now.rank, now.name))
             log.warning(
                 f"the other ranks wait for rank {now.rank} on {now.host}, "
-                f"{now.waited * 1e3:.3g} ms of each iteration of {found.seconds * 1e3:.3g} ms: {sentence(now)}"
+                f"{now.waited * 1e3:.3g} ms of each iteration of {found.seconds * 1e3:.3g} ms: {slow_at(now)}"
             )
         return now
 

@@ -104,7 +104,7 @@ class RankCosts(msgspec.Struct, frozen=True):
 
     def __rich__(self) -> Table:
         told = self.straggler
-        caption = "" if told is None else f"The other ranks wait for rank {told.rank}: {sentence(told)}"
+        caption = "" if told is None else f"The other ranks wait for rank {told.rank}: {slow_at(told)}"
         if self.missing:
             caption += f"{'. ' * bool(caption)}Not measured: rank {', '.join(map(str, self.missing))}"
         table = Table(
@@ -125,7 +125,7 @@ class RankCosts(msgspec.Struct, frozen=True):
         return table
 
 
-def sentence(told: Straggler) -> str:
+def slow_at(told: Straggler) -> str:
     """Return what a straggler is slow at, in words."""
     slow = f"{told.name} takes {told.seconds * 1e3:.3g} ms an iteration there, {told.others * 1e3:.3g} ms on the others"
     return f"{'handing over to ' * (told.group == 'hand-off')}{slow}"

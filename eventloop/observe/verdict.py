@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from eventloop.observe.costs import Costs, LaneCosts, Part
+from eventloop.observe.ranks import slow_at
 
 _HOOK: Final = 0.03  # shares of the wall time from which on a thing matters
 _DATA: Final = 0.05
@@ -20,10 +21,10 @@ _Weighed = tuple[float, str]
 def expensive(costs: Costs, most: int = 3) -> list[str]:
     """Return a sentence for each of the most expensive things that matter, the worst one first.
 
-    These are: waiting for data from 5 % of the time, a hook from 3 %, a full lane or checkpoints from 1 %, lost events, and
-    memory that grows. A run without any of them has no sentence.
+    These are: waiting for data from 5 % of the time, a hook from 3 %, a full lane or checkpoints from 1 %, lost events,
+    memory that grows, and a rank that the others wait for. A run without any of them has no sentence.
     """
-    found = [*_data(costs), *_hooks(costs), *_lanes(costs), *_checkpoints(costs), *_memory(costs)]
+    found = [*_data(costs), *_hooks(costs), *_lanes(costs), *_checkpoints(costs), *_memory(costs), *_ranks(costs)]
     return [sentence for _, sentence in sorted(found, key=lambda one: -one[0])[:most]]
 
 
@@ -99,6 +100,12 @@ def _memory(costs: Costs) -> Iterator[_Weighed]:
     whose = f"; {hooks[0].name} keeps {size(hooks[0].bytes / max(hooks[0].iterations, 1))} more each iteration" if hooks else ""
     sentence = f"Memory grew by {size(process.bytes)} in {duration(process.seconds)}, {process.iterations} iterations{whose}."
     yield min(1.0, process.bytes / max(costs.memory, 1)), sentence
+
+
+def _ranks(costs: Costs) -> Iterator[_Weighed]:
+    if costs.ranks is not None and (slow := costs.ranks.straggler) is not None:
+        share = slow.waited / max(costs.ranks.seconds, 1e-9)
+        yield share, f"The other ranks wait {_percent(share)} of the time for rank {slow.rank} ({slow.host}): {slow_at(slow)}."
 
 
 def _each(seconds: float, iterations: int) -> str:

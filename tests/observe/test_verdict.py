@@ -1,6 +1,6 @@
 import pytest
 
-from eventloop.observe import Costs, Growth, Histogram, LaneCosts, Part
+from eventloop.observe import Costs, Growth, Histogram, LaneCosts, Part, RankCosts, Straggler
 from eventloop.observe.verdict import duration, expensive, size
 
 STEPS = Histogram({160: 1000})
@@ -98,3 +98,13 @@ def test_durations_have_a_unit(seconds, text):
 @pytest.mark.parametrize(("number", "text"), [(0, "0 B"), (512, "512 B"), (118_400_000, "118 MB"), (2.5e9, "2.5 GB")])
 def test_sizes_have_a_unit(number, text):
     assert size(number) == text
+
+
+def test_a_rank_that_the_others_wait_for_is_named():
+    slow = Straggler(2, "node7", "training", "waiting for data", 0.05, 0.002, 0.048)
+    ranks = RankCosts(4, 100, 0.096, [], slow)
+    assert expensive(costs(training("backward", 0.9), ranks=ranks)) == [
+        "The other ranks wait 50% of the time for rank 2 (node7): waiting for data takes 50 ms an iteration there, 2 ms on the "
+        "others."
+    ]
+    assert expensive(costs(training("backward", 0.9), ranks=RankCosts(4, 100, 0.096, []))) == []

@@ -16,7 +16,8 @@ import torch
 from structlog.testing import capture_logs
 from torch import nn
 
-from eventloop.observe import RankCosts, exchange
+from eventloop.observe import RankCosts, RunFolder, exchange
+from hooks import RunRecordHook
 
 from . import jobs
 
@@ -52,7 +53,9 @@ def slow_step(seconds: float) -> Any:
     return step
 
 
-def train(slow: dict[str, int], until: int = ENOUGH, timing: tuple[int, ...] = RANKS, period: float = 0.4) -> Any:
+def train(
+    slow: dict[str, int], until: int = ENOUGH, timing: tuple[int, ...] = RANKS, period: float = 0.4, work_dir: str | None = None
+) -> Any:
     """Train until ``ranks_measured`` has come with a straggler twice, or ``until`` times.
 
     ``slow`` has the rank that is slow at each part. Returns what the event had, the costs, and the warnings.
@@ -61,9 +64,14 @@ def train(slow: dict[str, int], until: int = ENOUGH, timing: tuple[int, ...] = R
     rank, size = jobs.rank_and_size()
     took = {part: 0.05 if slow.get(part) == rank else 0.002 for part in ("data", "hook", "step")}
     loop = jobs.make_loop(
-        None, train_data=Data(took["data"]), step=slow_step(took["step"]), val_data=None, val_step=None, metrics=None
+        work_dir,
+        RunRecordHook(costs=rank in timing),
+        train_data=Data(took["data"]),
+        step=slow_step(took["step"]),
+        val_data=None,
+        val_step=None,
+        metrics=None,
     )
-    loop.bus.timing = rank in timing
     loop.bus.on("after_train_iter", Histograms(took["hook"]))
     measured: list[RankCosts] = []
 
@@ -97,8 +105,8 @@ def test_a_straggler_among_four_ranks_is_named_with_what_it_is_slow_at(ranks):
 
 
 @pytest.mark.parametrize("part", ["hook", "step"])
-def test_a_straggler_in_a_hook_or_in_the_step_is_named(ranks, part):
-    first, second = ranks(train, {part: 1})
+def test_a_straggler_in_a_hook_or_in_the_step_is_named(ranks, tmp_path, part):
+    first, second = ranks(train, {part: 1}, ENOUGH, RANKS, 0.4, str(tmp_path / "run"))
     names = {"hook": "Histograms", "step": "forward"}
     for measured, _, _ in (first, second):
         told = next(one.straggler for one in measured if one.straggler is not None)
@@ -106,6 +114,11 @@ def test_a_straggler_in_a_hook_or_in_the_step_is_named(ranks, part):
         assert names[part] in told.name
     assert len(first[2]) == 1
     assert second[2] == []
+    lines = list(RunFolder(tmp_path / "run").record())
+    [line] = [one for one in lines if one["kind"] == "ranks"]
+    assert (line["straggler"]["rank"], line["world_size"]) == (1, 2)
+    assert lines[-2]["kind"] == "costs"
+    assert lines[-2]["ranks"]["straggler"]["rank"] == 1
 
 
 def test_the_event_and_the_costs_have_all_ranks_also_without_a_straggler(ranks):
