@@ -71,10 +71,10 @@ def run(
             console.print("not trained (--dry-run)", style="dim")
             return
         with _resumable(work_dir, f"--resume {work_dir}"):
-            _train(loop, work_dir, console, resume=resume, test=setup.tests)
-            if costs:
-                console.print("", loop.bus.costs())
-            console.print("", last_lines(work_dir, loop.bus))
+            try:
+                _train(loop, work_dir, console, resume=resume, test=setup.tests)
+            finally:  # also of a run that failed or was interrupted
+                console.print("", *[loop.bus.costs(), ""] * costs, last_lines(work_dir, loop.bus))
 
 
 def demo(

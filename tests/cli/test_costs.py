@@ -85,6 +85,15 @@ def test_the_demo_ends_with_the_curve(here, capsys):
     assert (here / "runs/digits/run.json").is_file()
 
 
+def test_a_run_that_fails_ends_with_the_same_lines(here, capsys):
+    failing = 'custom_hooks=[{type="EarlyStoppingHook", monitor="missing", rule="less", strict=true}]'
+    assert main(["run", DIGITS, "loop.max_epochs=2", "--costs", failing]) == 2
+    out, error = capsys.readouterr()
+    assert "missing" in error
+    assert "Where " in out
+    assert "train/loss " in out
+
+
 def test_a_pipe_gets_80_columns_without_escape_codes(here):
     command = [sys.executable, "-m", "trainbus", "run", DIGITS, "loop.max_epochs=1", "--costs"]
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
