@@ -13,13 +13,14 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from eventloop.checkpoint import as_path
 from eventloop.cli.common import Positive, Seed, check_checkpoint
 from eventloop.config import Setup, override, read
 from eventloop.config.read import SUFFIXES, shortened
 from eventloop.errors import ConfigurationError
-from eventloop.observe import last_lines
+from eventloop.observe import is_run, last_lines
 from eventloop.training.distributed.launch import from_first, process_group
 from eventloop.training.distributed.ranks import this_rank
 from eventloop.training.loop import TrainLoop
@@ -74,7 +75,11 @@ def run(
             try:
                 _train(loop, work_dir, console, resume=resume, test=setup.tests)
             finally:  # also of a run that failed or was interrupted
-                console.print("", *[loop.bus.costs(), ""] * costs, last_lines(work_dir, loop.bus))
+                if costs:
+                    console.print("", loop.bus.costs())
+                console.print("", last_lines(work_dir, loop.bus))
+            if is_run(work_dir):
+                console.print(Text(f"\nnext: trainbus report {work_dir}"), soft_wrap=True)
 
 
 def demo(
