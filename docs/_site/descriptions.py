@@ -1,0 +1,61 @@
+"""Descriptions of options, from the ``Args:`` of Google docstrings; units of numbers, from their descriptions."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+_SECTION = re.compile(r"^(Args|Arguments):\n((?:[ \t]+.*\n|\n)+)", re.MULTILINE)
+_ENTRY = re.compile(r"^    ((?:\*{0,2}\w+)(?:, \w+)*): ", re.MULTILINE)
+_UNITS = (
+    "epochs or iterations", "iterations or epochs", "micro-batches", "iterations", "epochs", "validations", "updates", "seconds",
+    "bytes", "events", "checkpoints", "files", "digits", "share", "share", "norm", "the metric's unit",
+)  # fmt: skip
+_ROLE = re.compile(r":(?:class|meth|func|mod|attr|data|exc):`~?([^`]+)`")
+
+
+def arguments(doc: str) -> dict[str, str]:
+    """Return the descriptions in the ``Args:`` of a docstring, each on one line."""
+    found = _SECTION.search(inspect.cleandoc(doc) + "\n")
+    if found is None:
+        return {}
+    entries = _ENTRY.split("\n".join(line.rstrip() for line in found[2].splitlines()))
+    described = {}
+    for names, text in zip(entries[1::2], entries[2::2], strict=True):
+        for name in names.split(", "):
+            described[name.lstrip("*")] = " ".join(text.split())
+    return described
+
+
+def of_options(cls: type) -> dict[str, str]:
+    """Return the descriptions of a class's options, also those that it has from the classes it is derived from."""
+    described: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        described |= arguments(base.__doc__ or "")
+    return described
+
+
+def unit(annotation: str, description: str) -> str:
+    """Return the unit of a number: the first one that its description names; empty if the option is no number."""
+    if not {"int", "float"} & set(re.findall(r"\w+", annotation)):
+        return ""
+    lower = description.lower()
+    places = [(lower.find(word), word) for word in dict.fromkeys(_UNITS) if word in lower]
+    return min(places, key=lambda place: (place[0], -len(place[1])))[1] if places else ""
+
+
+def summary(doc: str | None) -> str:
+    """Return the first paragraph of a docstring on one line."""
+    return " ".join(inspect.cleandoc(doc or "").partition("\n\n")[0].split())
+
+
+def as_markdown(text: str) -> str:
+    """Return text of a docstring as Markdown for a table's cell: roles as code, no ``|`` that ends the cell."""
+    return _ROLE.sub(lambda found: f"`{found[1].removeprefix('eventloop.').removeprefix('hooks.')}`", text).replace("``", "`").replace("|", "\\|")
+
+
+def shown(default: Any) -> str:
+    """Return a default as code for a table's cell; a class by its name."""
+    text = default.__name__ if isinstance(default, type) else repr(default)
+    return "`" + text.replace("|", "\\|") + "`"

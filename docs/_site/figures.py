@@ -1,0 +1,68 @@
+"""The page of benchmarks: tables and charts from ``benchmarks/results/*.json``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from canvas import Canvas
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+CHARTS = (
+    ("dispatch", "Ten no-op hooks", "Publish to ten no-op hooks"),
+    ("training", "Everything on", "Everything on, added per iteration"),
+    ("checkpoint", "Training stands still: 200 ", "A checkpoint of 800 MB: how long training stands still"),
+    ("ema", "One update", "One EMA update, 10 M parameters"),
+    ("logging", "Six floats", "Six scalars logged, on the training thread"),
+)
+"""File, beginning of the comparison's title, and title of the chart."""
+UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
+
+
+def page() -> str:
+    """Return the page."""
+    table = importlib.import_module("benchmarks.readme").table()
+    text = (Path(__file__).parent / "benchmarks.md").read_text(encoding="utf-8")
+    charts = "\n".join(f"### {title}\n\n{chart(name, start, title)}\n" for name, start, title in CHARTS)
+    return text.replace("{{ table }}", table).replace("{{ charts }}", charts).replace("{{ crash }}", crash())
+
+
+def crash() -> str:
+    """Return what the last round of killed trainings has found."""
+    result = json.loads((RESULTS / "crash.json").read_text(encoding="utf-8"))
+    return f"{result['kills']:,} kills, {result['steps compared']:,} steps compared, {result['files verified']:,} files verified"
+
+
+def chart(name: str, start: str, title: str) -> str:
+    """Return a bar chart of one comparison as SVG on a logarithmic scale, the fastest first."""
+    comparisons = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["comparisons"]
+    found = next(one for one in comparisons if re.match(re.escape(start), one["title"]))
+    rows = sorted((row for row in found["contenders"] if row["median_seconds"] > 0), key=lambda row: row["median_seconds"])
+    canvas = Canvas(760, 26 * len(rows) + 34, title)
+    low = math.log10(rows[0]["median_seconds"]) - 0.3
+    scale = 400 / (math.log10(rows[-1]["median_seconds"]) - low)
+    for number, row in enumerate(rows):
+        _bar(canvas, 8 + 26 * number, row, found["floor"], scale * (math.log10(row["median_seconds"]) - low))
+    canvas.text(230, 26 * len(rows) + 26, "median, logarithmic scale; green is the least that the work takes", kind="dim")
+    svg = canvas.svg().replace("<svg ", f'<svg class="drawing" aria-label="{title}" ', 1)
+    return re.sub(r"<style>.*?</style>\n?", "", svg, flags=re.DOTALL).replace("\n", "")
+
+
+def _bar(canvas: Canvas, y: float, row: Mapping[str, Any], floor: str, width: float) -> None:
+    name = row["name"]
+    kind = "green" if name == floor else "blue" if name.startswith("trainbus") else "edge"
+    canvas.text(220, y + 15, name, anchor="end", bold=name.startswith("trainbus"))
+    canvas.rect(230, y, width, 20, 3, f"{kind}-fill" if kind != "edge" else "ground", kind)
+    canvas.text(238 + width, y + 15, amount(row["median_seconds"]), kind="dim")
+
+
+def amount(seconds: float) -> str:
+    """Return a time with its unit, in three digits."""
+    unit, size = next(one for one in UNITS if seconds >= one[1])
+    return f"{seconds / size:.3g} {unit}" if seconds / size < 1000 else f"{seconds / size:,.0f} {unit}"

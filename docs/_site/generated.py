@@ -1,0 +1,30 @@
+"""The pages that no one writes: reference from the code, tables and charts from the results of the benchmarks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import command_line
+import figures
+import hook_options
+import moments
+import rooms
+
+ROOT = Path(__file__).parents[2]
+
+
+def pages() -> dict[str, str]:
+    """Return the generated pages by path within the site."""
+    return {
+        "reference/hooks.md": hook_options.page(),
+        "reference/mount-points.md": moments.page(),
+        "reference/command-line.md": command_line.page(),
+        "benchmarks.md": figures.page(),
+        "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
+        **rooms.pages(),
+    }
+
+
+def copies() -> dict[str, Path]:
+    """Return files of the repository that the site shows, by path within the site."""
+    return {"images/serve.png": ROOT / "examples" / "serve.png"}

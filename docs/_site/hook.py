@@ -1,0 +1,39 @@
+"""The hook of mkdocs: adds the generated pages, and puts drawings into the page, where they follow its colours."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+_IMAGE = re.compile(r'(?:<p>\s*)?<img alt="([^"]*)" src="[^"]*?drawings/([\w-]+)\.svg"\s*/?>(?:\s*</p>)?')
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that are made from the code and from the results of the benchmarks."""
+    sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # mkdocs puts back what a hook changes when it is loaded
+    import generated
+
+    for path, content in generated.pages().items():
+        files.append(File.generated(config, path, content=content))
+    for path, source in generated.copies().items():
+        files.append(File.generated(config, path, abs_src_path=str(source)))
+    return files
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Replace images of drawings by the drawings themselves."""
+    return _IMAGE.sub(lambda found: drawing(found[2], found[1]), html)
+
+
+def drawing(name: str, title: str) -> str:
+    """Return a drawing for a page: without a style of its own, which would follow the system's colours."""
+    text = (ROOT / "docs" / "drawings" / f"{name}.svg").read_text(encoding="utf-8")
+    text = re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
+    # Names of markers are the page's, where several drawings stand beside one another.
+    text = text.replace('id="arrow', f'id="{name}-arrow').replace("url(#arrow", f"url(#{name}-arrow")
+    return text.replace("<svg ", f'<svg class="drawing" aria-label="{title}" ', 1)

@@ -1,0 +1,62 @@
+"""The page of mount points, in the order of a run, with the fields of their events."""
+
+from __future__ import annotations
+
+import typing
+
+from descriptions import as_markdown
+from eventloop.config.make import describe
+from eventloop.events.event import mount_points, resolve
+from eventloop.events.mount_points import BUILTIN
+
+import hooks  # noqa: F401 - declares those of hooks
+
+COUNTED = {"iter": "iterations", "batch": "batches", "publish": "publishes", "epoch": "epochs", "update": "updates"}
+INTRODUCTION = """\
+# Mount points
+
+Every mount point, in the order of a run. `trainbus events` prints the same.
+
+**Fields** are *plain* unless they are marked: *live* fields are references to training state and raise an error in an offloaded
+handler; *scalars* reach it as numbers. Every event of a run also has `run` (live) and `progress`. **Filters** such as `every=` count
+what the third column says. See [events and mount points](../concepts/events.md).
+"""
+HEAD = ["| mount point | fields | filters count | when |", "|---|---|---|---|"]
+
+
+def page() -> str:
+    """Return the page."""
+    names = mount_points()
+    groups = [name for name in names if resolve(name).group and name in BUILTIN]
+    single = [name for name in BUILTIN if name in names and not resolve(name).group]
+    further = [name for name in names if name not in BUILTIN and resolve(name).__module__.startswith("hooks")]
+    bases = [name for name in _all_names() if resolve(name).group]
+    lines = [INTRODUCTION, "## In the order of a run", "", *HEAD, *map(row, single), ""]
+    lines += ["## Groups", "", "Subscribing to a group hears all of its events.", "", "| group | hears |", "|---|---|"]
+    for name in dict.fromkeys([*groups, *bases]):
+        cls = resolve(name)
+        heard = ", ".join(f"`{one}`" for one in single if issubclass(resolve(one), cls))
+        lines.append(f"| `{name}` | {heard} |")
+    lines += ["| `Event` (the class) | everything |", "", "## Published by hooks", "", *HEAD, *map(row, further), ""]
+    return "\n".join(lines)
+
+
+def _all_names() -> list[str]:
+    return list(BUILTIN)
+
+
+def row(name: str) -> str:
+    """Return the line of one mount point."""
+    event = resolve(name)
+    hints = typing.get_type_hints(event, include_extras=True)
+    own = [field for field in event.__struct_fields__ if field not in ("run", "progress")]
+    fields = ", ".join(f"`{field}` {kind(hints[field])}" for field in own)
+    words = as_markdown(" ".join((event.__doc__ or "").split()))
+    return f"| `{name}` | {fields} | {COUNTED.get(event.counts, event.counts + 's')} | {words} |"
+
+
+def kind(hint: typing.Any) -> str:
+    """Return the mark of a field, or its type if it is plain."""
+    marks = getattr(hint, "__metadata__", ())
+    marked = next((mark.extra["detach"] for mark in marks if mark.extra and "detach" in mark.extra), None)
+    return f"({marked})" if marked else f"`{describe(hint)}`"

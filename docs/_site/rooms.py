@@ -1,0 +1,120 @@
+"""The pages of the reference: one for each public package, with all names that it or ``trainbus`` makes public."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+
+from descriptions import summary
+
+ROOMS = {
+    "eventloop.bus": "The bus",
+    "eventloop.events": "Events",
+    "eventloop.training": "Runs and loops",
+    "hooks": "Hooks",
+    "hooks.writers": "Writers",
+    "eventloop.checkpoint": "Checkpoints",
+    "eventloop.bridges": "Bridges",
+    "eventloop.config": "Configuration",
+    "eventloop.observe": "Costs and records",
+    "eventloop.offload": "Offloading",
+    "eventloop.errors": "Errors and logs",
+}
+"""The public packages, with the titles of their pages."""
+FURTHER = {"eventloop.errors": ("eventloop.log", "eventloop.checks"), "eventloop.bridges": ("eventloop.bridges.ignite_saver",)}
+"""Modules whose public names are on the page of a package."""
+TRAINBUS = "trainbus"
+
+
+def name_of_page(room: str) -> str:
+    """Return the path of a room's page within the site."""
+    return f"reference/{'hooks-api' if room == 'hooks' else room.removeprefix('eventloop.')}.md"
+
+
+def public(module: ModuleType) -> list[str]:
+    """Return the public names of a module."""
+    names = getattr(module, "__all__", None)
+    if names is not None:
+        return list(names)
+    return [name for name, value in vars(module).items() if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__]
+
+
+def names(room: str) -> dict[str, str]:
+    """Return the public names that live in a room: ``{name: where to import it from}``."""
+    trainbus = importlib.import_module(TRAINBUS)
+    top = public(trainbus)
+    module = importlib.import_module(room)
+    found = {name: TRAINBUS if name in top else room for name in public(module) if not _elsewhere(room, getattr(module, name))}
+    if room == "eventloop.bridges":
+        found["TrainbusSaver"] = TRAINBUS  # needs Ignite, so no list of names has it
+    for package in ("eventloop", "hooks"):
+        module = importlib.import_module(package)
+        for name in public(module):
+            home = getattr(getattr(module, name), "__module__", None) or ""
+            if name not in found and _lives_in(home, room):
+                found[name] = TRAINBUS
+    return found
+
+
+def _lives_in(module: str, room: str) -> bool:
+    inside = any(module == one or module.startswith(f"{one}.") for one in (room, *FURTHER.get(room, ())))
+    deeper = any(len(other) > len(room) and (module == other or module.startswith(f"{other}.")) for other in ROOMS)
+    return inside and not deeper
+
+
+def _elsewhere(room: str, value: object) -> bool:
+    """Return True for what a room offers and another room has."""
+    home = getattr(value, "__module__", None) or ""
+    return any(_lives_in(home, other) for other in ROOMS if other != room)
+
+
+def path_of(room: str, name: str) -> str:
+    """Return the dotted path under which the documentation tool finds a name."""
+    if name == "TrainbusSaver":
+        return "eventloop.bridges.ignite_saver.TrainbusSaver"
+    for module_name in (room, "eventloop", "hooks"):
+        module = importlib.import_module(module_name)
+        if name in public(module):
+            value = getattr(module, name)
+            defined = inspect.isclass(value) or inspect.isfunction(value)
+            return f"{value.__module__}.{value.__qualname__}" if defined else f"{_home_of(module, name)}.{name}"
+    raise KeyError(name)
+
+
+def _home_of(module: ModuleType, name: str) -> str:
+    """Return the module that assigns a constant or an alias of a type, which does not know it."""
+    package = Path(str(module.__file__)).parent
+    pattern = re.compile(rf"^{name}(:.*)? = ", re.MULTILINE)
+    for path in sorted(package.glob("*.py")):
+        if pattern.search(path.read_text(encoding="utf-8")):
+            return module.__name__ if path.stem == "__init__" else f"{module.__name__}.{path.stem}"
+    return module.__name__
+
+
+def pages() -> dict[str, str]:
+    """Return the pages, and the index of all names."""
+    made = {name_of_page(room): page(room, title) for room, title in ROOMS.items()}
+    made["reference/index.md"] = index()
+    return made
+
+
+def page(room: str, title: str) -> str:
+    """Return the page of one room."""
+    lines = [f"# {title}", "", summary(importlib.import_module(room).__doc__).replace("``", "`"), ""]
+    for name, origin in names(room).items():
+        lines += [f"::: {path_of(room, name)}", "    options:", "      heading_level: 2", "", f"`from {origin} import {name}`", "{ .import }", ""]
+    return "\n".join(lines)
+
+
+def index() -> str:
+    """Return the index: what is generated where, and every public name."""
+    intro = (Path(__file__).parent / "reference.md").read_text(encoding="utf-8")
+    lines = [intro, "## All public names", "", "| name | from | page |", "|---|---|---|"]
+    rows = []
+    for room, title in ROOMS.items():
+        for name, origin in names(room).items():
+            rows.append((name, f"| [`{name}`][{path_of(room, name)}] | `{origin}` | [{title}]({name_of_page(room).partition('/')[2]}) |"))
+    return "\n".join([*lines, *(line for _, line in sorted(rows, key=lambda row: row[0].lower()))]) + "\n"

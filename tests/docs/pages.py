@@ -1,0 +1,71 @@
+"""The blocks of code in README and in the pages of ``docs/``, and what the comments before them say of them.
+
+A comment stands alone on the line before a block:
+
+- ``<!-- shown: REASON -->``: the block is not run. Python must still parse.
+- ``<!-- needs: mmengine, wandb -->``: the block is run where these libraries are installed.
+- ``<!-- raises: ConfigurationError -->``: the block ends with this error.
+- ``<!-- slow -->``: the block is run by ``.ci/run`` only.
+
+A block with ``title="name.py"`` is a file of that name in the folder in which the page's blocks run; it is not run by itself.
+"""
+
+import re
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent.parent
+DOCS = ROOT / "docs"
+
+_FENCE = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>```+)(?P<info>[^`\n]*)$")
+_MARK = re.compile(r"^\s*<!-- (shown|needs|raises|slow)(?:: (.*?))? -->$")
+_INCLUDE = re.compile(r'^[ \t]*--8<-- "(?P<path>[^"]+)"$', re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """A block of code on a page; ``line`` is that of its first line of code, from 1."""
+
+    page: str
+    line: int
+    language: str
+    title: str
+    code: str
+    marks: dict[str, str]
+
+
+def pages() -> list[str]:
+    """Return the pages of the site, relative to the repository."""
+    found = sorted(path.relative_to(ROOT).as_posix() for path in DOCS.rglob("*.md"))
+    return found
+
+
+def blocks(page: str) -> list[Block]:
+    """Return the blocks of a page, with included files in them."""
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    found, number, marks = [], 0, dict[str, str]()
+    while number < len(lines):
+        line = lines[number]
+        number += 1
+        if mark := _MARK.match(line):
+            marks[mark[1]] = mark[2] or ""
+            continue
+        fence = _FENCE.match(line)
+        if fence is None:
+            if line.strip():
+                marks = {}
+            continue
+        first = number
+        while lines[number].strip() != fence["fence"]:
+            number += 1
+        code = _INCLUDE.sub(_included, textwrap.dedent("\n".join(lines[first:number]))) + "\n"
+        number += 1
+        language, _, rest = fence["info"].strip().partition(" ")
+        title = re.search(r'title="([^"]+)"', rest)
+        found.append(Block(page, first + 1, language, title[1] if title else "", code, marks))
+        marks = {}
+    return found
+
+
+def _included(found: re.Match[str]) -> str:
+    return (ROOT / found["path"]).read_text(encoding="utf-8").rstrip("\n")

@@ -1,0 +1,51 @@
+"""What README and the site show runs: Python, and commands that need no GPU and no network."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .pages import ROOT, Block, blocks, pages
+
+pytestmark = pytest.mark.xdist_group("docs")  # one process runs all pages
+
+ALL = {page: blocks(page) for page in pages()}
+RUN = [page for page, found in ALL.items() if any(block.language in ("python", "bash") for block in found)]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What became of each block: {page: [(line, outcome, seconds)]}."""
+    results = tmp_path_factory.mktemp("docs") / "results.jsonl"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(__file__).with_name("run_pages.py")), str(results), *RUN]
+    done = subprocess.run(command, cwd=results.parent, env=environment, text=True, capture_output=True, timeout=170)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = {page: [] for page in RUN}
+    for line in results.read_text().splitlines():
+        result = json.loads(line)
+        found[result["page"]].append((result["line"], result["outcome"], result["seconds"]))
+    return found
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_the_blocks_of_a_page_run_one_after_the_other(page, outcomes):
+    failed = [(f"{page}:{line}", outcome) for line, outcome, _ in outcomes[page] if outcome != "ok" and "skipped" not in outcome]
+    assert not failed, "\n".join(": ".join(one) for one in failed)
+
+
+def _python(found: list[Block]) -> list[Block]:
+    return [block for block in found if block.language == "python" or block.title.endswith(".py")]
+
+
+@pytest.mark.parametrize("page", [page for page, found in ALL.items() if _python(found)])
+def test_all_python_parses(page):
+    for block in _python(ALL[page]):
+        compile("\n" * (block.line - 1) + block.code, page, "exec")
+
+
+def test_a_block_that_is_only_shown_says_why():
+    assert not [f"{block.page}:{block.line}" for found in ALL.values() for block in found if block.marks.get("shown") == ""]
