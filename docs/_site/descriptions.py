@@ -1,4 +1,4 @@
-"""Descriptions of options, from the ``Args:`` of Google docstrings; units of numbers, from their descriptions."""
+"""Texts of docstrings for tables; units of numbers, from their descriptions."""
 
 from __future__ import annotations
 
@@ -6,34 +6,11 @@ import inspect
 import re
 from typing import Any
 
-_SECTION = re.compile(r"^(Args|Arguments):\n((?:[ \t]+.*\n|\n)+)", re.MULTILINE)
-_ENTRY = re.compile(r"^    ((?:\*{0,2}\w+)(?:, \w+)*): ", re.MULTILINE)
 _UNITS = (
     "epochs or iterations", "iterations or epochs", "micro-batches", "iterations", "epochs", "validations", "updates", "seconds",
     "bytes", "events", "checkpoints", "files", "digits", "share", "share", "norm", "the metric's unit",
 )  # fmt: skip
 _ROLE = re.compile(r":(?:class|meth|func|mod|attr|data|exc):`~?([^`]+)`")
-
-
-def arguments(doc: str) -> dict[str, str]:
-    """Return the descriptions in the ``Args:`` of a docstring, each on one line."""
-    found = _SECTION.search(inspect.cleandoc(doc) + "\n")
-    if found is None:
-        return {}
-    entries = _ENTRY.split("\n".join(line.rstrip() for line in found[2].splitlines()))
-    described = {}
-    for names, text in zip(entries[1::2], entries[2::2], strict=True):
-        for name in names.split(", "):
-            described[name.lstrip("*")] = " ".join(text.split())
-    return described
-
-
-def of_options(cls: type) -> dict[str, str]:
-    """Return the descriptions of a class's options, also those that it has from the classes it is derived from."""
-    described: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        described |= arguments(base.__doc__ or "")
-    return described
 
 
 def unit(annotation: str, description: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import command_line
 import figures
 import hook_options
+import migration_table
 import moments
 import rooms
 
@@ -19,6 +20,7 @@ def pages() -> dict[str, str]:
         "reference/hooks.md": hook_options.page(),
         "reference/mount-points.md": moments.page(),
         "reference/command-line.md": command_line.page(),
+        "migrate/hooks.md": migration_table.page(),
         "benchmarks.md": figures.page(),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
         **rooms.pages(),

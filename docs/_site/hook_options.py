@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from descriptions import as_markdown, of_options, shown, summary, unit
+from descriptions import as_markdown, shown, summary, unit
 from eventloop.bus import GuestHook
 from eventloop.bus.hook import mount_points_of
 from eventloop.bus.priority import Priority
-from eventloop.config import registered
+from eventloop.config import option_descriptions, registered
 from eventloop.config.make import Signature, describe
 
 import hooks  # registers them
@@ -31,7 +31,7 @@ def classes(kind: str) -> list[tuple[str, type]]:
 
 def options(cls: type) -> list[dict[str, str]]:
     """Return the options of a class: name, type, default, unit and description."""
-    described = of_options(cls)
+    described = option_descriptions(cls)
     signature = Signature(cls)
     rows = []
     for option in signature.options.values():

@@ -7,7 +7,7 @@ A comment stands alone on the line before a block:
 - ``<!-- raises: ConfigurationError -->``: the block ends with this error.
 - ``<!-- slow -->``: the block is run by ``.ci/run`` only.
 
-A block with ``title="name.py"`` is a file of that name in the folder in which the page's blocks run; it is not run by itself.
+A block with a file name as its title (``title="name.py"``) is a file of that name in the folder in which the page's blocks run; it is not run by itself.
 """
 
 import re

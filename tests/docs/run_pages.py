@@ -58,7 +58,7 @@ def run_page(page: str, results):
 
 def run_block(block: Block, namespace) -> str | None:
     """Run one block; return None if there is nothing to run, else ``ok``, ``skipped: ...`` or what is wrong."""
-    if block.title:
+    if Path(block.title).suffix:
         path = Path(block.title)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(block.code, encoding="utf-8")
