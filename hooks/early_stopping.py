@@ -28,11 +28,11 @@ class EarlyStoppingHook(Hook):
     Args:
         monitor: name of the metric, as in ``event.metrics``.
         rule: ``"greater"`` or ``"less"`` is better; by default inferred from the name, see :func:`hooks.rules.find_rule`.
-        min_delta: an improvement must be larger than this.
+        min_delta: an improvement must be larger than this, in the metric's unit.
         strict: raise an error if a validation lacks the metric or it is None; False logs a warning.
         check_finite: stop at a value that is not finite. False counts NaN as no improvement.
         patience: number of validations without improvement before the stop.
-        stopping_threshold: value beyond which training ends at once.
+        stopping_threshold: value in the metric's unit beyond which training ends at once.
         name: key of this hook in checkpoints, needed if there are several of its kind.
 
     Raises:

@@ -32,7 +32,7 @@ class Fp16OptimizerHook(OptimizerHook):
     Gradients are unscaled and clipped once per real step, also with accumulation (iMIX: in each micro-batch).
 
     Args:
-        grad_clip: as in :class:`eventloop.Update`.
+        grad_clip: maximum norm of all gradients together, or arguments of the clipping, as in :class:`eventloop.Update`.
         grad_scaler_config: arguments of ``torch.amp.GradScaler``: ``{"init_scale": 1024.0, "growth_interval": 500}``.
         accumulate: micro-batches per step.
     """

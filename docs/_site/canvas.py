@@ -26,7 +26,9 @@ class Canvas:
         self._parts: list[str] = []
         self._heads: dict[str, None] = {}
 
-    def panel(self, x: float, y: float, width: float, height: float, title: str = "", *, kind: str = "edge", note: str = "") -> None:
+    def panel(
+        self, x: float, y: float, width: float, height: float, title: str = "", *, kind: str = "edge", note: str = ""
+    ) -> None:
         """Draw an area that holds other things, its title in the upper left corner and a note in the upper right one."""
         self.rect(x, y, width, height, 10, "ground", kind)
         if title:

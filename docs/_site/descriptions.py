@@ -8,14 +8,20 @@ from typing import Any
 
 _UNITS = (
     "epochs or iterations", "iterations or epochs", "micro-batches", "iterations", "epochs", "validations", "updates", "seconds",
-    "bytes", "events", "checkpoints", "files", "digits", "share", "share", "norm", "the metric's unit",
+    "bytes", "events", "checkpoints", "files", "digits", "share", "norm", "the metric's unit", "epoch or iteration", "iteration",
+    "epoch",
 )  # fmt: skip
 _ROLE = re.compile(r":(?:class|meth|func|mod|attr|data|exc):`~?([^`]+)`")
 
 
+def is_number(annotation: str) -> bool:
+    """Return True for the type of a number, also one that may be None or something else."""
+    return bool({"int", "float"} & set(re.sub(r"\[.*?\]", "", annotation).split(" | ")))
+
+
 def unit(annotation: str, description: str) -> str:
     """Return the unit of a number: the first one that its description names; empty if the option is no number."""
-    if not {"int", "float"} & set(re.findall(r"\w+", annotation)):
+    if not is_number(annotation):
         return ""
     lower = description.lower()
     places = [(lower.find(word), word) for word in dict.fromkeys(_UNITS) if word in lower]
@@ -29,7 +35,11 @@ def summary(doc: str | None) -> str:
 
 def as_markdown(text: str) -> str:
     """Return text of a docstring as Markdown for a table's cell: roles as code, no ``|`` that ends the cell."""
-    return _ROLE.sub(lambda found: f"`{found[1].removeprefix('eventloop.').removeprefix('hooks.')}`", text).replace("``", "`").replace("|", "\\|")
+    return (
+        _ROLE.sub(lambda found: f"`{found[1].removeprefix('eventloop.').removeprefix('hooks.')}`", text)
+        .replace("``", "`")
+        .replace("|", "\\|")
+    )
 
 
 def shown(default: Any) -> str:

@@ -34,9 +34,17 @@ def event() -> Canvas:
         c.text(x + 60, 138, below, anchor="middle", kind=kind)
         x += 132
     c.panel(12, 184, 836, 144, "Beside it: one bounded lane per offloaded handler")
-    c.text(16, 354, "Green handlers are inline: the step waits for them. Blue ones are offloaded: they append to a lane and return.", size=13)
+    c.text(
+        16,
+        354,
+        "Green handlers are inline: the step waits for them. Blue ones are offloaded: they append to a lane and return.",
+        size=13,
+    )
     c.text(16, 374, "The next step begins after the last append. It waits for no disk and no network.", size=13)
-    for x, name, work, below in ((296, "logger", "write lines", "a thread takes batches"), (578, "checkpoint", "write, fsync, …", "then checkpoint_committed")):
+    for x, name, work, below in (
+        (296, "logger", "write lines", "a thread takes batches"),
+        (578, "checkpoint", "write, fsync, …", "then checkpoint_committed"),
+    ):
         c.box(x, 218, 258, 96, "", kind="blue")
         c.text(x + 129, 240, f"lane of the {name}", size=13, bold=True, anchor="middle")
         c.slots(x + 12, 254, 5, filled=3)
@@ -45,7 +53,14 @@ def event() -> Canvas:
         c.text(x + 129, 300, below, anchor="middle", kind="dim")
     c.arrow((506, 146), (506, 216), kind="blue", dashed=True)
     c.arrow((770, 146), (770, 216), kind="blue", dashed=True)
-    for number, line in enumerate(("A full lane blocks, drops or", "raises, as you chose. Each", "drop is counted. A clean exit", "delivers what is left.")):
+    for number, line in enumerate(
+        (
+            "A full lane blocks, drops or",
+            "raises, as you chose. Each",
+            "drop is counted. A clean exit",
+            "delivers what is left.",
+        )
+    ):
         c.text(28, 234 + 19 * number, line, kind="dim", size=13)
     return c
 
@@ -64,7 +79,16 @@ def events() -> Canvas:
     scope(72, 114, 716, 144, "each iteration", "before_train_iter", "after_train_iter")
     c.box(88, 150, 214, 68, "your step", "before_forward · after_forward", kind="green")
     c.arrow((302, 184), (328, 184))
-    c.box(330, 150, 440, 68, "the update, while after_train_iter is published", "before_backward · after_backward", "before_optimizer_step · after_optimizer_step", kind="green")
+    c.box(
+        330,
+        150,
+        440,
+        68,
+        "the update, while after_train_iter is published",
+        "before_backward · after_backward",
+        "before_optimizer_step · after_optimizer_step",
+        kind="green",
+    )
     scope(52, 302, 756, 70, "each validation", "before_val · before_val_epoch", "after_val_epoch · after_val")
     c.text(64, 352, "per batch: before_val_iter · after_val_iter", mono=True, kind="blue")
     return c
@@ -75,23 +99,49 @@ def priorities() -> Canvas:
     c.text(20, 28, "Handlers of after_train_iter, from 0 (first) to 100 (last)", size=14, bold=True)
     left, scale = 40.0, 7.8
     c.arrow((left, 150), (left + 100 * scale, 150))
-    marks = ((0, "HIGHEST"), (10, "VERY_HIGH"), (30, "HIGH"), (40, "ABOVE_NORMAL"), (50, "NORMAL"), (60, "BELOW_NORMAL"), (70, "LOW"), (90, "VERY_LOW"), (100, "LOWEST"))
+    marks = (
+        (0, "HIGHEST"),
+        (10, "VERY_HIGH"),
+        (30, "HIGH"),
+        (40, "ABOVE_NORMAL"),
+        (50, "NORMAL"),
+        (60, "BELOW_NORMAL"),
+        (70, "LOW"),
+        (90, "VERY_LOW"),
+        (100, "LOWEST"),
+    )
     for number, name in marks:
         x = left + number * scale
         c.arrow((x, 145), (x, 155), head=False)
         c.text(x, 171, str(number), anchor="middle", kind="dim")
         row = 187 if number not in (40, 60) else 201
         c.text(x, row, name, anchor="middle", kind="dim", size=10)
-    for number, name, kind in ((10, "RuntimeInfo", "green"), (30, "update", "green"), (50, "EMA", "green"), (60, "Logger", "blue"), (70, "Schedule", "green"), (90, "Checkpoint", "blue")):
+    for number, name, kind in (
+        (10, "RuntimeInfo", "green"),
+        (30, "update", "green"),
+        (50, "EMA", "green"),
+        (60, "Logger", "blue"),
+        (70, "Schedule", "green"),
+        (90, "Checkpoint", "blue"),
+    ):
         x = left + number * scale
         high = 92 if number == 60 else 54
         width = 104 if len(name) > 8 else 84
         c.box(x - width / 2, high, width, 32, name, kind=kind)
         c.arrow((x, high + 32), (x, 143), kind=kind)
-    for begin, end, words, kind in ((0, 30, "weights before the step", "amber"), (30, 50, "new weights", "green"), (50, 100, "new weights, new average", "blue")):
+    for begin, end, words, kind in (
+        (0, 30, "weights before the step", "amber"),
+        (30, 50, "new weights", "green"),
+        (50, 100, "new weights, new average", "blue"),
+    ):
         x1, x2 = left + begin * scale + 2, left + end * scale - 2
         c.box(x1, 222, x2 - x1, 34, words, kind=kind)
-    c.text(left, 284, "What a handler sees depends on its priority. An offloaded handler gets a copy made at its priority.", size=13)
+    c.text(
+        left,
+        284,
+        "What a handler sees depends on its priority. An offloaded handler gets a copy made at its priority.",
+        size=13,
+    )
     return c
 
 
@@ -105,9 +155,30 @@ def offloading() -> Canvas:
         for x, width, words, kind in spans:
             c.box(x, y, width, 36, words, kind=kind)
 
-    row(60, "training", [(130, 110, "step 1", "green"), (244, 60, "log", "red"), (308, 110, "step 2", "green"), (422, 60, "log", "red"), (486, 170, "write checkpoint", "red"), (660, 110, "step 3", "green")])
+    row(
+        60,
+        "training",
+        [
+            (130, 110, "step 1", "green"),
+            (244, 60, "log", "red"),
+            (308, 110, "step 2", "green"),
+            (422, 60, "log", "red"),
+            (486, 170, "write checkpoint", "red"),
+            (660, 110, "step 3", "green"),
+        ],
+    )
     c.text(130, 130, "The step waits for each write. A slow disk or a dead server stops the training.", kind="dim")
-    row(206, "training", [(130, 110, "step 1", "green"), (250, 110, "step 2", "green"), (380, 110, "step 3", "green"), (500, 110, "step 4", "green"), (620, 110, "step 5", "green")])
+    row(
+        206,
+        "training",
+        [
+            (130, 110, "step 1", "green"),
+            (250, 110, "step 2", "green"),
+            (380, 110, "step 3", "green"),
+            (500, 110, "step 4", "green"),
+            (620, 110, "step 5", "green"),
+        ],
+    )
     for x in (245, 370):
         c.arrow((x, 243), (x, 262), kind="blue", dashed=True)
     row(264, "lanes", [(236, 60, "log", "blue"), (364, 250, "write checkpoint", "blue")])
@@ -119,7 +190,11 @@ def offloading() -> Canvas:
 def snapshots() -> Canvas:
     c = Canvas(860, 330, "What an offloaded handler gets")
     c.panel(12, 12, 250, 306, "The event when it is published")
-    rows = (("progress, path, name", "plain fields", ""), ("outputs", "scalars", "blue"), ("run, model, batch", "live fields", "amber"))
+    rows = (
+        ("progress, path, name", "plain fields", ""),
+        ("outputs", "scalars", "blue"),
+        ("run, model, batch", "live fields", "amber"),
+    )
     for number, (first, second, kind) in enumerate(rows):
         c.box(30, 50 + 86 * number, 214, 62, first, second, kind=kind, mono=True)
     c.panel(560, 12, 288, 306, "What the handler gets, later")
@@ -176,7 +251,15 @@ def saves() -> Canvas:
     c.text(315, 134, "the only time that training waits", anchor="middle", kind="amber")
     c.panel(12, 180, 836, 148, "Writer thread")
     x = 28.0
-    for number, (first, second) in enumerate((("write", "temporary name"), ("fsync", "the bytes"), ("rename", "to the real name"), ("fsync", "the directory"), ("then", "last_checkpoint"))):
+    for number, (first, second) in enumerate(
+        (
+            ("write", "temporary name"),
+            ("fsync", "the bytes"),
+            ("rename", "to the real name"),
+            ("fsync", "the directory"),
+            ("then", "last_checkpoint"),
+        )
+    ):
         if number:
             c.arrow((x - 14, 242), (x - 1, 242), kind="blue")
         c.box(x, 212, 128, 60, first, second, kind="blue")
@@ -184,7 +267,12 @@ def saves() -> Canvas:
     c.text(x - 8, 234, "remove older", kind="dim")
     c.text(x - 8, 252, "files, publish", kind="dim")
     c.arrow((315, 146), (315, 163), (130, 163), (130, 210), kind="blue", dashed=True)
-    c.text(28, 298, "A kill at any moment leaves the files before it intact. checkpoint_committed is published when the file is durable.", size=13)
+    c.text(
+        28,
+        298,
+        "A kill at any moment leaves the files before it intact. checkpoint_committed is published when the file is durable.",
+        size=13,
+    )
     c.text(28, 316, "If another file has the same state (a best checkpoint), it is a second name of this one.", size=13)
     return c
 
@@ -231,7 +319,15 @@ def house() -> Canvas:
         y = 44 + 46 * number
         width = (600 - 12 * (len(row) - 1)) / len(row)
         for column, (name, words) in enumerate(row):
-            c.rect(20 + column * (width + 12), y, width, 36, 7, "green-fill" if number == 1 else "blue-fill", "green" if number == 1 else "blue")
+            c.rect(
+                20 + column * (width + 12),
+                y,
+                width,
+                36,
+                7,
+                "green-fill" if number == 1 else "blue-fill",
+                "green" if number == 1 else "blue",
+            )
             c.text(32 + column * (width + 12), y + 23, name, mono=True, bold=True)
             c.text(12 + (column + 1) * (width + 12) - 10, y + 23, words, anchor="end", kind="dim")
     c.panel(650, 44, 190, 404, "Beside them")

@@ -36,7 +36,9 @@ def page() -> str:
 def crash() -> str:
     """Return what the last round of killed trainings has found."""
     result = json.loads((RESULTS / "crash.json").read_text(encoding="utf-8"))
-    return f"{result['kills']:,} kills, {result['steps compared']:,} steps compared, {result['files verified']:,} files verified"
+    return (
+        f"{result['kills']:,} kills, {result['steps compared']:,} steps compared, {result['files verified']:,} files verified"
+    )
 
 
 def chart(name: str, start: str, title: str) -> str:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 
 from descriptions import as_markdown, shown, summary, unit
+
+import hooks  # registers them
 from eventloop.bus import GuestHook
 from eventloop.bus.hook import mount_points_of
 from eventloop.bus.priority import Priority
 from eventloop.config import option_descriptions, registered
 from eventloop.config.make import Signature, describe
-
-import hooks  # registers them
 from hooks.defaults import DEFAULT_HOOKS
 
 TITLES = {"hook": "Hooks", "writer": "Writers", "average": "Averages"}
 INTRODUCTIONS = {
-    "hook": "`bus.add(EMAHook(momentum=0.01))` in Python, `{ type = \"EMAHook\", momentum = 0.01 }` in a configuration.",
+    "hook": '`bus.add(EMAHook(momentum=0.01))` in Python, `{ type = "EMAHook", momentum = 0.01 }` in a configuration.',
     "writer": "For `LoggerHook(writers=[...])`. See [log to TensorBoard, W&B and MLflow](../guides/loggers.md).",
     "average": "For `EMAHook(ema_type=...)`, which takes their options, too. See [averaged weights](../guides/ema.md).",
 }

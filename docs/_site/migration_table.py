@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from eventloop.config import Migration, OptionChange
-
 from hooks.compat import TABLE
 
 INTRODUCTION = """\
@@ -25,7 +24,9 @@ def page() -> str:
 def row(entry: Migration) -> str:
     """Return the line of one hook."""
     names = {theirs: _ours(change) for theirs, change in entry.options.items()}
-    changed = [f"`{theirs}` → `{ours}`{_also(entry.options[theirs])}" for theirs, ours in names.items() if ours not in ("", theirs)]
+    changed = [
+        f"`{theirs}` → `{ours}`{_also(entry.options[theirs])}" for theirs, ours in names.items() if ours not in ("", theirs)
+    ]
     gone = [f"`{theirs}`" for theirs, ours in names.items() if not ours]
     parts = (
         "the same" if any(theirs == ours for theirs, ours in names.items()) else "",
@@ -35,7 +36,7 @@ def row(entry: Migration) -> str:
         entry.note,
     )
     there = ", ".join(f"`{name}`" for name in (entry.name, *entry.aliases))
-    here = ", ".join(f"`{name}`" for name in entry.ours) or "–"
+    here = ", ".join(f"`{name}`" for name in entry.ours) or "-"
     return f"| {entry.system} {there} | {here} | {'; '.join(filter(None, parts))} |"
 
 

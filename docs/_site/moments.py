@@ -5,11 +5,11 @@ from __future__ import annotations
 import typing
 
 from descriptions import as_markdown
+
+import hooks  # noqa: F401 - declares those of hooks
 from eventloop.config.make import describe
 from eventloop.events.event import mount_points, resolve
 from eventloop.events.mount_points import BUILTIN
-
-import hooks  # noqa: F401 - declares those of hooks
 
 COUNTED = {"iter": "iterations", "batch": "batches", "publish": "publishes", "epoch": "epochs", "update": "updates"}
 INTRODUCTION = """\

@@ -39,7 +39,11 @@ def public(module: ModuleType) -> list[str]:
     names = getattr(module, "__all__", None)
     if names is not None:
         return list(names)
-    return [name for name, value in vars(module).items() if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__]
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+    ]
 
 
 def names(room: str) -> dict[str, str]:
@@ -105,7 +109,15 @@ def page(room: str, title: str) -> str:
     """Return the page of one room."""
     lines = [f"# {title}", "", summary(importlib.import_module(room).__doc__).replace("``", "`"), ""]
     for name, origin in names(room).items():
-        lines += [f"::: {path_of(room, name)}", "    options:", "      heading_level: 2", "", f"`from {origin} import {name}`", "{ .import }", ""]
+        lines += [
+            f"::: {path_of(room, name)}",
+            "    options:",
+            "      heading_level: 2",
+            "",
+            f"`from {origin} import {name}`",
+            "{ .import }",
+            "",
+        ]
     return "\n".join(lines)
 
 
@@ -116,5 +128,10 @@ def index() -> str:
     rows = []
     for room, title in ROOMS.items():
         for name, origin in names(room).items():
-            rows.append((name, f"| [`{name}`][{path_of(room, name)}] | `{origin}` | [{title}]({name_of_page(room).partition('/')[2]}) |"))
+            rows.append(
+                (
+                    name,
+                    f"| [`{name}`][{path_of(room, name)}] | `{origin}` | [{title}]({name_of_page(room).partition('/')[2]}) |",
+                )
+            )
     return "\n".join([*lines, *(line for _, line in sorted(rows, key=lambda row: row[0].lower()))]) + "\n"

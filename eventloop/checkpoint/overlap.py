@@ -24,6 +24,7 @@ import torch
 from eventloop.errors import CheckpointError
 
 Staging = Literal["block", "overlap"]
+"""When the state is copied: while training waits, or during the next forward and backward pass."""
 
 # Tensors per call: many, since each call gives the GIL away once; not all, so that their versions are looked at soon.
 _LOT: Final = 2048

@@ -23,6 +23,7 @@ from eventloop.checks import check_value
 from eventloop.errors import CheckpointError
 
 Busy = Literal["wait", "skip", "replace"]
+"""What becomes of a save that is due while another is being written."""
 
 _POLL: Final = 0.2
 """Seconds after which a waiting thread looks again, in case Ctrl-C swallowed a notice."""

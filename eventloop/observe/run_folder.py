@@ -19,8 +19,11 @@ from eventloop.errors import TrainbusError
 from eventloop.observe.environment import Environment
 
 FACTS: Final = "run.json"
+"""Name of the file with the facts of a run."""
 RECORD: Final = "record.jsonl"
+"""Name of the file with what happened, one JSON object a line."""
 SCALARS: Final = "scalars.jsonl"
+"""Name of the file with the scalars, one JSON object a line."""
 
 State = Literal["running", "finished", "stopped", "interrupted", "failed", "killed", "unknown"]
 

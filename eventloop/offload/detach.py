@@ -79,12 +79,18 @@ def detached_type(event_type: type[Event]) -> type[Event]:
     """
     if "__detached__" in event_type.__dict__:
         return event_type
-    namespace: dict[str, Any] = {
-        name: _live_property(event_type, name) for name, plan in _plans(event_type).items() if plan == "live"
-    }
-    namespace |= {name: getattr(event_type, name) for name in ("__module__", "__qualname__", "__doc__")}
+    live = [name for name, plan in _plans(event_type).items() if plan == "live"]
     meta: Any = type(event_type)
-    made: type[Event] = meta(event_type.__name__, (event_type,), namespace | {"__detached__": True})
+    common = {name: getattr(event_type, name) for name in ("__module__", "__qualname__", "__doc__")} | {"__detached__": True}
+    base = event_type
+    defaults = {field.name: field.default for field in msgspec.structs.fields(event_type)}
+    if redone := {name: ABSENT for name in live if defaults[name] is not ABSENT}:
+        # A user's live field may be required, or have another default. Here it is always unset.
+        hints = hints_of(event_type)
+        annotations = {"__annotations__": {name: hints[name] for name in redone}}
+        base = meta(event_type.__name__, (event_type,), common | annotations | redone, kw_only=True)
+    properties = {name: _live_property(event_type, name) for name in live}
+    made: type[Event] = meta(event_type.__name__, (base,), common | properties)
     return made
 
 

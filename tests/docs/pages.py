@@ -7,7 +7,8 @@ A comment stands alone on the line before a block:
 - ``<!-- raises: ConfigurationError -->``: the block ends with this error.
 - ``<!-- slow -->``: the block is run by ``.ci/run`` only.
 
-A block with a file name as its title (``title="name.py"``) is a file of that name in the folder in which the page's blocks run; it is not run by itself.
+A block with a file name as its title (``title="name.py"``) is a file in the folder of the page's blocks. It is not run
+by itself.
 """
 
 import re
@@ -36,8 +37,8 @@ class Block(NamedTuple):
 
 def pages() -> list[str]:
     """Return the pages of the site, relative to the repository."""
-    found = sorted(path.relative_to(ROOT).as_posix() for path in DOCS.rglob("*.md"))
-    return found
+    found = (path for path in DOCS.rglob("*.md") if "_site" not in path.parts)
+    return sorted(path.relative_to(ROOT).as_posix() for path in found)
 
 
 def blocks(page: str) -> list[Block]:

@@ -22,7 +22,9 @@ def outcomes(tmp_path_factory):
     results = tmp_path_factory.mktemp("docs") / "results.jsonl"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__).with_name("run_pages.py")), str(results), *RUN]
-    done = subprocess.run(command, cwd=results.parent, env=environment, text=True, capture_output=True, timeout=170)
+    done = subprocess.run(  # noqa: S603
+        command, cwd=results.parent, env=environment, text=True, capture_output=True, timeout=170
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     found = {page: [] for page in RUN}
     for line in results.read_text().splitlines():
@@ -33,7 +35,9 @@ def outcomes(tmp_path_factory):
 
 @pytest.mark.parametrize("page", RUN)
 def test_the_blocks_of_a_page_run_one_after_the_other(page, outcomes):
-    failed = [(f"{page}:{line}", outcome) for line, outcome, _ in outcomes[page] if outcome != "ok" and "skipped" not in outcome]
+    failed = [
+        (f"{page}:{line}", outcome) for line, outcome, _ in outcomes[page] if outcome != "ok" and "skipped" not in outcome
+    ]
     assert not failed, "\n".join(": ".join(one) for one in failed)
 
 

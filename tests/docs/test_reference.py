@@ -1,0 +1,85 @@
+"""The reference is complete: every public name has a docstring, every option a description, and numbers have units."""
+
+import importlib
+import inspect
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from .pages import DOCS, ROOT
+
+sys.path[:0] = [str(ROOT), str(DOCS / "_site")]
+try:
+    import hook_options
+    import rooms
+    from canvas import DARK, LIGHT
+    from descriptions import is_number
+finally:
+    del sys.path[:2]
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ignite, when it is imported
+IGNITE = () if find_spec("ignite") else ("TrainbusSaver",)
+NAMES = [(room, name) for room in rooms.ROOMS for name in rooms.names(room) if name not in IGNITE]
+CLASSES = [(name, cls) for kind in hook_options.TITLES for name, cls in hook_options.classes(kind)]
+
+
+def text_of(room, name):
+    """The docstring of a public name; for a constant, the string below its assignment."""
+    module, _, attribute = rooms.path_of(room, name).rpartition(".")
+    value = getattr(importlib.import_module(module), attribute)
+    if inspect.isclass(value) or inspect.isroutine(value):
+        return value.__doc__ if inspect.isclass(value) else inspect.getdoc(value)
+    source = Path(inspect.getsourcefile(importlib.import_module(module))).read_text()
+    found = re.search(rf'^{attribute}\b.* = (?:.|\n)*?\n"""(.*?)"""', source, re.MULTILINE)
+    return found and found[1]
+
+
+@pytest.mark.parametrize(("room", "name"), NAMES)
+def test_every_public_name_has_a_docstring(room, name):
+    assert text_of(room, name), f"{rooms.path_of(room, name)} has no docstring"
+
+
+def test_every_name_of_trainbus_is_on_a_page():
+    trainbus = importlib.import_module("trainbus")
+    found = [name for _, name in NAMES]
+    assert set(trainbus.__all__) - set(found) == set()
+
+
+@pytest.mark.parametrize(("name", "cls"), CLASSES, ids=[name for name, _ in CLASSES])
+def test_every_option_has_a_description_and_numbers_have_a_unit(name, cls):
+    for option in hook_options.options(cls):
+        assert option["words"], f"{name}({option['name']}=) has no line under Args:"
+        if is_number(option["kind"]):
+            assert option["unit"], f"{name}({option['name']}=): {option['words']!r} names no unit"
+
+
+def test_public_methods_have_docstrings():
+    undocumented = [
+        f"{rooms.path_of(room, name)}.{member}"
+        for room, name in NAMES
+        for member in _undocumented(getattr(importlib.import_module(rooms.path_of(room, name).rpartition(".")[0]), name))
+    ]
+    assert not undocumented, "\n".join(undocumented)
+
+
+def _undocumented(value):
+    """The public methods and properties of a class without a docstring, but for handlers and overridden methods."""
+    if not inspect.isclass(value) or getattr(value, "_is_protocol", False):
+        return
+    for name, member in vars(value).items():
+        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        inherited = any(hasattr(base, name) for base in value.__mro__[1:])
+        handler = value.__module__.startswith("hooks.") and not name.startswith("_")
+        public = not name.startswith("_") and inspect.isfunction(function) and not inherited and not handler
+        if public and not member.__doc__:
+            yield name
+
+
+def test_the_colours_of_drawings_are_those_of_the_style_sheet():
+    style = (DOCS / "assets" / "extra.css").read_text()
+    sheets = re.findall(r"svg\.drawing \{\n(.*?)\}", style, re.DOTALL)
+    found = [dict(re.findall(r"--([\w-]+): (#\w+)", sheet)) for sheet in sheets[:2]]
+    assert found == [LIGHT, DARK]
