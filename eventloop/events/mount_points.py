@@ -247,6 +247,7 @@ class RanksMeasured(Event, kw_only=True):
     equal on all ranks. Its ``straggler`` is a rank that the others have waited for in three comparisons in a row.
     """
 
+    progress: Progress
     ranks: Any
 
 

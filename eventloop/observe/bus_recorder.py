@@ -149,8 +149,9 @@ class BusRecorder(Recorder):
 
     def _tell_ranks(self, ranks: RankCosts) -> None:
         with suppress(ReferenceError, LaneClosedError):
-            if self._bus.wants(RanksMeasured):
-                self._bus.publish(RanksMeasured(ranks=ranks))
+            progress = self._bus.progress  # None while no run is open
+            if progress is not None and self._bus.wants(RanksMeasured):
+                self._bus.publish(RanksMeasured(progress=progress, ranks=ranks))
 
     def _parts(self, accounts: list[Account], wall: int) -> list[Part]:
         own: Counter[Any] = Counter()
