@@ -21,6 +21,7 @@ from hooks.run_record import RunRecordHook
 from hooks.runtime_info import RuntimeInfoHook
 from hooks.schedule import ParamSchedulerHook
 from hooks.timer import IterTimerHook
+from hooks.trace import TraceHook
 from hooks.writers import ConsoleWriter, CSVWriter, JSONLinesWriter, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "StochasticWeightAverage",
     "SyncBuffersHook",
     "TensorBoardWriter",
+    "TraceHook",
     "TransformersHook",
     "WandbWriter",
     "WeightAverage",

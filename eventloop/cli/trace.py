@@ -1,0 +1,36 @@
+"""``trainbus trace``: traces in one picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from eventloop.checkpoint import commit_bytes
+from eventloop.cli.common import say
+from eventloop.errors import ConfigurationError
+from eventloop.observe.trace import merge, read_trace
+
+
+def merge_files(
+    *files: Annotated[Path, Parameter(name="FILE")], out: Annotated[Path, Parameter(name=("--out", "-o"))] = Path("trace.merged.json")
+) -> None:
+    """Merge traces into one file, with their clocks aligned: of several ranks, and of torch's profiler.
+
+    https://ui.perfetto.dev opens the file. Each process has a number of its own in it; the rank is in its name.
+
+    Files of one machine fit together to a few microseconds, those of several as well as their clocks agree (with NTP to about
+    a millisecond).
+
+    Args:
+        files: files of a TraceHook, such as trace.rank0.json, and of a ProfilerHook(json_trace_path=...).
+        out: where to write.
+    """
+    if not files:
+        raise ConfigurationError("give the files to merge, such as trace.rank0.json trace.rank1.json")
+    for path in (*files, out.parent):
+        if not path.exists():
+            raise ConfigurationError(f"{path}: no such file or folder")
+    commit_bytes(out, merge({str(path): read_trace(path) for path in files}))
+    say(f"{out} has {len(files)} traces; open it at https://ui.perfetto.dev")

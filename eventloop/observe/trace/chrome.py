@@ -1,0 +1,168 @@
+"""Trace files in Chrome's JSON format, which Perfetto, chrome://tracing and speedscope open; and how to merge several.
+
+Each file says when its time began: ``ts`` is in microseconds since ``baseTimeNanoseconds``, which is nanoseconds since 1970,
+as in the files of ``torch.profiler``. So files of several ranks and of torch's profiler merge into one picture.
+
+How exact that is: within one file all times are of one clock, exact to 0.1 µs. Files of one machine fit together to a few
+microseconds, those of torch's profiler to some 10. Files of several machines fit together as well as their clocks agree: to
+about a millisecond with NTP. ``otherData`` has both clocks at the begin and at the end of the window. They tell by how much the
+machine's clock was corrected in between.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from eventloop.checkpoint import commit_bytes
+from eventloop.errors import TrainbusError
+from eventloop.observe.trace.tracks import Arrow, Counter, Track
+
+_TOGETHER: Final = 256  # events that are encoded at once
+_FLOWS: Final = "stf"
+_BASE: Final = "baseTimeNanoseconds"
+
+
+class TraceError(TrainbusError):
+    """A file is not a trace, or its clock is unknown."""
+
+
+def write_trace(
+    path: Path,
+    process: tuple[int, str],
+    tracks: Sequence[Track],
+    arrows: Iterable[Arrow],
+    counters: Iterable[Counter],
+    clock: tuple[int, int],
+    facts: Mapping[str, Any],
+    rest: Callable[[], object] = lambda: None,
+) -> None:
+    """Write a trace, atomically.
+
+    Args:
+        path: where to write.
+        process: number (the rank) and name.
+        tracks: its threads, in order.
+        arrows: between slices of the tracks.
+        counters: numbers by time.
+        clock: a moment that becomes 0, in ns of the tracks' clock and in ns since 1970.
+        facts: for ``otherData``.
+        rest: called now and then, so that other threads can run.
+    """
+    events = _events(process, tracks, arrows, counters, clock[0])
+    commit_bytes(path, b"".join(_encoded(events, {_BASE: clock[1], "otherData": facts}, rest)))
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """Read a trace in Chrome's format, also a compressed one.
+
+    Raises:
+        TraceError: the file is not one.
+        OSError: it cannot be read.
+    """
+    data = path.read_bytes()
+    try:
+        trace = orjson.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except (OSError, EOFError, orjson.JSONDecodeError) as error:
+        raise TraceError(f"{path} is not a trace in Chrome's JSON format: {error}") from None
+    if isinstance(trace, list):
+        trace = {"traceEvents": trace}
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
+        raise TraceError(f"{path} is not a trace in Chrome's JSON format: it has no traceEvents")
+    return trace
+
+
+def merge(traces: Mapping[str, dict[str, Any]]) -> bytes:
+    """Return the file of several traces in one, with one time; ``traces`` by name, such as the path of the file.
+
+    Processes with equal numbers get new ones. The times of trainbus's files and of torch's profiler are aligned.
+
+    Raises:
+        TraceError: a trace does not say when its time began.
+    """
+    for name, trace in traces.items():
+        if not isinstance(trace.get(_BASE), int):
+            raise TraceError(
+                f"{name} does not say when its time began ({_BASE}), so it cannot be aligned with the others; merge files of "
+                "TraceHook and of torch.profiler (torch 2.4 or later)"
+            )
+    begin = min(trace[_BASE] + _first(trace) for trace in traces.values())
+    events: list[dict[str, Any]] = []
+    taken: set[Any] = set()
+    flows: dict[tuple[Any, ...], int] = {}
+    for index, trace in enumerate(traces.values()):
+        processes: dict[Any, Any] = {}
+        for event in trace["traceEvents"]:
+            if (process := event.get("pid")) is not None and process not in processes:
+                processes[process] = _free(process, taken | set(processes.values()))
+            events.append(_moved(event, trace[_BASE] - begin, index, processes, flows))
+        taken |= set(processes.values())
+    facts = {"merged": {name: trace.get("otherData", {}) for name, trace in traces.items()}}
+    return b"".join(_encoded(events, {_BASE: begin, "otherData": facts}, lambda: None))
+
+
+def _first(trace: Mapping[str, Any]) -> int:
+    return min((round(event["ts"] * 1000) for event in trace["traceEvents"] if "ts" in event and event["ph"] != "M"), default=0)
+
+
+def _free(process: Any, taken: set[Any]) -> Any:
+    if process not in taken:
+        return process
+    if isinstance(process, str):
+        return next(name for number in range(2, len(taken) + 3) if (name := f"{process} {number}") not in taken)
+    return max((one for one in taken if isinstance(one, int)), default=0) + 1
+
+
+def _moved(
+    event: dict[str, Any], later: int, index: int, processes: Mapping[Any, Any], flows: dict[tuple[Any, ...], int]
+) -> dict[str, Any]:
+    moved = dict(event)
+    if "pid" in moved:
+        moved["pid"] = processes[moved["pid"]]
+    if "ts" in moved:
+        moved["ts"] = (round(moved["ts"] * 1000) + later) / 1000
+    if moved.get("ph") in _FLOWS and "id" in moved:
+        moved["id"] = flows.setdefault((index, moved.get("cat"), moved.get("name"), moved["id"]), len(flows) + 1)
+    return moved
+
+
+def _events(
+    process: tuple[int, str], tracks: Sequence[Track], arrows: Iterable[Arrow], counters: Iterable[Counter], zero: int
+) -> Iterator[dict[str, Any]]:
+    number, title = process
+
+    def meta(kind: str, track: int, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "name": kind, "pid": number, "tid": track, "args": args}
+
+    yield meta("process_name", 1, name=title)
+    yield meta("process_sort_index", 1, sort_index=number)
+    # Thread 0 is the idle one to Perfetto.
+    for index, track in enumerate(tracks, 1):
+        yield meta("thread_name", index, name=track.name)
+        yield meta("thread_sort_index", index, sort_index=index)
+        for begin, end, name, kind in track.slices:
+            times = {"ts": (begin - zero) / 1000, "dur": (end - begin) / 1000}
+            yield {"ph": "X", "name": name, "cat": kind, "pid": number, "tid": index, **times}
+    for flow, arrow in enumerate(arrows, 1):
+        same = {"name": arrow.name, "cat": arrow.name, "id": flow, "pid": number}
+        yield {"ph": "s", **same, "tid": arrow.source + 1, "ts": (arrow.at - zero) / 1000}
+        yield {"ph": "f", "bp": "e", **same, "tid": arrow.target + 1, "ts": (arrow.until - zero) / 1000}
+    for counter in counters:
+        for at, value in counter.values:
+            yield {"ph": "C", "name": counter.name, "pid": number, "ts": (at - zero) / 1000, "args": {counter.unit: value}}
+
+
+def _encoded(events: Iterable[dict[str, Any]], header: Mapping[str, Any], rest: Callable[[], object]) -> Iterator[bytes]:
+    yield orjson.dumps({"displayTimeUnit": "ms", **header})[:-1] + b',"traceEvents":[\n'
+    waiting = iter(events)
+    separator = b""
+    while together := list(islice(waiting, _TOGETHER)):
+        yield separator + b",\n".join(map(orjson.dumps, together))
+        separator = b",\n"
+        rest()
+    yield b"\n]}\n"

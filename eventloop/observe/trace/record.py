@@ -1,0 +1,178 @@
+"""``Tracer``: records a window of a run, and writes it as a trace, on a thread of its own."""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Final
+
+import numpy as np
+
+from eventloop.bus import Bus
+from eventloop.log import get_logger
+from eventloop.observe.spans import FIELDS, Spans
+from eventloop.observe.trace.chrome import write_trace
+from eventloop.observe.trace.tracks import Counter, Tracks, Window
+from eventloop.offload import Deadline
+
+_SAMPLE_EVERY: Final = 0.005  # seconds between two looks at the queues and the memory; a look takes some 20 µs
+_REST: Final = 0.0005  # seconds in which the training has the GIL, after some 0.5 ms of work on the trace
+
+log = get_logger()
+
+
+class Tracer:
+    """A trace of some iterations, from :meth:`begin` to :meth:`end`, both on the training thread.
+
+    A thread of its own looks at queues and memory meanwhile. After the end it waits for the offloaded handlers of the window's
+    events, checkpoints' commits included, and writes the file. An error there is logged, and the training continues.
+
+    Args:
+        bus: a bus that measures (``bus.timing``).
+        path: where to write.
+        process: the number of the process, its rank, and its title.
+        iterations: number of iterations that the window has if the run does not end before.
+        patience: seconds to wait for offloaded handlers.
+    """
+
+    def __init__(self, bus: Bus, path: Path, process: tuple[int, str], iterations: int, patience: float = 30.0) -> None:
+        self._bus = bus
+        self._recorder = bus.recorder
+        self._path = path
+        self._process = process
+        self._iterations = iterations
+        self._patience = patience
+        self._batches: list[Spans] = []
+        self._pauses: list[tuple[int, int, int, int]] = []
+        self._paused = 0
+        self._samples: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        self._threads: dict[int, str] = {}
+        self._deadline = Deadline(None)
+        self._began = 0
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()  # rings at the begin and the end; in C, so Ctrl-C leaves it whole
+        self._recorder.add_reader(self._read)
+        self._thread = threading.Thread(target=self._run, name="trainbus trace", daemon=True)
+        self._thread.start()  # not at the begin of the window, which would have to wait for it
+
+    def begin(self, first: int) -> None:
+        """Begin the window, in the first handler of ``before_train_iter``; ``first`` is the number of this iteration."""
+        self._first = first
+        self._training = threading.get_ident()
+        self._clock = _both_clocks()
+        gc.callbacks.append(self._collected)
+        self._began = perf_counter_ns()
+        self._bell.put(None)
+
+    @property
+    def begun(self) -> bool:
+        """True once the window has begun."""
+        return bool(self._began)
+
+    def end(self) -> None:
+        """End the window after the last iteration whose ``after_train_iter`` was published. Does not wait. Idempotent."""
+        self._bell.put(None)
+        if self._collected in gc.callbacks:
+            gc.callbacks.remove(self._collected)
+
+    def close(self, patience: float) -> None:
+        """End the window, and wait until the file is written, with at most ``patience`` for offloaded handlers. Idempotent."""
+        self._deadline.shorten(patience)
+        self.end()
+        self._thread.join()
+
+    def _read(self, spans: Spans) -> None:
+        if self._began:
+            self._batches.append(spans)
+
+    def _collected(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._paused = perf_counter_ns()
+        elif self._paused:
+            self._pauses.append((threading.get_ident(), self._paused, perf_counter_ns(), info["generation"]))
+            self._paused = 0
+
+    def _run(self) -> None:
+        try:
+            self._bell.get()
+            if self._began:
+                self._record()
+        except Exception:
+            log.exception("the trace could not be written; training continues", path=str(self._path))
+        finally:
+            self._recorder.remove_reader(self._read)
+            self._batches.clear()
+
+    def _record(self) -> None:
+        self._sample()
+        while not self._rings_within(_SAMPLE_EVERY):
+            self._sample()
+        ended = _both_clocks()
+        self._await_deliveries()
+        self._recorder.drain()
+        self._write(ended)
+
+    def _rings_within(self, seconds: float) -> bool:
+        try:
+            self._bell.get(timeout=seconds)
+        except queue.Empty:
+            return False
+        return True
+
+    def _sample(self) -> None:
+        now = perf_counter_ns()
+        self._note(now, "memory of the process", "MB", resident_memory() // 1_000_000)
+        for one in self._bus.subscriptions:
+            if one.lane is not None:
+                self._note(now, f"pending: {one.lane.label}", "events", one.lane.stats.pending)
+        self._threads |= {one.ident: one.name for one in threading.enumerate() if one.ident is not None}
+
+    def _note(self, now: int, name: str, unit: str, value: int) -> None:
+        values = self._samples.setdefault((name, unit), [])
+        if not values or values[-1][1] != value:
+            values.append((now, value))
+
+    def _await_deliveries(self) -> None:
+        self._deadline.shorten(self._patience)
+        for one in self._bus.subscriptions:
+            if one.lane is not None and one.mode != "stream":
+                one.lane.join(self._deadline)
+
+    def _write(self, ended: tuple[int, int]) -> None:
+        spans = np.concatenate(self._batches) if self._batches else np.zeros((0, FIELDS), np.int64)
+        self._batches.clear()
+        names = self._recorder.names
+        window = Window(spans, names, self._pauses, self._threads, self._training, self._first, self._began, self._iterations)
+        made = Tracks(window, _rest)
+        begin = min((track.slices[0].begin for track in made.tracks if track.slices), default=self._began)
+        began, wall = self._clock
+        counters = [Counter(name, unit, values) for (name, unit), values in self._samples.items()]
+        clocks = [{"perf_counter_ns": one, "time_ns": other} for one, other in (self._clock, ended)]
+        facts = {"rank": self._process[0], "pid": os.getpid(), "clock": clocks, "spans_lost": self._recorder.dropped}
+        write_trace(self._path, self._process, made.tracks, made.arrows, counters, (begin, wall + begin - began), facts, _rest)
+        log.info("trace written; ui.perfetto.dev opens it", path=str(self._path))
+
+
+def resident_memory() -> int:
+    """Return the resident memory of this process in bytes; 0 where the system does not tell."""
+    with suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _both_clocks() -> tuple[int, int]:
+    """Return a moment in ns of ``perf_counter_ns`` and in ns since 1970, to a fraction of a microsecond."""
+    readings = []
+    for _ in range(3):
+        before, now, after = perf_counter_ns(), time.time_ns(), perf_counter_ns()
+        readings.append((after - before, (before + after) // 2, now))
+    return min(readings)[1:]
+
+
+def _rest() -> None:
+    time.sleep(_REST)

@@ -1,0 +1,274 @@
+"""The tracks of a trace, from the spans of a window: slices that are nested or apart, and arrows between them.
+
+The training thread has a track, and so has each lane, each worker process, and each other thread that publishes. Async handlers
+share the thread of their event loop and overlap on it, so a lane is a track of its own, not a part of its thread's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eventloop.observe.costs import BETWEEN, WITHIN, Call, LaneCall
+from eventloop.observe.spans import BEGIN, END, NAME, THREAD, Spans
+
+ITERATION: Final = ("before_train_iter", "after_train_iter")
+WAITING: Final = "waiting for data"
+_COPYING: Final = ("before_save_checkpoint", "checkpoint_staged")
+_COMMITTED: Final = "checkpoint_committed"
+
+
+class Slice(NamedTuple):
+    """A piece of work; times are nanoseconds of ``perf_counter_ns``."""
+
+    begin: int
+    end: int
+    name: str
+    kind: str
+
+
+class Track(NamedTuple):
+    """What one thread, lane or worker process did: slices in order of their begin, nested or apart."""
+
+    name: str
+    slices: list[Slice]
+
+
+class Arrow(NamedTuple):
+    """From a moment within a slice of one track to one within a slice of another; tracks by index."""
+
+    name: str
+    source: int
+    at: int
+    target: int
+    until: int
+
+
+class Counter(NamedTuple):
+    """Values of a number by time."""
+
+    name: str
+    unit: str
+    values: list[tuple[int, int]]
+
+
+class Window(NamedTuple):
+    """What was recorded in a window of a run, with the ids of names of the spans."""
+
+    spans: Spans
+    names: Sequence[Any]
+    pauses: Sequence[tuple[int, int, int, int]]
+    """Garbage collections: thread, begin, end, generation."""
+    threads: Mapping[int, str]
+    """Names of threads."""
+    training: int
+    """The thread that trains."""
+    first: int
+    """The number of the first iteration."""
+    begin: int
+    iterations: int
+
+
+def nested(slices: Iterable[Slice]) -> list[Slice]:
+    """Return slices in order of their begin; one that would end after the slice in which it begins ends with that.
+
+    Spans of one thread are nested or apart by nature. A part that lies between two mount points may not be, if spans were lost.
+    """
+    made: list[Slice] = []
+    around: list[int] = []  # ends of the slices around
+    for one in sorted(slices, key=lambda one: (one.begin, -one.end)):
+        while around and around[-1] <= one.begin:
+            around.pop()
+        end = min(one.end, around[-1]) if around else one.end
+        around.append(end)
+        made.append(one if end == one.end else one._replace(end=end))
+    return made
+
+
+class Tracks:
+    """The tracks and arrows of a window. The training's track is the first.
+
+    ``rest`` is called now and then, so that other threads can run.
+    """
+
+    def __init__(self, window: Window, rest: Callable[[], object]) -> None:
+        self._window = window
+        self._rest = rest
+        self.tracks: list[Track] = []
+        self.arrows: list[Arrow] = []
+        self._indices: dict[Any, int] = {}
+        self._ids = {name: number for number, name in enumerate(window.names)}
+        spans = window.spans[window.spans[:, END] >= window.begin]
+        self._spans = spans[np.argsort(spans[:, BEGIN], kind="stable")]
+        self.end = self._end()
+        """The end of the last iteration of the window."""
+        self._index("training", "training")
+        self._add_lanes()
+        self._add_threads()
+        self._add_training()
+        begin = min((one.begin for one in self.tracks[0].slices), default=window.begin)
+        for track in self.tracks:
+            track.slices[:] = nested(one._replace(begin=max(one.begin, begin)) for one in track.slices)
+            rest()
+        self._add_deliveries()
+        self._add_commits()
+
+    def _end(self) -> int:
+        """Return the end of the last iteration; of a run that ended in the window's middle, that of the last span."""
+        own = self._spans[self._spans[:, THREAD] == self._window.training]
+        ends = np.sort(own[(own[:, NAME] == self._ids.get(ITERATION[1], -1)) & (own[:, BEGIN] >= self._window.begin), END])
+        if len(ends) >= self._window.iterations:
+            return int(ends[self._window.iterations - 1])
+        return int(own[:, END].max(initial=self._window.begin))
+
+    def _index(self, key: Any, name: str) -> int:
+        if key not in self._indices:
+            self._indices[key] = len(self.tracks)
+            self.tracks.append(Track(name, []))
+        return self._indices[key]
+
+    def _of(self, kind: str) -> dict[Any, Spans]:
+        """Return the spans of a kind by subscription, in order of their begin."""
+        numbers = {name.subscription: number for number, name in enumerate(self._window.names) if _is(name, kind)}
+        found = {one: self._spans[self._spans[:, NAME] == number] for one, number in numbers.items()}
+        return {one: spans for one, spans in found.items() if len(spans)}
+
+    def _add_lanes(self) -> None:
+        """Add the calls of offloaded handlers that began in the window, or whose event was published in it."""
+        self._lane_of: dict[int, list[tuple[int, int]]] = {}  # begins of calls in a thread, each with its track
+        queued, worked = self._of("queued"), self._of("worked")
+        for one, calls in self._of("handled").items():
+            late = queued.get(one, self._spans[:0])
+            last = int(late[late[:, BEGIN] <= self.end, END].max(initial=self.end))
+            calls = calls[calls[:, BEGIN] <= last]
+            if not len(calls):
+                continue
+            index = self._index(one, one.label)
+            self._add(index, calls, one.label, "handler")
+            if one.mode != "async":
+                for thread, begin in calls[:, [THREAD, BEGIN]].tolist():
+                    self._lane_of.setdefault(thread, []).append((begin, index))
+        for one, calls in worked.items():
+            for process in np.unique(calls[:, THREAD]).tolist():
+                own = calls[calls[:, THREAD] == process]
+                self._add(self._index((one, process), f"process {process} of {one.label}"), own, one.label, "handler")
+
+    def _add_threads(self) -> None:
+        """Add events and inline handlers, each to the track of its thread or its lane, and the pauses of the collector."""
+        begin, training = self._window.begin, self._window.training
+        for number in np.unique(self._spans[:, NAME]).tolist():
+            name = self._window.names[number]
+            if isinstance(name, str | Call):
+                own = self._spans[self._spans[:, NAME] == number]
+                own = own[(own[:, THREAD] != training) | (own[:, END] <= self.end)]
+                title, kind = _titled(name)
+                for thread, start, end in own[:, [THREAD, BEGIN, END]].tolist():
+                    self._put(thread, Slice(start, end, title, kind))
+                self._rest()
+        for thread, start, end, generation in self._window.pauses:
+            if start >= begin and end <= self.end:
+                self._put(thread, Slice(start, end, f"garbage collection, generation {generation}", "memory"))
+
+    def _put(self, thread: int, one: Slice) -> None:
+        if thread == self._window.training:
+            self.tracks[0].slices.append(one)
+            return
+        lanes = [index for begin, index in self._lane_of.get(thread, ()) if begin <= one.begin]
+        if lanes:
+            # Threads of lanes come and go, and the next one may have the number of one that is gone.
+            self.tracks[lanes[-1]].slices.append(one)
+        elif one.begin <= self.end:
+            self.tracks[self._index(thread, self._window.threads.get(thread, f"thread {thread}"))].slices.append(one)
+
+    def _add(self, index: int, spans: Spans, name: str, kind: str) -> None:
+        self.tracks[index].slices.extend(Slice(begin, end, name, kind) for begin, end in spans[:, [BEGIN, END]].tolist())
+
+    def _add_training(self) -> None:
+        """Add what lies between the mount points of the training thread."""
+        own = self._spans[(self._spans[:, THREAD] == self._window.training) & (self._spans[:, END] <= self.end)]
+        slices = self.tracks[0].slices
+        for number, (begin, end) in enumerate(_between(self._at(own, ITERATION[:1], BEGIN), self._at(own, ITERATION[1:], END))):
+            slices.append(Slice(begin, end, f"iteration {self._window.first + number}", "training"))
+        ends = np.sort(own[:, END])
+        for first, following, part in (*BETWEEN, *WITHIN):
+            for begin, end in _between(self._at(own, (first,), END), self._at(own, following, BEGIN)):
+                if part == WAITING:  # the wait comes after all else that happens between two iterations
+                    begin = int(ends[np.searchsorted(ends, end, side="right") - 1])
+                if begin < end:
+                    slices.append(Slice(begin, end, part, "training"))
+
+    def _at(self, spans: Spans, names: Iterable[str], which: int) -> NDArray[np.int64]:
+        numbers = [self._ids[name] for name in names if name in self._ids]
+        return np.sort(spans[np.isin(spans[:, NAME], numbers), which])
+
+    def _add_deliveries(self) -> None:
+        """Add an arrow for each event from its hand-off to the call of its handler."""
+        handled = self._of("handled")
+        hand_offs = self._hand_offs()
+        for one, events in self._of("queued").items():
+            if one not in self._indices or one not in hand_offs or one not in handled:
+                continue
+            begins, sources = hand_offs[one], handled[one][:, BEGIN]
+            for at, arrived in events[:, [BEGIN, END]].tolist():
+                found, call = np.searchsorted(begins[:, BEGIN], at, side="right") - 1, np.searchsorted(sources, arrived)
+                if found < 0 or call == len(sources) or begins[found, END] < at:
+                    continue
+                source = self._track_of(int(begins[found, THREAD]), at)
+                if source is not None:
+                    self.arrows.append(Arrow("delivery", source, at, self._indices[one], int(sources[call])))
+            self._rest()
+
+    def _hand_offs(self) -> dict[Any, Spans]:
+        """Return the hand-offs to lanes in the window by subscription, in order of their begin."""
+        numbers: dict[Any, list[int]] = {}
+        for number, name in enumerate(self._window.names):
+            if isinstance(name, Call) and name.subscription.lane is not None:
+                numbers.setdefault(name.subscription, []).append(number)
+        in_window = self._spans[(self._spans[:, END] <= self.end) & (self._spans[:, BEGIN] >= self._window.begin)]
+        return {one: in_window[np.isin(in_window[:, NAME], own)] for one, own in numbers.items()}
+
+    def _track_of(self, thread: int, at: int) -> int | None:
+        if thread == self._window.training:
+            return 0
+        lanes = [index for begin, index in self._lane_of.get(thread, ()) if begin <= at]
+        return lanes[-1] if lanes else self._indices.get(thread)
+
+    def _add_commits(self) -> None:
+        """Add an arrow for each checkpoint from the copy of its state to its commit."""
+        training = self.tracks[0].slices
+        copies = [one for one in training if one.name == "copying for checkpoints"]
+        staged = [one for one in training if one.name == _COPYING[1]]
+        commits = {index: [one for one in track.slices if one.name == _COMMITTED] for index, track in enumerate(self.tracks)}
+        for copy in copies:
+            event = next((one for one in staged if one.begin >= copy.end), None)
+            for arrow in self.arrows:
+                if event is None or not event.begin <= arrow.at <= event.end or not commits[arrow.target]:
+                    continue
+                calls = (one for one in self.tracks[arrow.target].slices if one.kind == "handler")
+                call = next((one for one in calls if one.begin == arrow.until), None)
+                within = (one for one in commits[arrow.target] if call and call.begin <= one.begin and one.end <= call.end)
+                if (commit := next(within, None)) is not None:
+                    self.arrows.append(Arrow("checkpoint", 0, copy.begin, arrow.target, commit.begin))
+                    break
+
+
+def _is(name: Any, kind: str) -> bool:
+    return isinstance(name, LaneCall) and name.kind == kind
+
+
+def _titled(name: str | Call) -> tuple[str, str]:
+    if isinstance(name, str):
+        return name, "event"
+    label = name.subscription.label
+    return (label, "hook") if name.subscription.lane is None else (f"hand-off to {label}", "hand-off")
+
+
+def _between(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Pair each begin with the first end behind it, unless another begin comes first."""
+    found = np.searchsorted(ends, begins)
+    begins, found = begins[found < len(ends)], found[found < len(ends)]
+    single = np.append(found[1:] > found[:-1], True)[: len(found)]  # the last one before its end
+    return list(zip(begins[single].tolist(), ends[found[single]].tolist(), strict=True))
