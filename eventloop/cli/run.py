@@ -35,6 +35,7 @@ def run(
     costs: bool = False,
     dry_run: bool = False,
     resume: Annotated[str | None, Parameter(metavar="[RUN]")] = None,
+    trace: bool = False,
 ) -> None:
     """Train what a configuration file describes.
 
@@ -54,8 +55,11 @@ def run(
         dry_run: make everything and show the hook table, but do not train.
         resume: resume a run. Without a value (or with auto): the newest run of this configuration, or the one in
             loop.work_dir. With a folder: the run in it. With a checkpoint file or URL: from it, in a new folder.
+        trace: write trace.json, a picture of 50 iterations after the first 100, for https://ui.perfetto.dev. For other
+            iterations, give custom_hooks a TraceHook(first=..., iterations=...).
     """
     from hooks.defaults import DEFAULT_HOOKS
+    from hooks.trace import TraceHook
 
     folders = config.parent, Path.cwd()
     setup = Setup(override(read(config), changes), default_hooks=DEFAULT_HOOKS, folders=folders)
@@ -66,6 +70,8 @@ def run(
         loop = setup.make()
         if costs:
             loop.bus.timing = True
+        if trace and not any(isinstance(hook, TraceHook) for hook in loop.bus.hooks):
+            loop.bus.add(TraceHook())
         console.print(f"[bold]trainbus run[/] {config} → {work_dir}", highlight=False)
         if dry_run:
             console.print(loop.bus.describe())

@@ -14,7 +14,8 @@ from eventloop.observe.trace import merge, read_trace
 
 
 def merge_files(
-    *files: Annotated[Path, Parameter(name="FILE")], out: Annotated[Path, Parameter(name=("--out", "-o"))] = Path("trace.merged.json")
+    *files: Annotated[Path, Parameter(name="FILE")],
+    out: Annotated[Path, Parameter(name=("--out", "-o"))] = Path("trace.merged.json"),
 ) -> None:
     """Merge traces into one file, with their clocks aligned: of several ranks, and of torch's profiler.
 

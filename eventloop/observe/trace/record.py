@@ -55,7 +55,9 @@ class Tracer:
         self._threads: dict[int, str] = {}
         self._deadline = Deadline(None)
         self._began = 0
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()  # rings at the begin and the end; in C, so Ctrl-C leaves it whole
+        self._bell: queue.SimpleQueue[None] = (
+            queue.SimpleQueue()
+        )  # rings at the begin and the end; in C, so Ctrl-C leaves it whole
         self._recorder.add_reader(self._read)
         self._thread = threading.Thread(target=self._run, name="trainbus trace", daemon=True)
         self._thread.start()  # not at the begin of the window, which would have to wait for it

@@ -109,7 +109,7 @@ class Tracks:
         self._add_lanes()
         self._add_threads()
         self._add_training()
-        begin = min((one.begin for one in self.tracks[0].slices), default=window.begin)
+        begin = min((window.begin, *(one.begin for one in self.tracks[0].slices)))
         for track in self.tracks:
             track.slices[:] = nested(one._replace(begin=max(one.begin, begin)) for one in track.slices)
             rest()
@@ -141,9 +141,7 @@ class Tracks:
         self._lane_of: dict[int, list[tuple[int, int]]] = {}  # begins of calls in a thread, each with its track
         queued, worked = self._of("queued"), self._of("worked")
         for one, calls in self._of("handled").items():
-            late = queued.get(one, self._spans[:0])
-            last = int(late[late[:, BEGIN] <= self.end, END].max(initial=self.end))
-            calls = calls[calls[:, BEGIN] <= last]
+            calls = calls[: self._number(calls, queued.get(one))]
             if not len(calls):
                 continue
             index = self._index(one, one.label)
@@ -151,10 +149,21 @@ class Tracks:
             if one.mode != "async":
                 for thread, begin in calls[:, [THREAD, BEGIN]].tolist():
                     self._lane_of.setdefault(thread, []).append((begin, index))
-        for one, calls in worked.items():
-            for process in np.unique(calls[:, THREAD]).tolist():
-                own = calls[calls[:, THREAD] == process]
-                self._add(self._index((one, process), f"process {process} of {one.label}"), own, one.label, "handler")
+            if one in worked:
+                self._add_workers(one, worked[one][worked[one][:, END] <= calls[:, END].max()])
+
+    def _number(self, calls: Spans, queued: Spans | None) -> int:
+        """Return how many of a lane's calls belong to the window."""
+        number = int(np.searchsorted(calls[:, BEGIN], self.end, side="right"))
+        arrived = queued[queued[:, BEGIN] <= self.end, END] if queued is not None else ()
+        if len(arrived):  # a call begins when its last event has arrived
+            number = max(number, int(np.searchsorted(calls[:, BEGIN], max(arrived))) + 1)
+        return number
+
+    def _add_workers(self, one: Any, calls: Spans) -> None:
+        for process in np.unique(calls[:, THREAD]).tolist():
+            index = self._index((one, process), f"process {process} of {one.label}")
+            self._add(index, calls[calls[:, THREAD] == process], one.label, "handler")
 
     def _add_threads(self) -> None:
         """Add events and inline handlers, each to the track of its thread or its lane, and the pauses of the collector."""

@@ -1,0 +1,237 @@
+"""TraceHook writes trace.json: which iterations, which tracks, what arrows, and what becomes of it when a run is cut short."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import anyio
+import pytest
+
+from eventloop import Bus, ConfigurationError, Event, Hook
+from hooks import CheckpointHook, EMAHook, TraceHook
+
+from ..observe.traces import Picture
+from .conftest import make_loop
+
+FILE = "trace.json"
+
+
+def traced(folder, *hooks, first=2, iterations=3, bus=None, **options):
+    """Return the picture of a run."""
+    make_loop(*hooks, TraceHook(first=first, iterations=iterations), work_dir=folder, bus=bus, **options).run()
+    picture = Picture(folder / FILE)
+    picture.check()
+    return picture
+
+
+def test_the_window_has_exactly_the_iterations_that_were_asked_for(tmp_path):
+    picture = traced(tmp_path, first=2, iterations=3)
+    assert picture.iterations == [2, 3, 4]
+    names = [one.name for one in picture.track("training")]
+    assert names.count("before_train_iter") == names.count("after_train_iter") == 3
+    assert names.count("step") == 3
+
+
+def test_the_window_may_begin_with_the_first_iteration(tmp_path):
+    assert traced(tmp_path, first=0, iterations=1).iterations == [0]
+
+
+def test_the_window_ends_with_a_short_run(tmp_path):
+    assert traced(tmp_path, first=5, iterations=100).iterations == [5, 6, 7]
+
+
+def test_the_training_track_has_parts_and_hooks_by_name(tmp_path):
+    picture = traced(tmp_path, EMAHook())
+    names = {one.name for one in picture.track("training")}
+    assert names >= {"step", "forward", "backward", "optimizer step", "waiting for data", "EMAHook.after_train_iter"}
+
+
+def test_data_and_hooks_are_not_both_in_the_same_time(tmp_path):
+    class Slow(Hook):
+        def before_val(self, event):
+            time.sleep(0.001)
+
+    bus = Bus()
+    bus.on("after_train_epoch", lambda event: time.sleep(0.001))
+    picture = traced(tmp_path, Slow(), bus=bus, first=0, iterations=8)
+    training = picture.track("training")
+    waits = [one for one in training if one.name == "waiting for data"]
+    assert waits
+    others = [one for one in training if one.kind in ("hook", "event")]
+    for wait in waits:
+        assert not [one for one in others if wait.begin < one.end and one.begin < wait.end]
+
+
+def test_each_lane_has_a_track_and_arrows_from_its_events(tmp_path):
+    bus = Bus()
+
+    @bus.on("after_train_iter")
+    async def ship(event):
+        await anyio.sleep(0.002)
+
+    @bus.on("after_train_iter")
+    async def send(event):
+        await anyio.sleep(0.003)
+
+    @bus.on("after_train_iter", offload="thread")
+    def plot(event):
+        time.sleep(0.001)
+
+    picture = traced(tmp_path, bus=bus, first=2, iterations=3)
+    for name in ("ship", "send", "plot"):
+        assert {one.name for one in picture.track(name)} == {name}
+        arrows = [(source, target) for source, target in picture.arrows("delivery") if target.name == name]
+        assert len(arrows) == 3
+        assert {source.name for source, _ in arrows} == {f"hand-off to {name}"}
+
+
+class PlotMade(Event):
+    """A handler has made a plot."""
+
+
+def test_what_a_handler_publishes_is_on_its_track(tmp_path):
+    bus = Bus()
+    bus.on(PlotMade, lambda event: None)
+
+    @bus.on("after_train_iter", offload="thread")
+    def plot(event):
+        bus.publish(PlotMade())
+
+    slices = traced(tmp_path, bus=bus, first=2, iterations=3).track("plot")
+    calls, events = ([one for one in slices if one.name == name] for name in ("plot", "plot_made"))
+    assert len(calls) >= 3
+    assert all(any(call.begin <= one.begin and one.end <= call.end for one in events) for call in calls)
+
+
+def test_a_batch_of_events_has_an_arrow_for_each(tmp_path):
+    bus = Bus()
+
+    @bus.on("after_train_iter", offload="thread", batch=100)
+    def plot(events):
+        time.sleep(0.001)
+
+    picture = traced(tmp_path, bus=bus, first=2, iterations=4)
+    assert len([target for _, target in picture.arrows("delivery") if target.name == "plot"]) == 4
+
+
+def test_a_worker_process_has_a_track_that_lies_within_the_calls_of_its_lane(tmp_path):
+    bus = Bus()
+    bus.on("after_train_iter", os.path.exists, offload="process", capture=lambda event: str(event.progress.iter))
+    picture = traced(tmp_path, bus=bus, first=2, iterations=2)
+    [worker] = [name for name in picture.names.values() if name.startswith("process ")]
+    assert worker.endswith(" of exists")
+    calls = picture.track("exists")
+    assert len(picture.track(worker)) >= 2
+    for work in picture.track(worker):
+        assert any(call.begin <= work.begin and work.end <= call.end for call in calls)
+
+
+def test_an_arrow_goes_from_the_copy_of_a_checkpoint_to_its_commit(tmp_path):
+    bus = Bus()
+    bus.on("checkpoint_committed", lambda event: None)
+    picture = traced(tmp_path, CheckpointHook(interval=2, by_epoch=False), bus=bus, first=2, iterations=6)
+    arrows = picture.arrows("checkpoint")
+    assert len(arrows) == 2
+    for source, target in arrows:
+        assert source.name == "copying for checkpoints"
+        assert target.name == "checkpoint_committed"
+
+
+def test_queues_and_memory_are_counters(tmp_path):
+    bus = Bus()
+    bus.on("after_train_iter", lambda event: time.sleep(0.01), offload="thread", queue=50)
+    picture = traced(tmp_path, bus=bus, first=0, iterations=8)
+    assert max(picture.counters("memory of the process")) > 0
+    assert picture.counters("pending: <lambda> (after_train_iter)")[0] >= 0
+
+
+def test_garbage_collections_are_slices_and_cost_nothing_afterwards(tmp_path):
+    bus = Bus()
+    bus.on("after_train_iter", lambda event: gc.collect())
+    before = list(gc.callbacks)
+    picture = traced(tmp_path, bus=bus, first=1, iterations=2)
+    assert [one.name for one in picture.track("training")].count("garbage collection, generation 2") == 2
+    assert gc.callbacks == before
+
+
+def test_a_window_that_is_never_reached_is_a_warning(tmp_path, caplog, capsys):
+    make_loop(TraceHook(first=8), work_dir=tmp_path).run()
+    assert not (tmp_path / FILE).exists()
+    assert "no trace was made" in capsys.readouterr().err
+
+
+def test_a_stop_in_the_window_leaves_a_trace(tmp_path):
+    bus = Bus()
+    bus.on("after_train_iter", lambda event: event.run.stop(), after=3)
+    assert traced(tmp_path, bus=bus, first=2, iterations=100).iterations == [2, 3]
+
+
+def test_an_exception_in_the_window_leaves_a_trace_of_whole_iterations(tmp_path):
+    bus = Bus()
+
+    @bus.on("after_train_iter", once=5)
+    def fail(event):
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        make_loop(TraceHook(first=2, iterations=100), work_dir=tmp_path, bus=bus).run()
+    picture = Picture(tmp_path / FILE)
+    picture.check()
+    assert picture.iterations == [2, 3]
+
+
+def test_a_killed_run_leaves_no_half_file(tmp_path):
+    script = tmp_path / "killed.py"
+    script.write_text(
+        f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from tests.hooks.conftest import make_loop
+from eventloop import Bus
+from hooks import TraceHook
+bus = Bus()
+bus.on("after_train_iter", lambda event: os.kill(os.getpid(), 9), once=6)
+make_loop(TraceHook(first=1, iterations=100), bus=bus, work_dir={str(tmp_path / "run")!r}).run()
+"""
+    )
+    assert subprocess.run([sys.executable, str(script)], check=False, capture_output=True).returncode == -9  # noqa: S603
+    assert not [path for path in (tmp_path / "run").rglob("*") if "trace" in path.name]
+
+
+def test_each_training_of_a_run_that_trains_again_has_its_window(tmp_path):
+    bus = Bus()
+    bus.add(TraceHook(first=1, iterations=2))
+    make_loop(work_dir=tmp_path, bus=bus).run()
+    make_loop(work_dir=tmp_path, bus=bus, max_epochs=1).run()
+    assert Picture(tmp_path / FILE).iterations == [1, 2]
+
+
+def test_a_disk_that_refuses_is_logged_and_the_training_continues(tmp_path, capsys):
+    (tmp_path / FILE).mkdir()
+    loop = make_loop(TraceHook(first=1, iterations=2), work_dir=tmp_path)
+    loop.run()
+    assert loop.counters.iter == 8
+    assert "the trace could not be written" in capsys.readouterr().err
+
+
+def test_a_run_without_a_work_dir_is_an_error_that_says_so():
+    with pytest.raises(ConfigurationError, match="work_dir="):
+        make_loop(TraceHook()).run()
+
+
+def test_a_bus_that_must_not_measure_is_an_error(tmp_path):
+    bus = Bus(TraceHook())
+    bus.timing = False
+    with pytest.raises(ConfigurationError, match=r"bus\.timing"):
+        make_loop(work_dir=tmp_path, bus=bus).run()
+
+
+@pytest.mark.parametrize("options", [{"first": -1}, {"iterations": 0}, {"first": "soon"}])
+def test_invalid_options_are_refused(options):
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        TraceHook(**options)

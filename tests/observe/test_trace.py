@@ -1,0 +1,175 @@
+"""Traces: slices that are nested or apart, and files of several processes in one, with one clock."""
+
+from __future__ import annotations
+
+import gzip
+import time
+
+import numpy as np
+import orjson
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eventloop.cli import main
+from eventloop.observe.trace import Slice, TraceError, Track, merge, nested, read_trace, write_trace
+from eventloop.observe.trace.tracks import Tracks, Window
+from hooks import ProfilerHook, TraceHook
+
+from ..hooks.conftest import make_loop
+from ..ranks.conftest import on_ranks
+from .traces import Picture, assert_nested
+
+SECOND = 1_000_000_000
+
+
+def made(path, *, rank=0, begin=0, wall=SECOND, name="work"):
+    """Write a trace with one slice of 5 µs that begins 1 µs after its clock."""
+    tracks = [Track("training", [Slice(begin + 1000, begin + 6000, name, "hook")])]
+    write_trace(path, (rank, f"rank {rank}"), tracks, [], [], (begin, wall), {})
+    return path
+
+
+intervals = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(sorted), max_size=30)
+
+
+@given(intervals)
+def test_slices_never_partly_overlap(pairs):
+    slices = nested(Slice(begin, end, "one", "hook") for begin, end in pairs)
+    assert_nested(slices)
+    assert len(slices) == len(pairs)
+    assert [one.begin for one in slices] == sorted(begin for begin, _ in pairs)
+
+
+@given(intervals)
+def test_slices_that_are_nested_or_apart_stay_as_they_are(pairs):
+    proper: list[Slice] = []
+    for begin, end in pairs:
+        one = Slice(begin, end, "one", "hook")
+        if all(
+            one.end <= other.begin or other.end <= one.begin or _within(one, other) or _within(other, one) for other in proper
+        ):
+            proper.append(one)
+    assert sorted(nested(proper)) == sorted(proper)
+
+
+def _within(one, other):
+    return other.begin <= one.begin and one.end <= other.end
+
+
+NAMES = [
+    "before_train_iter",
+    "after_train_iter",
+    "before_forward",
+    "after_forward",
+    "before_val",
+    "after_val",
+    "after_train_epoch",
+]
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 3), st.integers(0, 99), st.integers(0, 99)), max_size=40))
+def test_lost_spans_leave_tracks_without_partial_overlap(rows):
+    spans = [(number, name, thread, min(times), max(times)) for number, (name, thread, *times) in enumerate(rows)]
+    table = np.array(spans, np.int64).reshape(-1, 5)
+    window = Window(table, NAMES, [(1, 5, 9, 0)], {}, training=1, first=0, begin=0, iterations=3)
+    for track in Tracks(window, lambda: None).tracks:
+        assert_nested(track.slices)
+
+
+def test_a_file_says_when_its_time_began(tmp_path):
+    picture = Picture(made(tmp_path / "a.json", begin=70_000, wall=5 * SECOND))
+    picture.check()
+    [one] = picture.track("training")
+    assert picture.content["baseTimeNanoseconds"] + one.begin == 5 * SECOND + 1000
+    assert one.end - one.begin == 5000
+
+
+def test_merging_aligns_clocks_that_have_nothing_in_common(tmp_path):
+    first = made(tmp_path / "a.json", rank=0, begin=123, wall=10 * SECOND, name="a")
+    second = made(tmp_path / "b.json", rank=1, begin=9 * SECOND, wall=10 * SECOND + 2_000, name="b")
+    picture = merged(tmp_path, first, second)
+    assert picture.processes == {0: "rank 0", 1: "rank 1"}
+    [[a], [b]] = picture.slices.values()
+    assert b.begin - a.begin == 2_000
+    assert picture.content["baseTimeNanoseconds"] + a.begin == 10 * SECOND + 1000
+
+
+def merged(folder, *paths):
+    """Merge files by the command, and return the checked picture."""
+    assert main(["trace", "merge", *map(str, paths), "-o", str(folder / "merged.json")]) == 0
+    picture = Picture(folder / "merged.json")
+    picture.check()
+    return picture
+
+
+def test_processes_and_arrows_with_equal_numbers_stay_apart(tmp_path):
+    for name in "ab":
+        bus_loop = make_loop(TraceHook(first=2, iterations=3), work_dir=tmp_path / name)
+        bus_loop.bus.on("after_train_iter", print, offload="thread", capture=lambda event: "")
+        bus_loop.run()
+    one = Picture(tmp_path / "a" / "trace.json")
+    picture = merged(tmp_path, tmp_path / "a" / "trace.json", tmp_path / "b" / "trace.json")
+    assert len(picture.processes) == 2
+    assert len(picture.ends) == 2 * len(one.ends)
+
+
+def test_the_profile_of_torch_and_the_trace_are_one_picture_on_one_time_axis(tmp_path):
+    profiler = ProfilerHook(by_epoch=False, profile_times=8, activities="cpu", json_trace_path="profile.json")
+    make_loop(profiler, TraceHook(first=4, iterations=3), work_dir=tmp_path).run()
+    content = orjson.loads(merge({name: read_trace(tmp_path / name) for name in ("trace.json", "profile.json")}))
+    events = [one for one in content["traceEvents"] if one["ph"] == "X"]
+    kernels = [one for one in events if one["name"] == "aten::linear"]
+    forwards = [one for one in events if one["name"] == "forward"]
+    assert len(forwards) == 3
+    for forward in forwards:  # the two clocks agree to some microseconds
+        begin, end = forward["ts"] - 100, forward["ts"] + forward["dur"] + 100
+        assert len([one for one in kernels if begin <= one["ts"] and one["ts"] + one["dur"] <= end]) == 2
+
+
+def test_a_compressed_file_is_read(tmp_path):
+    path = made(tmp_path / "a.json")
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(path.read_bytes()))
+    assert read_trace(tmp_path / "a.json.gz") == read_trace(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1", b"\x1f\x8bno", b'{"traceEvents": 3}'])
+def test_a_file_that_is_no_trace_is_an_error_that_names_it(tmp_path, content, capsys):
+    (tmp_path / "bad.json").write_bytes(content)
+    with pytest.raises(TraceError, match=r"bad\.json"):
+        read_trace(tmp_path / "bad.json")
+    assert main(["trace", "merge", str(tmp_path / "bad.json"), "-o", str(tmp_path / "c.json")]) == 2
+    assert "bad.json" in capsys.readouterr().err
+    assert not (tmp_path / "c.json").exists()
+
+
+def test_a_trace_of_unknown_time_cannot_be_merged(tmp_path):
+    (tmp_path / "other.json").write_text('{"traceEvents": []}')
+    with pytest.raises(TraceError, match=r"other\.json does not say when"):
+        merge({"other.json": read_trace(tmp_path / "other.json")})
+
+
+def test_a_missing_file_is_an_error_that_names_it(tmp_path, capsys):
+    assert main(["trace", "merge", str(tmp_path / "gone.json")]) == 2
+    assert "gone.json: no such file" in capsys.readouterr().err
+    assert main(["trace", "merge"]) == 2
+
+
+def train(folder):
+    torch.set_num_threads(1)
+    make_loop(TraceHook(first=2, iterations=3), work_dir=folder).run()
+    return time.time_ns()
+
+
+def test_each_rank_writes_its_own_trace_and_they_merge(tmp_path):
+    outcomes = on_ranks(train, tmp_path / "run", folder=tmp_path)
+    assert [one.exitcode for one in outcomes] == [0, 0]
+    picture = merged(tmp_path, *(tmp_path / "run" / f"trace.rank{rank}.json" for rank in (0, 1)))
+    assert picture.processes == {0: "rank 0 of run", 1: "rank 1 of run"}
+    for rank in (0, 1):
+        training = next(slices for (process, track), slices in picture.slices.items() if (process, track) == (rank, 1))
+        assert [one.name for one in training if one.name.startswith("iter")] == ["iteration 2", "iteration 3", "iteration 4"]
+    base = picture.content["baseTimeNanoseconds"]
+    last = max(one.end for slices in picture.slices.values() for one in slices)
+    assert min(one.value for one in outcomes) - 60 * SECOND < base + last <= max(one.value for one in outcomes)
