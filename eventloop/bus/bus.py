@@ -292,6 +292,11 @@ class Bus(TypedOn, Lifecycle):
         if former is not None:
             former.stop()
 
+    @property
+    def recorder(self) -> Any:
+        """The :class:`eventloop.observe.BusRecorder` while calls are measured, else None."""
+        return self._recorder
+
     def costs(self) -> Any:
         """Return where the time of the run went, to print or to read; see :class:`eventloop.observe.Costs`.
 

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections import Counter
 from contextlib import suppress
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -39,15 +39,19 @@ class StreamCall(NamedTuple):
     mount_point: str
 
 
+Kind = Literal["queued", "handled", "waiting", "worked"]
+
+
 class LaneSpan(NamedTuple):
     """The name of a span of a lane.
 
     ``"queued"``: of an event, from its queueing to its delivery, on the consumer's thread. ``"handled"``: of a call of the
     handler, on the same thread; those of async handlers may partly lie over each other. ``"waiting"``: of a publisher.
+    ``"worked"``: of a call in a worker process, whose number is that of the thread.
     """
 
     subscription: Subscription
-    kind: Literal["queued", "handled", "waiting"]
+    kind: Kind
 
 
 class BusRecorder(Recorder):
@@ -83,9 +87,9 @@ class BusRecorder(Recorder):
         if subscription.mode == "stream":
             return None
         if subscription not in self._meters:
-            queued, handled, waiting = (self.id_of(LaneSpan(subscription, kind)) for kind in ("queued", "handled", "waiting"))
-            self._beside += [queued, handled]
-            self._meters[subscription] = Meter(self.add, queued=queued, handled=handled, waiting=waiting)
+            ids = {kind: self.id_of(LaneSpan(subscription, kind)) for kind in get_args(Kind)}
+            self._beside += [ids["queued"], ids["handled"], ids["worked"]]
+            self._meters[subscription] = Meter(self.add, **ids)
         return self._meters[subscription]
 
     def costs(self) -> Costs:

@@ -70,9 +70,9 @@ class Recorder:
         """The names by id."""
         return list(self._ids)
 
-    def add(self, name: int, begin: int, end: int) -> None:
-        """Record a span of this thread, by the id of its name."""
-        self.note((self.number(), name, self.thread(), begin, end))
+    def add(self, name: int, begin: int, end: int, thread: int | None = None) -> None:
+        """Record a span, by the id of its name; of this thread if none is given."""
+        self.note((self.number(), name, self.thread() if thread is None else thread, begin, end))
 
     @contextmanager
     def span(self, name: Hashable) -> Iterator[None]:

@@ -11,8 +11,8 @@ from typing import Any
 
 from eventloop.offload.snapshot import Snapshot
 
-AddSpan = Callable[[int, int, int], object]
-"""Records a span of this thread: the id of its name, its begin and its end in ns."""
+AddSpan = Callable[..., object]
+"""Records a span: the id of its name, its begin and its end in ns, and ``thread=`` if it is not of this one."""
 
 
 class Meter:
@@ -22,12 +22,13 @@ class Meter:
         add: records the spans, which are
         queued: the id of those from the queueing of an event to its delivery, of the consumer's thread;
         handled: of those of the handler's calls, of the same thread (async ones partly over each other);
-        waiting: of those in which a publisher waited for a slot.
+        waiting: of those in which a publisher waited for a slot;
+        worked: of those of calls in a worker process, whose number they have as that of the thread.
     """
 
-    def __init__(self, add: AddSpan, *, queued: int, handled: int, waiting: int) -> None:
+    def __init__(self, add: AddSpan, *, queued: int, handled: int, waiting: int, worked: int) -> None:
         self._add = add
-        self.queued, self.handled, self.waiting = queued, handled, waiting
+        self.queued, self.handled, self.waiting, self.worked = queued, handled, waiting, worked
         self.depths = self.deepest = self.arrived = 0
         """The sum and the maximum of the queue's depths that arrived events have seen, and their number."""
 
@@ -54,6 +55,10 @@ class Meter:
             await called
         finally:
             self._add(self.handled, began, perf_counter_ns())
+
+    def works(self, process: int, began: int, ended: int) -> None:
+        """Record a call in a worker process, whose clock is that of this process."""
+        self._add(self.worked, began, ended, thread=process)
 
     def timed(self, item: Any, depth: int) -> Snapshot:
         """Return an item of the lane as one that records its arrival; ``depth`` is that of the queue with it."""

@@ -11,6 +11,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -43,6 +44,7 @@ class ProcessCaller(Caller):
     def __init__(self, delivery: Delivery, target: Importable) -> None:
         super().__init__(delivery.handler, delivery.lane.label, delivery.timeout)
         self._target = target
+        self._lane = delivery.lane
         self._batched = delivery.batch is not None
         self._lock = threading.Lock()  # between the lane's thread and interrupt()
         self._busy = False
@@ -69,6 +71,8 @@ class ProcessCaller(Caller):
         finally:
             with self._lock:
                 self._busy = False
+        if (meter := self._lane.meter) is not None:
+            meter.works(process.pid, reply.begun, reply.ended)
         if reply.kind:
             raise _error(reply, process.pid)
 
@@ -205,6 +209,8 @@ class Reply(msgspec.Struct, array_like=True):
     message: str = ""
     traceback: str = ""
     error: bytes = b""
+    begun: int = 0  # in nanoseconds of perf_counter_ns, which all processes of a machine share
+    ended: int = 0
 
 
 def serve(pipe: Connection, segment: Segment, target: Importable, batched: bool) -> None:
@@ -227,11 +233,13 @@ def _call(target: Importable, ticket: bytes, segment: Segment, *, batched: bool)
 
 def _outcome(work: Callable[[], object]) -> bytes:
     reply = Reply()
+    begun = time.perf_counter_ns()
     try:
         work()
     except Exception as error:  # noqa: BLE001 - told to the other side
         kind, text = type(error), "".join(traceback.format_exception(error))
         reply = Reply(f"{kind.__module__}.{kind.__qualname__}", str(error), text, _pickled(error))
+    reply.begun, reply.ended = begun, time.perf_counter_ns()
     return msgspec.msgpack.encode(reply)
 
 

@@ -7,7 +7,6 @@ import os
 import queue
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Final
@@ -16,6 +15,7 @@ import numpy as np
 
 from eventloop.bus import Bus
 from eventloop.log import get_logger
+from eventloop.observe.memory import resident
 from eventloop.observe.spans import FIELDS, Spans
 from eventloop.observe.trace.chrome import write_trace
 from eventloop.observe.trace.tracks import Counter, Tracks, Window
@@ -128,10 +128,10 @@ class Tracer:
 
     def _sample(self) -> None:
         now = perf_counter_ns()
-        self._note(now, "memory of the process", "MB", resident_memory() // 1_000_000)
+        self._note(now, "memory of the process", "MB", resident() // 1_000_000)
         for one in self._bus.subscriptions:
             if one.lane is not None:
-                self._note(now, f"pending: {one.lane.label}", "events", one.lane.stats.pending)
+                self._note(now, f"pending: {one.label}", "events", one.lane.stats.pending)
         self._threads |= {one.ident: one.name for one in threading.enumerate() if one.ident is not None}
 
     def _note(self, now: int, name: str, unit: str, value: int) -> None:
@@ -158,13 +158,6 @@ class Tracer:
         facts = {"rank": self._process[0], "pid": os.getpid(), "clock": clocks, "spans_lost": self._recorder.dropped}
         write_trace(self._path, self._process, made.tracks, made.arrows, counters, (begin, wall + begin - began), facts, _rest)
         log.info("trace written; ui.perfetto.dev opens it", path=str(self._path))
-
-
-def resident_memory() -> int:
-    """Return the resident memory of this process in bytes; 0 where the system does not tell."""
-    with suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
 
 
 def _both_clocks() -> tuple[int, int]:

@@ -12,7 +12,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eventloop.observe.costs import BETWEEN, WITHIN, Call, LaneCall
+from eventloop.observe.account import BETWEEN, WITHIN
+from eventloop.observe.bus_recorder import Call, LaneSpan
 from eventloop.observe.spans import BEGIN, END, NAME, THREAD, Spans
 
 ITERATION: Final = ("before_train_iter", "after_train_iter")
@@ -265,7 +266,7 @@ class Tracks:
 
 
 def _is(name: Any, kind: str) -> bool:
-    return isinstance(name, LaneCall) and name.kind == kind
+    return isinstance(name, LaneSpan) and name.kind == kind
 
 
 def _titled(name: str | Call) -> tuple[str, str]:
