@@ -24,7 +24,7 @@ from eventloop.errors import TrainbusError
 from eventloop.observe.trace.tracks import Arrow, Counter, Track
 
 _TOGETHER: Final = 256  # events that are encoded at once
-_FLOWS: Final = "stf"
+_FLOWS: Final = ("s", "t", "f")
 _BASE: Final = "baseTimeNanoseconds"
 
 

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from eventloop.bus import Bus
+from eventloop.bus import Bus, Subscription
 from eventloop.log import get_logger
 from eventloop.observe.memory import resident
 from eventloop.observe.spans import FIELDS, Spans
@@ -51,7 +51,8 @@ class Tracer:
         self._batches: list[Spans] = []
         self._pauses: list[tuple[int, int, int, int]] = []
         self._paused = 0
-        self._samples: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        self._memory = Counter("memory of the process", "MB", [])
+        self._queues: dict[Subscription, Counter] = {}
         self._threads: dict[int, str] = {}
         self._deadline = Deadline(None)
         self._began = 0
@@ -128,16 +129,15 @@ class Tracer:
 
     def _sample(self) -> None:
         now = perf_counter_ns()
-        self._note(now, "memory of the process", "MB", resident() // 1_000_000)
+        _note(self._memory, now, resident() // 1_000_000)
         for one in self._bus.subscriptions:
             if one.lane is not None:
-                self._note(now, f"pending: {one.label}", "events", one.lane.stats.pending)
+                if one not in self._queues:
+                    alike = sum(other.label == one.label for other in self._queues)
+                    name = f"pending: {one.label}" + f" ({alike + 1})" * bool(alike)
+                    self._queues[one] = Counter(name, "events", [])
+                _note(self._queues[one], now, one.lane.stats.pending)
         self._threads |= {one.ident: one.name for one in threading.enumerate() if one.ident is not None}
-
-    def _note(self, now: int, name: str, unit: str, value: int) -> None:
-        values = self._samples.setdefault((name, unit), [])
-        if not values or values[-1][1] != value:
-            values.append((now, value))
 
     def _await_deliveries(self) -> None:
         self._deadline.shorten(self._patience)
@@ -153,11 +153,16 @@ class Tracer:
         made = Tracks(window, _rest)
         begin = min((track.slices[0].begin for track in made.tracks if track.slices), default=self._began)
         began, wall = self._clock
-        counters = [Counter(name, unit, values) for (name, unit), values in self._samples.items()]
+        counters = [self._memory, *self._queues.values()]
         clocks = [{"perf_counter_ns": one, "time_ns": other} for one, other in (self._clock, ended)]
         facts = {"rank": self._process[0], "pid": os.getpid(), "clock": clocks, "spans_lost": self._recorder.dropped}
         write_trace(self._path, self._process, made.tracks, made.arrows, counters, (begin, wall + begin - began), facts, _rest)
         log.info("trace written; ui.perfetto.dev opens it", path=str(self._path))
+
+
+def _note(counter: Counter, now: int, value: int) -> None:
+    if not counter.values or counter.values[-1][1] != value:
+        counter.values.append((now, value))
 
 
 def _both_clocks() -> tuple[int, int]:

@@ -66,7 +66,13 @@ class CheckpointWriter:
         self.failed: set[AnyPath] = set()
         """Paths that could not be written."""
         self.lane = bus.on(
-            CheckpointStaged, self.run, priority=Priority.LOWEST, offload="thread", queue=16, linger=0, capture=_job
+            CheckpointStaged,
+            self.write_checkpoint,
+            priority=Priority.LOWEST,
+            offload="thread",
+            queue=16,
+            linger=0,
+            capture=_job,
         )
 
     # --------------------------------------------------------------------------------------- on the training thread
@@ -99,7 +105,7 @@ class CheckpointWriter:
 
     # ----------------------------------------------------------------------------------------------- on the lane
 
-    def run(self, job: SaveJob) -> None:
+    def write_checkpoint(self, job: SaveJob) -> None:
         """Write one job, unless it was replaced."""
         if job.staged is not None and not self.turns.begin(job):
             return
