@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eventloop import ConfigurationError, Hook, Priority, check_options, get_logger, register
 from eventloop.events import BeforeTrain, BeforeTrainIter, OnException
-from eventloop.observe.trace import Tracer
+from eventloop.observe import Tracer
 from hooks.options import NonNegativeInt, PositiveInt
 
 _PATIENCE = 10.0  # seconds that the end of training waits for the handlers of the window's events

@@ -20,6 +20,7 @@ from eventloop.observe.run_folder import (
     write_facts,
 )
 from eventloop.observe.sparkline import Sparkline, main_curve
+from eventloop.observe.trace import Tracer
 from eventloop.observe.verdict import expensive
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Session",
     "Sparkline",
     "Straggler",
+    "Tracer",
     "encode_line",
     "environment",
     "expensive",
