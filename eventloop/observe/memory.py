@@ -24,9 +24,9 @@ from eventloop.observe.costs import Growth
 _STATM: Final = Path("/proc/self/statm")
 _MOST_SAMPLES: Final = 240
 _WARM_UP: Final = 0.25  # of the time so far is left out
-_FEWEST: Final = 8  # samples behind the warm-up
+_FEWEST: Final = 6  # samples behind the warm-up
 _STEADY: Final = 4 << 20  # bytes of growth from which on hooks are looked at
-_APART: Final = 5.0  # seconds between two looks at hooks, at least
+_SOON, _APART = 2.0, 10.0  # seconds from the first look at hooks to the second, and then from one to the next, at least
 _MOST_OBJECTS: Final = 200_000  # of one hook
 _PAUSE_EVERY: Final = 500  # objects, some 0.5 ms
 _LEAST: Final = 16  # bytes that a hook keeps each iteration to be told
@@ -74,7 +74,7 @@ class Memory:
         grown = self._process_growth()
         if grown is None or grown.bytes < _STEADY:
             self._looks.clear()
-        elif not self._looks or time.monotonic() - self._looks[-1].time >= _APART * len(self._looks):
+        elif not self._looks or time.monotonic() - self._looks[-1].time >= (_SOON if len(self._looks) == 1 else _APART):
             sizes = sizes_of(_owners(hooks, subscriptions))
             self._looks = [*self._looks[:1], _Look(time.monotonic(), iterations, sizes)]
 
