@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile, supported_activities, tens
 from torch.profiler import schedule as profiler_schedule
 
 from eventloop import ConfigurationError, Hook, Priority, check_options, get_logger, register
+from eventloop.bus import mark_ranges
 from eventloop.events import AfterTrainEpoch, AfterTrainIter, BeforeTrain, RunView
 from hooks.options import PositiveInt
 
@@ -66,6 +67,7 @@ class ProfilerSession:
             both = f"{self._owner} cannot profile while {ProfilerSession._active} is"
             raise ConfigurationError(f"{both}: torch runs one profiler at a time; remove one of them")
         ProfilerSession._active = self._owner
+        mark_ranges(True)
         self._run(self._profiler.__enter__)
 
     def step(self) -> None:
@@ -83,6 +85,7 @@ class ProfilerSession:
             return
         self._running = False
         ProfilerSession._active = None
+        mark_ranges(False)
         with survived(self._owner):
             self._profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch does not annotate it
             if write and self._json_path is not None and self._profiler.profiler is None:
@@ -105,6 +108,7 @@ class ProfilerSession:
         finally:
             if not self._running:
                 ProfilerSession._active = None
+                mark_ranges(False)
 
     def _hand_over(self, on_trace_ready: TraceHandler, profiler: profile) -> None:
         try:
@@ -121,6 +125,8 @@ class ProfilerSession:
 @register
 class ProfilerHook(Hook):
     """Profile the first ``profile_times`` epochs or iterations after training begins or is resumed.
+
+    Each call of a handler is a range in the profile, with its name in ``bus.costs()``.
 
     Profile a few iterations: they are much slower, and the profile stays in memory until it is closed. An error in torch's
     profiler is logged and ends the profile, not the run. An error in your own ``on_trace_ready`` ends the run.

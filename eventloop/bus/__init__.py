@@ -1,6 +1,6 @@
 """The bus: subscriptions with priorities and filters, compiled to one function for each event."""
 
-from eventloop.bus.bus import Bus
+from eventloop.bus.bus import Bus, mark_ranges
 from eventloop.bus.describe import Description
 from eventloop.bus.guests import GuestHook, GuestKind, register_guests
 from eventloop.bus.handler import HandlerOptions, StreamOptions
@@ -23,6 +23,7 @@ __all__ = [
     "StreamOptions",
     "Subscription",
     "Watch",
+    "mark_ranges",
     "mount",
     "register_guests",
 ]

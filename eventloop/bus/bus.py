@@ -15,7 +15,7 @@ from eventloop.bus.describe import Description, describe
 from eventloop.bus.guests import GuestHook, as_hook, check_distinct, is_same
 from eventloop.bus.handler import StreamOptions, stream
 from eventloop.bus.hook import Hook, subscriptions_of
-from eventloop.bus.lifecycle import Lifecycle, log
+from eventloop.bus.lifecycle import Lifecycle, forget_routes, log
 from eventloop.bus.overloads import TypedOn, decorates
 from eventloop.bus.priority import PriorityLike
 from eventloop.bus.routes import Count, Route, compile_route, route_source
@@ -31,6 +31,26 @@ from eventloop.offload import Backend, Runtime
 _joined = itertools.count(1)  # runs with other ranks; equal on all of them
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class _Ranges:
+    """Whether torch's profiler, of which a process has one, is to see each call of a handler."""
+
+    on = False
+
+
+_ranges = _Ranges()
+
+
+def mark_ranges(on: bool) -> None:
+    """Make each call of a handler a range of torch's profiler from the next publish on, on all buses, or end that.
+
+    A range has the name that :meth:`Bus.costs` prints. ``ProfilerHook`` does this while it profiles; do it around a
+    ``torch.profiler.profile`` of your own.
+    """
+    check_value("on", on, bool)
+    _ranges.on = on
+    forget_routes()
 
 
 class Attachment(Protocol):
@@ -263,7 +283,7 @@ class Bus(TypedOn, Lifecycle):
     def explain(self, event: type[Event] | str) -> str:
         """Return the source of the function that is compiled for ``event``."""
         event_type = resolve(event)
-        return route_source(event_type, self._subscribers_of(event_type), self._recorder)
+        return route_source(event_type, self._subscribers_of(event_type), self._recorder, ranges=_ranges.on)
 
     def stats(self) -> dict[Subscription, Stats]:
         """Return the counts of every subscription."""
@@ -464,7 +484,7 @@ class Bus(TypedOn, Lifecycle):
             count = self._counts.setdefault(name_of(event_type), Count())
             recorder = self._recorder
             needed = bool(found) or (recorder is not None and recorder.needs(event_type))
-            route = compile_route(event_type, found, count, recorder) if needed else None
+            route = compile_route(event_type, found, count, recorder, ranges=_ranges.on) if needed else None
             if not self._failures:
                 self._routes[event_type] = route
             return route

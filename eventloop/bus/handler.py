@@ -142,6 +142,12 @@ def label_of(handler: object, hook: Hook | None) -> str:
     return name if hook is None else f"{hook.label}.{name}"
 
 
+def title(name: str, mount_point: str) -> str:
+    """Return the name of a handler at a mount point, without repetition: ``"EMAHook, after_train_iter"``."""
+    hook, _, method = name.rpartition(".")
+    return f"{hook if hook and method == mount_point else name}, {mount_point}"
+
+
 def location_of(handler: Callable[..., Any]) -> str:
     """Return the folder, file and line of a handler's code: ``"mine/train.py:12"``."""
     function = _unwrapped(handler)

@@ -336,6 +336,13 @@ def _raise_all(failures: list[BaseException]) -> None:
 _buses: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
 
 
+def forget_routes() -> None:
+    """Have all buses compile their routes anew."""
+    for bus in list(_buses):
+        with bus._lock:
+            bus._routes.clear()
+
+
 def _close_at_exit() -> None:
     for bus in list(_buses):
         if bus.state != "idle":

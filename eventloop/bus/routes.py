@@ -22,7 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter_ns
 from typing import Any, Protocol
 
+from torch.profiler import record_function
+
 from eventloop.bus.filters import COUNTS
+from eventloop.bus.handler import title
 from eventloop.bus.priority import Priority
 from eventloop.bus.subscription import Subscription
 from eventloop.events import Event
@@ -63,13 +66,15 @@ class Count:
             return self.value
 
 
-def compile_route(event_type: type[Event], heard: Sequence[Subscription], count: Count, recorder: SpanRecorder | None) -> Route:
+def compile_route(
+    event_type: type[Event], heard: Sequence[Subscription], count: Count, recorder: SpanRecorder | None, *, ranges: bool = False
+) -> Route:
     """Return the function that calls ``heard`` in the order of their priorities.
 
     ``count`` is that of publishes; it increases only if a filter compares it. A ``recorder`` gets the span of the event and of
-    each call that does not raise.
+    each call that does not raise. With ``ranges``, each call is a range of torch's profiler.
     """
-    lines, bound, owners = _write(event_type, heard, recorder)
+    lines, bound, owners = _write(event_type, heard, recorder, ranges=ranges)
     source = "\n".join(lines) + "\n"
     filename = f"<trainbus {name_of(event_type)} #{next(_serial)}>"
     namespace = {
@@ -78,6 +83,7 @@ def compile_route(event_type: type[Event], heard: Sequence[Subscription], count:
         "__name__": __name__,
         "count": count.next,
         "blame": _blame(heard, owners),
+        "record_function": record_function,
     }
     if recorder is not None:
         namespace |= {"clock": perf_counter_ns, "note": recorder.note, "number": recorder.number, "thread": recorder.thread}
@@ -91,15 +97,17 @@ def compile_route(event_type: type[Event], heard: Sequence[Subscription], count:
     return route
 
 
-def route_source(event_type: type[Event], heard: Sequence[Subscription], recorder: SpanRecorder | None) -> str:
+def route_source(
+    event_type: type[Event], heard: Sequence[Subscription], recorder: SpanRecorder | None, *, ranges: bool = False
+) -> str:
     """Return the source that :func:`compile_route` compiles for these arguments."""
     if not heard and recorder is None:
         return f"def {name_of(event_type)}(event):\n    pass  # no subscriber\n"
-    return "\n".join(_write(event_type, heard, recorder)[0]) + "\n"
+    return "\n".join(_write(event_type, heard, recorder, ranges=ranges)[0]) + "\n"
 
 
 def _write(
-    event_type: type[Event], heard: Sequence[Subscription], recorder: SpanRecorder | None
+    event_type: type[Event], heard: Sequence[Subscription], recorder: SpanRecorder | None, *, ranges: bool
 ) -> tuple[list[str], dict[str, Any], dict[int, int]]:
     """Return a route's lines, the objects that they name, and the subscription's index by line number."""
     lines = [f"def {name_of(event_type)}(event):", *["    began = clock()"] * (recorder is not None), "    try:"]
@@ -111,7 +119,7 @@ def _write(
         lines.append(f"        v = {COUNTS[event_type.counts]}")
     for index, one in enumerate(heard):
         first = len(lines) + 1
-        block, names = _write_call(index, one, event_type, recorder)
+        block, names = _write_call(index, one, event_type, recorder, ranges=ranges)
         lines += _indent(block, by=8)
         bound |= names
         owners.update(dict.fromkeys(range(first, len(lines) + 1), index))
@@ -122,7 +130,7 @@ def _write(
 
 
 def _write_call(
-    index: int, one: Subscription, event_type: type[Event], recorder: SpanRecorder | None
+    index: int, one: Subscription, event_type: type[Event], recorder: SpanRecorder | None, *, ranges: bool
 ) -> tuple[list[str], dict[str, Any]]:
     terms, bound = one.filter.terms(str(index)) if one.filter is not None else ([], {})
     # Names of ours begin with an underscore or have no number at the end.
@@ -131,6 +139,8 @@ def _write_call(
     # One line, because names of hooks and paths may contain newlines.
     comment = " ".join(f"{one.priority} {Priority.label(one.priority)}: {one.label}, {one.location}".split())
     block = [f"{name}_{index}(event)  # {comment.encode('utf-8', 'backslashreplace').decode()}"]
+    if ranges:
+        block = [f"with record_function({title(one.label, name_of(event_type))!r}):", *_indent(block)]
     if recorder is not None:
         number = recorder.id_of_call(one, event_type)
         block = ["started = clock()", *block, f"note((number(), {number}, thread(), started, clock()))"]

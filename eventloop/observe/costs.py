@@ -8,6 +8,7 @@ import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from eventloop.bus.handler import title
 from eventloop.observe.ranks import RankCosts
 from eventloop.observe.totals import BINS
 
@@ -128,12 +129,6 @@ class Costs(msgspec.Struct, frozen=True):
 
 
 _LEAST: Final = 0.001  # share of a part that has a line of its own
-
-
-def title(name: str, mount_point: str) -> str:
-    """Return the name of a handler at a mount point, without repetition: ``"EMAHook, after_train_iter"``."""
-    hook, _, method = name.rpartition(".")
-    return f"{hook if hook and method == mount_point else name}, {mount_point}"
 
 
 def _titled(part: Part) -> str:

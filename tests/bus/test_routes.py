@@ -7,8 +7,10 @@ import weakref
 
 import pytest
 from structlog.testing import capture_logs
+from torch.profiler import ProfilerActivity, profile
 
 from eventloop import Bus, Event, Hook, Progress
+from eventloop.bus import mark_ranges
 from eventloop.errors import LaneClosedError
 from eventloop.events import AfterRun, AfterTrainEpoch, AfterTrainIter, AfterValIter, BeforeModuleForward, BeforeRun
 
@@ -75,6 +77,32 @@ def test_the_clock_is_read_only_with_timing():
     assert "started = clock()" in lines(bus)
     bus.timing = False
     assert "clock" not in bus.explain("after_train_iter")
+
+
+@pytest.mark.parametrize("timing", [False, True])
+def test_calls_can_be_ranges_of_a_profiler_of_your_own(timing):
+    class Fails(Hook):
+        def after_train_iter(self, event):
+            raise ValueError
+
+    bus, calls = Bus(timing=timing), []
+    bus.on("after_train_iter", calls.append, every=8)
+    bus.publish(EVENT)
+    mark_ranges(True)
+    try:
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            bus.publish(EVENT)
+            bus.add(Fails())
+            with pytest.raises(ValueError) as caught:
+                bus.publish(EVENT)
+    finally:
+        mark_ranges(False)
+    assert "in Fails.after_train_iter" in noted(caught.value)
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    assert counts["append, after_train_iter"] == 2
+    assert counts["Fails, after_train_iter"] == 1
+    assert "record_function" not in bus.explain("after_train_iter")
+    assert len(calls) == 3
 
 
 def test_timing_counts_calls_and_time_of_each_subscription():

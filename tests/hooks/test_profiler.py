@@ -49,6 +49,20 @@ def test_the_first_epochs_or_iterations_are_profiled(job: SimpleNamespace, trace
     assert traces == [steps]
 
 
+def test_calls_of_handlers_are_ranges_in_the_profile_and_only_there(job: SimpleNamespace) -> None:
+    names: set[str] = set()
+    loop = job.loop(ProfilerHook(on_trace_ready=lambda profiler: names.update(event.key for event in profiler.key_averages())))
+
+    @loop.bus.on("after_train_iter")
+    def watch(event: Any) -> None: ...
+
+    before = loop.bus.explain("after_train_iter")
+    loop.run()
+    assert {"watch, after_train_iter", "ProfilerHook, after_train_iter"} <= names
+    assert loop.bus.explain("after_train_iter") == before
+    assert "record_function" not in before
+
+
 def test_a_hook_added_during_a_training_begins_with_the_next(job: SimpleNamespace, traces: Any) -> None:
     loop = job.loop()
     loop.bus.on("before_train_iter", lambda event: loop.bus.add(ProfilerHook(on_trace_ready=traces)), once=2)
