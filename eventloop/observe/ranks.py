@@ -7,7 +7,8 @@ gradients are averaged. So what counts is the time in which a rank does not wait
 - in any part of the step, if it is sharded, or if the loop is the user's own and does not tell the parts apart;
 - nowhere, if the ranks are independent.
 
-The straggler is the rank that stands out most under one of these three assumptions.
+The straggler is the rank that stands out most under one of these three assumptions. A rank that is slow only where the others
+wait for it, such as in the backward pass, cannot be told from them by these times.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from statistics import median
 from typing import Final
 
 import msgspec
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 SIGNIFICANT: Final = 0.1
 """A rank is a straggler if the others wait this share of an iteration for it."""
@@ -102,19 +105,9 @@ class RankCosts(msgspec.Struct, frozen=True):
     missing: list[int] = []
     """Ranks without times: they do not measure, or no longer answer."""
 
-    def __rich__(self) -> Table:
-        told = self.straggler
-        caption = "" if told is None else f"The other ranks wait for rank {told.rank}: {slow_at(told)}"
-        if self.missing:
-            caption += f"{'. ' * bool(caption)}Not measured: rank {', '.join(map(str, self.missing))}"
-        table = Table(
-            title=f"{self.world_size} ranks, ms an iteration",
-            caption=caption or None,
-            title_justify="left",
-            caption_justify="left",
-            box=None,
-            padding=(0, 1, 0, 0),
-        )
+    def __rich__(self) -> Group:
+        title = f"{self.world_size} ranks, ms an iteration"
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
         table.add_column("part")
         for name in ("min", "median", "max"):
             table.add_column(name, justify="right", no_wrap=True)
@@ -122,7 +115,10 @@ class RankCosts(msgspec.Struct, frozen=True):
         for one in self.times:
             each = (f"{seconds * 1e3:.3f}" for seconds in (one.min, one.median, one.max))
             table.add_row(one.name, *each, f"rank {one.rank} ({one.host})")
-        return table
+        slow, missing = self.straggler, ", ".join(map(str, self.missing))
+        lines = [f"The other ranks wait for rank {slow.rank}: {slow_at(slow)}"] if slow is not None else []
+        lines += [f"Not measured: rank {missing}"] if missing else []
+        return Group(table, *map(Text, lines))
 
 
 def slow_at(told: Straggler) -> str:
