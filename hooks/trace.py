@@ -18,14 +18,14 @@ class TraceHook(Hook):
 
     - The training thread, each lane (checkpoints have one), and each worker process are a track. Slices are iterations, data
       waiting, forward, backward, mount points, and handlers by name; garbage collections, too.
-    - Arrows go from a hand-off to the call of the offloaded handler, and from the copy of a checkpoint to its commit.
+    - Arrows go from a hand-off to the call of the offloaded handler, and from the request of a checkpoint to its commit.
     - Curves are the events that are pending in each lane, and the memory of the process.
 
     With several processes each writes its own, ``trace.rank1.json`` for rank 1. ``trainbus trace merge`` makes one picture of
     them, also with the file of a ``ProfilerHook(json_trace_path=...)``, whose kernels then have the same time axis.
 
-    The file is made on a thread of its own after the window. The run measures all the time (``bus.timing``), and in the window
-    it has about 0.1 % more to do.
+    A thread of its own makes the file after the window, with some 3 kB an iteration. For 50 iterations that takes some 40 ms
+    of the interpreter's time, in small pieces. The run measures all the time (``bus.timing``); the window adds next to nothing.
 
     Args:
         first: iterations before the window, counted since training began or was resumed.

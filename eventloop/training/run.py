@@ -385,7 +385,8 @@ class Run:
             busy: if another save is being written, ``"wait"`` for it, ``"skip"`` this one, or ``"replace"`` the waiting one.
         """
         path = self._saves.directory(directory) / name
-        self._saves.request(SaveRequest(path, frozenset(leave_out), on_error, staging=staging, busy=busy))
+        with self.bus.span("requesting checkpoints"):
+            self._saves.request(SaveRequest(path, frozenset(leave_out), on_error, staging=staging, busy=busy))
 
     def keeps_checkpoints_in(self, directory: str | AnyPath) -> None:
         """Add a directory to the search of ``resume="auto"``; hooks that save outside the work dir call it before the run."""

@@ -131,15 +131,17 @@ def test_a_worker_process_has_a_track_that_lies_within_the_calls_of_its_lane(tmp
         assert any(call.begin <= work.begin and work.end <= call.end for call in calls)
 
 
-def test_an_arrow_goes_from_the_copy_of_a_checkpoint_to_its_commit(tmp_path):
+def test_an_arrow_goes_from_the_request_of_a_checkpoint_to_its_commit(tmp_path):
     bus = Bus()
     bus.on("checkpoint_committed", lambda event: None)
     picture = traced(tmp_path, CheckpointHook(interval=2, by_epoch=False), bus=bus, first=2, iterations=6)
     arrows = picture.arrows("checkpoint")
     assert len(arrows) == 2
     for source, target in arrows:
-        assert source.name == "copying for checkpoints"
+        assert source.name == "requesting checkpoints"
         assert target.name == "checkpoint_committed"
+    names = [one.name for one in picture.track("write_checkpoint")]
+    assert names.count("checkpoint_committed") >= 2
 
 
 def test_queues_and_memory_are_counters(tmp_path):
@@ -155,7 +157,7 @@ def test_garbage_collections_are_slices_and_cost_nothing_afterwards(tmp_path):
     bus.on("after_train_iter", lambda event: gc.collect())
     before = list(gc.callbacks)
     picture = traced(tmp_path, bus=bus, first=1, iterations=2)
-    assert [one.name for one in picture.track("training")].count("garbage collection, generation 2") == 2
+    assert [one.name for one in picture.track("training")].count("garbage collection, generation 2") >= 2
     assert gc.callbacks == before
 
 

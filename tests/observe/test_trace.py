@@ -120,12 +120,11 @@ def test_the_profile_of_torch_and_the_trace_are_one_picture_on_one_time_axis(tmp
     make_loop(profiler, TraceHook(first=4, iterations=3), work_dir=tmp_path).run()
     content = orjson.loads(merge({name: read_trace(tmp_path / name) for name in ("trace.json", "profile.json")}))
     events = [one for one in content["traceEvents"] if one["ph"] == "X"]
-    kernels = [one for one in events if one["name"] == "aten::linear"]
-    forwards = [one for one in events if one["name"] == "forward"]
-    assert len(forwards) == 3
-    for forward in forwards:  # the two clocks agree to some microseconds
-        begin, end = forward["ts"] - 100, forward["ts"] + forward["dur"] + 100
-        assert len([one for one in kernels if begin <= one["ts"] and one["ts"] + one["dur"] <= end]) == 2
+    times = [(one["ts"], one["ts"] + one["dur"]) for one in events if one["name"] == "aten::linear"]
+    forwards = [one["ts"] for one in events if one["name"] == "forward"]
+    assert (len(times), len(forwards)) == (16, 3)
+    # Torch's clock agrees to some microseconds; other zeros of time would be days apart.
+    assert min(begin for begin, _ in times) - 100_000 < forwards[0] < forwards[2] < max(end for _, end in times) + 100_000
 
 
 def test_a_compressed_file_is_read(tmp_path):

@@ -18,7 +18,9 @@ from eventloop.observe.spans import BEGIN, END, NAME, THREAD, Spans
 
 ITERATION: Final = ("before_train_iter", "after_train_iter")
 WAITING: Final = "waiting for data"
-_COPYING: Final = ("before_save_checkpoint", "checkpoint_staged")
+REQUESTING: Final = "requesting checkpoints"
+COPYING: Final = "copying for checkpoints"
+_STAGED: Final = "checkpoint_staged"
 _COMMITTED: Final = "checkpoint_committed"
 
 
@@ -247,22 +249,28 @@ class Tracks:
         return lanes[-1] if lanes else self._indices.get(thread)
 
     def _add_commits(self) -> None:
-        """Add an arrow for each checkpoint from the copy of its state to its commit."""
-        training = self.tracks[0].slices
-        copies = [one for one in training if one.name == "copying for checkpoints"]
-        staged = [one for one in training if one.name == _COPYING[1]]
-        commits = {index: [one for one in track.slices if one.name == _COMMITTED] for index, track in enumerate(self.tracks)}
-        for copy in copies:
-            event = next((one for one in staged if one.begin >= copy.end), None)
-            for arrow in self.arrows:
-                if event is None or not event.begin <= arrow.at <= event.end or not commits[arrow.target]:
-                    continue
-                calls = (one for one in self.tracks[arrow.target].slices if one.kind == "handler")
-                call = next((one for one in calls if one.begin == arrow.until), None)
-                within = (one for one in commits[arrow.target] if call and call.begin <= one.begin and one.end <= call.end)
-                if (commit := next(within, None)) is not None:
-                    self.arrows.append(Arrow("checkpoint", 0, copy.begin, arrow.target, commit.begin))
-                    break
+        """Add arrows for each checkpoint, from the requests and the copy of its state to its commit."""
+        found: dict[str, list[Slice]] = {}
+        for one in self.tracks[0].slices:
+            found.setdefault(one.name, []).append(one)
+        before = 0
+        for copy in found.get(COPYING, ()):
+            commit = self._commit(next((one for one in found.get(_STAGED, ()) if one.begin >= copy.end), None))
+            asked = [one for one in found.get(REQUESTING, ()) if before <= one.begin < copy.begin]
+            before = copy.begin
+            if commit is not None:
+                self.arrows += [Arrow("checkpoint", 0, one.begin, *commit) for one in asked or [copy]]
+
+    def _commit(self, staged: Slice | None) -> tuple[int, int] | None:
+        """Return the track and the begin of the commit of the checkpoint whose copy was handed over in a slice."""
+        for arrow in self.arrows:
+            if arrow.name == "delivery" and staged is not None and staged.begin <= arrow.at <= staged.end:
+                slices = self.tracks[arrow.target].slices
+                call = next(one for one in slices if one.begin == arrow.until and one.kind == "handler")
+                for one in slices:
+                    if one.name == _COMMITTED and call.begin <= one.begin <= call.end:
+                        return arrow.target, one.begin
+        return None
 
 
 def _is(name: Any, kind: str) -> bool:
