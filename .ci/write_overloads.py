@@ -116,14 +116,22 @@ TAIL = """    # A mount point of the user's own, by name: the checker cannot kno
     def on(self, event: str, /, **options: Unpack[HandlerOptions]) -> Listens[Any]: ...
     @overload
     def on(self, event: str, handler: Callable[[ev.Event], object], /, **options: Unpack[HandlerOptions]) -> Subscription: ...
+    # Of several classes, the event is of their nearest common base: match tells them apart.
     @overload
     def stream(
-        self, event: type[_E], /, *, capture: Callable[[_E], _T], **options: Unpack[StreamOptions]
+        self, event: type[_E], /, *more: type[_E], capture: Callable[[_E], _T], **options: Unpack[StreamOptions]
     ) -> Stream[_T]: ...
     @overload
-    def stream(self, event: str, /, *, capture: Callable[[Any], _T], **options: Unpack[StreamOptions]) -> Stream[_T]: ...
+    def stream(
+        self,
+        event: type[ev.Event] | str,
+        /,
+        *more: type[ev.Event] | str,
+        capture: Callable[[Any], _T],
+        **options: Unpack[StreamOptions],
+    ) -> Stream[_T]: ...
     @overload
-    def stream(self, event: type[_E], /, **options: Unpack[StreamOptions]) -> Stream[_E]: ...
+    def stream(self, event: type[_E], /, *more: type[_E], **options: Unpack[StreamOptions]) -> Stream[_E]: ...
 """
 
 STREAMED = """    @overload
@@ -131,7 +139,9 @@ STREAMED = """    @overload
 """
 
 STREAM_TAIL = """    @overload
-    def stream(self, event: str, /, **options: Unpack[StreamOptions]) -> Stream[Any]: ...
+    def stream(
+        self, event: type[ev.Event] | str, /, *more: type[ev.Event] | str, **options: Unpack[StreamOptions]
+    ) -> Stream[Any]: ...
 """
 
 

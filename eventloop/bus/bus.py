@@ -13,13 +13,12 @@ import torch
 
 from eventloop.bus.describe import Description, describe
 from eventloop.bus.guests import GuestHook, as_hook, check_distinct, is_same
-from eventloop.bus.handler import StreamOptions, stream
 from eventloop.bus.hook import Hook, subscriptions_of
-from eventloop.bus.lifecycle import Lifecycle, forget_routes, log
+from eventloop.bus.lifecycle import forget_routes, log
 from eventloop.bus.overloads import TypedOn, decorates
 from eventloop.bus.priority import PriorityLike
 from eventloop.bus.routes import Count, Route, compile_route, route_source
-from eventloop.bus.stream import Stream
+from eventloop.bus.streams import Streams
 from eventloop.bus.subscription import Stats, Subscription
 from eventloop.bus.watch import KINDS, Taps, Watch
 from eventloop.checks import check_options, check_value
@@ -70,7 +69,7 @@ class Attachment(Protocol):
     def __exit__(self, *error: object) -> None: ...
 
 
-class Bus(TypedOn, Lifecycle):
+class Bus(TypedOn, Streams):
     """An in-process event bus. Plain handlers run inline, in order of priority; async and blocking ones are offloaded.
 
     Inline handlers run at any time. Offloaded handlers need an open bus:
@@ -125,22 +124,6 @@ class Bus(TypedOn, Lifecycle):
         subscription = Subscription(self, (event_type,), handler, **options)
         self._insert([subscription])
         return subscription
-
-    def _stream(self, event: type[Event] | str, options: dict[str, Any]) -> Any:
-        known = ["capture", *StreamOptions.__annotations__]
-        for name in options:
-            if name not in known:
-                raise SubscribeError(f"bus.stream has no option {name}=; its options are {', '.join(known)}")
-        subscription = Subscription(self, (resolve(event),), stream, **{"full": "drop_old", **options})
-        try:
-            made = Stream[Any](subscription, self._interrupt)
-        except RuntimeError as error:
-            raise BusStateError(f"bus.stream() needs a running event loop; call it in async code: {error}") from None
-        with self._lock:
-            self._insert([subscription])
-            if self._over:
-                self._end_streams()  # no more events will come
-        return made
 
     def off(self, what: object) -> None:
         """Cancel every subscription of a function or a hook, or one :class:`Subscription`; raises SubscribeError if none."""
@@ -488,9 +471,6 @@ class Bus(TypedOn, Lifecycle):
             if not self._failures:
                 self._routes[event_type] = route
             return route
-
-    def _end_streams(self) -> None:
-        self.remove(*(one for one in self.subscriptions if one.mode == "stream"))
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise TypeError("a bus cannot be copied or pickled, because it has threads and subscribers; make a new bus instead")

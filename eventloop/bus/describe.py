@@ -84,7 +84,7 @@ def describe(subscriptions: Sequence[Subscription], *, stats: bool, ranks: bool 
             priority=one.priority,
             label=one.label,
             priority_name=Priority.label(one.priority),
-            mode="inline" if one.lane is None else f"offloaded: {'event loop' if one.mode == 'async' else one.mode}",
+            mode="inline" if one.mode == "inline" else f"offloaded: {'event loop' if one.mode == 'async' else one.mode}",
             filter=str(one.filter or ""),
             lane=_lane(one),
             stats=one.stats,

@@ -11,18 +11,19 @@ from typing import Annotated, Any, Literal, TypedDict, cast, get_type_hints
 
 from msgspec import Meta
 
+from eventloop.bus.history import History
 from eventloop.bus.hook import Hook, Ranks
 from eventloop.bus.priority import PriorityLike
 from eventloop.checks import check_picks, check_value, is_async, is_generator
 from eventloop.errors import SubscribeError
 from eventloop.offload import Full, Lane, SizedLane, detacher
 
-Mode = Literal["inline", "async", "thread", "process", "stream"]
+Mode = Literal["inline", "async", "thread", "process", "stream", "history"]
 _Events = Annotated[int, Meta(ge=1, description="a positive number of events")]
 
 
-class StreamOptions(TypedDict, total=False):
-    """Keyword options of ``bus.stream``, which also takes ``capture``: filters and the lane, as in :class:`HandlerOptions`."""
+class FilterOptions(TypedDict, total=False):
+    """Keyword options of ``bus.keep``, which also takes ``last`` and ``capture``: priority and filters of the events."""
 
     priority: PriorityLike
     every: Annotated[int, Meta(ge=1)]
@@ -31,13 +32,27 @@ class StreamOptions(TypedDict, total=False):
     before: Annotated[int, Meta(ge=1)]
     when: Callable[[Any], object]
     every_seconds: Annotated[float, Meta(gt=0, lt=1e9, description="a positive number of seconds")]
+
+
+class LaneOptions(FilterOptions, total=False):
+    """The options of everything that has a lane."""
+
     queue: _Events
     max_bytes: Annotated[int, Meta(ge=1, description="a positive number of bytes")]
     full: Full
     linger: Annotated[float, Meta(ge=0, le=60, description="seconds between 0 and 60")]
 
 
-class HandlerOptions(StreamOptions, total=False):
+class StreamOptions(LaneOptions, total=False):
+    """Keyword options of ``bus.stream``, which also takes ``capture``: filters and the lane, as in :class:`HandlerOptions`.
+
+    ``replay``: the number of events from before the call to begin with; see ``bus.stream``.
+    """
+
+    replay: Annotated[int, Meta(ge=0, description="a number of events")]
+
+
+class HandlerOptions(LaneOptions, total=False):
     """Keyword options of ``bus.on`` and ``@mount``, which also take ``capture`` and ``batch`` (see ``Bus.on``).
 
     ``every``, ``once``, ``after``, ``before``, ``when``, ``every_seconds``: filters, see :mod:`eventloop.bus.filters`.
@@ -92,6 +107,8 @@ def mode_of(handler: Callable[..., Any], offload: str | None) -> Mode:
     """Return where a handler runs; raise SubscribeError for one that cannot be called, or not with this ``offload``."""
     if handler is stream:
         return "stream"
+    if isinstance(handler, History):
+        return "history"
     if handler is None:
         raise SubscribeError("bus.on(..., f()) subscribes what f has returned, which is None; write bus.on(..., f)")
     if not callable(handler):
@@ -112,6 +129,8 @@ def mode_of(handler: Callable[..., Any], offload: str | None) -> Mode:
 
 def make_lane(label: str, mode: Mode, options: Mapping[str, Any]) -> Lane | None:
     """Return the lane of a handler, or None for an inline one; raise SubscribeError for options that do not fit together."""
+    if mode == "history":
+        return None
     if mode == "inline":
         for name in _LANE_OPTIONS:
             if name in options:

@@ -198,8 +198,7 @@ class Lifecycle:
         self.state = "idle"
         self._routes.clear()
         for subscription in self.subscriptions:
-            if subscription.lane is not None:
-                subscription.lane.become_inert()
+            subscription.become_inert()
 
     # -------------------------------------------------------------------------------------------------- internals
 

@@ -36,19 +36,25 @@ class TypedOn:
         """
         return self._on(event, handler, options)
 
-    def stream(self, event: type[Event] | str, /, **options: Any) -> Any:
+    def stream(self, event: type[Event] | str, /, *more: type[Event] | str, **options: Any) -> Any:
         """Subscribe by iterating: ``async for event in bus.stream("after_train_iter", every=10)``, in asyncio or trio.
 
         The stream yields what an offloaded handler would get, from this call until the bus closes or the stream is left
         (:class:`eventloop.Stream`). The bus need not be open yet. On a bus that has closed and is not open again, the
         iteration ends at once. A slow reader does not hold up the training: a full queue drops its oldest events by default.
 
+        With ``replay=100`` a stream begins with the last 100 events. The bus keeps events only for such streams: from the
+        first one with the same mount points, filters, priority and ``capture`` on, until the last one is left. To begin
+        earlier, and to keep them in between, call :meth:`Bus.keep` with the same arguments. These streams share their events,
+        so do not change them.
+
         Args:
             event: as for :meth:`on`.
+            *more: further mount points, in the order in which their events are published.
             **options: those of :class:`eventloop.bus.StreamOptions`, and ``capture``.
 
         Raises:
             BusStateError: no event loop is running here.
-            SubscribeError: as for :meth:`on`.
+            SubscribeError: as for :meth:`on`, or ``replay`` is larger than ``queue``.
         """
-        return self._stream(event, options)
+        return self._stream((event, *more), options)

@@ -10,6 +10,7 @@ import msgspec
 
 from eventloop.bus.filters import make_filter
 from eventloop.bus.handler import Mode, checked_options, label_of, location_of, make_lane, mode_of
+from eventloop.bus.history import History
 from eventloop.bus.hook import Hook, Ranks
 from eventloop.bus.priority import Priority
 from eventloop.checks import check_arity
@@ -161,6 +162,15 @@ class Subscription:
         self.active = False
         if self.lane is not None:
             self.lane.retire("its subscription was cancelled")
+        if isinstance(self.handler, History):
+            self.handler.end_streams()
+
+    def become_inert(self) -> None:
+        """Close the lane in a forked child."""
+        if self.lane is not None:
+            self.lane.become_inert()
+        if isinstance(self.handler, History):
+            self.handler.become_inert()
 
     def _annotate(self, error: BaseException, event: Event) -> None:
         where = f"in {self.label} ({self.mode}, priority {self.priority}, {self.location}) at "

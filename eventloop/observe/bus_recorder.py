@@ -183,7 +183,7 @@ class BusRecorder(Recorder):
             return Part("hand-off", "stream", calls, seconds, share, mean, p99, name.mount_point)
         if not isinstance(name, Call):
             return Part("training", name, calls, seconds, share, mean, p99)
-        group = "hook" if name.subscription.lane is None else "hand-off"
+        group = "hook" if name.subscription.mode == "inline" else "hand-off"
         return Part(group, name.subscription.label, calls, seconds, share, mean, p99, name.mount_point)
 
     def _lane_costs(self, one: Subscription, lane: Lane, meter: Meter) -> LaneCosts:

@@ -10,7 +10,7 @@ from eventloop.offload.loops import Backend, HostLoop, in_thread, threadsafe_cal
 from eventloop.offload.meter import Meter
 from eventloop.offload.runtime import Runtime
 from eventloop.offload.sized import SizedLane
-from eventloop.offload.snapshot import Owned
+from eventloop.offload.snapshot import Owned, capture
 
 __all__ = [
     "Backend",
@@ -27,6 +27,7 @@ __all__ = [
     "SizedLane",
     "Sources",
     "arrive_async",
+    "capture",
     "collectives_allowed",
     "detacher",
     "from_json",

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
 from typing import Any, Final, Literal
@@ -185,6 +185,12 @@ class Lane:
         self._queue.append(item)
         if not self._armed:
             self._wake_up()
+
+    def fill(self, items: Sequence[Any]) -> None:
+        """Queue items that are prepared, and for which there is room, before the lane has publishers."""
+        with self._lock:
+            self._reserved += len(items)
+            self._queue.extend(items)
 
     def _wake_up(self) -> None:
         self._armed = True

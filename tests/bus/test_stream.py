@@ -1,14 +1,27 @@
 """``bus.stream(...)``: a subscription as an async iterator."""
 
+import gc
 import threading
+from itertools import count
 
 import anyio
 import pytest
+import torch
 
-from eventloop import Bus, BusStateError, LiveFieldError, Progress, SubscribeError, UnknownEventError
-from eventloop.events import AfterTrainIter
+from eventloop import Bus, BusStateError, Event, LiveFieldError, Progress, SubscribeError, UnknownEventError
+from eventloop.events import AfterRun, AfterTrainIter, AfterValIter, CheckpointCommitted
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_blocking")]
+
+
+def committed(i: int) -> CheckpointCommitted:
+    return CheckpointCommitted(progress=Progress(iter=i), path=f"{i}.safetensors")
+
+
+async def iters(stream) -> list[int]:
+    """All that is left in a stream, which has to end."""
+    with anyio.fail_after(30):
+        return [event.progress.iter async for event in stream]
 
 
 def iteration(i: int, **fields) -> AfterTrainIter:
@@ -167,3 +180,322 @@ async def test_misuse_is_a_clear_error():
             await anext(stream)
         group.cancel_scope.cancel()
     assert bus.subscriptions == ()
+
+
+# ------------------------------------------------------------------------------------------------ several mount points
+
+
+async def test_a_stream_of_several_mount_points_yields_them_in_order():
+    bus = Bus()
+    async with bus:
+        stream = bus.stream("after_train_iter", CheckpointCommitted, "after_run")
+        bus.publish(iteration(0))
+        bus.publish(committed(1))
+        bus.publish(iteration(2))
+        bus.publish(AfterValIter(progress=Progress(iter=3)))
+        bus.publish(AfterRun(progress=Progress(iter=4)))
+    heard = [event async for event in stream]
+    assert [(event.mount_point, event.progress.iter) for event in heard] == [
+        ("after_train_iter", 0),
+        ("checkpoint_committed", 1),
+        ("after_train_iter", 2),
+        ("after_run", 4),
+    ]
+
+
+async def test_a_group_and_one_of_its_events_are_heard_once():
+    bus = Bus()
+    async with bus:
+        stream = bus.stream("after_iter", AfterTrainIter)
+        bus.publish(iteration(0))
+    assert await iters(stream) == [0]
+
+
+async def test_filters_count_each_of_several_mount_points():
+    bus = Bus()
+    async with bus:
+        stream = bus.stream("after_train_iter", "checkpoint_committed", every=2)
+        for i in range(4):
+            bus.publish(iteration(i))
+            bus.publish(committed(i + 100))
+    assert await iters(stream) == [1, 101, 3, 103]
+
+
+# ---------------------------------------------------------------------------------------------------------------- replay
+
+
+async def test_a_late_stream_begins_with_the_last_events():
+    bus = Bus()
+    bus.keep("after_train_iter", "checkpoint_committed", last=3)
+    async with bus:
+        for i in range(5):
+            bus.publish(iteration(i))
+        bus.publish(committed(5))
+        late = bus.stream("after_train_iter", "checkpoint_committed", replay=3)
+        two = bus.stream("checkpoint_committed", "after_train_iter", replay=2)
+        live = bus.stream("after_train_iter", "checkpoint_committed")
+        bus.publish(iteration(6))
+        assert late.stats.pending == 4
+    assert await iters(late) == [3, 4, 5, 6]
+    assert await iters(two) == [4, 5, 6]
+    assert await iters(live) == [6]
+    assert (late.stats.delivered, late.stats.published) == (4, 4)
+
+
+async def test_without_keep_events_are_kept_from_the_first_stream_to_the_last():
+    bus = Bus()
+    async with bus:
+        bus.publish(iteration(0))
+        first = bus.stream("after_train_iter", replay=2)
+        for i in (1, 2, 3):
+            bus.publish(iteration(i))
+        second = bus.stream("after_train_iter", replay=5)  # from now on five are kept
+        for i in (4, 5, 6):
+            bus.publish(iteration(i))
+        third = bus.stream("after_train_iter", replay=5)
+        heard = [[(await anext(stream)).progress.iter for _ in range(n)] for stream, n in ((first, 6), (second, 5), (third, 5))]
+        assert heard == [[1, 2, 3, 4, 5, 6], [2, 3, 4, 5, 6], [2, 3, 4, 5, 6]]
+        for stream in (first, second, third):
+            assert len(bus.subscriptions) == 1
+            await stream.aclose()
+        assert bus.subscriptions == ()
+        assert not bus.wants("after_train_iter")
+        bus.publish(iteration(7))
+        again = bus.stream("after_train_iter", replay=5)
+    assert await iters(again) == []
+
+
+async def test_a_stream_on_a_bus_that_has_closed_replays_and_ends():
+    bus = Bus()
+    bus.keep("after_train_iter", last=2)
+    async with bus:
+        early = bus.stream("after_train_iter", replay=2)
+        for i in range(3):
+            bus.publish(iteration(i))
+    assert await iters(early) == [0, 1, 2]
+    for _ in range(2):
+        assert await iters(bus.stream("after_train_iter", replay=2)) == [1, 2]
+    async with bus:
+        again = bus.stream("after_train_iter", replay=1)
+        bus.publish(iteration(3))
+    assert await iters(again) == [2, 3]
+
+
+async def test_a_stream_on_a_bus_that_was_never_open_waits_for_its_opening():
+    bus = Bus()
+    bus.keep("after_train_iter")
+    bus.publish(iteration(0))
+    heard: list[int] = []
+
+    async def read(stream) -> None:
+        async for event in stream:
+            heard.append(event.progress.iter)  # noqa: PERF401 - while the list is looked at
+        heard.append(-1)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(read, bus.stream("after_train_iter", replay=1))
+        await anyio.wait_all_tasks_blocked()
+        assert heard == [0]
+        async with bus:
+            bus.publish(iteration(1))
+    assert heard == [0, 1, -1]
+
+
+async def test_what_is_kept_has_passed_the_filter_and_the_capture():
+    def pick(event: AfterTrainIter) -> torch.Tensor:
+        return event.batch["x"]
+
+    bus = Bus()
+    bus.keep("after_train_iter", every=2, last=2, capture=pick)
+    batch = {"x": torch.zeros(1)}
+    async with bus:
+        for i in range(6):
+            batch["x"] += 1
+            bus.publish(iteration(i, batch=batch))
+        stream = bus.stream("after_train_iter", every=2, replay=2, capture=pick)
+        batch["x"] += 10
+        bus.publish(iteration(7, batch=batch))
+    assert [tensor.item() async for tensor in stream] == [4.0, 6.0, 16.0]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"every": 3},
+        {"every": 2, "after": 1},
+        {"capture": lambda event: event.batch_idx},
+        {"priority": 10},
+        {"every_seconds": 1},
+    ],
+)
+async def test_streams_with_other_options_have_a_history_of_their_own(other):
+    bus = Bus()
+    bus.keep("after_train_iter", every=2)
+    for i in range(6):
+        bus.publish(iteration(i))
+    stream = bus.stream("after_train_iter", replay=10, **other)
+    assert stream.stats.pending == 0
+    async with bus:
+        pass
+    assert await iters(stream) == []
+    assert len(bus.subscriptions) == 1
+
+
+async def test_each_of_many_readers_gets_every_event_once_though_it_comes_at_any_time():
+    bus = Bus()
+    bus.keep("after_train_iter", last=5)
+    stop = threading.Event()
+    heard: list[list[int]] = []
+
+    async def read(stream) -> None:
+        heard.append([event.progress.iter async for event in stream])
+
+    def publish() -> None:
+        for i in count():
+            bus.publish(iteration(i))
+            if stop.is_set() and i > 100:
+                return
+
+    async with anyio.create_task_group() as group, bus, anyio.create_task_group() as publisher:
+        publisher.start_soon(anyio.to_thread.run_sync, publish)
+        for _ in range(30):
+            group.start_soon(read, bus.stream("after_train_iter", replay=5, queue=100_000))
+            await anyio.sleep(0.001)
+        stop.set()
+    for one in heard:
+        assert one == list(range(one[0], one[-1] + 1))
+    assert len(heard) == 30
+    assert len({one[-1] for one in heard}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [({}, [7, 8, 9]), ({"full": "latest"}, [9]), ({"full": "drop_new"}, [3, 4, 5]), ({"replay": 1}, [7, 8, 9])],
+)
+async def test_a_slow_reader_loses_replayed_events_as_others(options, kept):
+    bus = Bus()
+    bus.keep("after_train_iter", last=3)
+    async with bus:
+        for i in range(6):
+            bus.publish(iteration(i))
+        stream = bus.stream("after_train_iter", **{"replay": 3, "queue": 3, **options})
+        for i in range(6, 10):
+            bus.publish(iteration(i))
+        published = options.get("replay", 3) + 4
+        assert (stream.stats.published, stream.stats.dropped) == (published, published - len(kept))
+    assert await iters(stream) == kept
+
+
+async def test_a_publisher_waits_for_the_reader_of_a_replay():
+    bus = Bus()
+    bus.keep("after_train_iter", last=2)
+    for i in range(2):
+        bus.publish(iteration(i))
+    heard = []
+
+    async def read(stream) -> None:
+        heard.extend(await iters(stream))
+
+    def publish() -> None:
+        for i in range(2, 50):
+            bus.publish(iteration(i))
+
+    async with anyio.create_task_group() as group, bus:
+        group.start_soon(read, bus.stream("after_train_iter", replay=2, queue=2, full="block"))
+        await anyio.to_thread.run_sync(publish)
+    assert heard == list(range(50))
+
+
+@pytest.mark.parametrize("how", ["aclose", "forgotten"])
+async def test_leaving_a_replay_lets_its_publisher_go_on(how):
+    bus = Bus()
+    kept = bus.keep("after_train_iter", last=1)
+    bus.publish(iteration(0))
+    stream = bus.stream("after_train_iter", replay=1, queue=1, full="block")
+    waits = threading.Event()
+
+    def publish() -> None:
+        waits.set()
+        bus.publish(iteration(1))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(anyio.to_thread.run_sync, publish)
+        while not waits.is_set():
+            await anyio.sleep(0.001)
+        if how == "aclose":
+            await stream.aclose()
+            assert (stream.stats.published, stream.stats.pending) == (stream.stats.dropped, 0)
+        else:
+            del stream
+            gc.collect()
+    assert bus.subscriptions == (kept,)
+
+
+async def test_to_cancel_what_is_kept_ends_its_streams():
+    bus = Bus()
+    with bus.keep("after_train_iter"):
+        bus.publish(iteration(0))
+        stream = bus.stream("after_train_iter", replay=1)
+    assert await iters(stream) == [0]
+    assert bus.subscriptions == ()
+    bus.publish(iteration(1))
+    bus.keep("after_train_iter")
+    bus.publish(iteration(2))
+    async with bus.stream("after_train_iter", replay=9) as again:
+        assert (await anext(again)).progress.iter == 2
+
+
+async def test_nothing_is_kept_that_no_stream_asked_for():
+    bus = Bus()
+    async with bus:
+        async with bus.stream("after_train_iter"), bus.stream("after_train_iter", replay=0):
+            bus.publish(iteration(0))
+            assert [one.mode for one in bus.subscriptions] == ["stream", "stream"]
+        assert not bus.wants("after_train_iter")
+
+
+async def test_what_is_kept_holds_up_neither_a_checkpoint_nor_a_drain():
+    bus = Bus()
+    bus.keep("after_val")
+    assert not bus.may_change_state("after_val")
+    bus.keep("after_train_iter")
+    async with bus, bus.stream("after_train_iter", replay=1):
+        bus.publish(iteration(0))
+        assert (await bus.adrain()).pending == 0
+    assert "history" in str(bus.describe())
+
+
+async def test_misuse_of_replay_is_a_clear_error():
+    bus = Bus()
+    for replay in (-1, 1.5, "all"):
+        with pytest.raises(SubscribeError, match="replay"):
+            bus.stream("after_train_iter", replay=replay)
+    with pytest.raises(SubscribeError, match="give a queue of at least 10"):
+        bus.stream("after_train_iter", replay=10, queue=9)
+    with pytest.raises(SubscribeError, match="max_bytes= does not go with replay="):
+        bus.stream("after_train_iter", replay=10, capture=len, max_bytes=9)
+    with pytest.raises(SubscribeError, match="never fire"):
+        bus.stream("after_train_iter", replay=10, every=5, before=2)
+    with pytest.raises(SubscribeError, match="capture"):
+        bus.stream("after_train_iter", replay=10, capture=3)
+    with pytest.raises(SubscribeError, match=r"bus.keep has no option queue=.*last, capture, priority"):
+        bus.keep("after_train_iter", queue=3)
+    with pytest.raises(SubscribeError, match="last"):
+        bus.keep("after_train_iter", last="all")
+    with pytest.raises(UnknownEventError, match="did you mean"):
+        bus.keep("after_trian_iter")
+    with pytest.raises(UnknownEventError, match="did you mean"):
+        bus.stream("after_train_iter", "after_trian_iter")
+    with pytest.raises(BusStateError, match="needs a running event loop"):
+        await anyio.to_thread.run_sync(lambda: bus.stream("after_train_iter", replay=1))
+    assert bus.subscriptions == ()
+
+
+async def test_events_that_cannot_be_kept_fail_in_the_reader_or_at_the_publish(registry):
+    def broken(event: Event) -> None:
+        raise ValueError("broken")
+
+    bus = Bus()
+    bus.keep("after_train_iter", capture=broken)
+    with pytest.raises(ValueError, match="broken"):
+        bus.publish(iteration(0))

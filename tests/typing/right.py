@@ -5,7 +5,7 @@ from typing import Any, assert_type
 
 import torch
 
-from eventloop import Bus, Event, Hook, Subscription, mount
+from eventloop import Bus, Event, Hook, Stream, Subscription, mount
 from eventloop.events import AfterIter, AfterModuleForward, AfterTrainIter, AfterValIter
 from trainbus import Bus as TheBus
 from trainbus import EMAHook, __version__
@@ -148,3 +148,16 @@ def batched_picks(logits: list[torch.Tensor]) -> None: ...
 
 
 assert_type(bus.on(AfterTrainIter, batched_picks, offload="thread", batch=3, capture=pick), Subscription)
+
+assert_type(bus.stream("after_train_iter"), Stream[AfterTrainIter])
+assert_type(bus.stream(AfterTrainIter, every=10, replay=100), Stream[AfterTrainIter])
+assert_type(bus.stream(AfterTrainIter, AfterValIter), Stream[AfterIter])
+assert_type(bus.stream("after_train_iter", AfterValIter, replay=100), Stream[Any])
+
+
+def index_of(event: AfterIter) -> int:
+    return event.batch_idx
+
+
+assert_type(bus.stream(AfterTrainIter, AfterValIter, capture=index_of), Stream[int])
+assert_type(bus.keep("after_train_iter", AfterValIter, every=10, last=100), Subscription)
