@@ -33,6 +33,7 @@ def run(
     /,
     *changes: Annotated[str, Parameter(name="CHANGE")],
     costs: bool = False,
+    dashboard: Annotated[str | None, Parameter(metavar="[PORT]")] = None,
     dry_run: bool = False,
     resume: Annotated[str | None, Parameter(metavar="[RUN]")] = None,
     trace: bool = False,
@@ -52,6 +53,8 @@ def run(
         config: a .toml, .yaml or .json file.
         changes: of single keys, as key=value; see above.
         costs: at the end, print where the time went: data, step, each hook, checkpoints.
+        dashboard: serve a page with live curves and costs, and with buttons that control the run, on this machine; its address is
+            printed. Without a port: on 8000 or, if that is taken, any.
         dry_run: make everything and show the hook table, but do not train.
         resume: resume a run. Without a value (or with auto): the newest run of this configuration, or the one in
             loop.work_dir. With a folder: the run in it. With a checkpoint file or URL: from it, in a new folder.
@@ -72,6 +75,8 @@ def run(
             loop.bus.timing = True
         if trace and not any(isinstance(hook, TraceHook) for hook in loop.bus.hooks):
             loop.bus.add(TraceHook())
+        if dashboard is not None:
+            _add_dashboard(loop, dashboard)
         console.print(f"[bold]trainbus run[/] {config} → {work_dir}", highlight=False)
         if dry_run:
             console.print(loop.bus.describe())
@@ -114,15 +119,28 @@ def demo(
 
 
 def with_auto(words: list[str]) -> list[str]:
-    """Return a command line with ``auto`` after a ``--resume`` of ``run`` without a value."""
-    if words[:1] != ["run"] or "--resume" not in words:
+    """Return a command line with ``auto`` after a ``--resume`` or ``--dashboard`` of ``run`` without a value."""
+    if words[:1] != ["run"]:
         return words
-    end = words.index("--resume") + 1
-    following = words[end] if end < len(words) else "-"
-    is_change = "=" in following and "/" not in following.partition("=")[0]
-    if following.startswith("-") or is_change or Path(following).suffix.lower() in SUFFIXES:
-        return [*words[:end], "auto", *words[end:]]
+    for option, is_value in (("--resume", _is_run), ("--dashboard", str.isdecimal)):
+        end = words.index(option) + 1 if option in words else 0
+        if end and not (end < len(words) and is_value(words[end])):
+            words = [*words[:end], "auto", *words[end:]]
     return words
+
+
+def _is_run(word: str) -> bool:
+    """Return True for a word that can name a run; not a change, and not a configuration."""
+    is_change = "=" in word and "/" not in word.partition("=")[0]
+    return not (word.startswith("-") or is_change or Path(word).suffix.lower() in SUFFIXES)
+
+
+def _add_dashboard(loop: TrainLoop, port: str) -> None:
+    from hooks import Dashboard
+
+    if port != "auto" and not (port.isdecimal() and int(port) < 65536):
+        raise ConfigurationError(f"--dashboard={shortened(port)}: give a port from 1 to 65535, 0 for any, or no value")
+    loop.bus.add(Dashboard(None if port == "auto" else int(port)))
 
 
 def _train(loop: TrainLoop, work_dir: Path, console: Console, *, resume: str | None, test: bool) -> None:

@@ -164,6 +164,28 @@ def test_a_dry_run_shows_the_hook_table_and_writes_nothing(here, project, capsys
     assert not (here / "runs").exists()
 
 
+@pytest.mark.parametrize("option", [["--dashboard"], ["--dashboard", "8123"], ["--dashboard=0"]])
+def test_the_dashboard_is_added_with_a_port_and_without(here, project, capsys, option):
+    assert main(["run", *option, project, "loop.max_epochs=1", "--dry-run"]) == 0
+    assert "Dashboard.tell" in capsys.readouterr().out
+
+
+def test_a_run_with_a_dashboard_prints_where_it_is(here, project, capfd, monkeypatch):
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
+    servers: dict = {}
+    monkeypatch.setattr("eventloop.observe.dashboard.server._servers", servers)
+    assert main(["run", project, "--dashboard", "0"]) == 0
+    (server,) = servers.values()
+    server.close()
+    assert f"the dashboard is at http://127.0.0.1:{server.port}/#token={server.token}\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("port", ["65536", "-1", "web"])
+def test_a_port_that_is_none_is_an_error(here, project, capsys, port):
+    assert f"--dashboard={port}: give a port from 1 to 65535" in said(capsys, "run", project, f"--dashboard={port}")
+
+
 def test_overrides_can_precede_and_follow_options(here, project, capsys):
     assert main(["run", project, "model.width=5", "--dry-run", "loop.max_epochs=2"]) == 0
     assert main(["run", project, "--dry-run", "loop.max_epochs=2"]) == 0

@@ -106,9 +106,8 @@ class Feed:
         if len(points) <= _MOST_POINTS:
             return
         recent = points[-_RECENT].number
-        while len(points) > _MOST_POINTS / 2:
+        while len(points := [one for one in points if one.number >= recent or one.iter % self._stride == 0]) > _MOST_POINTS / 2:
             self._stride *= 2
-            points = [one for one in points if one.number >= recent or one.iter % self._stride == 0]
         kept = {point.number for point in points}
         messages: list[_Message] = []
         for one in self._messages:

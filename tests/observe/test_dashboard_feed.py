@@ -1,0 +1,163 @@
+"""The messages of a run in bounded memory, and the stream that tells them, on every event loop."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import anyio
+import pytest
+
+from eventloop.observe.dashboard import Board, feed
+
+pytest.importorskip("starlette")
+
+from eventloop.observe.dashboard import event_stream  # noqa: E402 - needs starlette
+
+
+def told(messages):
+    return b"".join(messages).decode()
+
+
+def iterations(messages):
+    return [int(one) for columns in re.findall(r'"iter":\[([\d,]*)\]', told(messages)) for one in columns.split(",")]
+
+
+def test_a_long_run_keeps_bounded_memory_with_evenly_thinned_scalars():
+    one = feed.Feed()
+    one.post("hello", {"name": "long"})
+    for begin in range(0, 100_000, 250):
+        one.add((number + 1, 1, 0.0, {"loss": 1.0}) for number in range(begin, begin + 250))
+        one.post("metrics", {"at": begin})
+    messages, number, over = one.read()
+    kept = iterations(messages)
+    assert len(kept) <= 4000
+    assert kept[-500:] == list(range(99_501, 100_001))
+    old = [iteration for iteration in kept if iteration <= 95_000]
+    assert len({later - earlier for earlier, later in pairwise(old)}) == 1
+    assert old[0] < 200
+    assert number == 1 + 100_000 + 400
+    assert not over
+    assert told(messages).startswith("id: 1\nevent: hello\n")
+
+
+def test_notes_are_bounded_and_the_first_one_stays():
+    one = feed.Feed()
+    for number in range(5000):
+        one.post("note" if number else "hello", {"number": number})
+    messages, number, _ = one.read()
+    assert len(messages) == 2000
+    assert '"number":0' in told(messages[:1])
+    assert '"number":4999' in told(messages[-1:])
+    assert number == 5000
+
+
+def test_of_replaced_messages_the_last_one_is_told():
+    one = feed.Feed()
+    for wall in range(5):
+        one.post("costs", {"wall": wall}, replace=True)
+    assert told(one.read()[0]) == 'id: 5\nevent: costs\ndata: {"wall":4}\n\n'
+
+
+def test_a_reader_gets_the_part_of_a_batch_that_it_has_not_seen():
+    one = feed.Feed()
+    one.add((number, 1, 0.0, {"loss": float(number)}) for number in range(1, 11))
+    assert iterations(one.read(7)[0]) == [8, 9, 10]
+    assert one.read(10)[0] == []
+
+
+def test_numbers_that_are_not_finite_are_null_texts_are_left_out_and_names_are_bounded():
+    one = feed.Feed()
+    one.add([(1, 1, 0.0, {"loss": float("nan"), "other": float("inf"), "text": "x"})])
+    assert '"values":{"loss":[null],"other":[null]}' in told(one.read()[0])
+    one.add([(2, 1, 0.0, {f"name{number}": 1.0 for number in range(1000)})])
+    assert len(one._names) == 64
+
+
+def test_nothing_is_told_after_the_last_message():
+    one = feed.Feed()
+    one.post("state", {"state": "finished"}, last=True)
+    one.post("note", {})
+    one.add([(1, 1, 0.0, {"loss": 1.0})])
+    assert len(one.read()[0]) == 1
+    assert one.read()[2] is True
+
+
+# ------------------------------------------------------------------------------- the stream, on every event loop
+
+
+class Reader:
+    """The server's side of one connection, for an ASGI application."""
+
+    def __init__(self, *, stuck_after: int | None = None):
+        self.body, self.done, self.parts = b"", False, 0
+        self.stuck_after = stuck_after
+        self.left = anyio.Event()
+
+    async def receive(self):
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message):
+        self.parts += 1
+        if self.stuck_after is not None and self.parts > self.stuck_after:
+            await anyio.sleep_forever()
+        self.body += message.get("body", b"")
+        self.done = message["type"] == "http.response.body" and not message.get("more_body")
+
+
+async def stream(one, reader, readers=None, cut_off=None):
+    readers = readers or event_stream.Readers(lambda: False)
+    with anyio.fail_after(30):
+        await event_stream.EventStream(one, 0, readers, cut_off)(
+            {"type": "http", "client": ("a", 1)}, reader.receive, reader.send
+        )
+    assert readers.number == 0
+
+
+@pytest.mark.anyio
+async def test_a_stream_ends_with_its_feed(anyio_backend):
+    one, reader = feed.Feed(), Reader()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(stream, one, reader)
+        one.post("note", {"a": 1})
+        while b"note" not in reader.body:
+            await anyio.sleep(0.01)
+        assert not reader.done
+        one.post("state", {"state": "finished"}, last=True)
+    assert reader.done
+    assert reader.body.endswith(b'data: {"state":"finished"}\n\n')
+
+
+@pytest.mark.anyio
+async def test_a_stream_ends_when_its_reader_leaves_or_its_server_ends(anyio_backend):
+    for leave in ("reader", "server"):
+        reader, board = Reader(), Board()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(stream, feed.Feed(), reader, event_stream.Readers(lambda board=board: board.closed))
+            while not reader.parts:
+                await anyio.sleep(0.01)
+            if leave == "reader":
+                reader.left.set()
+            else:
+                board.closed = True
+
+
+@pytest.mark.anyio
+async def test_a_stuck_stream_is_cut_off_by_the_address_of_its_reader(anyio_backend, monkeypatch):
+    monkeypatch.setattr(event_stream, "PATIENCE", 0.05)
+    one, cut = feed.Feed(), []
+    one.post("note", {})
+    await stream(one, Reader(stuck_after=1), cut_off=cut.append)
+    assert cut == [("a", 1)]
+
+
+@pytest.mark.anyio
+async def test_a_quiet_stream_gives_a_sign_of_life(anyio_backend, monkeypatch):
+    monkeypatch.setattr(event_stream, "QUIET", 0.1)
+    one, reader = feed.Feed(), Reader()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(stream, one, reader)
+        while b": still here\n\n" not in reader.body:
+            await anyio.sleep(0.01)
+        reader.left.set()

@@ -1,0 +1,378 @@
+"""Who reaches the dashboard, and what readers cost: other sites, other names, no token, a slow reader, 200 readers."""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import anyio
+import pytest
+
+from eventloop import Bus, ConfigurationError
+from eventloop.observe import dashboard
+from eventloop.observe.dashboard import Board, Watcher, app
+
+from .dashboards import Job, Visitor, serving, until, wait_for, watched
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from eventloop.observe.dashboard import event_stream  # noqa: E402 - needs starlette
+
+COMMANDS = ("pause", "resume", "stop", "checkpoint", "lr")
+FOLDER = str(Path(dashboard.__file__).parent)
+STATIC = Path(dashboard.__file__).with_name("static")
+
+
+@pytest.fixture
+def server():
+    with serving() as one:
+        yield one
+
+
+@pytest.fixture
+def visitor(server):
+    with Visitor(server) as one:
+        yield one
+
+
+# ------------------------------------------------------------------------------------------------------------- the token
+
+
+@pytest.mark.parametrize(
+    "given", [None, "Bearer", "Bearer wrong", "Basic {token}", "{token}", "Bearer {token}x", "Bearer \xe4"]
+)
+def test_a_command_needs_the_token_and_looking_does_not(server, given):
+    with watched(server, slow=True) as job, Visitor(server, token=False) as visitor:
+        headers = {} if given is None else {"Authorization": given.format(token=server.token).encode("latin-1")}
+        for command in COMMANDS:
+            answer = visitor.post(command, json={"lr": 0.5}, headers=headers)
+            assert answer.status_code == 403, command
+            assert "needs the token" in answer.json()["error"]
+        assert visitor.client.get("/runs.json", headers=headers).json()["may_change"] is False
+        with visitor.told() as told:
+            assert wait_for(told, "scalars")
+        assert not job.loop._running.state.paused
+        assert not job.loop._running.state.stop
+
+
+def test_the_token_is_in_no_page_and_no_message(server, visitor):
+    with watched(server) as job:
+        job.thread.join(60)
+        texts = [
+            visitor.client.get(path).text for path in ("/", "/runs.json", "/runs/1/", "/runs/1/events", "/static/common.js")
+        ]
+    assert server.token not in "".join(texts)
+
+
+def test_a_query_with_the_token_is_not_accepted(server):
+    with watched(server, slow=True), Visitor(server, token=False) as visitor:
+        assert visitor.client.post(f"/runs/1/stop?token={server.token}").status_code == 403
+
+
+def test_at_another_address_nothing_of_the_run_is_shown_without_the_token():
+    with serving("0.0.0.0", "a-token-of-some-length") as server, watched(server, slow=True), Visitor(server) as visitor:  # noqa: S104
+        with Visitor(server, token=False) as stranger:
+            for path in ("/runs.json", "/runs/1/events", "/runs/2/events"):
+                assert stranger.client.get(path).status_code == 401, path
+            assert stranger.post("stop").status_code == 401
+            assert stranger.client.get("/runs/1/").status_code == 200  # the empty page, whose script asks with the token
+            assert stranger.client.get("/static/run.js").status_code == 200
+        assert visitor.client.get("/runs.json").json()["may_change"] is True
+        with visitor.told() as told:
+            wait_for(told, "scalars")
+
+
+# ------------------------------------------------------------------------------------------------- other sites and names
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:{port}",
+        "127.0.0.1.evil.example",
+        "",
+        "a:b:c",
+        "localhost.evil",
+        "127.0.0.1@evil",
+        "[::1].x",
+    ],
+)
+def test_requests_for_another_name_are_refused_so_that_no_name_is_rebound(server, visitor, host):
+    with watched(server, slow=True):
+        headers = {"Host": host.format(port=server.port)}
+        for method, path in [("GET", "/"), ("GET", "/runs.json"), ("GET", "/runs/1/events"), ("POST", "/runs/1/stop")]:
+            assert visitor.client.request(method, path, headers=headers).status_code == 400, path
+
+
+@pytest.mark.parametrize("host", ["localhost:{port}", "LOCALHOST", "127.0.0.1", "[::1]:{port}"])
+def test_requests_for_the_loopback_are_answered(server, visitor, host):
+    assert visitor.client.get("/runs.json", headers={"Host": host.format(port=server.port)}).status_code == 200
+
+
+FOREIGN = [
+    {"Origin": "http://evil.example"},
+    {"Origin": "null"},
+    {"Origin": ""},
+    {"Origin": "http://127.0.0.1:1"},
+    {"Origin": "http://["},
+    {"Origin": "http://evil.example:{port}"},
+    {"Origin": "http://127.0.0.1:{port}.evil"},
+    {"Origin": "xhttp://127.0.0.1:{port}/"},
+    {"Sec-Fetch-Site": "cross-site"},
+    {"Sec-Fetch-Site": "same-site"},
+    {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
+]
+
+
+@pytest.mark.parametrize("headers", FOREIGN)
+def test_what_pages_of_other_sites_send_is_refused_even_with_the_token(server, visitor, headers):
+    headers = {name: value.format(port=server.port) for name, value in headers.items()}
+    with watched(server, slow=True) as job:
+        for command in COMMANDS:
+            assert visitor.post(command, json={"lr": 0.5}, headers=headers).status_code == 403
+        assert visitor.client.get("/runs/1/events", headers=headers).status_code == 403
+        assert job.thread.is_alive()
+
+
+def test_the_own_page_is_heard_and_a_link_from_elsewhere_opens_it(server, visitor):
+    ours = f"http://127.0.0.1:{server.port}"
+    with watched(server, slow=True):
+        assert visitor.post("pause", headers={"Origin": ours, "Sec-Fetch-Site": "same-origin"}).status_code == 202
+        assert visitor.post("resume").status_code == 202  # curl says nothing of where it comes from
+        link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+        assert visitor.client.get("/", headers=link).status_code == 200
+
+
+def test_no_other_site_is_told_that_it_may_read_or_frame(server, visitor):
+    with watched(server) as job:
+        job.thread.join(60)
+        for method, path in [
+            ("GET", "/"),
+            ("GET", "/runs/1/"),
+            ("GET", "/runs/1/events"),
+            ("OPTIONS", "/runs/1/stop"),
+            ("GET", "/no"),
+        ]:
+            asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+            answer = visitor.client.request(method, path, headers=asks if method == "OPTIONS" else {})
+            assert not [name for name in answer.headers if name.startswith("access-control-")]
+            assert answer.headers["x-frame-options"] == "DENY"
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.headers["referrer-policy"] == "no-referrer"
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "frame-ancestors 'none'" in policy
+            assert "unsafe" not in policy
+
+
+def test_the_pages_need_nothing_from_elsewhere_and_no_absolute_path():
+    for path in STATIC.iterdir():
+        text = path.read_text()
+        assert not re.search(r"https?://", text), path
+        assert not re.search(r"""(?:href|src|fetch|ask)\s*[=(]\s*["'`]/""", text), path
+        if path.suffix == ".html":
+            assert not re.search(r"<script(?![^>]*src=)|\son\w+=|\sstyle=", text), (
+                f"{path}: the policy forbids code in the page"
+            )
+
+
+# ------------------------------------------------------------------------------------------------ what readers cost
+
+
+class Watch:
+    """Counts the functions of the dashboard that one thread calls."""
+
+    def __init__(self):
+        self.calls = Counter()
+
+    def __call__(self, frame, kind, argument):
+        if kind == "call" and frame.f_code.co_filename.startswith(FOLDER):
+            self.calls[frame.f_code.co_name] += 1
+
+
+def calls_on_the_training_thread(board):
+    """What the training thread calls of the dashboard in a run of 15 iterations."""
+    bus, watch = Bus(Watcher(board)), Watch()
+    job = Job(bus)
+
+    def train():
+        sys.setprofile(watch)
+        try:
+            job.loop.run()
+        finally:
+            sys.setprofile(None)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join(60)
+    return watch.calls
+
+
+async def _with_readers(server, number, act):
+    limits = httpx.Limits(max_connections=number + 1)
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{server.port}", timeout=60, trust_env=False, limits=limits
+    ) as client:
+        done = []
+
+        async def read():
+            async with client.stream("GET", "/runs/1/events") as response:
+                done.append(response.status_code)
+                async for _ in response.aiter_lines():
+                    pass
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(number):
+                tasks.start_soon(read)
+            with anyio.fail_after(60):
+                while len(done) < number:
+                    await anyio.sleep(0.01)
+            result = await anyio.to_thread.run_sync(act)
+            tasks.cancel_scope.cancel()
+        assert set(done) == {200}
+        return result
+
+
+def test_200_readers_give_the_training_thread_nothing_to_do(server, visitor):
+    alone = calls_on_the_training_thread(Board())
+    with watched(server, slow=True) as job:
+        with_readers = anyio.run(_with_readers, server, 200, lambda: calls_on_the_training_thread(server.board))
+        assert job.thread.is_alive()
+    for calls in (alone, with_readers):
+        del calls["over"]  # the board looks which of its pages have ended
+    assert with_readers == alone
+    # The page of the run is made, and events are handed over: nothing for each iteration.
+    assert not {"add", "tell", "read", "_scalars"} & alone.keys()
+    assert max(alone.values()) < 15
+    assert alone["post"] <= 2
+
+
+def test_a_reader_that_does_not_read_is_cut_off_and_holds_up_nobody(server, visitor, monkeypatch):
+    monkeypatch.setattr(event_stream, "PATIENCE", 0.5)
+    with watched(server, slow=True) as job:
+        page = server.board.get(1)
+        for _ in range(100):
+            page.note("asked", what="x" * 200_000)
+        connections = server._server.server_state.connections
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(b"GET /runs/1/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert connection.recv(10).startswith(b"HTTP/1.1 2")
+            ours = connection.getsockname()
+            assert ours in {one.client for one in connections}
+            assert visitor.client.get("/").status_code == 200
+            before = job.loop.counters.iter
+            until(lambda: ours not in {one.client for one in list(connections)})
+            until(lambda: job.loop.counters.iter > before)
+        until(lambda: server._server.config.app._readers.number == 0)
+
+
+def test_an_interrupted_request_is_not_an_error_of_the_server(server, visitor, capfd):
+    with watched(server, slow=True):
+        head = f"POST /runs/1/lr HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {server.token}\r\n"
+        head += "Content-Length: 50\r\n\r\n{"
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(head.encode())
+        assert visitor.client.get("/").status_code == 200
+    server.close()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_more_readers_than_500_are_told_so(server, visitor):
+    with watched(server, slow=True):
+        server._server.config.app._readers.number = 500
+        answer = visitor.client.get("/runs/1/events")
+        assert (answer.status_code, answer.json()["error"]) == (503, "500 pages are open already")
+
+
+# ------------------------------------------------------------------------------ mounted in an application of the user
+
+
+def mounted(*watched, **options):
+    from starlette.applications import Starlette
+
+    outer = Starlette()
+    outer.mount("/deep/training", app(*watched, **options))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(outer), base_url="http://localhost", follow_redirects=True)
+
+
+@pytest.mark.anyio
+async def test_mounted_under_a_prefix_it_shows_the_run(anyio_backend):
+    job = Job()
+    async with mounted(job.loop) as client:
+        job.loop.run()
+        assert "<title>Runs · trainbus</title>" in (await client.get("/deep/training")).text
+        page = await client.get("/deep/training/runs/1/")
+        for path in re.findall(r'(?:href|src)="([^"]+)"', page.text):
+            if not path.startswith("data:"):
+                assert (await client.get(page.url.join(path))).status_code == 200, path
+        events = (await client.get("/deep/training/runs/1/events")).text
+        assert '"state":"finished"' in events.splitlines()[-2]
+
+
+@pytest.mark.anyio
+async def test_without_token_and_may_change_it_only_shows(anyio_backend):
+    job = Job()
+    async with mounted(job.bus) as client:
+        job.loop.run()
+        answer = await client.post("/deep/training/runs/1/stop", headers={"Authorization": "Bearer None"})
+        assert (answer.status_code, answer.json()["error"][:33]) == (403, "this dashboard only shows the run")
+        assert (await client.get("/deep/training/runs.json")).json()["changes"] == "nobody"
+
+
+@pytest.mark.anyio
+async def test_the_applications_own_authentication_decides(anyio_backend):
+    with Job(slow=True) as job:
+        async with mounted(job.loop, may_change=lambda request: request.headers.get("x-user") == "admin") as client:
+            job.bus.count_calls()
+            with anyio.fail_after(30):
+                while not (await client.get("/deep/training/runs.json")).json()["runs"]:
+                    await anyio.sleep(0.01)
+            answer = await client.post("/deep/training/runs/1/stop", headers={"x-user": "guest"})
+            assert (answer.status_code, answer.json()["error"]) == (403, "the application does not allow you to change the run")
+            assert (await client.post("/deep/training/runs/1/stop", headers={"x-user": "admin"})).status_code == 202
+            assert (
+                await client.post("/deep/training/runs/1/stop", headers={"x-user": "admin", "Origin": "http://evil"})
+            ).status_code == 403
+
+
+@pytest.mark.anyio
+async def test_a_name_that_is_not_listed_is_refused_with_the_way_out(anyio_backend):
+    async with mounted(Bus()) as client:
+        answer = await client.get("/deep/training/", headers={"Host": "lab.example"})
+        assert answer.json()["error"] == "the dashboard is not served under the name 'lab.example'; list it in hosts="
+    async with mounted(Bus(), hosts=["lab.example"]) as client:
+        assert (await client.get("/deep/training/", headers={"Host": "Lab.Example:8443"})).status_code == 200
+
+
+def test_what_cannot_be_shown_is_an_error():
+    with pytest.raises(ConfigurationError, match="give one of them"):
+        app(Bus(), token="a-token-of-some-length", may_change=lambda request: True)  # noqa: S106 - a test
+    with pytest.raises(ConfigurationError, match="shows a TrainLoop, a Run or a Bus, not 3"):
+        app(3)
+    with pytest.raises(ConfigurationError, match="at least 16"):
+        app(Bus(), token="short")  # noqa: S106 - a test
+
+
+def test_without_the_extra_the_error_names_it(script):
+    done = script(
+        """
+        import sys
+        sys.modules["starlette"] = sys.modules["starlette.applications"] = None
+        from eventloop import Bus, ConfigurationError
+        from eventloop.observe.dashboard import Server, app
+        for make in (lambda: app(Bus()), lambda: Server("127.0.0.1", 0, None)):
+            try:
+                make()
+            except ConfigurationError as error:
+                print(error)
+        """
+    )
+    assert done.stdout.count("the dashboard needs starlette") == 2, done.stderr
+    assert done.stdout.count('pip install "trainbus[web]"') == 2
