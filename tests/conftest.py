@@ -53,6 +53,7 @@ ALONE = (
     "bridges/test_transformers_ranks.py",
     "cli/test_torchrun.py",
     "hooks/test_preemption.py",
+    "observe/test_dashboard_browser.py",
     "hooks/test_sync_buffers.py",
     "offload/test_interrupts.py",
     "offload/test_process.py",

@@ -53,8 +53,8 @@ def run(
         config: a .toml, .yaml or .json file.
         changes: of single keys, as key=value; see above.
         costs: at the end, print where the time went: data, step, each hook, checkpoints.
-        dashboard: serve a page with live curves and costs, and with buttons that control the run, on this machine; its address is
-            printed. Without a port: on 8000 or, if that is taken, any.
+        dashboard: serve a page with live curves and costs, and with buttons that control the run, on this machine only. Its
+            address is printed. Without a port: 8000 or, if that is taken, any.
         dry_run: make everything and show the hook table, but do not train.
         resume: resume a run. Without a value (or with auto): the newest run of this configuration, or the one in
             loop.work_dir. With a folder: the run in it. With a checkpoint file or URL: from it, in a new folder.

@@ -12,7 +12,7 @@ from eventloop.observe.dashboard import Board, feed
 
 pytest.importorskip("starlette")
 
-from eventloop.observe.dashboard import event_stream  # noqa: E402 - needs starlette
+from eventloop.observe.dashboard import event_stream
 
 
 def told(messages):

@@ -1,0 +1,216 @@
+"""The pages of the dashboard in a browser: Debian's Chromium, driven by Playwright. Skipped where either is missing."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from eventloop import Bus
+from eventloop.observe.dashboard import Watcher
+from hooks import CheckpointHook
+
+from .dashboards import Job, serving, until, watched
+
+playwright = pytest.importorskip("playwright.sync_api")
+pytest.importorskip("httpx")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+
+LOSS = "document.querySelector('figure .plot').getAttribute('aria-label')"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def tab(browser):
+    """A tab of a visitor; what its console says is an error of the test."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    page.set_default_timeout(60_000)
+    said = []
+    page.on("console", lambda message: said.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: said.append(str(error)))
+    yield page
+    context.close()
+    assert [text for text in said if "ERR_" not in text and "status of 4" not in text] == []
+
+
+@pytest.fixture
+def server():
+    with serving() as one:
+        yield one
+
+
+def text(tab, name):
+    return tab.text_content(f"#{name}")
+
+
+def wait(tab, name, wanted):
+    tab.wait_for_function("([name, wanted]) => document.getElementById(name).textContent.includes(wanted)", arg=[name, wanted])
+
+
+def wait_for_event(tab, wanted):
+    wait(tab, "events", wanted)
+
+
+def test_the_token_leaves_the_address_bar_and_the_only_run_is_shown(server, tab):
+    with watched(server, slow=True, name="mine"):
+        tab.goto(server.url)
+        tab.wait_for_url(f"http://127.0.0.1:{server.port}/runs/1/")
+        wait(tab, "name", "mine")
+        wait(tab, "state", "running")
+        tab.wait_for_function("!document.getElementById('pause').disabled")
+        assert server.token not in tab.url
+        tab.reload()
+        tab.wait_for_function("!document.getElementById('pause').disabled")
+
+
+def test_curves_grow_and_costs_are_shown(server, tab):
+    with watched(server, slow=True):
+        tab.goto(server.url)
+        tab.wait_for_selector("figure canvas")
+        before = tab.evaluate(LOSS)
+        assert before.startswith("Curve of loss up to iteration ")
+        tab.wait_for_function(f"before => {LOSS} !== before", arg=before)
+        tab.wait_for_selector("#parts tr")
+        width = tab.evaluate(
+            "[...document.querySelectorAll('#bar span')].reduce((sum, one) => sum + parseFloat(one.style.width), 0)"
+        )
+        assert width == pytest.approx(100, abs=2)
+        wait(tab, "lane-rows", "Watcher.tell")
+
+
+def test_pause_resume_rate_checkpoint_and_stop(server, tab, tmp_path):
+    with watched(server, slow=True, work_dir=tmp_path) as job:
+        tab.goto(server.url)
+        tab.click("#pause")
+        wait(tab, "state", "paused")
+        wait(tab, "pause", "Resume")
+        at = job.loop.counters.iter
+        tab.fill("#new-rate", "0.004")
+        tab.press("#new-rate", "Enter")
+        wait_for_event(tab, "the learning rate 0.004 was asked for")
+        assert job.loop.counters.iter == at
+        tab.click("#pause")
+        wait(tab, "state", "running")
+        wait_for_event(tab, "the learning rate is 0.004 now")
+        wait(tab, "rate", "0.004")
+        tab.click("#checkpoint")
+        wait(tab, "files", "iter_")
+        tab.click("#stop")
+        wait(tab, "stop", "Really stop?")
+        assert job.thread.is_alive()
+        tab.click("#stop")
+        wait(tab, "state", "stopped")
+        wait(tab, "why", "The run has ended.")
+        assert tab.is_disabled("#pause")
+        job.thread.join(60)
+        assert job.error is None
+
+
+def test_a_wrong_rate_is_answered_on_the_page(server, tab):
+    with watched(server, slow=True):
+        tab.goto(server.url)
+        tab.wait_for_function("!document.getElementById('set').disabled")
+        tab.evaluate("document.getElementById('new-rate').value = 'fast'")
+        tab.click("#set")
+        wait_for_event(tab, "Learning rate: a learning rate is a number above 0")
+
+
+def test_buttons_that_do_not_work_say_why(server, tab):
+    with watched(server, slow=True):
+        tab.goto(server.url)
+        wait(tab, "why", "Checkpoint now: this run has no work dir")
+        assert tab.is_disabled("#checkpoint")
+        assert tab.is_enabled("#pause")
+
+
+def test_without_the_token_the_run_is_shown_and_cannot_be_changed(server, tab):
+    with watched(server, slow=True):
+        tab.goto(f"http://127.0.0.1:{server.port}/")
+        wait(tab, "why", "it brings the token")
+        assert all(tab.is_disabled(f"#{name}") for name in ("pause", "checkpoint", "stop", "set"))
+        tab.wait_for_selector("figure canvas")
+
+
+def test_a_late_visitor_sees_the_whole_run_and_how_it_ended(server, tab, tmp_path):
+    job = Job(Bus(CheckpointHook(interval=1), Watcher(server.board)), epochs=3, work_dir=tmp_path)
+    job.loop.run()
+    tab.goto(server.url)
+    wait(tab, "state", "finished")
+    assert text(tab, "iter") == "15"
+    assert text(tab, "epoch") == "3 / 3"
+    wait(tab, "files", "epoch_3.safetensors")
+    assert tab.evaluate(LOSS).startswith("Curve of loss up to iteration 15")
+    tab.wait_for_selector("#parts tr")
+
+
+def test_a_failed_run_says_why(server, tab):
+    job = Job(Bus(Watcher(server.board)))
+
+    @job.bus.on("after_train_iter", once=7)
+    def fail(event):
+        raise RuntimeError("out of <b>luck</b>")
+
+    with job:
+        until(lambda: server.board.get(1) is not None)
+        tab.goto(server.url)
+        wait(tab, "state", "failed")
+        wait_for_event(tab, "RuntimeError: out of <b>luck</b>")
+
+
+def test_several_runs_are_listed_and_have_a_page_each(server, tab):
+    with watched(server, slow=True, name="first"), Job(Bus(Watcher(server.board)), slow=True, name="second"):
+        until(lambda: server.board.get(2) is not None)
+        tab.goto(server.url)
+        tab.click("text=second")
+        wait(tab, "name", "second")
+        tab.wait_for_function("!document.getElementById('pause').disabled")
+        tab.click("text=all runs")
+        tab.wait_for_selector("text=first")
+
+
+def test_a_page_that_waits_shows_the_first_run_when_it_begins(server, tab):
+    tab.goto(server.url)
+    wait(tab, "notice", "No run has begun yet")
+    with watched(server, slow=True):
+        wait(tab, "state", "running")
+
+
+def test_a_lost_connection_is_shown(server, tab):
+    with watched(server, slow=True):
+        tab.goto(server.url)
+        wait(tab, "state", "running")
+        server.close()
+        wait(tab, "state", "connection lost")
+        wait(tab, "notice", "The connection is lost")
+        assert tab.is_disabled("#pause")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_page_is_accessible_and_nothing_is_wider_than_the_screen(server, browser, tmp_path, width, scheme):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    with watched(server, bus=Bus(CheckpointHook(interval=1)), slow=True, work_dir=tmp_path):
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=True)
+        tab = context.new_page()
+        tab.goto(server.url)
+        tab.wait_for_selector("#parts tr", timeout=60_000)
+        tab.wait_for_selector("#files tr", timeout=60_000)
+        tab.wait_for_selector("#pause:not(:disabled)", timeout=60_000)
+        results = axe.Axe().run(tab)
+        assert results.violations_count == 0, results.generate_report()
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        context.close()
