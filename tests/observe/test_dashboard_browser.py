@@ -58,7 +58,7 @@ def text(tab, name):
 
 
 def wait(tab, name, wanted):
-    tab.wait_for_function("([name, wanted]) => document.getElementById(name).textContent.includes(wanted)", arg=[name, wanted])
+    tab.wait_for_function("([name, wanted]) => document.getElementById(name)?.textContent.includes(wanted)", arg=[name, wanted])
 
 
 def wait_for_event(tab, wanted):
@@ -71,10 +71,10 @@ def test_the_token_leaves_the_address_bar_and_the_only_run_is_shown(server, tab)
         tab.wait_for_url(f"http://127.0.0.1:{server.port}/runs/1/")
         wait(tab, "name", "mine")
         wait(tab, "state", "running")
-        tab.wait_for_function("!document.getElementById('pause').disabled")
+        tab.wait_for_selector("#pause:enabled")
         assert server.token not in tab.url
         tab.reload()
-        tab.wait_for_function("!document.getElementById('pause').disabled")
+        tab.wait_for_selector("#pause:enabled")
 
 
 def test_curves_grow_and_costs_are_shown(server, tab):
@@ -123,7 +123,7 @@ def test_pause_resume_rate_checkpoint_and_stop(server, tab, tmp_path):
 def test_a_wrong_rate_is_answered_on_the_page(server, tab):
     with watched(server, slow=True):
         tab.goto(server.url)
-        tab.wait_for_function("!document.getElementById('set').disabled")
+        tab.wait_for_selector("#set:enabled")
         tab.evaluate("document.getElementById('new-rate').value = 'fast'")
         tab.click("#set")
         wait_for_event(tab, "Learning rate: a learning rate is a number above 0")
@@ -177,7 +177,7 @@ def test_several_runs_are_listed_and_have_a_page_each(server, tab):
         tab.goto(server.url)
         tab.click("text=second")
         wait(tab, "name", "second")
-        tab.wait_for_function("!document.getElementById('pause').disabled")
+        tab.wait_for_selector("#pause:enabled")
         tab.click("text=all runs")
         tab.wait_for_selector("text=first")
 
@@ -209,7 +209,7 @@ def test_the_page_is_accessible_and_nothing_is_wider_than_the_screen(server, bro
         tab.goto(server.url)
         tab.wait_for_selector("#parts tr", timeout=60_000)
         tab.wait_for_selector("#files tr", timeout=60_000)
-        tab.wait_for_selector("#pause:not(:disabled)", timeout=60_000)
+        tab.wait_for_selector("#pause:enabled", timeout=60_000)
         results = axe.Axe().run(tab)
         assert results.violations_count == 0, results.generate_report()
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
