@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -291,6 +292,14 @@ def test_a_run_that_had_begun_before_is_shown_from_its_next_epoch(server):
     Job(bus, epochs=4).loop.run()
     (page,) = server.board
     assert (page.state, page.iter) == ("finished", 20)
+
+
+def test_metrics_for_prometheus_are_served_beside_the_pages(server, visitor):
+    pytest.importorskip("prometheus_client")
+    with watched(server, slow=True, name="mine"), visitor.told() as told:
+        wait_for(told, "metrics")
+        lines = visitor.client.get("/metrics").text
+    assert re.search(r'^trainbus_iterations_total\{run="mine"\} [1-9]', lines, re.MULTILINE), lines
 
 
 # ------------------------------------------------------------------------------------------------------------ the hook

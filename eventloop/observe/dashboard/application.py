@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, get_args
 
 import anyio
+import anyio.to_thread
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from eventloop.errors import TrainbusError
+from eventloop.errors import ConfigurationError, TrainbusError
 from eventloop.observe import assets
 from eventloop.observe.dashboard.event_stream import EventStream, Readers
 from eventloop.observe.dashboard.guard import Access, Guard, refused
@@ -52,6 +54,7 @@ class Application(Starlette):
         self._access = access
         self._cut_off = cut_off
         self._readers = Readers(lambda: board.closed)
+        self._expose = _exposed(board)
         super().__init__(
             routes=[
                 Route("/", self._list_page),
@@ -60,6 +63,7 @@ class Application(Starlette):
                 Route("/runs/{number:int}/events", self._events),
                 Route("/runs/{number:int}/{command}", self._command, methods=["POST"]),
                 Route("/static/{name}", self._static),
+                Route("/metrics", self._metrics),
             ],
             middleware=[Middleware(Guard, access)],
         )
@@ -79,6 +83,13 @@ class Application(Starlette):
         runs = [page.summary() for page in self.board]
         told = {"runs": runs, "changes": self._access.mode, "may_change": self._access.allows(request)}
         return JSONResponse(told, headers={"cache-control": "no-store"})
+
+    async def _metrics(self, request: Request) -> Response:
+        if self._expose is None:
+            return refused(404, 'metrics need prometheus-client: pip install "trainbus[metrics]"')
+        # In a thread, because it waits for the recorder's locks.
+        body, kind = await anyio.to_thread.run_sync(self._expose, request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": kind, "cache-control": "no-store"})
 
     async def _events(self, request: Request) -> Response | EventStream:
         page = self._page(request)
@@ -119,6 +130,17 @@ _NOT_ALLOWED: Final = {
     "application": "the application does not allow you to change the run",
     "nobody": "this dashboard only shows the run; give app() token= or may_change= to control it",
 }
+
+
+def _exposed(board: Board) -> Callable[[str], tuple[bytes, str]] | None:
+    """Return the function that writes the metrics of the runs on a board; None without prometheus-client."""
+    try:
+        from eventloop.observe.metrics import RunCollector, expose
+    except ConfigurationError:
+        return None
+    collector = RunCollector()
+    board.collect = collector.add
+    return partial(expose, collector)
 
 
 def _seen(request: Request) -> int:

@@ -129,6 +129,8 @@ class Board:
         self._number = 0
         self.closed = False
         """True when the server ends: readers leave then."""
+        self.collect: Callable[[Any], object] | None = None
+        """Called with the bus of each run that begins, for ``/metrics``."""
 
     def __iter__(self) -> Iterator[RunPage]:
         with self._lock:
@@ -141,6 +143,8 @@ class Board:
 
     def begin(self, run: Any) -> RunPage:
         """Make a page for a run."""
+        if self.collect is not None and run is not None:
+            self.collect(run.bus)
         with self._lock:
             self._number += 1
             page = self._pages[self._number] = RunPage(self._number, run)
