@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -344,3 +349,41 @@ def test_another_address_than_the_loopback_needs_a_token_when_the_hook_is_made(h
 def test_a_token_that_can_be_guessed_or_not_be_sent_is_an_error(token):
     with pytest.raises(ConfigurationError, match="at least 16"):
         Dashboard(token=token)
+
+
+ENDING = """
+import time, torch
+from torch.nn import functional
+from eventloop import Bus, TrainLoop
+from hooks import Dashboard
+
+model = torch.nn.Linear(3, 1)
+bus = Bus(Dashboard(port=0))
+bus.on("before_train_iter", lambda event: time.sleep(0.002))
+data = [(torch.randn(4, 3), torch.randn(4, 1))] * 5
+TrainLoop(
+    model,
+    torch.optim.SGD(model.parameters(), lr=0.01),
+    step=lambda model, batch: functional.mse_loss(model(batch[0]), batch[1]),
+    train_data=data,
+    bus=bus,
+    max_epochs=1_000_000,
+).run()
+"""
+
+
+def test_a_page_hears_the_end_although_the_program_ends_with_the_run(tmp_path):
+    (tmp_path / "train.py").write_text(ENDING)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(tmp_path / "train.py")]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603
+        try:
+            port, token = re.search(r"http://127\.0\.0\.1:(\d+)/#token=(\S+)\n", process.stderr.readline()).groups()
+            with Visitor(SimpleNamespace(port=port, token=token)) as visitor, visitor.told() as told:
+                wait_for(told, "scalars")
+                assert visitor.post("stop").status_code == 202
+                assert wait_for(told, "state", state="stopped")
+            assert process.wait(60) == 0
+            assert "Traceback" not in process.stderr.read()
+        finally:
+            process.kill()

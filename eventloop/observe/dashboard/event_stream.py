@@ -78,14 +78,15 @@ class EventStream:
         if not await self._sent(send, start):
             return False
         quiet = 0.0
-        while not self._ends:
+        while True:
+            ends = self._ends  # before the last look, which takes what was told until then
             messages, self._seen, is_last = self._feed.read(self._seen)
             if not messages and quiet >= QUIET:
                 messages = [b": still here\n\n"]
             for body in _chunks(messages):
                 if not await self._sent(send, {"type": "http.response.body", "body": body, "more_body": True}):
                     return False
-            if is_last:
+            if is_last or ends:
                 break
             pace = self._readers.pace
             quiet = 0.0 if messages else quiet + pace
