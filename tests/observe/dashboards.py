@@ -30,6 +30,7 @@ class Job:
         model = torch.nn.Linear(3, 1)
         if slow:
             epochs = 1_000_000
+            options = {"val_interval": 200} | options  # or there would be hundreds of events a second
             self.bus.on("before_train_iter", lambda event: time.sleep(0.002))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         self.loop = TrainLoop(

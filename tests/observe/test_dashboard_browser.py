@@ -112,7 +112,7 @@ def test_pause_resume_rate_checkpoint_and_stop(server, tab, tmp_path):
         tab.click("#stop")
         wait(tab, "stop", "Really stop?")
         assert job.thread.is_alive()
-        tab.click("#stop")
+        tab.wait_for_function("() => { const stop = document.getElementById('stop'); stop.click(); return stop.disabled; }")
         wait(tab, "state", "stopped")
         wait(tab, "why", "The run has ended.")
         assert tab.is_disabled("#pause")
@@ -203,7 +203,7 @@ def test_a_lost_connection_is_shown(server, tab):
 @pytest.mark.parametrize("width", [1280, 400])
 def test_the_page_is_accessible_and_nothing_is_wider_than_the_screen(server, browser, tmp_path, width, scheme):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
-    with watched(server, bus=Bus(CheckpointHook(interval=1)), slow=True, work_dir=tmp_path):
+    with watched(server, bus=Bus(CheckpointHook(interval=100)), slow=True, work_dir=tmp_path):
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=True)
         tab = context.new_page()
         tab.goto(server.url)
