@@ -4,7 +4,9 @@ It has one long epoch, or ``epochs`` equal ones; a loop that knows iteration-bas
 """
 
 import functools
+import statistics
 import time
+from itertools import pairwise
 from operator import itemgetter
 
 import torch
@@ -62,16 +64,15 @@ class Job:
 
 
 class Clocked(Job):
-    """A job that knows how long an iteration took, without what is done once at the beginning and at the end."""
+    """A job that knows how long an iteration took."""
 
     def __init__(self, iterations: int, **options: int) -> None:
-        super().__init__(iterations, **options)
+        super().__init__(iterations, checkpoint_interval=iterations // 3, **options)
         self.data = TimedBatches(self.data.batches, self.data.length)
 
     def seconds(self) -> float:
-        """The mean of the iterations after the first tenth, up to the last batch."""
-        asked = self.data.asked[self.iterations // 10 :]
-        return (asked[-1] - asked[0]) / (len(asked) - 1)
+        """The median from one batch to the next, after the first tenth."""
+        return statistics.median(after - before for before, after in pairwise(self.data.asked[self.iterations // 10 :]))
 
 
 class ClockedBatches(Dataset[Batch]):
