@@ -178,11 +178,6 @@ class Lifecycle:
             _raise_all(self._take_failures())
 
     @property
-    def training(self) -> bool:
-        """True while a run is open."""
-        return bool(self._training)
-
-    @property
     def hosted_here(self) -> bool:
         """True on the thread whose event loop ``async with bus:`` uses, which must not block."""
         return self._runtime is not None and self._runtime.in_host_loop

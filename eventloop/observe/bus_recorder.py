@@ -124,7 +124,7 @@ class BusRecorder(Recorder):
             world_size,
             measure=self._spent,
             tell=self._tell_ranks,
-            trains=lambda: bool(self._bus.training),
+            trains=lambda: self._bus.progress is not None,
         )
         self._exchange.start()
 

@@ -161,6 +161,21 @@ function showCosts(costs) {
     make("td", {}, lane.name), cell(whole(lane.delivered)), cell(whole(lane.pending)), cell(lane.depth_max ? whole(lane.depth_max) : ""),
     cell(lane.age_mean ? duration(lane.age_mean) : ""), cell(lane.seconds ? lane.seconds.toFixed(2) : ""),
     cell(lane.waited ? duration(lane.waited) : "", lane.waited ? "number bad" : "number"), bad(lane.dropped), bad(lane.failed))));
+  if (costs.ranks) showRanks(costs.ranks, cell);
+}
+
+function showRanks(ranks, cell) {
+  $("ranks").hidden = false;
+  const slow = ranks.straggler;
+  const at = slow && `${slow.group === "hand-off" ? "handing over to " : ""}${slow.name}`;
+  $("straggler").textContent = [
+    slow ? `The other ranks wait ${percent(slow.waited / ranks.seconds)} of the time for rank ${slow.rank} (${slow.host}): ` +
+      `${at} takes ${duration(slow.seconds)} an iteration there, ${duration(slow.others)} on the others.` : "No rank holds up the others.",
+    ...(ranks.missing.length ? [`Not measured: rank ${ranks.missing.join(", ")}.`] : []),
+  ].join(" ");
+  $("straggler").className = slow ? "bad" : "soft";
+  $("rank-rows").replaceChildren(...ranks.times.map(one => make("tr", {},
+    make("td", {}, one.name), cell(duration(one.min)), cell(duration(one.median)), cell(duration(one.max)), make("td", {}, `rank ${one.rank} (${one.host})`))));
 }
 
 const percent = share => `${(100 * share).toFixed(1)} %`;
