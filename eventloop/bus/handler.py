@@ -154,10 +154,12 @@ def make_lane(label: str, mode: Mode, options: Mapping[str, Any]) -> Lane | None
 
 
 def label_of(handler: object, hook: Hook | None) -> str:
-    """Return the name of a handler in tables and errors: ``"watch"``, ``"EMAHook.after_train_iter"``."""
+    """Return the name of a handler in tables: ``"watch"``, ``"EMAHook.after_train_iter"``, ``"lambda at train.py:12"``."""
     if not callable(handler):
         return repr(handler)  # for the error that refuses it
     name = str(getattr(_unwrapped(handler), "__name__", type(handler).__name__))
+    if name == "<lambda>":  # several have this name
+        name = f"lambda at {location_of(handler).rpartition('/')[2]}"
     return name if hook is None else f"{hook.label}.{name}"
 
 

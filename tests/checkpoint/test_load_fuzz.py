@@ -7,6 +7,7 @@ import resource
 import tracemalloc
 import zlib
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,19 +92,29 @@ def read(path: Path, data: bytes) -> Reading:
     path.write_bytes(data)
     loaded = False
     peaks = []
+    limit = FIXED + PER_BYTE * len(data)
     for reader in (inspect, verify, load):
-        tracemalloc.start()
-        try:
-            reader(path)
-            loaded = True
-        except CheckpointError as error:
-            assert isinstance(error, CheckpointDamagedError) or "upgrade" in str(error)
-            assert "alloc" not in str(error)  # torch says so as a RuntimeError
-            loaded = False
-        finally:
-            peaks.append((reader.__name__, tracemalloc.get_traced_memory()[1]))
-            tracemalloc.stop()
-    return Reading(loaded, [(name, peak) for name, peak in peaks if peak >= FIXED + PER_BYTE * len(data)])
+        loaded, peak = taken(reader, path)
+        if peak >= limit:  # or a thread of another test took it meanwhile, which does not repeat itself
+            peak = min(peak, *(taken(reader, path)[1] for _ in range(3)))
+        peaks.append((reader.__name__, peak))
+    return Reading(loaded, [(name, peak) for name, peak in peaks if peak >= limit])
+
+
+def taken(reader: Callable[[Path], object], path: Path) -> tuple[bool, int]:
+    """Return whether it could be read, and the memory in bytes that it took at most."""
+    tracemalloc.start()
+    try:
+        reader(path)
+        loaded = True
+    except CheckpointError as error:
+        assert isinstance(error, CheckpointDamagedError) or "upgrade" in str(error)
+        assert "alloc" not in str(error)  # torch says so as a RuntimeError
+        loaded = False
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return loaded, peak
 
 
 # Bytes that promise more than follows: arrays, maps, binaries, extensions and texts of four billion, depth, bad names,

@@ -146,10 +146,14 @@ def test_an_arrow_goes_from_the_request_of_a_checkpoint_to_its_commit(tmp_path):
 
 def test_queues_and_memory_are_counters(tmp_path):
     bus = Bus()
-    bus.on("after_train_iter", lambda event: time.sleep(0.01), offload="thread", queue=50)
+
+    def slow(event):
+        time.sleep(0.01)
+
+    bus.on("after_train_iter", slow, offload="thread", queue=50)
     picture = traced(tmp_path, bus=bus, first=0, iterations=8)
     assert max(picture.counters("memory of the process")) > 0
-    assert picture.counters("pending: <lambda>")[0] >= 0
+    assert picture.counters("pending: slow")[0] >= 0
 
 
 def test_garbage_collections_are_slices_and_cost_nothing_afterwards(tmp_path):
