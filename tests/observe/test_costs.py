@@ -182,6 +182,7 @@ def test_nested_and_foreign_publishes_add_up(registry):
         time.sleep(0.001)
 
     bus.on(InnerOfCostTests, inner)
+
     def outer(event):
         for _ in range(3):
             bus.publish(InnerOfCostTests())
