@@ -6,7 +6,9 @@ happened: ``{"time": 1764000000.5, "kind": "checkpoint", "epoch": 3, "iter": 400
 
 from __future__ import annotations
 
+import json
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -63,11 +65,22 @@ class RunFacts(msgspec.Struct, kw_only=True):
 
 
 class RunFolderError(TrainbusError):
-    """A folder is not that of a run, or a file in it cannot be read."""
+    """A folder is not that of a run."""
+
+
+class RunDamagedError(RunFolderError):
+    """The ``run.json`` of a run cannot be read."""
+
+
+class Damage(msgspec.Struct):
+    """Lines of a file that are no JSON objects: their number, and the number of the first one, from 1."""
+
+    lines: int
+    first: int
 
 
 class RunFolder:
-    """The folder of a run, to read.
+    """The folder of a run, to read. Damaged lines are left out, and counted in ``damaged`` by the name of their file.
 
     Args:
         path: the work dir.
@@ -78,6 +91,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.damaged: dict[str, Damage] = {}
         if not is_run(path):
             raise RunFolderError(f"{path}: this is not the folder of a run: it has no {FACTS} and no {SCALARS}")
 
@@ -87,21 +101,48 @@ class RunFolder:
 
     def record(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of ``record.jsonl``."""
-        return _lines(self.path / RECORD)
+        return self._lines(RECORD)
 
     def scalars(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of ``scalars.jsonl``. The later one of two lines with the same step counts."""
-        return _lines(self.path / SCALARS)
+        return self._lines(SCALARS)
+
+    def ends(self) -> list[float]:
+        """Return when each session ended, in seconds since 1970. One that was killed ends with its last sign of life."""
+        sessions = self.facts().sessions
+        following = [one.began for one in sessions[1:]] + [math.inf]
+        signs = [] if all(one.ended for one in sessions) else sorted(self._signs(only_last=all(one.ended for one in sessions[:-1])))
+        return [
+            one.ended or max(one.began, signs[before - 1] if (before := bisect_left(signs, until)) else 0.0)
+            for one, until in zip(sessions, following, strict=True)
+        ]
 
     def seconds(self) -> float:
-        """Return the time of all sessions together. One that was killed ends with its last sign of life."""
-        sessions = self.facts().sessions
-        signs = [line["time"] for lines in (self.record(), self.scalars()) for line in lines if "time" in line]
-        following = [one.began for one in sessions[1:]] + [math.inf]
-        return sum(
-            (one.ended or max([one.began, *(sign for sign in signs if sign < before)])) - one.began
-            for one, before in zip(sessions, following, strict=True)
-        )
+        """Return the time of all sessions together."""
+        return sum(end - one.began for one, end in zip(self.facts().sessions, self.ends(), strict=True))
+
+    def _signs(self, *, only_last: bool) -> Iterator[float]:
+        """Yield the times of lines; of ``scalars.jsonl``, which may be long, only of the last one if that is enough."""
+        path = self.path / SCALARS
+        scalars = _tail(path) if only_last else self.scalars()
+        for lines in (self.record(), scalars):
+            yield from (line["time"] for line in lines if isinstance(line.get("time"), int | float))
+
+    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
+        """Yield the objects in a file of JSON lines. An incomplete last line, of a killed or a living run, is no damage."""
+        self.damaged.pop(name, None)
+        path = self.path / name
+        if not path.is_file():
+            return
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    return
+                value = _decoded(line)
+                if value is not None:
+                    yield value
+                else:
+                    self.damaged.setdefault(name, Damage(0, number)).lines += 1
 
 
 def is_run(path: Path) -> bool:
@@ -121,7 +162,7 @@ def read_facts(folder: Path) -> RunFacts | None:
     """Return the content of ``run.json``; None if there is no such file.
 
     Raises:
-        RunFolderError: the file is damaged, or of a newer trainbus.
+        RunDamagedError: the file is damaged, or of a newer trainbus.
     """
     path = folder / FACTS
     if not path.is_file():
@@ -129,9 +170,9 @@ def read_facts(folder: Path) -> RunFacts | None:
     try:
         facts = msgspec.json.decode(path.read_bytes(), type=RunFacts)
     except msgspec.DecodeError as error:
-        raise RunFolderError(f"{path}: {error}; move the file away, and the run begins a new one") from None
+        raise RunDamagedError(f"{path} is damaged ({error}); move it away: a run that goes on begins a new one") from None
     if facts.format > 1:
-        raise RunFolderError(f"{path} has format {facts.format}, but this trainbus reads format 1; upgrade trainbus")
+        raise RunDamagedError(f"{path} has format {facts.format}, but this trainbus reads format 1; upgrade trainbus")
     return facts
 
 
@@ -154,31 +195,22 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a file of JSON lines; an incomplete last line of a killed run is left out."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            yield _decoded(line, path, number)
-
-
-def _decoded(line: bytes, path: Path, number: int) -> dict[str, Any]:
+def _decoded(line: bytes) -> dict[str, Any] | None:
+    """Return the object in a line; None if it is damaged."""
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError:
-        value = _with_nan(line, path, number)
-    if not isinstance(value, dict):
-        raise RunFolderError(f"{path}, line {number}: expected a JSON object, got {line[:40].decode(errors='replace')!r}")
-    return value
+        try:
+            value = json.loads(line)  # knows NaN and Infinity, which orjson does not
+        except (ValueError, RecursionError):
+            return None
+    return value if isinstance(value, dict) else None
 
 
-def _with_nan(line: bytes, path: Path, number: int) -> Any:
-    import json
-
-    try:
-        return json.loads(line)  # knows NaN and Infinity, which orjson does not
-    except ValueError as error:
-        raise RunFolderError(f"{path}, line {number}: {error}") from None
+def _tail(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects in the last 64 KiB of a file of JSON lines."""
+    if path.is_file():
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - (1 << 16)))
+            decoded = map(_decoded, file.read().splitlines())
+            yield from (one for one in decoded if one is not None)

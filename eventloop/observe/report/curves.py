@@ -1,0 +1,128 @@
+"""``read_curves``: the scalars of a run as arrays, from a file that may have millions of lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+_PLACES: Final = ("step", "epoch", "iter", "time")
+_BATCH: Final = 50_000  # lines that wait in memory before they become arrays
+
+
+class Curve(NamedTuple):
+    """The values of one scalar, by rising iteration. ``epochs`` and ``times`` are NaN where the file does not have them."""
+
+    iterations: Array
+    epochs: Array
+    times: Array
+    values: Array
+
+    def thinned(self, most: int) -> Curve:
+        """Return at most ``most`` points, some more for a short curve: of equal parts of the curve the least, greatest and
+        first NaN, and both ends of the curve.
+        """
+        number = len(self.values)
+        if number <= most:
+            return self
+        finite = np.isfinite(self.values)
+        parts = max(1, (most - 2) // (2 if finite.all() else 3))
+        starts = np.linspace(0, number, parts, endpoint=False).astype(np.int64)
+        order = np.repeat(np.arange(parts), np.diff(np.append(starts, number)))
+        kept = [0, number - 1]
+        for key in (np.where(finite, self.values, np.inf), np.where(finite, -self.values, np.inf), finite.astype(np.float64)):
+            # Within its part, the point with the least key comes first.
+            kept.extend(np.lexsort((key, order))[starts])
+        if finite.all():
+            kept = kept[: 2 + 2 * parts]
+        chosen = np.unique(kept)
+        return Curve(*(column[chosen] for column in self))
+
+
+def read_curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
+    """Return the curve of each scalar, by its name.
+
+    A line is ``{"step": 10, "epoch": 1, "iter": 10, "time": 1764000000.5, "train/loss": 0.5, ...}``. Where the iterations
+    go back, because a run was resumed, the later lines count.
+    """
+    tables: list[tuple[dict[str, int], Array]] = []
+    waiting: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
+    number = 0
+    for number, line in enumerate(lines, 1):
+        names = tuple(line)
+        row = (number, *line.values())
+        if names in waiting:
+            waiting[names].append(row)
+        else:
+            waiting[names] = [row]
+        if number % _BATCH == 0:
+            tables.extend(_tables(waiting))
+            waiting.clear()
+    tables.extend(_tables(waiting))
+    pieces: dict[str, list[Array]] = {}
+    for columns, table in tables:
+        for name, index in columns.items():
+            if name not in _PLACES and name:
+                pieces.setdefault(name, []).append(_piece(columns, table, index))
+    curves = ((name, _joined(own)) for name, own in pieces.items())
+    return {name: curve for name, curve in curves if len(curve.values)}
+
+
+def _tables(waiting: Mapping[tuple[str, ...], list[tuple[Any, ...]]]) -> Iterable[tuple[dict[str, int], Array]]:
+    for names, rows in waiting.items():
+        columns = {"": 0} | {name: index for index, name in enumerate(names, 1)}
+        yield columns, _as_floats(rows)
+
+
+def _as_floats(rows: list[tuple[Any, ...]]) -> Array:
+    """Return rows as an array. What is no number is a masked value: infinity below zero is one of a run, so None is a NaN."""
+    if all(type(value) in (int, float) for value in rows[0]):
+        try:
+            return np.array(rows, np.float64)
+        except (ValueError, TypeError, OverflowError):
+            pass  # a later row has something else
+    return np.array([[_number(value) for value in row] for row in rows], np.float64)
+
+
+_MISSING: Final = -1.2345678901234567e308
+"""Stands for what is no number, while NaN stands for itself."""
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, int | float):
+        return _MISSING
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf")
+
+
+def _piece(columns: Mapping[str, int], table: Array, index: int) -> Array:
+    """Return rows of line number, iteration, epoch, time and value, of the lines that have a value."""
+    lines = table[:, 0]
+    missing = np.full_like(lines, np.nan)
+    epochs, times, steps, iterations = (
+        _known(table[:, columns[name]]) if name in columns else missing for name in ("epoch", "time", "step", "iter")
+    )
+    places = np.where(np.isfinite(iterations), iterations, np.where(np.isfinite(steps), steps, lines))
+    values = table[:, index]
+    there = values != _MISSING
+    return np.column_stack((lines, places, epochs, times, values))[there]
+
+
+def _known(column: Array) -> Array:
+    return np.where(column == _MISSING, np.nan, column)
+
+
+def _joined(pieces: list[Array]) -> Curve:
+    """Return a curve from its pieces, without points at or behind the iteration of a later one."""
+    rows = np.concatenate(pieces)
+    if len(pieces) > 1:
+        rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    later = np.minimum.accumulate(rows[::-1, 1])[::-1]
+    rows = rows[np.append(rows[:-1, 1] < later[1:], True)] if len(rows) else rows
+    return Curve(*rows[:, 1:].T.copy())

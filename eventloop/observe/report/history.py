@@ -1,0 +1,196 @@
+"""``History``: what a run has left in its folder, put together for a report."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from eventloop.observe.costs import Costs, Histogram, LaneCosts, Part
+from eventloop.observe.report.curves import Array, Curve, read_curves
+from eventloop.observe.run_folder import Damage, RunFacts, RunFolder, Session
+
+
+class StepTimes(NamedTuple):
+    """Durations of the iterations in one stretch of the run, which ended at ``iter`` and ``time``."""
+
+    iter: int
+    time: float
+    steps: Histogram
+
+
+class History:
+    """A run, read from its folder. ``lines`` has the lines of ``record.jsonl`` by their kind."""
+
+    def __init__(self, folder: Path) -> None:
+        run = RunFolder(folder)
+        self.path = folder
+        self.facts: RunFacts = run.facts()
+        self.lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for line in run.record():
+            if isinstance(line.get("time"), int | float):
+                self.lines[str(line.get("kind"))].append(line)
+        self.curves: dict[str, Curve] = read_curves(run.scalars())
+        self.ends: list[float] = run.ends()
+        self.damaged: dict[str, Damage] = run.damaged
+        self._stretches = _stretches(_measured(self.lines["costs"]), [one.began for one in self.sessions[1:]])
+        self._epochs = _epochs(self.curves.values())
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The processes that ran the run."""
+        return self.facts.sessions
+
+    @property
+    def state(self) -> str:
+        """The state of the last session; unknown without ``run.json``."""
+        return self.sessions[-1].state_now if self.sessions else "unknown"
+
+    @property
+    def seconds(self) -> float:
+        """The time of all sessions together; of a run without ``run.json``, from its first to its last scalar."""
+        if self.sessions:
+            return sum(end - one.began for one, end in zip(self.sessions, self.ends, strict=True))
+        return max((float(np.nanmax(self.elapsed(one.times))) for one in self._timed()), default=0.0)
+
+    @property
+    def began(self) -> float:
+        """When the run began, in seconds since 1970; 0 if that is unknown."""
+        if self.sessions:
+            return self.sessions[0].began
+        return min((float(np.nanmin(one.times)) for one in self._timed()), default=0.0)
+
+    @property
+    def iterations(self) -> int:
+        """The number of iterations that the run has come to."""
+        known = [one.iter for one in self.sessions] + [int(one.iterations[-1]) for one in self.curves.values()]
+        return max(known, default=0)
+
+    @property
+    def epochs(self) -> int:
+        """The number of epochs that the run has come to."""
+        known = [float(np.nanmax(one.epochs)) for one in self.curves.values() if np.isfinite(one.epochs).any()]
+        return int(max([one.epoch for one in self.sessions] + known, default=0))
+
+    def costs(self) -> Costs | None:
+        """Return the costs of all sessions together; None if they were not measured."""
+        return _sum([one[-1][1] for one in self._stretches])
+
+    def step_times(self) -> list[StepTimes]:
+        """Return the durations of the iterations between any two measurements of the costs."""
+        found = []
+        for stretch in self._stretches:
+            before = Histogram()
+            for line, costs in stretch:
+                steps = costs.steps.since(before)
+                if steps.total:
+                    found.append(StepTimes(int(line.get("iter", 0)), line["time"], steps))
+                before = costs.steps
+        return found
+
+    def elapsed(self, times: Array) -> Array:
+        """Return times since 1970 as seconds of the run, without the pauses between its sessions."""
+        passed = times - self.began
+        for (one, end), after in pairwise([*zip(self.sessions, self.ends, strict=True), (None, 0.0)]):
+            if one is not None and after[0] is not None:
+                pause = max(0.0, after[0].began - end)
+                passed = passed - np.where(times >= after[0].began, pause, 0.0)
+        return np.maximum(passed, 0.0)
+
+    def epochs_at(self, curve: Curve) -> Array:
+        """Return the position of points in epochs, with fractions where the ends of epochs are known."""
+        if len(self._epochs) < 2:
+            return curve.epochs
+        ends = np.array(sorted(self._epochs.items()), np.float64)
+        numbers, last = ends[:, 0], np.maximum.accumulate(ends[:, 1])
+        length = (last[-2] - (last[-3] if len(last) > 2 else 0)) / (numbers[-2] - (numbers[-3] if len(last) > 2 else 0))
+        last[-1] = max(last[-1], last[-2] + length * (numbers[-1] - numbers[-2]))  # the last epoch may be incomplete
+        fractions = np.interp(curve.iterations, np.append(0, last), np.append(0, numbers))
+        return np.where(np.isfinite(curve.epochs), fractions, np.nan)
+
+    def _timed(self) -> Iterable[Curve]:
+        return (one for one in self.curves.values() if np.isfinite(one.times).any())
+
+
+_Measured = tuple[Mapping[str, Any], Costs]
+
+
+def _measured(lines: Sequence[Mapping[str, Any]]) -> Iterable[_Measured]:
+    for line in lines:
+        try:
+            yield line, msgspec.convert(line, Costs, strict=False, str_keys=True)
+        except msgspec.ValidationError:
+            continue  # of another version of trainbus
+
+
+def _stretches(measured: Iterable[_Measured], begins: Sequence[float]) -> list[list[_Measured]]:
+    """Split costs where they begin anew: in another session, or with another bus in the same process."""
+    stretches: list[list[_Measured]] = []
+    for line, costs in measured:
+        last = stretches[-1][-1] if stretches else None
+        if last is None or costs.wall < last[1].wall or any(last[0]["time"] < begin <= line["time"] for begin in begins):
+            stretches.append([])
+        stretches[-1].append((line, costs))
+    return stretches
+
+
+def _sum(all_costs: Sequence[Costs]) -> Costs | None:
+    if len(all_costs) < 2:
+        return all_costs[0] if all_costs else None
+    wall = sum(one.wall for one in all_costs)
+    parts: dict[tuple[str, ...], list[Part]] = defaultdict(list)
+    lanes: dict[str, list[LaneCosts]] = defaultdict(list)
+    for costs in all_costs:
+        for part in costs.parts:
+            parts[part.group, part.name, part.mount_point].append(part)
+        for lane in costs.lanes:
+            lanes[lane.name].append(lane)
+    steps: Counter[int] = sum((Counter(one.steps.counts) for one in all_costs), Counter())
+    added = sorted((_add_parts(own, wall) for own in parts.values()), key=lambda part: -part.seconds)
+    return msgspec.structs.replace(
+        all_costs[-1],
+        wall=wall,
+        parts=added,
+        steps=Histogram(dict(steps)),
+        lanes=[_add_lanes(own) for own in lanes.values()],
+        dropped=sum(one.dropped for one in all_costs),
+    )
+
+
+def _add_parts(parts: Sequence[Part], wall: float) -> Part:
+    calls, seconds = sum(one.calls for one in parts), sum(one.seconds for one in parts)
+    mean = sum(one.mean * one.calls for one in parts) / calls if calls else 0.0
+    p99 = max(one.p99 for one in parts)
+    return msgspec.structs.replace(parts[0], calls=calls, seconds=seconds, share=seconds / max(wall, 1e-9), mean=mean, p99=p99)
+
+
+def _add_lanes(lanes: Sequence[LaneCosts]) -> LaneCosts:
+    """Add what counts; of what is a maximum, take the greatest, and of means, that by the events."""
+    weights = [max(one.delivered + one.failed, 0) for one in lanes]
+    mean: Callable[[str], float] = lambda field: float(  # noqa: E731
+        np.average([getattr(one, field) for one in lanes], weights=weights if any(weights) else None)
+    )
+    added = {field: sum(getattr(one, field) for one in lanes) for field in ("delivered", "failed", "dropped", "seconds", "waited")}
+    most = {field: max(getattr(one, field) for one in lanes) for field in ("depth_max", "age_max")}
+    means = {field: mean(field) for field in ("depth_mean", "age_mean")}
+    return msgspec.structs.replace(lanes[-1], **added, **most, **means)
+
+
+def _epochs(curves: Iterable[Curve]) -> dict[float, float]:
+    """Return the last iteration of each epoch that the scalars tell."""
+    ends: dict[float, float] = {}
+    for curve in curves:
+        known = np.isfinite(curve.epochs) & (curve.epochs > 0)
+        for epoch, last in zip(*_last_of_each(curve.epochs[known], curve.iterations[known]), strict=True):
+            ends[epoch] = max(ends.get(epoch, 0.0), last)
+    return ends
+
+
+def _last_of_each(epochs: Array, iterations: Array) -> tuple[list[float], list[float]]:
+    changes = np.flatnonzero(np.append(np.diff(epochs) != 0, True)) if len(epochs) else np.zeros(0, np.int64)
+    return epochs[changes].tolist(), iterations[changes].tolist()
