@@ -16,7 +16,7 @@ from rich.console import Console
 from torch.distributed import is_torchelastic_launched
 
 import trainbus
-from eventloop.cli import catalogue, init, run, runs, trace
+from eventloop.cli import catalogue, init, report, run, runs, trace
 from eventloop.cli.checkpoint import exchange, listing, show
 from eventloop.cli.common import say
 from eventloop.config.read import shortened
@@ -37,6 +37,7 @@ app.command(run.demo)
 app.command(run.run)
 app.command(init.init)
 app.command(runs.list_runs, name="runs")
+app.command(report.report)
 app.command(catalogue.list_hooks, name="hooks")
 app.command(catalogue.list_events, name="events")
 traces = App(name="trace", help="Merge traces of TraceHook and of torch's profiler.")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from stat import S_ISREG
 
 from rich import filesize
 from rich.table import Table
@@ -14,6 +16,7 @@ from rich.text import Text
 from eventloop.cli.common import printable, say, to_terminal
 from eventloop.errors import ConfigurationError
 from eventloop.observe import RunFolder, RunFolderError, find_runs
+from eventloop.observe.record import Validation, read_lines
 
 _STYLES = {"running": "green", "failed": "red", "killed": "red", "interrupted": "yellow"}
 
@@ -53,8 +56,9 @@ def list_runs(folder: Path = Path("runs"), /) -> int:
 def _row(run: RunFolder, folder: Path) -> tuple[str | Text, ...]:
     facts = run.facts()
     name = printable(str(run.path.relative_to(folder)) if run.path != folder else run.path.name)
-    size = filesize.decimal(sum(file.stat().st_size for file in run.path.rglob("*") if file.is_file()))
-    best = _best([line["metrics"] for line in run.record() if line.get("kind") == "validation"])
+    size = filesize.decimal(_bytes(run.path))
+    found = best_metric([line.metrics for line in read_lines(run.record()) if isinstance(line, Validation)])
+    best = "" if found is None else found[0]
     if not facts.sessions:
         return name, "unknown", "", best, "", size
     last = facts.sessions[-1]
@@ -62,8 +66,21 @@ def _row(run: RunFolder, folder: Path) -> tuple[str | Text, ...]:
     return name, shown, str(last.epoch), best, str(timedelta(seconds=round(run.seconds()))), size
 
 
-def _best(validations: Sequence[Mapping[str, float]]) -> str:
-    """Return the best value of the first metric that is known to be better if greater, else of one better if less."""
+def _bytes(folder: Path) -> int:
+    """Return the size of the files in a folder; those that a living run removes meanwhile do not count."""
+    total = 0
+    for file in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            status = file.lstat()
+            total += status.st_size if S_ISREG(status.st_mode) else 0
+    return total
+
+
+def best_metric(validations: Sequence[Mapping[str, float]]) -> tuple[str, int] | None:
+    """Return the best value of a metric, such as ``"accuracy 0.97"``, and the index of its validation.
+
+    It is the first metric whose name tells that more is better, else the first one for which less is; None without any.
+    """
     from hooks.rules import Rule, find_rule, is_better
 
     rules: dict[str, Rule] = {}
@@ -71,10 +88,9 @@ def _best(validations: Sequence[Mapping[str, float]]) -> str:
         with suppress(ConfigurationError):  # the name does not tell
             rules[name] = find_rule(name)
     chosen = next((name for name, rule in rules.items() if rule == "greater"), next(iter(rules), None))
-    if chosen is None:
-        return ""
-    best: float | None = None
-    for metrics in validations:
-        if chosen in metrics and is_better(rules[chosen], float(metrics[chosen]), best):
-            best = float(metrics[chosen])
-    return "" if best is None else f"{chosen} {best:.4g}"
+    best: tuple[float, int] | None = None
+    for index, metrics in enumerate(validations):
+        value = metrics.get(chosen or "", math.nan)
+        if chosen is not None and is_better(rules[chosen], value, None if best is None else best[0]):
+            best = value, index
+    return None if best is None else (f"{chosen} {best[0]:.4g}", best[1])

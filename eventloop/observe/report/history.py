@@ -3,43 +3,46 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from eventloop.observe.costs import Costs, Histogram, LaneCosts, Part
 from eventloop.observe.report.curves import Array, Curve, read_curves
+from eventloop.observe.record import L, Measured, read_lines
 from eventloop.observe.run_folder import Damage, RunFacts, RunFolder, Session
 
 
 class StepTimes(NamedTuple):
-    """Durations of the iterations in one stretch of the run, which ended at ``iter`` and ``time``."""
+    """Durations of the iterations in one stretch of the run, which ended at ``epoch``, ``iter`` and ``time``."""
 
+    epoch: int
     iter: int
     time: float
     steps: Histogram
 
 
 class History:
-    """A run, read from its folder. ``lines`` has the lines of ``record.jsonl`` by their kind."""
+    """A run, read from its folder."""
 
     def __init__(self, folder: Path) -> None:
         run = RunFolder(folder)
         self.path = folder
         self.facts: RunFacts = run.facts()
-        self.lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for line in run.record():
-            if isinstance(line.get("time"), int | float):
-                self.lines[str(line.get("kind"))].append(line)
+        self._lines = list(read_lines(run.record()))
         self.curves: dict[str, Curve] = read_curves(run.scalars())
         self.ends: list[float] = run.ends()
         self.damaged: dict[str, Damage] = run.damaged
-        self._stretches = _stretches(_measured(self.lines["costs"]), [one.began for one in self.sessions[1:]])
+        self._stretches = _stretches(self.lines(Measured), [one.began for one in self.sessions[1:]])
         self._epochs = _epochs(self.curves.values())
+
+    def lines(self, kind: type[L]) -> list[L]:
+        """Return the lines of ``record.jsonl`` of one kind, such as ``Validation``."""
+        return [line for line in self._lines if isinstance(line, kind)]
 
     @property
     def sessions(self) -> list[Session]:
@@ -77,29 +80,28 @@ class History:
         known = [float(np.nanmax(one.epochs)) for one in self.curves.values() if np.isfinite(one.epochs).any()]
         return int(max([one.epoch for one in self.sessions] + known, default=0))
 
+    @cached_property
     def costs(self) -> Costs | None:
-        """Return the costs of all sessions together; None if they were not measured."""
-        return _sum([one[-1][1] for one in self._stretches])
+        """The costs of all sessions together; None if they were not measured."""
+        return _sum([one[-1].costs for one in self._stretches])
 
     def step_times(self) -> list[StepTimes]:
         """Return the durations of the iterations between any two measurements of the costs."""
         found = []
         for stretch in self._stretches:
             before = Histogram()
-            for line, costs in stretch:
-                steps = costs.steps.since(before)
+            for line in stretch:
+                steps = line.costs.steps.since(before)
                 if steps.total:
-                    found.append(StepTimes(int(line.get("iter", 0)), line["time"], steps))
-                before = costs.steps
+                    found.append(StepTimes(line.epoch, line.iter, line.time, steps))
+                before = line.costs.steps
         return found
 
     def elapsed(self, times: Array) -> Array:
         """Return times since 1970 as seconds of the run, without the pauses between its sessions."""
         passed = times - self.began
-        for (one, end), after in pairwise([*zip(self.sessions, self.ends, strict=True), (None, 0.0)]):
-            if one is not None and after[0] is not None:
-                pause = max(0.0, after[0].began - end)
-                passed = passed - np.where(times >= after[0].began, pause, 0.0)
+        for end, after in zip(self.ends, self.sessions[1:], strict=False):
+            passed = passed - np.where(times >= after.began, max(0.0, after.began - end), 0.0)
         return np.maximum(passed, 0.0)
 
     def epochs_at(self, curve: Curve) -> Array:
@@ -117,25 +119,14 @@ class History:
         return (one for one in self.curves.values() if np.isfinite(one.times).any())
 
 
-_Measured = tuple[Mapping[str, Any], Costs]
-
-
-def _measured(lines: Sequence[Mapping[str, Any]]) -> Iterable[_Measured]:
-    for line in lines:
-        try:
-            yield line, msgspec.convert(line, Costs, strict=False, str_keys=True)
-        except msgspec.ValidationError:
-            continue  # of another version of trainbus
-
-
-def _stretches(measured: Iterable[_Measured], begins: Sequence[float]) -> list[list[_Measured]]:
+def _stretches(lines: Iterable[Measured], begins: Sequence[float]) -> list[list[Measured]]:
     """Split costs where they begin anew: in another session, or with another bus in the same process."""
-    stretches: list[list[_Measured]] = []
-    for line, costs in measured:
+    stretches: list[list[Measured]] = []
+    for line in lines:
         last = stretches[-1][-1] if stretches else None
-        if last is None or costs.wall < last[1].wall or any(last[0]["time"] < begin <= line["time"] for begin in begins):
+        if last is None or line.costs.wall < last.costs.wall or any(last.time < begin <= line.time for begin in begins):
             stretches.append([])
-        stretches[-1].append((line, costs))
+        stretches[-1].append(line)
     return stretches
 
 
@@ -156,7 +147,7 @@ def _sum(all_costs: Sequence[Costs]) -> Costs | None:
         all_costs[-1],
         wall=wall,
         parts=added,
-        steps=Histogram(dict(steps)),
+        steps=Histogram(dict(steps), sum(one.steps.seconds for one in all_costs)),
         lanes=[_add_lanes(own) for own in lanes.values()],
         dropped=sum(one.dropped for one in all_costs),
     )
@@ -171,13 +162,12 @@ def _add_parts(parts: Sequence[Part], wall: float) -> Part:
 
 def _add_lanes(lanes: Sequence[LaneCosts]) -> LaneCosts:
     """Add what counts; of what is a maximum, take the greatest, and of means, that by the events."""
-    weights = [max(one.delivered + one.failed, 0) for one in lanes]
-    mean: Callable[[str], float] = lambda field: float(  # noqa: E731
-        np.average([getattr(one, field) for one in lanes], weights=weights if any(weights) else None)
-    )
-    added = {field: sum(getattr(one, field) for one in lanes) for field in ("delivered", "failed", "dropped", "seconds", "waited")}
-    most = {field: max(getattr(one, field) for one in lanes) for field in ("depth_max", "age_max")}
-    means = {field: mean(field) for field in ("depth_mean", "age_mean")}
+    weights = np.maximum([one.delivered + one.failed for one in lanes], 1e-9)  # no event: a plain mean
+    added = {name: sum(getattr(one, name) for one in lanes) for name in ("delivered", "failed", "dropped", "seconds", "waited")}
+    most = {name: max(getattr(one, name) for one in lanes) for name in ("depth_max", "age_max")}
+    means = {
+        name: float(np.average([getattr(one, name) for one in lanes], weights=weights)) for name in ("depth_mean", "age_mean")
+    }
     return msgspec.structs.replace(lanes[-1], **added, **most, **means)
 
 

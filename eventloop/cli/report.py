@@ -1,0 +1,63 @@
+"""``trainbus report``: one page of HTML about runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from eventloop.checkpoint import commit_bytes
+from eventloop.cli.common import say
+from eventloop.cli.runs import best_metric
+from eventloop.errors import ConfigurationError
+from eventloop.observe import RunFolderError, find_runs, is_run
+from eventloop.observe.verdict import size
+
+
+def report(run: Path, /, *runs: Path, output: Annotated[Path | None, Parameter(alias="-o")] = None) -> int:
+    """Write a report on a run, or on several to compare: one file of HTML to open in a browser, also without a network.
+
+    It has a verdict in plain sentences, the curves, costs, step times, lanes, checkpoints, validations, resumes and stops,
+    the environment and the configuration. It can be made while the run goes on, and after it was killed.
+
+    Exit status 1: a file of a run is damaged; if only lines of it are, the report is written without them.
+
+    Args:
+        run: the folder of a run.
+        runs: the folders of other runs.
+        output: the file. Without it, report.html in the folder of the run; of several runs, in the current folder.
+    """
+    from eventloop.observe.report import History, build_report, verdict
+
+    folders = list(dict.fromkeys((run, *runs)))
+    for folder in folders:
+        _check(folder)
+    path = output or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a folder; name a file in it" if path.is_dir() else f"cannot be written: there is no folder {path.parent}"
+        raise ConfigurationError(f"{path} {what}")
+    histories = [History(folder) for folder in folders]
+    page = build_report(histories, best_metric)
+    try:
+        commit_bytes(path, page)
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be written ({error.strerror}); give another file with -o") from error
+    for history in histories if len(histories) == 1 else ():
+        for sentence in verdict(history, best_metric):
+            say(sentence)
+    damaged = [history for history in histories if history.damaged]
+    for history in damaged:
+        for name, damage in history.damaged.items():
+            say((f"{history.path / name}: {damage.lines} damaged lines are left out, the first one is line {damage.first}", "red"))
+    say(f"{path} ({size(len(page))}): open it in a browser")
+    return 1 if damaged else 0
+
+
+def _check(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigurationError(f"{folder}: no such folder; trainbus runs lists the runs in runs/")
+    if not is_run(folder) and (found := find_runs(folder)):
+        names = ", ".join(str(one) for one in found[:5])
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        raise RunFolderError(f"{folder}: this is not the folder of a run, but has some in it; give one of {names}{more}")

@@ -1,0 +1,66 @@
+"""The costs of runs as bars that add up to 100 %, and the table of their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from eventloop.observe.costs import Costs, Part
+
+_COLOURED: Final = 7  # parts; the eighth colour is that of all others
+
+
+class Row(NamedTuple):
+    """A part of the costs in each run; None in a run without it. ``colour`` is 1 to 8."""
+
+    name: str
+    group: str
+    mount_point: str
+    parts: list[Part | None]
+    colour: int
+
+
+class Segment(NamedTuple):
+    """A piece of a bar; ``begin`` and ``width`` are in percent."""
+
+    name: str
+    colour: int
+    begin: float
+    width: float
+
+
+class Bars(NamedTuple):
+    """The bars of runs, of which those that did not measure have none, and the rows of their table."""
+
+    rows: list[Row]
+    segments: list[list[Segment]]
+    walls: list[float]
+
+
+def cost_bars(all_costs: Sequence[Costs | None]) -> Bars:
+    """Return the costs of runs with the same colours, the part first that is the largest in any run."""
+    keys: dict[tuple[str, str, str], list[Part | None]] = {}
+    for index, costs in enumerate(all_costs):
+        for part in costs.parts if costs is not None else ():
+            keys.setdefault((part.group, part.name, part.mount_point), [None] * len(all_costs))[index] = part
+    ordered = sorted(keys.items(), key=lambda one: -max(part.share for part in one[1] if part is not None))
+    rows = [
+        Row(name.removesuffix(f".{mount_point}"), group, mount_point, parts, min(index, _COLOURED) + 1)
+        for index, ((group, name, mount_point), parts) in enumerate(ordered)
+    ]
+    segments = [_segments(rows, index) if costs is not None else [] for index, costs in enumerate(all_costs)]
+    return Bars(rows, segments, [0.0 if costs is None else costs.wall for costs in all_costs])
+
+
+def _segments(rows: Sequence[Row], index: int) -> list[Segment]:
+    """Return the pieces of one bar. Shares are scaled, so that it is full even if the rest came out below zero."""
+    shares = [max(0.0, part.share) if (part := row.parts[index]) is not None else 0.0 for row in rows]
+    named = [*((row.name, row.colour, share) for row, share in zip(rows, shares, strict=True))][:_COLOURED]
+    others = len(shares) - _COLOURED
+    if others > 0:
+        named.append((f"{others} other parts", _COLOURED + 1, sum(shares[_COLOURED:])))
+    whole, begin, found = sum(shares) or 1.0, 0.0, []
+    for name, colour, share in named:
+        found.append(Segment(name, colour, begin, 100 * share / whole))
+        begin += 100 * share / whole
+    return found

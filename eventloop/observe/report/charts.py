@@ -1,0 +1,104 @@
+"""The charts of a report: what is drawn, and the same in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eventloop.observe.report.curves import Array, Curve
+from eventloop.observe.report.history import History
+from eventloop.observe.verdict import duration
+
+
+class Series(NamedTuple):
+    """One line of a chart. ``run`` is the index of its run."""
+
+    name: str
+    run: int
+    curve: Curve
+
+
+class Chart(NamedTuple):
+    """A chart. ``unit`` is that of the values: empty, or ``"s"``."""
+
+    title: str
+    series: list[Series]
+    unit: str = ""
+
+    def words(self, one: Series) -> str:
+        """Return what a line of the chart shows: its last value, its least and greatest ones, and where."""
+        finite = np.isfinite(one.curve.values)
+        if not finite.any():
+            return "no finite value"
+        values, iterations = one.curve.values[finite], one.curve.iterations[finite]
+        last = f"last {self.shown(values[-1])}"
+        if len(values) == 1 or values.min() == values.max():
+            return f"{last} at all {len(values):,} points" if len(values) > 1 else f"{last}, the only point"
+        ends = ((what, int(index)) for what, index in (("least", values.argmin()), ("greatest", values.argmax())))
+        return ", ".join([last, *(f"{what} {self.shown(values[i])} at iteration {iterations[i]:,.0f}" for what, i in ends)])
+
+    def shown(self, value: float) -> str:
+        """Return a value with its unit."""
+        return duration(value) if self.unit == "s" else f"{value:.4g}"
+
+
+def scalar_charts(runs: Sequence[History], names: Sequence[str]) -> list[Chart]:
+    """Return a chart for each scalar, with a line for each run that has it: validations and losses first."""
+    scalars = dict.fromkeys(name for run in runs for name in run.curves)
+    ordered = sorted(scalars, key=lambda name: not (name.startswith("val") or "loss" in name.lower()))
+    return [
+        Chart(name, [Series(names[index], index, run.curves[name]) for index, run in enumerate(runs) if name in run.curves])
+        for name in ordered
+    ]
+
+
+def step_charts(runs: Sequence[History], names: Sequence[str]) -> list[Chart]:
+    """Return the percentiles of the duration of an iteration over time: of one run in one chart, of several in two."""
+    shares = (("median", 0.5), ("99th percentile", 0.99)) if len(runs) > 1 else (("median", 0.5), ("90 %", 0.9), ("99 %", 0.99))
+    found: list[Chart] = []
+    for what, share in shares:
+        curves = [_over_time(run, lambda steps, share=share: steps.quantile(share)) for run in runs]
+        series = [
+            Series(names[index] if len(runs) > 1 else what, index, curve)
+            for index, curve in enumerate(curves)
+            if len(curve.values) > 1
+        ]
+        if series and len(runs) > 1:
+            found.append(Chart(f"Time of an iteration, {what}", series, "s"))
+        elif series:
+            found = [Chart("Time of an iteration", [*(found[0].series if found else []), *series], "s")]
+    return found
+
+
+def drawn(charts: Iterable[Chart], runs: Sequence[History], most: int) -> dict[str, Any]:
+    """Return charts as JSON for the page: lines that have the same positions share them."""
+    places: dict[bytes, int] = {}
+    axes: list[Mapping[str, Any]] = []
+    made: list[dict[str, Any]] = []
+    for chart in charts:
+        lines = []
+        for one in chart.series:
+            curve, run = one.curve.thinned(most), runs[one.run]
+            axis = [curve.iterations, run.elapsed(curve.times), run.epochs_at(curve)]
+            key = b"".join(column.tobytes() for column in axis) + bytes([one.run % 256])
+            if key not in places:
+                places[key] = len(axes)
+                axes.append({"iter": _numbers(axis[0], 12), "time": _numbers(axis[1], 7), "epoch": _numbers(axis[2], 6)})
+            lines.append({"name": one.name, "run": one.run, "axis": places[key], "values": _numbers(curve.values, 6)})
+        made.append({"title": chart.title, "unit": chart.unit, "series": lines})
+    return {"charts": made, "axes": axes}
+
+
+def _over_time(run: History, figure: Callable[[Any], float]) -> Curve:
+    rows = [(one.iter, one.epoch, one.time, figure(one.steps)) for one in run.step_times()]
+    return Curve(*np.array(rows, np.float64).reshape(-1, 4).T)
+
+
+def _numbers(column: Array, digits: int) -> list[float | int | None]:
+    """Return numbers with so many digits, integers without a point; None for what is not finite."""
+    return [
+        None if not np.isfinite(value) else int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.{digits}g}")
+        for value in column.tolist()
+    ]

@@ -1,0 +1,68 @@
+"""Facts of a run as rows of texts: its environment, its configuration, and where those of several runs differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from eventloop.observe.environment import Environment
+from eventloop.observe.report.history import History
+from eventloop.observe.verdict import size
+
+_MOST = 2_000  # characters of one value
+
+
+def environment_rows(run: History) -> dict[str, str]:
+    """Return where the last session of a run took place, and with what; empty without ``run.json``."""
+    if not run.sessions:
+        return {}
+    last = run.sessions[-1]
+    where: Environment = last.environment
+    machine, git = where.machine, where.git
+    changed = "" if git is None or git.clean else ", with changes that were not committed"
+    rows = {
+        "command": " ".join(where.command),
+        "folder": where.folder,
+        "git commit": "none" if git is None else f"{git.commit} ({git.branch}){changed}",
+        "machine": machine.host,
+        "system": machine.system,
+        "processor": f"{machine.processor}, {machine.cores} cores usable",
+        "memory": size(machine.memory),
+        "GPUs": ", ".join(machine.gpus) or "none",
+        "processes": str(last.world_size),
+        "seed": "none" if run.facts.seed is None else str(run.facts.seed),
+    }
+    return {name: shortened(value) for name, value in (rows | where.versions).items()}
+
+
+def configuration_rows(run: History) -> dict[str, str]:
+    """Return the configuration of a run with dotted keys, such as ``loop.max_epochs``."""
+    return {name: shortened(value) for name, value in _flat(run.facts.config)}
+
+
+def differences(rows: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """Return the rows that are not the same in all runs; a run without such a row has an empty text."""
+    names = dict.fromkeys(name for own in rows for name in own)
+    found = {name: [own.get(name, "") for own in rows] for name in names}
+    return {name: values for name, values in found.items() if len(set(values)) > 1}
+
+
+def shortened(value: str) -> str:
+    """Return a text without what would make a page too long."""
+    return value if len(value) <= _MOST else f"{value[:_MOST]}… ({len(value):,} characters)"
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for key, entry in value.items():
+            yield from _flat(entry, f"{name}.{key}" if name else str(key))
+    elif name:
+        yield name, value if isinstance(value, str) else _text(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "none"}[value]
+    if isinstance(value, list):
+        return f"[{', '.join(_text(entry) for entry in value)}]"
+    return str(value)

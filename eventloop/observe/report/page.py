@@ -1,0 +1,133 @@
+"""``build_report``: the page, made from a template, with everything that it needs within it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from datetime import datetime
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final
+
+import orjson
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from eventloop.observe.assets import read_asset
+from eventloop.observe.report import facts
+from eventloop.observe.report.bars import cost_bars
+from eventloop.observe.report.charts import drawn, scalar_charts, step_charts
+from eventloop.observe.report.history import History
+from eventloop.observe.record import Checkpoint, FailedCheckpoint, Resume, SkippedCheckpoint, Test, Validation
+from eventloop.observe.report.sentences import Best, count, verdict
+from eventloop.observe.verdict import duration, size
+
+MOST_BYTES: Final = 1_000_000
+
+# Points of a curve, rows of a table and number of scalars: as much as fits.
+_FITS: Final = (
+    *((2_000, 200, 1_000), (1_000, 100, 1_000), (500, 50, 1_000), (250, 25, 1_000), (120, 15, 1_000), (60, 10, 1_000)),
+    *((60, 10, 400), (60, 10, 150), (60, 5, 50), (30, 5, 20)),
+)
+
+
+def build_report(runs: Sequence[History], best: Best) -> bytes:
+    """Return one page of HTML about runs, of at most 1 MB. It needs no network and no other file.
+
+    Args:
+        runs: one run, or several to compare.
+        best: finds the best one among the metrics of all validations.
+    """
+    names = run_names(runs)
+    known = {
+        "runs": runs,
+        "names": names,
+        "verdicts": [verdict(run, best) for run in runs],
+        "bars": cost_bars([run.costs for run in runs]),
+        "environments": [facts.environment_rows(run) for run in runs],
+        "configurations": [facts.configuration_rows(run) for run in runs],
+        "written": datetime.now().astimezone(),
+    }
+    scalars, steps = scalar_charts(runs, names), step_charts(runs, names)
+    page = b""
+    for points, rows, most in _FITS:
+        kept = scalars[:most]
+        data = drawn([*kept, *steps], runs, points)
+        thinned = any(len(one.curve.values) > points for chart in kept for one in chart.series)
+        page = _render(data, **known, scalars=kept, steps=steps, left_out=len(scalars) - len(kept), rows=rows, points=points * thinned)
+        if len(page) <= MOST_BYTES:
+            break
+    return page
+
+
+def run_names(runs: Sequence[History]) -> list[str]:
+    """Return the names of runs; those with the same name get their folder, too."""
+    names = [run.facts.name or run.path.name for run in runs]
+    return [name if names.count(name) == 1 else f"{name} ({run.path})" for name, run in zip(names, runs, strict=True)]
+
+
+def _render(data: Any, **known: Any) -> bytes:
+    script, style = Markup(_script()), Markup(_style())  # noqa: S704  # our own files
+    policy = f"default-src 'none'; img-src data:; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    page = _template().render(
+        **known, data=_safe(data), script=script, style=style, policy=policy, licence=_licence(), several=len(known["runs"]) > 1
+    )
+    return page.encode("utf-8", "replace")  # a name may hold bytes that are no UTF-8
+
+
+def _safe(data: Any) -> Markup:
+    """Return JSON in which no text can end the script element."""
+    text = orjson.dumps(_clean(data)).decode()
+    for each in "<>&":
+        text = text.replace(each, f"\\u{ord(each):04x}")
+    return Markup(text)  # noqa: S704
+
+
+def _clean(data: Any) -> Any:
+    """Return data without halves of surrogate pairs, which are no UTF-8."""
+    if isinstance(data, dict):
+        return {key: _clean(value) for key, value in data.items()}
+    if isinstance(data, list) and data and not isinstance(data[0], int | float):
+        return [_clean(value) for value in data]
+    return data.encode("utf-8", "replace").decode() if isinstance(data, str) else data
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+@cache
+def _script() -> str:
+    return f"{read_asset('uplot.js')}\n{_own('page.js')}"
+
+
+@cache
+def _style() -> str:
+    return "\n".join((read_asset("colours.css"), read_asset("uplot.css"), _own("page.css")))
+
+
+@cache
+def _licence() -> str:
+    return read_asset("uplot.LICENSE")
+
+
+@cache
+def _template() -> Any:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"count": count, "duration": duration, "size": size, "percent": _percent, "when": _when}
+    kinds = (Checkpoint, FailedCheckpoint, Resume, SkippedCheckpoint, Test, Validation)
+    environment.globals |= {kind.__name__: kind for kind in kinds} | {"differences": facts.differences}
+    return environment.from_string(_own("page.html"))
+
+
+def _own(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _when(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds).astimezone():%Y-%m-%d %H:%M:%S}" if seconds else ""

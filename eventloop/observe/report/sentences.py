@@ -1,0 +1,97 @@
+"""``verdict``: what a run has come to, in plain sentences, each with its figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from eventloop.observe.report.history import History
+from eventloop.observe.record import Checkpoint, FailedCheckpoint, SkippedCheckpoint, Validation
+from eventloop.observe.verdict import duration, expensive
+
+Best = Callable[[Sequence[Mapping[str, float]]], tuple[str, int] | None]
+"""Takes the metrics of all validations. Returns the best one as a text, such as ``"accuracy 0.97"``, and its index."""
+
+_MOST: Final = 6
+
+
+def verdict(run: History, best: Best) -> list[str]:
+    """Return the state of a run, its best metric, what was expensive, its checkpoints, and what was lost."""
+    return [_state(run), *_best(run, best), *_costs(run), *_checkpoints(run), *_lost(run), *_not_finite(run)]
+
+
+def _state(run: History) -> str:
+    came_to = [f"{run.iterations:,} iterations"] if run.iterations else []
+    if run.epochs:
+        came_to.insert(0, count(run.epochs, "epoch"))
+    after = f"{' and '.join(came_to) or 'no iteration'} in {duration(run.seconds)}"
+    if not run.sessions:
+        return f"There is no run.json, so how the run ended is unknown. Its scalars come to {after}."
+    last, number = run.sessions[-1], len(run.sessions)
+    sessions = f", in {number} sessions" if number > 1 else ""
+    reason = f": {last.reason.strip().rstrip('.')}" if last.reason.strip() else ""
+    match run.state:
+        case "killed":
+            return f"The run was killed after {after}{sessions}: its process is gone and left no word."
+        case "running":
+            return f"The run goes on; so far {after}{sessions}."
+        case "unknown":
+            return f"The run is on another machine ({last.environment.machine.host}) and has not ended there; {after}{sessions}."
+        case state:
+            how = {"finished": "finished", "stopped": "was stopped", "interrupted": "was interrupted", "failed": "failed"}[state]
+            return f"The run {how} after {after}{sessions}{reason}."
+
+
+def _best(run: History, best: Best) -> Iterator[str]:
+    validations = run.lines(Validation)
+    found = best([line.metrics for line in validations])
+    if found is not None:
+        text, index = found
+        where = f"at epoch {validations[index].epoch}, iteration {validations[index].iter:,}"
+        yield f"Best {text}, {where}; {count(len(validations), 'validation')}."
+
+
+def _costs(run: History) -> Iterator[str]:
+    costs = run.costs
+    if costs is None:
+        yield "What the run cost was not measured: that takes a RunRecordHook, and ten seconds or an end that was not a kill."
+        return
+    yield from expensive(costs, _MOST) or ["No hook, lane, checkpoint or wait for data took much of the time."]
+    if costs.dropped:
+        yield f"{costs.dropped:,} measurements were lost, so the costs are too small by theirs."
+
+
+def _checkpoints(run: History) -> Iterator[str]:
+    if written := run.lines(Checkpoint):
+        held = f"{count(len(written), 'checkpoint')} held training up for {duration(sum(line.stall for line in written))} in all"
+        yield f"{held}; writing one took at most {duration(max(line.seconds for line in written))}."
+    if failed := run.lines(FailedCheckpoint):
+        yield f"{count(len(failed), 'checkpoint')} could not be written, the last one at iteration {failed[-1].iter:,}."
+    if skipped := run.lines(SkippedCheckpoint):
+        yield f"{count(len(skipped), 'checkpoint')} had to be skipped, the last one at iteration {skipped[-1].iter:,}."
+
+
+def _lost(run: History) -> Iterator[str]:
+    costs = run.costs
+    if costs is not None and costs.lanes:
+        lost = sum(lane.dropped + lane.failed for lane in costs.lanes)
+        handed = sum(lane.delivered + lane.dropped + lane.failed + lane.pending for lane in costs.lanes)
+        yield f"{lost:,} of {handed:,} offloaded events were lost."
+    for name, damage in run.damaged.items():
+        lines = count(damage.lines, "line")
+        yield f"{name} is damaged: {lines} could not be read, the first one is line {damage.first:,}. The rest is in this report."
+
+
+def _not_finite(run: History) -> Iterator[str]:
+    for name, curve in run.curves.items():
+        bad = np.flatnonzero(~np.isfinite(curve.values))
+        if len(bad):
+            where = f"first at iteration {curve.iterations[bad[0]]:,.0f}"
+            yield f"{name} is NaN or infinite in {len(bad):,} of {count(len(curve.values), 'value')}, {where}."
+
+
+def count(number: int, thing: str) -> str:
+    """Return a number with its noun, such as ``"1 epoch"`` or ``"1,360 epochs"``."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
