@@ -139,7 +139,8 @@ class RunRecordHook(Hook):
         if kind == "ranks":
             self._compared(noted["ranks"], noted["time"], session)
             return
-        session.epoch, session.iter = noted["epoch"], noted["iter"]
+        if not kind.startswith("checkpoint"):  # which may be of an earlier iteration
+            session.epoch, session.iter = noted["epoch"], noted["iter"]
         if kind in _STAGES:
             self._began[kind] = noted["time"]
             if _STAGES[kind] not in session.stages:
@@ -149,20 +150,22 @@ class RunRecordHook(Hook):
             self._happened(self._folder, noted, session)
 
     def _begin(self, noted: Mapping[str, Any]) -> None:
-        self._folder = None if noted["work_dir"] is None else Path(noted["work_dir"])
-        if self._folder is None:
+        self._folder = None
+        if noted["work_dir"] is None:
             return
+        folder = Path(noted["work_dir"])
         self._run, self._costs_at = noted["run"], noted["time"] + 10
         self._ranks_at, self._straggler = self._costs_at, None
         session = Session(began=noted["time"], environment=environment(), world_size=noted["world_size"])
-        sessions = self._earlier(self._folder)
+        sessions = self._earlier(folder)
         if sessions and sessions[-1].environment.process == session.environment.process:  # a test after the training
             sessions[-1].state, sessions[-1].ended = "running", None
         else:
             sessions.append(session)
         self._facts = RunFacts(name=noted["name"], seed=noted["seed"], config=noted["config"], sessions=sessions)
-        write_facts(self._folder, self._facts)
-        self._lines.open(base.RunFacts(noted["name"], self._folder, noted["seed"], noted["config"]))
+        write_facts(folder, self._facts)
+        self._lines.open(base.RunFacts(noted["name"], folder, noted["seed"], noted["config"]))
+        self._folder = folder  # if that has failed, nothing more is written
 
     def _measured(self, costs: Costs, now: float, session: Session) -> None:
         if now < self._costs_at or session.ended is not None:

@@ -74,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (TrainbusError, OSError) as error:
         if isinstance(error, OSError) and names[:1] != ("checkpoint",):
             raise  # an error of the user's code
-        is_damage = isinstance(error, CheckpointDamagedError | RunDamagedError | OSError) or isinstance(error.__cause__, OSError)
+        is_damage = isinstance(error, CheckpointDamagedError | RunDamagedError | OSError) or isinstance(
+            error.__cause__, OSError
+        )
         return _fail(1 if is_damage else 2, command, str(error), error)
     except KeyboardInterrupt as interrupt:
         return _fail(130, command, "interrupted", interrupt)

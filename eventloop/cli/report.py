@@ -29,6 +29,7 @@ def report(run: Path, /, *runs: Path, output: Annotated[Path | None, Parameter(a
         output: the file. Without it, report.html in the folder of the run; of several runs, in the current folder.
     """
     from eventloop.observe.report import History, build_report, verdict
+    from eventloop.observe.report.sentences import count
 
     folders = list(dict.fromkeys((run, *runs)))
     for folder in folders:
@@ -46,10 +47,9 @@ def report(run: Path, /, *runs: Path, output: Annotated[Path | None, Parameter(a
     for history in histories if len(histories) == 1 else ():
         for sentence in verdict(history, best_metric):
             say(sentence)
-    damaged = [history for history in histories if history.damaged]
-    for history in damaged:
-        for name, damage in history.damaged.items():
-            say((f"{history.path / name}: {damage.lines} damaged lines are left out, the first one is line {damage.first}", "red"))
+    damaged = [(history.path / name, damage) for history in histories for name, damage in history.damaged.items()]
+    for file, damage in damaged:
+        say((f"{file}: {count(damage.lines, 'damaged line')} left out, the first one is line {damage.first}", "red"))
     say(f"{path} ({size(len(page))}): open it in a browser")
     return 1 if damaged else 0
 

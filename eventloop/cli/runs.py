@@ -57,13 +57,15 @@ def _row(run: RunFolder, folder: Path) -> tuple[str | Text, ...]:
     facts = run.facts()
     name = printable(str(run.path.relative_to(folder)) if run.path != folder else run.path.name)
     size = filesize.decimal(_bytes(run.path))
-    found = best_metric([line.metrics for line in read_lines(run.record()) if isinstance(line, Validation)])
+    lines = list(read_lines(run.record()))
+    found = best_metric([line.metrics for line in lines if isinstance(line, Validation)])
     best = "" if found is None else found[0]
     if not facts.sessions:
         return name, "unknown", "", best, "", size
     last = facts.sessions[-1]
     shown = Text(last.state_now, style=_STYLES.get(last.state_now, ""))
-    return name, shown, str(last.epoch), best, str(timedelta(seconds=round(run.seconds()))), size
+    epoch = max([last.epoch, *(line.epoch for line in lines if line.time >= last.began)])
+    return name, shown, str(epoch), best, str(timedelta(seconds=round(run.seconds()))), size
 
 
 def _bytes(folder: Path) -> int:

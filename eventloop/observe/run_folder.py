@@ -110,11 +110,12 @@ class RunFolder:
     def ends(self) -> list[float]:
         """Return when each session ended, in seconds since 1970. One that was killed ends with its last sign of life."""
         sessions = self.facts().sessions
-        following = [one.began for one in sessions[1:]] + [math.inf]
-        signs = [] if all(one.ended for one in sessions) else sorted(self._signs(only_last=all(one.ended for one in sessions[:-1])))
+        following = [*(one.began for one in sessions), math.inf][1:]
+        killed = [index for index, one in enumerate(sessions) if one.ended is None]
+        signs = sorted(self._signs(only_last=killed == [len(sessions) - 1])) if killed else []
         return [
             one.ended or max(one.began, signs[before - 1] if (before := bisect_left(signs, until)) else 0.0)
-            for one, until in zip(sessions, following, strict=True)
+            for one, until in zip(sessions, following, strict=False)
         ]
 
     def seconds(self) -> float:

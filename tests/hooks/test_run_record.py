@@ -1,12 +1,16 @@
 import os
 import threading
 
+import msgspec
 import pytest
+from structlog.testing import capture_logs
 
-from eventloop.observe import RunFolder
-from hooks import CheckpointHook, RunRecordHook
+from eventloop import Bus, Run
+from eventloop.observe import RunFolder, environment
+from eventloop.observe.environment import Process
+from hooks import CheckpointHook, RunRecordHook, run_record
 
-from .conftest import batches, make_loop
+from .conftest import batches, make_loop, small_model
 
 
 def kinds(folder):
@@ -40,3 +44,93 @@ def test_a_test_after_the_training_is_in_the_same_record(tmp_path):
 def test_the_last_costs_come_before_the_end_if_they_are_measured(tmp_path, costs):
     make_loop(RunRecordHook(costs=costs), work_dir=tmp_path).run()
     assert kinds(tmp_path) == (["costs"] if costs else []) + ["end"]
+
+
+def test_checkpoints_and_validations_count_finished_epochs_and_iterations(tmp_path):
+    hooks = CheckpointHook(interval=1), RunRecordHook()
+    make_loop(*hooks, work_dir=tmp_path, val_data=batches(1), val_step=lambda model, batch: {}).run()
+    lines = [line for line in RunFolder(tmp_path).record() if line["kind"] in ("checkpoint", "validation")]
+    places = {(line["kind"], line["epoch"], line["iter"]) for line in lines}
+    assert places == {(kind, epoch, 4 * epoch) for kind in ("checkpoint", "validation") for epoch in (1, 2)}
+
+
+def test_a_resumed_run_has_two_sessions_and_a_line_with_the_checkpoint(tmp_path, monkeypatch):
+    make_loop(CheckpointHook(), RunRecordHook(), work_dir=tmp_path, max_epochs=1).run()
+    other = msgspec.structs.replace(environment(), process=Process(1, "elsewhere", "", ""))
+    monkeypatch.setattr(run_record, "environment", lambda: other)
+    make_loop(CheckpointHook(), RunRecordHook(), work_dir=tmp_path, max_epochs=2).run(resume="auto")
+    first, second = RunFolder(tmp_path).facts().sessions
+    assert (first.epoch, first.state, second.epoch, second.state) == (1, "finished", 2, "finished")
+    assert second.resumed_from.endswith("epoch_1.safetensors")
+    assert "resume" in kinds(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("raised", "state"), [(ValueError("a bad batch"), "failed"), (KeyboardInterrupt(), "interrupted")], ids=["error", "Ctrl-C"]
+)
+def test_a_run_that_ends_by_an_exception_says_so(tmp_path, raised, state):
+    loop = make_loop(RunRecordHook(), work_dir=tmp_path)
+
+    def fail(event):
+        raise raised
+
+    loop.bus.on("after_train_iter", fail)
+    with pytest.raises(type(raised)):
+        loop.run()
+    [session] = RunFolder(tmp_path).facts().sessions
+    assert session.state == state
+    assert str(raised) in session.reason
+    assert session.ended is not None
+
+
+def test_a_stopped_run_has_the_reason(tmp_path):
+    loop = make_loop(RunRecordHook(), work_dir=tmp_path)
+    loop.bus.on("after_train_iter", lambda event: event.run.stop("enough"), every=2)
+    loop.run()
+    [session] = RunFolder(tmp_path).facts().sessions
+    assert (session.state, session.reason) == ("stopped", "enough")
+
+
+def test_an_unreadable_run_json_is_kept_under_another_name(tmp_path):
+    (tmp_path / "run.json").write_text("{")
+    with capture_logs() as logs:
+        make_loop(RunRecordHook(), work_dir=tmp_path).run()
+    assert (tmp_path / "run.json.old").read_text() == "{"
+    assert RunFolder(tmp_path).facts().sessions[0].state == "finished"
+    assert "run.json.old" in logs[0]["event"]
+
+
+def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path):
+    work_dir = tmp_path / "a file"
+    work_dir.write_text("")  # also for root, whom permissions do not stop
+    loop, epochs = make_loop(RunRecordHook(), work_dir=work_dir), []
+    loop.bus.on("after_train_epoch", lambda event: epochs.append(event.progress.epoch))
+    with capture_logs() as logs:
+        loop.run()
+    assert epochs == [0, 1]
+    assert sum(line["log_level"] == "error" for line in logs) == 1  # not for every event
+
+
+def test_without_a_work_dir_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_loop(RunRecordHook()).run()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_first_rank_writes():
+    assert RunRecordHook.ranks == "rank0"
+
+
+def test_a_loop_of_ones_own_leaves_the_same(tmp_path):
+    bus = Bus(RunRecordHook())
+    with Run(bus, model=small_model(), work_dir=tmp_path, name="by hand", config={"lr": 0.1}) as run:
+        for _ in run.epochs(2):
+            for _ in run.train(batches()):
+                pass
+    facts = RunFolder(tmp_path).facts()
+    assert (facts.name, facts.config, facts.sessions[0].state, facts.sessions[0].epoch) == (
+        "by hand",
+        {"lr": 0.1},
+        "finished",
+        2,
+    )

@@ -99,6 +99,10 @@ def _over_time(run: History, figure: Callable[[Any], float]) -> Curve:
 def _numbers(column: Array, digits: int) -> list[float | int | None]:
     """Return numbers with so many digits, integers without a point; None for what is not finite."""
     return [
-        None if not np.isfinite(value) else int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.{digits}g}")
+        None
+        if not np.isfinite(value)
+        else int(value)
+        if value == int(value) and abs(value) < 1e15
+        else float(f"{value:.{digits}g}")
         for value in column.tolist()
     ]

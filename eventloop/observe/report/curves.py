@@ -23,9 +23,7 @@ class Curve(NamedTuple):
     values: Array
 
     def thinned(self, most: int) -> Curve:
-        """Return at most ``most`` points, some more for a short curve: of equal parts of the curve the least, greatest and
-        first NaN, and both ends of the curve.
-        """
+        """Return at most ``most`` points: both ends, and of equal parts the least, the greatest and the first NaN."""
         number = len(self.values)
         if number <= most:
             return self
@@ -79,7 +77,7 @@ def _tables(waiting: Mapping[tuple[str, ...], list[tuple[Any, ...]]]) -> Iterabl
 
 
 def _as_floats(rows: list[tuple[Any, ...]]) -> Array:
-    """Return rows as an array. What is no number is a masked value: infinity below zero is one of a run, so None is a NaN."""
+    """Return rows as an array, with ``_MISSING`` for what is no number."""
     if all(type(value) in (int, float) for value in rows[0]):
         try:
             return np.array(rows, np.float64)

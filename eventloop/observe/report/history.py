@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from eventloop.observe.costs import Costs, Histogram, LaneCosts, Part
-from eventloop.observe.report.curves import Array, Curve, read_curves
 from eventloop.observe.record import L, Measured, read_lines
+from eventloop.observe.report.curves import Array, Curve, read_curves
 from eventloop.observe.run_folder import Damage, RunFacts, RunFolder, Session
 
 

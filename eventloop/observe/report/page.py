@@ -15,11 +15,11 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from eventloop.observe.assets import read_asset
+from eventloop.observe.record import Checkpoint, FailedCheckpoint, Resume, SkippedCheckpoint, Test, Validation
 from eventloop.observe.report import facts
 from eventloop.observe.report.bars import cost_bars
 from eventloop.observe.report.charts import drawn, scalar_charts, step_charts
 from eventloop.observe.report.history import History
-from eventloop.observe.record import Checkpoint, FailedCheckpoint, Resume, SkippedCheckpoint, Test, Validation
 from eventloop.observe.report.sentences import Best, count, verdict
 from eventloop.observe.verdict import duration, size
 
@@ -30,6 +30,8 @@ _FITS: Final = (
     *((2_000, 200, 1_000), (1_000, 100, 1_000), (500, 50, 1_000), (250, 25, 1_000), (120, 15, 1_000), (60, 10, 1_000)),
     *((60, 10, 400), (60, 10, 150), (60, 5, 50), (30, 5, 20)),
 )
+
+_NO_OTHER: Final = "base-uri 'none'; form-action 'none'"
 
 
 def build_report(runs: Sequence[History], best: Best) -> bytes:
@@ -55,7 +57,9 @@ def build_report(runs: Sequence[History], best: Best) -> bytes:
         kept = scalars[:most]
         data = drawn([*kept, *steps], runs, points)
         thinned = any(len(one.curve.values) > points for chart in kept for one in chart.series)
-        page = _render(data, **known, scalars=kept, steps=steps, left_out=len(scalars) - len(kept), rows=rows, points=points * thinned)
+        page = _render(
+            data, **known, scalars=kept, steps=steps, left_out=len(scalars) - len(kept), rows=rows, points=points * thinned
+        )
         if len(page) <= MOST_BYTES:
             break
     return page
@@ -69,9 +73,14 @@ def run_names(runs: Sequence[History]) -> list[str]:
 
 def _render(data: Any, **known: Any) -> bytes:
     script, style = Markup(_script()), Markup(_style())  # noqa: S704  # our own files
-    policy = f"default-src 'none'; img-src data:; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
     page = _template().render(
-        **known, data=_safe(data), script=script, style=style, policy=policy, licence=_licence(), several=len(known["runs"]) > 1
+        **known,
+        data=_safe(data),
+        script=script,
+        style=style,
+        policy=f"default-src 'none'; img-src data:; script-src {_hash(script)}; style-src {_hash(style)}; {_NO_OTHER}",
+        licence=read_asset("uplot.LICENSE"),
+        several=len(known["runs"]) > 1,
     )
     return page.encode("utf-8", "replace")  # a name may hold bytes that are no UTF-8
 
@@ -105,11 +114,6 @@ def _script() -> str:
 @cache
 def _style() -> str:
     return "\n".join((read_asset("colours.css"), read_asset("uplot.css"), _own("page.css")))
-
-
-@cache
-def _licence() -> str:
-    return read_asset("uplot.LICENSE")
 
 
 @cache

@@ -7,8 +7,8 @@ from typing import Final
 
 import numpy as np
 
-from eventloop.observe.report.history import History
 from eventloop.observe.record import Checkpoint, FailedCheckpoint, SkippedCheckpoint, Validation
+from eventloop.observe.report.history import History
 from eventloop.observe.verdict import duration, expensive
 
 Best = Callable[[Sequence[Mapping[str, float]]], tuple[str, int] | None]
@@ -38,9 +38,13 @@ def _state(run: History) -> str:
         case "running":
             return f"The run goes on; so far {after}{sessions}."
         case "unknown":
-            return f"The run is on another machine ({last.environment.machine.host}) and has not ended there; {after}{sessions}."
+            return (
+                f"The run is on another machine ({last.environment.machine.host}) and has not ended there; {after}{sessions}."
+            )
         case state:
-            how = {"finished": "finished", "stopped": "was stopped", "interrupted": "was interrupted", "failed": "failed"}[state]
+            how = {"finished": "finished", "stopped": "was stopped", "interrupted": "was interrupted", "failed": "failed"}[
+                state
+            ]
             return f"The run {how} after {after}{sessions}{reason}."
 
 
@@ -65,7 +69,9 @@ def _costs(run: History) -> Iterator[str]:
 
 def _checkpoints(run: History) -> Iterator[str]:
     if written := run.lines(Checkpoint):
-        held = f"{count(len(written), 'checkpoint')} held training up for {duration(sum(line.stall for line in written))} in all"
+        held = (
+            f"{count(len(written), 'checkpoint')} held training up for {duration(sum(line.stall for line in written))} in all"
+        )
         yield f"{held}; writing one took at most {duration(max(line.seconds for line in written))}."
     if failed := run.lines(FailedCheckpoint):
         yield f"{count(len(failed), 'checkpoint')} could not be written, the last one at iteration {failed[-1].iter:,}."
@@ -80,8 +86,7 @@ def _lost(run: History) -> Iterator[str]:
         handed = sum(lane.delivered + lane.dropped + lane.failed + lane.pending for lane in costs.lanes)
         yield f"{lost:,} of {handed:,} offloaded events were lost."
     for name, damage in run.damaged.items():
-        lines = count(damage.lines, "line")
-        yield f"{name} is damaged: {lines} could not be read, the first one is line {damage.first:,}. The rest is in this report."
+        yield f"{name} is damaged: {count(damage.lines, 'line')} could not be read, the first one is line {damage.first:,}."
 
 
 def _not_finite(run: History) -> Iterator[str]:

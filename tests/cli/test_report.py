@@ -1,0 +1,141 @@
+"""``trainbus report`` and ``trainbus runs``, as a user would type them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from eventloop.cli import main
+
+from ..observe.folders import session, write_record, write_run, write_scalars
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_report_is_written_in_the_folder_of_the_run_and_its_verdict_is_printed(here, capsys):
+    write_run(Path("a"))
+    assert main(["report", "a"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("The run finished after 10 epochs")
+    assert re.fullmatch(r"a/report\.html \([\d.]+ kB\): open it in a browser", lines[-1])
+    assert Path("a/report.html").read_text().startswith("<!doctype html>")
+    assert main(["report", "a"]) == 0  # again
+
+
+def test_a_report_on_several_runs_is_written_in_the_current_folder_or_where_it_is_wanted(here, capsys):
+    write_run(Path("a"))
+    write_run(Path("b"))
+    assert main(["report", "a", "b", "a"]) == 0
+    assert "2 runs compared" in Path("report.html").read_text()
+    assert main(["report", "a", "b", "-o", "c.html"]) == 0
+    assert main(["report", "a", "--output", "d.html"]) == 0
+    assert Path("c.html").is_file()
+    assert Path("d.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        (["empty"], 2, "empty: this is not the folder of a run: it has no run.json and no scalars.jsonl"),
+        (["missing"], 2, "missing: no such folder"),
+        (["."], 2, ".: this is not the folder of a run, but has some in it; give one of a, damaged"),
+        (["a", "missing"], 2, "missing: no such folder"),
+        (["damaged"], 1, "damaged/run.json is damaged"),
+        (["a", "-o", "empty"], 2, "empty is a folder; name a file in it"),
+        (["a", "-o", "none/r.html"], 2, "none/r.html cannot be written: there is no folder none"),
+        ([], 2, "report"),
+    ],
+)
+def test_mistakes_are_told_and_nothing_is_written(here, capsys, words, status, says):
+    write_run(Path("a"))
+    Path("empty").mkdir()
+    Path("damaged").mkdir()
+    Path("damaged/run.json").write_text("{")
+    assert main(["report", *words]) == status
+    out, err = capsys.readouterr()
+    assert says in err
+    assert out == ""
+    assert not list(here.rglob("*.html"))
+
+
+def test_a_disk_error_is_told(here, capsys, monkeypatch):
+    write_run(Path("a"))
+
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("eventloop.cli.report.commit_bytes", full)
+    assert main(["report", "a"]) == 1
+    assert "a/report.html cannot be written (No space left on device)" in capsys.readouterr().err
+
+
+def test_damaged_lines_are_left_out_and_give_the_status_1(here, capsys):
+    write_run(Path("a"))
+    with Path("a/scalars.jsonl").open("a") as file:
+        file.write("{\n")
+    assert main(["report", "a"]) == 1
+    assert "a/scalars.jsonl: 1 damaged line left out, the first one is line 101" in capsys.readouterr().out
+    assert Path("a/report.html").is_file()
+
+
+def rows(out: str) -> dict[str, list[str]]:
+    return {cells[0]: cells[1:] for cells in (re.split(r" {2,}", line.rstrip()) for line in out.splitlines())}
+
+
+def test_runs_are_listed_with_state_epochs_best_metric_time_and_size(here, capsys):
+    write_run(Path("runs/a"))
+    write_run(Path("runs/deep/b"), session(state="failed", lasted=3700))
+    Path("runs/c").mkdir()
+    write_scalars(Path("runs/c"), {"step": 1, "loss": 1.0})
+    assert main(["runs"]) == 0
+    table = rows(capsys.readouterr().out)
+    assert table["run"] == ["state", "epochs", "best", "time", "size"]
+    assert table["a"][:4] == ["finished", "10", "accuracy 0.9", "0:01:40"]
+    assert table["deep/b"][0] == "failed"
+    assert table["deep/b"][3] == "1:01:40"
+    assert table["c"][0] == "unknown"
+    assert table["c"][-1] == f"{Path('runs/c/scalars.jsonl').stat().st_size} bytes"
+
+
+def test_the_epochs_of_a_run_that_was_killed_are_those_of_its_record(here, capsys):
+    write_run(Path("a"), session(lasted=None, epoch=1))
+    assert main(["runs", "a"]) == 0
+    assert rows(capsys.readouterr().out)["a"][:2] == ["unknown", "10"]
+
+
+def test_a_loss_is_best_when_least_and_nan_is_never_best(here, capsys):
+    write_scalars(here, {"step": 1})
+    for value in (0.5, 0.25, float("nan"), 0.75):
+        write_record(here, {"time": 1.0, "kind": "validation", "metrics": {"speed": 3, "loss": value}})
+    assert main(["runs", "."]) == 0
+    assert "loss 0.25" in capsys.readouterr().out
+
+
+def test_a_damaged_run_is_told_after_the_others(here, capsys):
+    write_run(Path("runs/a"))
+    write_run(Path("runs/b"))
+    Path("runs/b/run.json").write_text("{")
+    with Path("runs/a/record.jsonl").open("a") as file:
+        file.write("{\n")
+    assert main(["runs"]) == 1
+    out = capsys.readouterr().out
+    assert out.splitlines()[1].startswith("a ")
+    assert "runs/b/run.json is damaged" in out
+
+
+def test_a_folder_without_runs_says_so_and_a_missing_one_is_a_mistake(here, capsys):
+    Path("runs").mkdir()
+    assert main(["runs"]) == 0
+    assert capsys.readouterr().out == "no runs in runs\n"
+    assert main(["runs", "missing"]) == 2
+    assert "missing: no such folder" in capsys.readouterr().err
+
+
+def test_names_of_folders_are_escaped(here, capsys):
+    write_run(Path("runs") / "a\x1b[31m")
+    assert main(["runs"]) == 0
+    assert "\x1b" not in capsys.readouterr().out

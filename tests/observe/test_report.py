@@ -1,0 +1,383 @@
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from eventloop.cli.runs import best_metric
+from eventloop.observe import Histogram
+from eventloop.observe.report import History, build_report, verdict
+from eventloop.observe.report.bars import cost_bars
+from eventloop.observe.report.curves import Curve, read_curves
+from eventloop.observe.report.page import MOST_BYTES, run_names
+
+from .folders import BEGAN, costs_line, loss_lines, session, some_costs, write_record, write_run, write_scalars
+
+EVIL = "</script><img src=x onerror=alert(1)>"
+
+
+class Page(HTMLParser):
+    """What a browser finds in a page: its elements, texts, headings and the rows of its tables."""
+
+    def __init__(self, page: bytes) -> None:
+        super().__init__()
+        self.bytes = page
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.text = ""
+        self.rows: list[list[str]] = []
+        self.json = ""
+        self._within: list[str] = []
+        self._in_data = self._in_cell = False
+        self.feed(page.decode())
+        self.data = json.loads(self.json)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        given = dict(attributes)
+        self.ids += [given["id"]] if "id" in given else []
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+            self._in_cell = True
+        if tag in ("script", "style"):
+            self._within.append(tag)
+        self._in_data = given.get("id") == "data" or (self._in_data and tag != "script")
+
+    def handle_endtag(self, tag):
+        if tag in ("td", "th"):
+            self._in_cell = False
+        if self._within and tag == self._within[-1]:
+            self._within.pop()
+
+    def handle_data(self, text):
+        if self._within:
+            self.json += text if self._in_data else ""
+            return
+        self.text += text
+        if self._in_cell:
+            self.rows[-1][-1] += text
+
+    def row(self, first: str) -> list[str]:
+        """The one row whose first cell begins with a text."""
+        [row] = [[" ".join(cell.split()) for cell in row] for row in self.rows if row and row[0].strip().startswith(first)]
+        return row
+
+
+def page_of(*folders) -> Page:
+    return Page(build_report([History(folder) for folder in folders], best_metric))
+
+
+def sentences(folder) -> list[str]:
+    return verdict(History(folder), best_metric)
+
+
+# The page
+
+
+def test_the_page_has_all_that_the_run_left(tmp_path):
+    page = page_of(write_run(tmp_path, config={"loop": {"max_epochs": 10, "names": ["a", "b"]}, "amp": True}))
+    headings = ("verdict", "curves", "costs", "steps", "lanes", "checkpoints", "validations", "tests", "sessions")
+    assert set(headings) | {"environment", "configuration"} <= set(page.ids)
+    assert page.row("forward") == ["forward", "50.0%", "5 s", "", "", ""]
+    assert page.row("Histograms") == ["Histograms after_train_iter", "11.0%", "1.1 s", "100", "11 ms", "22 ms"]
+    assert page.row("All") == ["All", "100.0%", "10 s", "", "", ""]
+    assert page.row("LoggerHook.write") == [
+        *("LoggerHook.write", "98", "0", "2", "0", "500 ms", "0 µs", "1.5", "7", "10 ms", "200 ms"),
+    ]
+    assert page.row("epoch_5.safetensors")[1:6] == ["5", "50", "250 ms", "2 s", "1 kB"]
+    assert page.row("iter_51.safetensors")[3] == "the disk is full"
+    assert page.row("8")[:3] == ["8", "80", "0.8"]
+    assert page.row("command") == ["command", "python train.py --lr=0.1"]
+    assert page.row("git commit")[1].startswith("0123456789abcdef (main), with changes that were not committed")
+    assert page.row("loop.max_epochs")[1] == "10"
+    assert page.row("loop.names")[1] == "[a, b]"
+    assert page.row("amp")[1] == "true"
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_allows_no_other_script(tmp_path):
+    page = page_of(write_run(tmp_path))
+    text = page.bytes.decode()
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
+    assert policy.startswith("default-src &#39;none&#39;")
+    assert "unsafe" not in policy
+    assert not re.findall(r'(?:src|href)="(?!#|data:,)', text)
+    assert "uPlot" in page.text  # its licence
+    assert page.tags[:2] == ["html", "head"]
+    assert {"main", "header", "nav", "footer", "h1"} <= set(page.tags)
+    assert len(page.ids) == len(set(page.ids))
+
+
+def test_names_and_values_of_a_run_are_text_never_code(tmp_path):
+    folder = write_run(
+        tmp_path / EVIL.replace("/", ""),
+        session(reason=EVIL, state="failed", resumed_from=EVIL),
+        name=EVIL,
+        config={EVIL: EVIL},
+    )
+    write_scalars(folder, {"step": 1, EVIL: 1.0, "\ud800": 2.0, "\u2028]]>": 3.0})
+    write_record(
+        folder,
+        {"time": BEGAN + 1, "kind": "validation", "metrics": {EVIL: 1.0}},
+        {"time": BEGAN + 1, "kind": "checkpoint_failed", "names": [EVIL], "reason": EVIL},
+    )
+    page = page_of(folder, write_run(tmp_path / "other"))
+    assert "img" not in page.tags
+    assert page.tags.count("script") == 2
+    assert EVIL in page.text
+    assert EVIL in [chart["title"] for chart in page.data["charts"]]
+
+
+def test_a_page_of_a_long_run_has_at_most_a_megabyte_and_the_extremes(tmp_path):
+    folder, number = write_run(tmp_path), 30_000
+    lines = [
+        {
+            "step": i,
+            "epoch": 1 + i // 100,
+            "iter": i,
+            "time": BEGAN + i / 7,
+            **{f"train/metric_{j}": math.sin(i * j / 7) for j in range(20)},
+        }
+        for i in range(1, number + 1)
+    ]
+    lines[12_345]["train/metric_3"] = 77.0
+    lines[23_456]["train/metric_3"] = -88.0
+    write_scalars(folder, *lines)
+    write_record(
+        folder, *({"time": BEGAN + i, "kind": "validation", "iter": i, "metrics": {"accuracy": i / 1e6}} for i in range(5000))
+    )
+    page = page_of(folder)
+    assert len(page.bytes) <= MOST_BYTES
+    [chart] = [one for one in page.data["charts"] if one["title"] == "train/metric_3"]
+    [line] = chart["series"]
+    assert {77, -88} <= set(line["values"])
+    axis = page.data["axes"][line["axis"]]
+    assert axis["iter"][line["values"].index(77)] == 12_346
+    assert (axis["iter"][0], axis["iter"][-1]) == (1, number)
+    assert "thinned to about" in page.text
+    assert re.search(r"The last \d+ of 5,00[0-9] validations", page.text)
+
+
+def test_a_page_with_thousands_of_scalars_and_large_values_has_at_most_a_megabyte(tmp_path):
+    folder = write_run(tmp_path, config={f"key{i}": "x" * 5000 for i in range(500)})
+    write_scalars(folder, *({"step": i, **{f"train/grad_norm/{j}": j / i for j in range(3000)}} for i in range(101, 121)))
+    page = page_of(folder)
+    assert len(page.bytes) <= MOST_BYTES
+    assert "would make this page too long" in page.text
+
+
+def test_a_page_of_many_runs_has_at_most_a_megabyte(tmp_path):
+    page = page_of(*(write_run(tmp_path / str(i), name=f"run {i}") for i in range(20)))
+    assert len(page.bytes) <= MOST_BYTES
+    assert "20 runs compared" in page.text
+
+
+@pytest.mark.parametrize("name", ["run.json", "record.jsonl", "scalars.jsonl"])
+def test_a_run_without_one_of_its_files_has_a_report(tmp_path, name):
+    folder = write_run(tmp_path)
+    (folder / name).unlink()
+    page = page_of(folder)
+    assert ("Resumes and stops" in page.text) == (name != "run.json")
+    assert ("were not measured" in page.text) == (name == "record.jsonl")
+    assert ("There are no scalars" in page.text) == (name == "scalars.jsonl")
+
+
+def test_a_run_with_an_empty_scalars_file_only_has_a_report(tmp_path):
+    (tmp_path / "scalars.jsonl").touch()
+    assert "There are no scalars" in page_of(tmp_path).text
+
+
+def test_values_that_are_not_finite_are_gaps_and_are_told(tmp_path):
+    write_scalars(tmp_path, *({"step": i, "loss": value} for i, value in enumerate([1.0, math.nan, 3.0, -math.inf], 1)))
+    page = page_of(tmp_path)
+    assert page.data["charts"][0]["series"][0]["values"] == [1, None, 3, None]
+    assert "loss is NaN or infinite in 2 of 4 values, first at iteration 2." in page.text
+    write_scalars(tmp_path, {"step": 1, "other": math.nan})
+    assert "no finite value" in page_of(tmp_path).text
+
+
+def test_lines_of_other_kinds_or_with_wrong_fields_are_left_out(tmp_path):
+    folder = write_run(tmp_path)
+    write_record(
+        folder,
+        {"time": BEGAN, "kind": "of a newer trainbus"},
+        {"time": BEGAN, "kind": "checkpoint", "stall": "long"},
+        {"time": BEGAN, "kind": "costs"},
+        {"kind": "validation"},
+    )
+    assert page_of(folder).text == page_of(write_run(tmp_path / "other")).text.replace(str(tmp_path / "other"), str(folder))
+
+
+# Several runs
+
+
+def test_several_runs_have_their_curves_in_one_chart_costs_side_by_side_and_differences(tmp_path):
+    one = write_run(tmp_path / "a", name="first", config={"lr": 0.1, "same": 1, "only": {"here": 2}})
+    two = write_run(tmp_path / "b", name="second", config={"lr": 0.2, "same": 1})
+    page = page_of(one, two)
+    [chart] = [one for one in page.data["charts"] if one["title"] == "train/loss"]
+    assert [(line["name"], line["run"]) for line in chart["series"]] == [("first", 0), ("second", 1)]
+    assert page.row("forward") == ["forward", "50.0% 5 s", "50.0% 5 s"]
+    differing = [row for row in page.rows if len(row) == 3 and row[0] in ("lr", "same", "only.here", "command")]
+    assert differing == [["lr", "0.1", "0.2"], ["only.here", "2", "not set"]]
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_folders(tmp_path):
+    runs = [History(write_run(tmp_path / name)) for name in "ab"]
+    assert run_names(runs) == [f"digits ({tmp_path / name})" for name in "ab"]
+
+
+# Sentences
+
+
+def test_the_verdict_has_the_figures(tmp_path):
+    assert sentences(write_run(tmp_path)) == [
+        "The run finished after 10 epochs and 100 iterations in 100 s.",
+        "Best accuracy 0.9, at epoch 5, iteration 50; 2 validations.",
+        "30% of the time is waiting for data: 30 ms an iteration.",
+        "Histograms takes 11% of the time: 11 ms an iteration.",
+        "The lane of LoggerHook dropped 2 of 100 events: its handler takes 5.1 ms an event.",
+        "1 checkpoint held training up for 250 ms in all; writing one took at most 2 s.",
+        "1 checkpoint could not be written, the last one at iteration 50.",
+        "1 checkpoint had to be skipped, the last one at iteration 50.",
+        "2 of 100 offloaded events were lost.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "begins"),
+    [
+        (
+            {"state": "failed", "reason": "ValueError: bad"},
+            "The run failed after 10 epochs and 100 iterations in 100 s: ValueError: bad.",
+        ),
+        ({"state": "stopped", "reason": "enough."}, "The run was stopped after 10 epochs and 100 iterations in 100 s: enough."),
+        ({"state": "interrupted"}, "The run was interrupted after"),
+        ({"lasted": None}, "The run is on another machine (elsewhere)"),
+    ],
+)
+def test_the_verdict_begins_with_the_state_of_the_run(tmp_path, fields, begins):
+    assert sentences(write_run(tmp_path, session(**fields)))[0].startswith(begins)
+
+
+def test_damaged_lines_are_told(tmp_path):
+    folder = write_run(tmp_path)
+    with (folder / "record.jsonl").open("a") as file:
+        file.write("{\n")
+    assert "record.jsonl is damaged: 1 line could not be read, the first one is line 11." in sentences(folder)
+
+
+# Curves
+
+
+def lines_of(*places: tuple[int, float]) -> list[dict]:
+    return [{"step": step, "iter": step, "loss": value} for step, value in places]
+
+
+def test_of_repeated_iterations_the_later_ones_count(tmp_path):
+    curve = read_curves(lines_of((1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (2, 20.0), (3, 30.0)))["loss"]
+    assert curve.iterations.tolist() == [1, 2, 3]
+    assert curve.values.tolist() == [1, 20, 30]
+
+
+def test_iterations_that_go_back_in_other_scalars_do_not_matter():
+    curves = read_curves([{"step": 5, "iter": 5, "a": 1}, {"step": 1, "iter": 3, "b": 1}, {"step": 6, "iter": 6, "a": 2}])
+    assert curves["a"].iterations.tolist() == [5, 6]
+    assert curves["b"].iterations.tolist() == [3]
+
+
+def test_what_is_no_number_is_left_out():
+    lines = [
+        {"step": 1, "a": 1, "b": "x"},
+        {"step": 2, "a": None, "b": "y"},
+        {"step": 3, "a": 10**400, "b": [1]},
+        {"step": 4, "a": True},
+    ]
+    curves = read_curves(lines)
+    assert list(curves) == ["a"]
+    assert curves["a"].values.tolist() == [1, math.inf, 1]
+
+
+def test_lines_without_a_step_are_counted():
+    assert read_curves([{"a": 5}, {"a": 6}, {"a": 7, "step": None}])["a"].iterations.tolist() == [1, 2, 3]
+
+
+def test_more_lines_than_are_read_at_once_keep_their_order(monkeypatch):
+    monkeypatch.setattr("eventloop.observe.report.curves._BATCH", 7)
+    lines = [{"step": i, "a": i} | ({"b": -i} if i % 3 == 0 else {}) for i in range(1, 101)]
+    curves = read_curves(lines)
+    assert curves["a"].values.tolist() == list(range(1, 101))
+    assert curves["b"].values.tolist() == [-i for i in range(3, 101, 3)]
+
+
+@pytest.mark.parametrize("number", [1, 2, 99, 100, 101, 1000, 12_345])
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_thinned_curve_keeps_its_ends_extremes_and_gaps(number, bad):
+    values = np.random.default_rng(number).normal(size=number)
+    least, greatest = values.min(), values.max()
+    if bad and number > 10:
+        values[number // 2] = math.nan
+        least, greatest = np.nanmin(values), np.nanmax(values)
+    places = np.arange(number, dtype=np.float64)
+    thinned = Curve(places, places, places, values).thinned(100)
+    assert len(thinned.values) <= max(100, 1)
+    assert (np.diff(thinned.iterations) > 0).all()
+    assert (thinned.iterations[0], thinned.iterations[-1]) == (0, number - 1)
+    assert (np.nanmin(thinned.values), np.nanmax(thinned.values)) == (least, greatest)
+    assert np.isnan(thinned.values).any() == np.isnan(values).any()
+
+
+def test_the_time_of_a_curve_has_no_pauses_and_epochs_have_fractions(tmp_path):
+    folder = write_run(tmp_path, session(lasted=50), session(BEGAN + 1050, lasted=50))
+    (folder / "scalars.jsonl").unlink()
+    write_scalars(folder, *loss_lines(50), *loss_lines(50, begin=51, began=BEGAN + 1000))
+    run = History(folder)
+    curve = run.curves["train/loss"]
+    assert run.elapsed(curve.times).tolist() == list(range(1, 101))
+    assert run.epochs_at(curve)[[4, 9, 24]].tolist() == [0.5, 1.0, 2.5]
+
+
+def test_the_last_epoch_may_be_incomplete(tmp_path):
+    write_scalars(tmp_path, *loss_lines(25))
+    run = History(tmp_path)
+    assert run.epochs_at(run.curves["train/loss"])[-1] == 2.5
+
+
+# Costs
+
+
+def test_the_costs_of_all_sessions_are_added(tmp_path):
+    folder = write_run(tmp_path, session(), session(BEGAN + 1000))
+    write_record(folder, costs_line(BEGAN + 1050, some_costs(30.0, 50)), costs_line(BEGAN + 1060, some_costs(40.0, 60)))
+    costs = History(folder).costs
+    assert (costs.wall, costs.steps.total, costs.lanes[0].delivered) == (50, 160, 156)
+    assert {part.name: round(part.share, 6) for part in costs.parts} == {part.name: part.share for part in some_costs().parts}
+    assert sum(part.seconds for part in costs.parts) == pytest.approx(50)
+
+
+def test_costs_that_begin_anew_in_the_same_session_are_added(tmp_path):
+    folder = write_run(tmp_path)
+    write_record(folder, costs_line(BEGAN + 101, some_costs(2.0, 10)))
+    assert History(folder).costs.wall == 12
+
+
+def test_step_times_are_those_between_two_measurements(tmp_path):
+    times = History(write_run(tmp_path)).step_times()
+    assert [(one.iter, one.steps.counts) for one in times] == [(50, {212: 40, 220: 10}), (100, {212: 50})]
+
+
+def test_the_bar_of_costs_adds_up_to_100_percent():
+    bars = cost_bars([some_costs(), None])
+    assert sum(one.width for one in bars.segments[0]) == pytest.approx(100)
+    assert [one.name for one in bars.segments[0]] == ["forward", "waiting for data", "Histograms", "rest"]
+    assert bars.segments[1] == []
+
+
+def test_a_run_without_costs_has_no_step_times(tmp_path):
+    write_scalars(tmp_path, *loss_lines(3))
+    assert History(tmp_path).costs is None
+    assert History(tmp_path).step_times() == []
+    assert Histogram().total == 0

@@ -1,0 +1,113 @@
+import math
+import os
+import socket
+
+import msgspec
+import pytest
+
+from eventloop.observe import Damage, RunDamagedError, RunFolder, RunFolderError, encode_line, find_runs, read_facts
+from eventloop.observe.environment import this_process
+
+from .folders import BEGAN, GONE, HERE, loss_lines, session, write_record, write_run, write_scalars
+
+
+def test_a_folder_without_files_of_a_run_is_an_error(tmp_path):
+    with pytest.raises(RunFolderError, match=r"not the folder of a run: it has no run\.json and no scalars\.jsonl"):
+        RunFolder(tmp_path)
+
+
+def test_a_folder_with_scalars_only_has_the_name_of_the_folder(tmp_path):
+    write_scalars(tmp_path, *loss_lines(3))
+    run = RunFolder(tmp_path)
+    assert run.facts().name == tmp_path.name
+    assert [line["step"] for line in run.scalars()] == [1, 2, 3]
+    assert list(run.record()) == []
+    assert run.seconds() == 0
+
+
+@pytest.mark.parametrize("cut", [b'{"step": 4, "tra', b"\0\0\0"])
+def test_an_incomplete_last_line_is_no_damage(tmp_path, cut):
+    write_scalars(tmp_path, *loss_lines(3))
+    with (tmp_path / "scalars.jsonl").open("ab") as file:
+        file.write(cut)
+    run = RunFolder(tmp_path)
+    assert len(list(run.scalars())) == 3
+    assert run.damaged == {}
+
+
+@pytest.mark.parametrize("bad", [b"{]\n", b"\0\0\0\n", b"\n", b"[1, 2]\n", b"3\n", b'{"a": "\xff"}\n', b"[" * 100_000 + b"\n"])
+def test_damaged_lines_are_left_out_and_counted(tmp_path, bad):
+    write_scalars(tmp_path, *loss_lines(3))
+    with (tmp_path / "scalars.jsonl").open("ab") as file:
+        file.write(bad * 2)
+    write_scalars(tmp_path, *loss_lines(2, begin=4))
+    run = RunFolder(tmp_path)
+    for _ in range(2):  # each reading counts anew
+        assert [line["step"] for line in run.scalars()] == [1, 2, 3, 4, 5]
+        assert run.damaged == {"scalars.jsonl": Damage(lines=2, first=4)}
+
+
+def test_not_finite_values_are_read(tmp_path):
+    write_scalars(tmp_path, {"step": 1, "a": math.nan, "b": math.inf})
+    [line] = RunFolder(tmp_path).scalars()
+    assert math.isnan(line["a"])
+    assert line["b"] == math.inf
+
+
+def test_a_line_of_the_record_holds_anything():
+    line = msgspec.json.decode(encode_line({"a": math.nan, "b": [math.inf], "c": {1: object}, "d": (1, 2)}))
+    assert line == {"a": "nan", "b": ["inf"], "c": {"1": "<class 'object'>"}, "d": [1, 2]}
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"name": 3}', b""])
+def test_a_damaged_run_json_is_an_error_that_names_it(tmp_path, content):
+    (tmp_path / "run.json").write_bytes(content)
+    with pytest.raises(RunDamagedError, match=r"run\.json is damaged.*move it away"):
+        RunFolder(tmp_path).facts()
+
+
+def test_a_run_json_of_a_newer_trainbus_is_an_error_that_says_so(tmp_path):
+    (tmp_path / "run.json").write_text('{"name": "a", "format": 2}')
+    with pytest.raises(RunDamagedError, match=r"format 2.*upgrade trainbus"):
+        read_facts(tmp_path)
+
+
+def test_runs_are_found_in_subfolders_but_not_in_other_runs_hidden_folders_or_links(tmp_path):
+    for name in ("b", "a/one", "a/two", "b/inner", ".hidden"):
+        write_run(tmp_path / name)
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    (tmp_path / "empty").mkdir()
+    assert [str(one.relative_to(tmp_path)) for one in find_runs(tmp_path)] == ["a/one", "a/two", "b"]
+
+
+def test_the_time_of_a_run_is_that_of_its_sessions_without_the_pauses(tmp_path):
+    write_run(tmp_path, session(lasted=10), session(BEGAN + 1000, lasted=20))
+    assert RunFolder(tmp_path).seconds() == 30
+
+
+def test_a_killed_session_ends_with_its_last_sign_of_life(tmp_path):
+    write_run(tmp_path, session(lasted=None), session(BEGAN + 1000, lasted=None))
+    write_record(tmp_path, {"time": BEGAN + 1020, "kind": "test", "epoch": 1, "iter": 1})
+    write_scalars(tmp_path, *loss_lines(3, begin=101, began=BEGAN + 1000 - 100), {"time": "no number"})
+    assert RunFolder(tmp_path).ends() == [BEGAN + 100, BEGAN + 1020]
+
+
+def test_the_end_of_a_long_run_that_was_killed_is_found_at_the_end_of_its_scalars(tmp_path):
+    write_run(tmp_path, session(lasted=None))
+    write_scalars(tmp_path, *loss_lines(5000, begin=101))
+    assert RunFolder(tmp_path).seconds() == 5100
+
+
+@pytest.mark.parametrize(
+    ("process", "state"),
+    [
+        (GONE, "unknown"),
+        (msgspec.structs.replace(GONE, host=socket.gethostname()), "killed"),
+        (this_process(), "running"),
+        (msgspec.structs.replace(this_process(), began="before"), "killed"),  # the number belongs to another process now
+    ],
+)
+def test_the_state_of_a_session_that_has_not_ended_tells_whether_its_process_lives(process, state):
+    one = session(lasted=None, environment=msgspec.structs.replace(HERE, process=process))
+    assert one.state_now == state
+    assert os.getpid() == this_process().pid
