@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,7 +59,7 @@ def step_charts(runs: Sequence[History], names: Sequence[str]) -> list[Chart]:
     shares = (("median", 0.5), ("99th percentile", 0.99)) if len(runs) > 1 else (("median", 0.5), ("90 %", 0.9), ("99 %", 0.99))
     found: list[Chart] = []
     for what, share in shares:
-        curves = [_over_time(run, lambda steps, share=share: steps.quantile(share)) for run in runs]
+        curves = [_over_time(run, share) for run in runs]
         series = [
             Series(names[index] if len(runs) > 1 else what, index, curve)
             for index, curve in enumerate(curves)
@@ -91,8 +91,8 @@ def drawn(charts: Iterable[Chart], runs: Sequence[History], most: int) -> dict[s
     return {"charts": made, "axes": axes}
 
 
-def _over_time(run: History, figure: Callable[[Any], float]) -> Curve:
-    rows = [(one.iter, one.epoch, one.time, figure(one.steps)) for one in run.step_times()]
+def _over_time(run: History, share: float) -> Curve:
+    rows = [(one.iter, one.epoch, one.time, one.steps.quantile(share)) for one in run.step_times()]
     return Curve(*np.array(rows, np.float64).reshape(-1, 4).T)
 
 

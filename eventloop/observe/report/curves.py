@@ -109,7 +109,8 @@ def _piece(columns: Mapping[str, int], table: Array, index: int) -> Array:
     places = np.where(np.isfinite(iterations), iterations, np.where(np.isfinite(steps), steps, lines))
     values = table[:, index]
     there = values != _MISSING
-    return np.column_stack((lines, places, epochs, times, values))[there]
+    piece: Array = np.column_stack((lines, places, epochs, times, values))[there]
+    return piece
 
 
 def _known(column: Array) -> Array:

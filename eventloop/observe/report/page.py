@@ -73,7 +73,7 @@ def run_names(runs: Sequence[History]) -> list[str]:
 
 def _render(data: Any, **known: Any) -> bytes:
     script, style = Markup(_script()), Markup(_style())  # noqa: S704  # our own files
-    page = _template().render(
+    page: str = _template().render(
         **known,
         data=_safe(data),
         script=script,
