@@ -53,6 +53,7 @@ def chart(name: str, start: str, title: str) -> str:
         _bar(canvas, 8 + 26 * number, row, found["floor"], scale * (math.log10(row["median_seconds"]) - low))
     canvas.text(230, 26 * len(rows) + 26, "median, logarithmic scale; green is the least that the work takes", kind="dim")
     svg = canvas.svg().replace("<svg ", f'<svg class="drawing" aria-label="{title}" ', 1)
+    svg = f'<div class="drawing-box">{svg}</div>'
     return re.sub(r"<style>.*?</style>\n?", "", svg, flags=re.DOTALL).replace("\n", "")
 
 

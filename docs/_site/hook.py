@@ -36,4 +36,10 @@ def drawing(name: str, title: str) -> str:
     text = re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
     # Names of markers are the page's, where several drawings stand beside one another.
     text = text.replace('id="arrow', f'id="{name}-arrow').replace("url(#arrow", f"url(#{name}-arrow")
-    return text.replace("<svg ", f'<svg class="drawing" aria-label="{title}" ', 1)
+    return boxed(text, title)
+
+
+def boxed(svg: str, title: str) -> str:
+    """Return a drawing in a box that scrolls where the screen is narrow."""
+    svg = svg.replace("<svg ", f'<svg class="drawing" aria-label="{title}" ', 1)
+    return f'<div class="drawing-box">{svg}</div>'
