@@ -29,7 +29,7 @@ class TraceHook(Hook):
 
     Args:
         first: iterations before the window, counted since training began or was resumed.
-        iterations: length of the window. It ends earlier with the training.
+        iterations: length of the window in iterations. It ends earlier with the training.
 
     Raises:
         ConfigurationError: later: the run has no work dir.
