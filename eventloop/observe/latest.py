@@ -28,9 +28,11 @@ from eventloop.events import (
     CheckpointSkipped,
     OnException,
     Progress,
+    RunPaused,
+    RunResumed,
 )
 
-State = Literal["running", "finished", "stopped", "interrupted", "failed"]
+State = Literal["running", "paused", "finished", "stopped", "interrupted", "failed"]
 
 _WINDOW: Final = 10  # samples, one a second or one an iteration, that the throughput is measured over
 
@@ -99,21 +101,26 @@ class LatestHook(Hook):
         return None if self._run is None else self._run()
 
     @property
+    def lives(self) -> bool:
+        """False after the end of the run."""
+        return self.state in ("running", "paused")
+
+    @property
     def progress(self) -> Progress:
         """The counts of the run, of one that has ended its last ones."""
         run = self.run
-        return run.progress if self.state == "running" and run is not None else self._progress
+        return run.progress if self.lives and run is not None else self._progress
 
     @property
     def rates(self) -> dict[tuple[str, str], float]:
         """The learning rates by the names of the optimizer and the parameter group."""
         run = self.run
-        return _rates(run) if self.state == "running" and run is not None else self._rates
+        return _rates(run) if self.lives and run is not None else self._rates
 
     @property
     def outputs(self) -> Mapping[str, Any]:
         """The scalars of an iteration, at most a second old if iterations are short; after the end those of the last one."""
-        if self.state != "running":
+        if not self.lives:
             return self._outputs
         try:
             return self._samples[-1].outputs
@@ -123,7 +130,7 @@ class LatestHook(Hook):
     def throughput(self) -> float:
         """Return the iterations per second of the last ten seconds (or iterations, if they are longer); 0 after the end."""
         samples = list(self._samples)
-        if self.state != "running" or not samples:
+        if not self.lives or not samples:
             return 0.0
         return max(0, self.progress.iter - samples[0].iter) / max(time.monotonic() - samples[0].time, 1e-9)
 
@@ -169,6 +176,11 @@ class LatestHook(Hook):
         """Count a checkpoint that was not written."""
         with self._lock:
             self.checkpoints["failed" if isinstance(event, CheckpointFailed) else "skipped"] += 1
+
+    @mount(RunPaused, RunResumed)
+    def pause(self, event: RunPaused | RunResumed) -> None:
+        """Note that the run waits, or that it goes on."""
+        self.state = "paused" if isinstance(event, RunPaused) else "running"
 
     @mount(OnException)
     def fail(self, event: OnException) -> None:

@@ -38,7 +38,7 @@ except ImportError as error:
     raise ConfigurationError(f'metrics need prometheus-client ({error}): pip install "trainbus[metrics]"') from error
 
 _BOUNDS: Final = range(13 * 8, 38 * 8 + 1, 4)  # eighths of doublings of 1 ns: 8 µs to 275 s, two a doubling
-_STATES: Final = ("running", "finished", "stopped", "interrupted", "failed")
+_STATES: Final = ("running", "paused", "finished", "stopped", "interrupted", "failed")
 
 _FAMILIES: Final[Mapping[str, tuple[type[core.Metric], str, tuple[str, ...]]]] = {
     "run": (core.InfoMetricFamily, "Facts of the run", ()),

@@ -112,6 +112,23 @@ def test_it_tells_how_a_run_ended(how, state):
     assert found.one("learning_rate") == 0.1
 
 
+def test_a_run_that_waits_is_paused():
+    bus = Bus()
+    collector = RunCollector(bus)
+    seen = []
+    bus.on("after_train_iter", lambda event: event.run.pause(), once=2)
+
+    @bus.on("run_paused", priority="LOWEST", offload="thread", capture=lambda event: None)
+    def look(_):
+        seen.append(scrape(collector).state())
+        loop.resume()
+
+    loop = make_loop(bus=bus)
+    loop.run()
+    assert seen == ["paused"]
+    assert scrape(collector).state() == "finished"
+
+
 def test_runs_of_one_process_have_a_label_each():
     collector = RunCollector()
     buses = [Bus() for _ in range(4)]
