@@ -18,6 +18,8 @@ from eventloop.observe.spans import BEGIN, END, NAME, THREAD, Spans
 
 ITERATION: Final = ("before_train_iter", "after_train_iter")
 WAITING: Final = "waiting for data"
+GAP: Final = 10
+"""Nanoseconds between the ends of slices."""
 REQUESTING: Final = "requesting checkpoints"
 COPYING: Final = "copying for checkpoints"
 _STAGED: Final = "checkpoint_staged"
@@ -76,18 +78,24 @@ class Window(NamedTuple):
 
 
 def nested(slices: Iterable[Slice]) -> list[Slice]:
-    """Return slices in order of their begin; one that would end after the slice in which it begins ends with that.
+    """Return slices in order of their begin, each with ``GAP`` between its ends and those of the slices around and beside it.
 
-    Spans of one thread are nested or apart by nature. A part that lies between two mount points may not be, if spans were lost.
+    Spans of one thread are nested or apart by nature, but some begin where another ends. Viewers read times as fractions and
+    round them, and then drop slices that partly overlap. A slice that would end after the one around it, as after a loss of
+    spans, ends within it. One that becomes empty is left out.
     """
     made: list[Slice] = []
     around: list[int] = []  # ends of the slices around
+    free: int | None = None  # where the next one may begin
     for one in sorted(slices, key=lambda one: (one.begin, -one.end)):
         while around and around[-1] <= one.begin:
-            around.pop()
-        end = min(one.end, around[-1]) if around else one.end
-        around.append(end)
-        made.append(one if end == one.end else one._replace(end=end))
+            free = around.pop() + GAP
+        begin = one.begin if free is None else max(one.begin, free)
+        end = min(one.end, around[-1] - GAP) if around else one.end
+        if begin < end:
+            around.append(end)
+            free = begin + GAP
+            made.append(one._replace(begin=begin, end=end))
     return made
 
 
@@ -141,7 +149,7 @@ class Tracks:
 
     def _add_lanes(self) -> None:
         """Add the calls of offloaded handlers that began in the window, or whose event was published in it."""
-        self._lane_of: dict[int, list[tuple[int, int]]] = {}  # begins of calls in a thread, each with its track
+        self._calls: dict[int, list[tuple[int, int, int]]] = {}  # by thread: begin and end, and the lane's track
         queued, worked = self._of("queued"), self._of("worked")
         for one, calls in self._of("handled").items():
             calls = calls[: self._number(calls, queued.get(one))]
@@ -150,8 +158,8 @@ class Tracks:
             index = self._index(one, one.label)
             self._add(index, calls, one.label, "handler")
             if one.mode != "async":
-                for thread, begin in calls[:, [THREAD, BEGIN]].tolist():
-                    self._lane_of.setdefault(thread, []).append((begin, index))
+                for thread, begin, end in calls[:, [THREAD, BEGIN, END]].tolist():
+                    self._calls.setdefault(thread, []).append((begin, end, index))
             if one in worked:
                 self._add_workers(one, worked[one][worked[one][:, END] <= calls[:, END].max()])
 
@@ -185,15 +193,18 @@ class Tracks:
                 self._put(thread, Slice(start, end, f"garbage collection, generation {generation}", "memory"))
 
     def _put(self, thread: int, one: Slice) -> None:
+        lane = self._lane_at(thread, one.begin)
         if thread == self._window.training:
             self.tracks[0].slices.append(one)
-            return
-        lanes = [index for begin, index in self._lane_of.get(thread, ()) if begin <= one.begin]
-        if lanes:
-            # Threads of lanes come and go, and the next one may have the number of one that is gone.
-            self.tracks[lanes[-1]].slices.append(one)
-        elif one.begin <= self.end:
+        elif lane is not None and (one.begin <= self.end or one.end <= lane[1]):
+            self.tracks[lane[2]].slices.append(one)
+        elif lane is None and one.begin <= self.end:
             self.tracks[self._index(thread, self._window.threads.get(thread, f"thread {thread}"))].slices.append(one)
+
+    def _lane_at(self, thread: int, at: int) -> tuple[int, int, int] | None:
+        """Return begin, end and track of the last call of a lane's handler that a thread has begun before a moment."""
+        # Threads of lanes come and go, and the next one may have the number of one that is gone.
+        return next((call for call in reversed(self._calls.get(thread, ())) if call[0] <= at), None)
 
     def _add(self, index: int, spans: Spans, name: str, kind: str) -> None:
         self.tracks[index].slices.extend(Slice(begin, end, name, kind) for begin, end in spans[:, [BEGIN, END]].tolist())
@@ -245,8 +256,8 @@ class Tracks:
     def _track_of(self, thread: int, at: int) -> int | None:
         if thread == self._window.training:
             return 0
-        lanes = [index for begin, index in self._lane_of.get(thread, ()) if begin <= at]
-        return lanes[-1] if lanes else self._indices.get(thread)
+        lane = self._lane_at(thread, at)
+        return self._indices.get(thread) if lane is None else lane[2]
 
     def _add_commits(self) -> None:
         """Add arrows for each checkpoint, from the requests and the copy of its state to its commit."""
