@@ -37,9 +37,10 @@ _serial = itertools.count(1)
 
 
 class SpanRecorder(Protocol):
-    """Records spans: ``note((number(), id, thread(), begin, end))``; see :mod:`eventloop.observe.spans`."""
+    """Records spans: ``note(pack(number(), id, thread(), begin, end))``; see :mod:`eventloop.observe.spans`."""
 
-    note: Callable[[tuple[int, ...]], object]
+    note: Callable[[bytes], object]
+    pack: Callable[..., bytes]
     number: Callable[[], int]
     thread: Callable[[], int]
 
@@ -86,7 +87,10 @@ def compile_route(
         "record_function": record_function,
     }
     if recorder is not None:
-        namespace |= {"clock": perf_counter_ns, "note": recorder.note, "number": recorder.number, "thread": recorder.thread}
+        named = {name: getattr(recorder, name) for name in ("note", "pack", "number", "thread")}
+        namespace |= {"clock": perf_counter_ns, **named}
+            "clock": perf_counter_ns
+        }
     module = compile(source, filename, "exec")
     code = next(constant for constant in module.co_consts if isinstance(constant, types.CodeType))
     # Not executed, because a function in its own globals would be a reference cycle.
@@ -125,7 +129,7 @@ def _write(
         owners.update(dict.fromkeys(range(first, len(lines) + 1), index))
     lines += ["    except Exception as error:", "        blame(error, event)", "        raise"]
     if recorder is not None:
-        lines.append(f"    note((number(), {recorder.id_of_event(event_type)}, thread(), began, clock()))")
+        lines.append(f"    note(pack(number(), {recorder.id_of_event(event_type)}, thread(), began, clock()))")
     return lines, bound, owners
 
 
@@ -143,7 +147,7 @@ def _write_call(
         block = [f"with record_function({title(one.label, name_of(event_type))!r}):", *_indent(block)]
     if recorder is not None:
         number = recorder.id_of_call(one, event_type)
-        block = ["started = clock()", *block, f"note((number(), {number}, thread(), started, clock()))"]
+        block = ["started = clock()", *block, f"note(pack(number(), {number}, thread(), started, clock()))"]
     if terms:
         block = [f"if {' and '.join(terms)}:", *_indent(block)]
     if one.on_error == "log":

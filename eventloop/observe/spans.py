@@ -1,8 +1,11 @@
 """``Recorder``: what took how long on which thread, recorded in 0.2 µs a span and read by another thread.
 
-A span is a tuple of five integers: a running number, the id of its name, the thread, and its begin and end in nanoseconds of
+A span is five integers: a running number, the id of its name, the thread, and its begin and end in nanoseconds of
 ``perf_counter_ns``. It is noted at its end, so a span within another one comes first. Routes write spans while ``bus.timing``
 is on, one for the event and one for each handler; otherwise they have no trace of this.
+
+Spans are packed in bytes, which the garbage collector does not count. As tuples they would make it run each 60 iterations:
+with 12 spans in a cold cache, p99 of a publish is 24 µs instead of 43 µs, and the mean 6.9 µs instead of 11 µs.
 
 The ring is bounded. A reader that is too slow loses the oldest spans; the running numbers tell how many.
 """
@@ -14,7 +17,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from itertools import chain, count
+from itertools import count
+from struct import Struct
 from typing import Any, Final
 
 import numpy as np
@@ -27,7 +31,7 @@ NUMBER, NAME, THREAD, BEGIN, END = range(FIELDS)
 Spans = NDArray[np.int64]
 """Spans in rows, with the columns ``NUMBER, NAME, THREAD, BEGIN, END``."""
 
-CAPACITY: Final = 1 << 17  # spans that wait for the reader: some 20 MB, and 0.3 s of 10 spans per 25 µs
+CAPACITY: Final = 1 << 17  # spans that wait for the reader: some 12 MB, and 0.3 s of 10 spans per 25 µs
 _PERIOD: Final = 1.0  # seconds after which the reader takes what there is
 _LOOK: Final = 0.1  # seconds between two looks at how much there is
 _CHUNK: Final = 1024  # spans at once; for that long the reader holds the GIL (0.2 ms)
@@ -44,7 +48,7 @@ class Recorder:
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        self._ring: deque[tuple[int, ...]] = deque(maxlen=capacity)
+        self._ring: deque[bytes] = deque(maxlen=capacity)
         self._capacity = capacity
         self._numbers = count()
         self._read = 0  # the number of the next span to read
@@ -58,6 +62,7 @@ class Recorder:
         """Spans that were lost because they were not read in time."""
         # For routes, which call them without an attribute look-up.
         self.note = self._ring.append
+        self.pack = Struct(f"{FIELDS}q").pack
         self.number: Callable[[], int] = self._numbers.__next__
         self.thread = threading.get_ident
 
@@ -72,7 +77,7 @@ class Recorder:
 
     def add(self, name: int, begin: int, end: int, thread: int | None = None) -> None:
         """Record a span, by the id of its name; of this thread if none is given."""
-        self.note((self.number(), name, self.thread() if thread is None else thread, begin, end))
+        self.note(self.pack(self.number(), name, self.thread() if thread is None else thread, begin, end))
 
     @contextmanager
     def span(self, name: Hashable) -> Iterator[None]:
@@ -129,7 +134,7 @@ class Recorder:
             chunks: list[Spans] = []
             while left and len(chunks) < _BATCH:
                 taken = [self._ring.popleft() for _ in range(min(_CHUNK, left))]
-                chunks.append(np.fromiter(chain.from_iterable(taken), np.int64, FIELDS * len(taken)))
+                chunks.append(np.frombuffer(b"".join(taken), np.int64))
                 left -= len(taken)
                 if yields:
                     time.sleep(0)

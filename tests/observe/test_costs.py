@@ -204,17 +204,26 @@ def test_nested_and_foreign_publishes_add_up(registry):
     assert own.seconds <= own.calls * own.mean - 24 * 0.001  # without the calls within it
 
 
-def test_two_loops_on_two_threads_add_up():
+def test_two_runs_on_two_threads_add_up():
     bus = Bus(timing=True)
+    bus.on("after_train_iter", slow)
+
+    def train() -> None:
+        with Run(bus, model=small_model()) as run:
+            for _ in run.epochs(2):
+                for batch in run.train(batches(4)):
+                    run.report(loss=loss_of(run.model, batch))
+
     with bus:
-        threads = [threading.Thread(target=make_loop(bus=bus).run) for _ in range(2)]
+        threads = [threading.Thread(target=train) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     costs = bus.costs()
-    check(costs)
+    parts = check(costs)
     assert costs.steps.total == 16
+    assert parts["slow after_train_iter"].seconds >= 16 * 0.001
 
 
 def test_costs_read_from_another_thread_add_up_at_every_moment():
