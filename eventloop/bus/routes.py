@@ -89,8 +89,6 @@ def compile_route(
     if recorder is not None:
         named = {name: getattr(recorder, name) for name in ("note", "pack", "number", "thread")}
         namespace |= {"clock": perf_counter_ns, **named}
-            "clock": perf_counter_ns
-        }
     module = compile(source, filename, "exec")
     code = next(constant for constant in module.co_consts if isinstance(constant, types.CodeType))
     # Not executed, because a function in its own globals would be a reference cycle.
