@@ -3,11 +3,12 @@ import math
 import re
 from html.parser import HTMLParser
 
+import msgspec
 import numpy as np
 import pytest
 
 from eventloop.cli.runs import best_metric
-from eventloop.observe import Histogram
+from eventloop.observe import Histogram, RankCosts, RankTimes, Straggler
 from eventloop.observe.report import History, build_report, verdict
 from eventloop.observe.report.bars import cost_bars
 from eventloop.observe.report.curves import Curve, read_curves
@@ -96,6 +97,19 @@ def test_the_page_has_all_that_the_run_left(tmp_path):
     assert page.row("loop.max_epochs")[1] == "10"
     assert page.row("loop.names")[1] == "[a, b]"
     assert page.row("amp")[1] == "true"
+
+
+def test_the_page_has_the_times_of_all_ranks_and_names_the_slow_one(tmp_path):
+    times = [RankTimes("", "iteration", 0.0461, 0.0463, 0.0464, 1, "node1")]
+    slow = Straggler(2, "node7", "training", "waiting for data", 0.0352, 0.0011, 0.0337)
+    folder = write_run(tmp_path)
+    costs = msgspec.structs.replace(some_costs(), ranks=RankCosts(4, 100, 0.0463, times, slow, [3]))
+    write_record(folder, costs_line(BEGAN + 100, costs))
+    page = page_of(folder)
+    assert page.row("iteration") == ["iteration", "46.1 ms", "46.3 ms", "46.4 ms", "rank 1 (node1)"]
+    assert "Not measured: rank 3." in page.text
+    assert any("The other ranks wait 73% of the time for rank 2 (node7)" in line for line in sentences(folder))
+    assert "ranks" not in page_of(write_run(tmp_path / "alone")).ids
 
 
 def test_the_page_needs_nothing_from_elsewhere_and_allows_no_other_script(tmp_path):
