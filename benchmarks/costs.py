@@ -1,9 +1,9 @@
 """What a profiler adds to a training, in each system's own loop, and what its report can tell.
 
 The job is that of ``training`` with every feature on: scalars at every iteration, an average, a schedule, and a checkpoint
-after each third of a run. The figure is the median iteration of a run: what a profiler does at each of them, but neither what
+after each third of a run. The figure is the median iteration of its second half: what a profiler does at each of them, but neither what
 it does once, such as its report, nor what it does now and then beside the training. (The mean has all of it, and moves by 5 %
-from run to run on a shared machine.) The ways of a system alternate in one process, in short runs; TraceML has processes of its
+from run to run on a shared machine.) The ways of a system alternate in one process; TraceML has processes of its
 own, see ``peers.traceml``.
 """
 
@@ -20,7 +20,7 @@ from benchmarks.harness import Sample, Samples, Settings, measure, one_thread
 from benchmarks.peers import TITLES, Told, load, trainbus
 
 PEERS = ("lightning", "ignite")
-SIZES = {"1 ms": (192, 150), "5 ms": (640, 40)}
+SIZES = {"1 ms": (192, 400), "5 ms": (640, 100)}
 """Title of a step, width of the model that gives it, and iterations of a run."""
 TRACEML = "hand-written loop"
 
@@ -28,7 +28,7 @@ TRACEML = "hand-written loop"
 def run(settings: Settings) -> list[CostFigures]:
     peers, left_out = load(PEERS)
     modules = {"trainbus": trainbus, **peers}
-    rounds, parts = settings.rounds(quick=1, full=15), len(modules) * len(SIZES) + 1
+    rounds, parts = settings.rounds(quick=1, full=9), len(modules) * len(SIZES) + 1
     told = {name: each.told for module in modules.values() for name, each in module.PROFILERS.items()}
     samples: dict[str, dict[str, Samples]] = {title: {} for title in SIZES}
     for number, (size, title, module) in enumerate((size, *each) for size in SIZES for each in modules.items()):

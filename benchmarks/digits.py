@@ -71,8 +71,8 @@ class Clocked(Job):
         self.data = TimedBatches(self.data.batches, self.data.length)
 
     def seconds(self) -> float:
-        """The median from one batch to the next, after the first tenth."""
-        return statistics.median(after - before for before, after in pairwise(self.data.asked[self.iterations // 10 :]))
+        """The median from one batch to the next, in the second half of the run."""
+        return statistics.median(after - before for before, after in pairwise(self.data.asked[self.iterations // 2 :]))
 
 
 class ClockedBatches(Dataset[Batch]):
