@@ -1,9 +1,9 @@
 """What a profiler adds to a training, in each system's own loop, and what its report can tell.
 
 The job is that of ``training`` with every feature on: scalars at every iteration, an average, a schedule, and a checkpoint
-after each third of a run. The figure is the median iteration of its second half: what a profiler does at each of them, but neither what
-it does once, such as its report, nor what it does now and then beside the training. (The mean has all of it, and moves by 5 %
-from run to run on a shared machine.) The ways of a system alternate in one process; TraceML has processes of its
+after each third of a run. The figure is the median iteration of its second half: what a profiler does at each of them, but
+neither what it does once, such as its report, nor what it does now and then beside the training. (The mean has all of it, and
+moves by 5 % from run to run on a shared machine.) The ways of a system alternate in one process; TraceML has processes of its
 own, see ``peers.traceml``.
 """
 
