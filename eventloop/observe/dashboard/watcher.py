@@ -120,15 +120,22 @@ class Watcher(Hook):
                 limits = {"max_epochs": progress.max_epochs, "max_iters": progress.max_iters}
                 page.feed.post("progress", limits, replace=True)
             case ev.AfterLoadCheckpoint():
-                page.note("resume", path=event.path)
+                page.note("resume", iter=progress.iter, path=event.path)
             case ev.AfterValEpoch() | ev.AfterTestEpoch():
-                page.note("metrics", stage=progress.stage, values=_numbers(event.metrics))
+                page.note("metrics", iter=progress.iter, stage=progress.stage, values=_numbers(event.metrics))
             case ev.CheckpointCommitted():
-                page.note("checkpoint", names=_files(event), bytes=event.bytes, stall=event.stall, seconds=event.seconds)
+                page.note(
+                    "checkpoint",
+                    iter=progress.iter,
+                    names=_files(event),
+                    bytes=event.bytes,
+                    stall=event.stall,
+                    seconds=event.seconds,
+                )
             case ev.CheckpointFailed():
-                page.note("checkpoint_failed", names=_files(event), reason=event.error)
+                page.note("checkpoint_failed", iter=progress.iter, names=_files(event), reason=event.error)
             case ev.CheckpointSkipped():
-                page.note("checkpoint_skipped", names=_files(event), reason=event.reason)
+                page.note("checkpoint_skipped", iter=progress.iter, names=_files(event), reason=event.reason)
             case ev.CostsMeasured():
                 page.costs(shortened(event.costs))
                 if event.costs == page.last_costs:
@@ -138,7 +145,7 @@ class Watcher(Hook):
             case ev.RunResumed():
                 page.to_state("stopping" if page.state == "stopping" else "running")
             case ev.LearningRateSet():
-                page.note("lr", lr=event.lr, optimizers=event.optimizers)
+                page.note("lr", iter=progress.iter, lr=event.lr, optimizers=event.optimizers)
             case ev.OnException():
                 page.result = "interrupted" if event.error.startswith("KeyboardInterrupt") else "failed", event.error
             case ev.AfterRun():

@@ -137,9 +137,12 @@ function showCosts(costs) {
   const name = part => part.mount_point && !part.name.endsWith(part.mount_point) ? `${part.name} (${part.mount_point})` : part.name;
   const paint = index => `var(--series-${Math.min(index, COLOURS - 1) + 1})`;
   const swatch = index => { const one = make("span", { className: "swatch" }); one.style.background = paint(index); return one; };
-  $("bar").replaceChildren(...costs.parts.map((part, index) => {
-    const piece = make("span", { title: `${name(part)}: ${percent(part.share)}` });
-    piece.style.width = `${100 * part.share}%`;
+  const thin = costs.parts.filter(part => part.share < 0.004), others = thin.reduce((sum, part) => sum + part.share, 0);
+  const pieces = costs.parts.filter(part => part.share >= 0.004).map(part => [name(part), part.share]);
+  if (thin.length) pieces.push([`${thin.length} others`, others]);
+  $("bar").replaceChildren(...pieces.map(([label, share], index) => {
+    const piece = make("span", { title: `${label}: ${percent(share)}` });
+    piece.style.width = `${100 * share}%`;
     piece.style.background = paint(index);
     return piece;
   }));
