@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from eventloop.observe.costs import Costs
+from eventloop.observe.ranks import RankCosts
 
 
 class Line(msgspec.Struct, kw_only=True, tag_field="kind"):
@@ -67,14 +68,21 @@ class Measured(Line, tag="costs"):
     costs: Costs
 
 
-AnyLine = Validation | Test | Checkpoint | FailedCheckpoint | SkippedCheckpoint | Resume | Measured
+class Compared(Line, tag="ranks"):
+    """The comparison of the ranks in the last seconds."""
+
+    ranks: RankCosts
+
+
+AnyLine = Validation | Test | Checkpoint | FailedCheckpoint | SkippedCheckpoint | Resume | Measured | Compared
 L = TypeVar("L", bound=Line)
 
 
 def read_lines(lines: Iterable[Mapping[str, Any]]) -> Iterator[AnyLine]:
     """Yield lines as objects."""
     for line in lines:
-        whole = {**line, "costs": line} if line.get("kind") == "costs" else line
+        kind = line.get("kind")
+        whole = {**line, kind: line} if kind in ("costs", "ranks") else line
         try:
             yield msgspec.convert(whole, AnyLine, strict=False, str_keys=True)
         except msgspec.ValidationError:
