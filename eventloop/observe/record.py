@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from eventloop.observe.costs import Costs
-from eventloop.observe.ranks import RankCosts
 
 
 class Line(msgspec.Struct, kw_only=True, tag_field="kind"):
@@ -68,21 +67,14 @@ class Measured(Line, tag="costs"):
     costs: Costs
 
 
-class Compared(Line, tag="ranks"):
-    """The comparison of the ranks in the last seconds."""
-
-    ranks: RankCosts
-
-
-AnyLine = Validation | Test | Checkpoint | FailedCheckpoint | SkippedCheckpoint | Resume | Measured | Compared
+AnyLine = Validation | Test | Checkpoint | FailedCheckpoint | SkippedCheckpoint | Resume | Measured
 L = TypeVar("L", bound=Line)
 
 
 def read_lines(lines: Iterable[Mapping[str, Any]]) -> Iterator[AnyLine]:
     """Yield lines as objects."""
     for line in lines:
-        kind = line.get("kind")
-        whole = {**line, kind: line} if kind in ("costs", "ranks") else line
+        whole = {**line, "costs": line} if line.get("kind") == "costs" else line
         try:
             yield msgspec.convert(whole, AnyLine, strict=False, str_keys=True)
         except msgspec.ValidationError:

@@ -9,7 +9,6 @@ import pytest
 
 from eventloop.cli.runs import best_metric
 from eventloop.observe import Histogram, RankCosts, RankTimes, Straggler
-from eventloop.observe.ranks import RankCosts, RankTimes, Straggler
 from eventloop.observe.report import History, build_report, verdict
 from eventloop.observe.report.bars import cost_bars
 from eventloop.observe.report.curves import Curve, read_curves
@@ -224,18 +223,6 @@ def test_lines_of_other_kinds_or_with_wrong_fields_are_left_out(tmp_path):
         {"kind": "validation"},
     )
     assert page_of(folder).text == page_of(write_run(tmp_path / "other")).text.replace(str(tmp_path / "other"), str(folder))
-
-
-def test_the_ranks_are_side_by_side_and_the_straggler_has_its_name(tmp_path):
-    times = [RankTimes("", "iteration", 0.01, 0.02, 0.5, 3, "node-3")]
-    straggler = Straggler(3, "node-3", "training", "waiting for data", 0.4, 0.1, 0.3)
-    ranks = RankCosts(world_size=4, iterations=10, seconds=0.4, times=times, straggler=straggler, missing=[2])
-    folder = write_run(tmp_path)
-    write_record(folder, {"time": BEGAN, "kind": "ranks", "epoch": 1, "iter": 9} | msgspec.to_builtins(ranks, str_keys=True))
-    page = page_of(folder)
-    assert page.row("iteration") == ["iteration", "10 ms", "20 ms", "500 ms", "3", "node-3"]
-    assert "The others waited 300 ms of each iteration for rank 3 on node-3: waiting for data took 400 ms there" in page.text
-    assert "No times came from 1 rank: 2." in page.text
 
 
 # Several runs

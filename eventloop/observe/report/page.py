@@ -15,7 +15,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from eventloop.observe.assets import read_asset
-from eventloop.observe.record import Checkpoint, Compared, FailedCheckpoint, Resume, SkippedCheckpoint, Test, Validation
+from eventloop.observe.record import Checkpoint, FailedCheckpoint, Resume, SkippedCheckpoint, Test, Validation
 from eventloop.observe.report import facts
 from eventloop.observe.report.bars import cost_bars
 from eventloop.observe.report.charts import drawn, scalar_charts, step_charts
@@ -120,7 +120,7 @@ def _style() -> str:
 def _template() -> Any:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"count": count, "duration": duration, "size": size, "percent": _percent, "when": _when}
-    kinds = (Checkpoint, Compared, FailedCheckpoint, Resume, SkippedCheckpoint, Test, Validation)
+    kinds = (Checkpoint, FailedCheckpoint, Resume, SkippedCheckpoint, Test, Validation)
     environment.globals |= {kind.__name__: kind for kind in kinds} | {"differences": facts.differences}
     return environment.from_string(_own("page.html"))
 
