@@ -1,4 +1,4 @@
-"""``python -m benchmarks.readme [--check]``: write the table of figures in README from the files in ``benchmarks/results/``.
+"""``python -m benchmarks.readme [--check]``: write the table of figures in benchmarks/README.md from the files in ``benchmarks/results/``.
 
 ``--check`` writes nothing, and fails if the table differs from the files.
 """
@@ -18,7 +18,7 @@ from benchmarks.bridge_figures import EMPTY
 from benchmarks.harness import SUBJECT, TIMES
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
+README = ROOT / "benchmarks" / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: written by `python -m benchmarks.readme` -->", "<!-- end of figures -->"
 
@@ -76,10 +76,10 @@ def main() -> None:
     before, found, rest = text.partition(f"{BEGIN}\n")
     _, ended, after = rest.partition(END)
     if not found or not ended:
-        sys.exit(f"README.md has no lines {BEGIN!r} and {END!r}")
+        sys.exit(f"{README} has no lines {BEGIN!r} and {END!r}")
     new = f"{before}{BEGIN}\n{table()}{END}{after}"
     if check and new != text:
-        sys.exit("README's table of figures differs from benchmarks/results: run `python -m benchmarks.readme`")
+        sys.exit("the table in benchmarks/README.md differs from benchmarks/results: run `python -m benchmarks.readme`")
     if not check:
         README.write_text(new, encoding="utf-8")
 
