@@ -1,4 +1,6 @@
-"""``python -m benchmarks.readme [--check]``: write the table of figures in benchmarks/README.md from the files in ``benchmarks/results/``.
+"""``python -m benchmarks.readme [--check]``: write the table of figures in ``benchmarks/README.md``.
+
+Its figures are those of the files in ``benchmarks/results/``.
 
 ``--check`` writes nothing, and fails if the table differs from the files.
 """
