@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from eventloop import Bus, Event, Stream
 
 
-class Note(Event):
+class NoteOfStreamTests(Event):
     number: int
 
 
@@ -43,7 +43,7 @@ class Reader:
     """A stream beside a model of its queue."""
 
     def __init__(self, bus: Bus, options: dict[str, Any], kept: list[int]) -> None:
-        self.stream: Stream[Note] = bus.stream(Note, **options)
+        self.stream: Stream[NoteOfStreamTests] = bus.stream(NoteOfStreamTests, **options)
         self.full, self.queue = options.get("full", "drop_old"), options["queue"]
         self.expected = kept[-options["replay"] :] if options["replay"] else []
         self.published = len(self.expected)
@@ -73,12 +73,12 @@ class Reader:
 def test_each_stream_yields_what_its_queue_holds_in_order_and_counts_the_rest(backend, actions):
     async def scenario() -> None:
         bus, readers, numbers, kept = Bus(), [], itertools.count(), []
-        bus.keep(Note, last=LAST)
+        bus.keep(NoteOfStreamTests, last=LAST)
         async with bus:
             for action, argument in actions:
                 if action == "publish":
                     for number in itertools.islice(numbers, argument):
-                        bus.publish(Note(number=number))
+                        bus.publish(NoteOfStreamTests(number=number))
                         kept = [*kept, number][-LAST:]
                         for reader in readers:
                             reader.publish(number)
@@ -112,22 +112,22 @@ def test_streams_that_begin_while_the_bus_closes_lose_nothing_and_end(backend, b
 
     async def scenario() -> None:
         bus = Bus()
-        bus.keep(Note, last=LAST)
+        bus.keep(NoteOfStreamTests, last=LAST)
 
         def publish() -> None:
             for number in itertools.count():
-                bus.publish(Note(number=number))
+                bus.publish(NoteOfStreamTests(number=number))
                 if over.wait(1e-4):
                     return
 
-        async def read(stream: Stream[Note]) -> None:
+        async def read(stream: Stream[NoteOfStreamTests]) -> None:
             heard.append([event.number async for event in stream])
 
         async def begin(group: anyio.abc.TaskGroup) -> None:
             for turns, replay in begins:
                 for _ in range(turns):
                     await anyio.lowlevel.checkpoint()
-                group.start_soon(read, bus.stream(Note, replay=replay, queue=10**6))
+                group.start_soon(read, bus.stream(NoteOfStreamTests, replay=replay, queue=10**6))
 
         async with anyio.create_task_group() as publisher:
             publisher.start_soon(anyio.to_thread.run_sync, publish)

@@ -159,5 +159,8 @@ def test_of_a_repeated_step_of_a_resumed_run_the_later_value_counts():
 
 
 def test_a_damaged_file_of_scalars_does_not_fail_the_end_of_a_run(tmp_path):
-    (tmp_path / "scalars.jsonl").write_text(json.dumps({"step": 1}) + "\nbroken\n")
-    assert "no curve: " in shown(last_lines(tmp_path, Bus()), width=400)
+    lines = [json.dumps({"step": step, "train/loss": loss}) for step, loss in enumerate([2.5, 1.5, 0.5])]
+    (tmp_path / "scalars.jsonl").write_text("\n".join([*lines[:2], "broken", *lines[2:]]) + "\n")
+    curve = shown(last_lines(tmp_path, Bus()), width=400)
+    assert "train/loss 2.5" in curve
+    assert "0.5" in curve
