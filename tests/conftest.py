@@ -48,6 +48,8 @@ ALONE = (
     "bridges/test_processes.py",
     "bridges/test_rounds.py",
     "ranks/",
+    "test_alone.py",
+    "observe/test_five_faults.py",
     "faults/",
     "examples/",
     "bridges/test_transformers_ranks.py",
