@@ -273,7 +273,7 @@ def test_publish_may_be_patched_on_a_bus_and_back_again(monkeypatch):
     bus = Bus()
     bus.on("after_train_iter", recorder(log, "heard"))
     warm(bus)
-    for target in (bus, Bus):
+    for target in (Bus, bus):
         with monkeypatch.context() as patch:
             patch.setattr(target, "publish", lambda *arguments: log.append("patched"))
             log.clear()

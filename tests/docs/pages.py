@@ -36,9 +36,9 @@ class Block(NamedTuple):
 
 
 def pages() -> list[str]:
-    """Return the pages of the site, relative to the repository."""
+    """Return README and the pages of the site, relative to the repository."""
     found = (path for path in DOCS.rglob("*.md") if "_site" not in path.parts)
-    return sorted(path.relative_to(ROOT).as_posix() for path in found)
+    return ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in found)]
 
 
 def blocks(page: str) -> list[Block]:
