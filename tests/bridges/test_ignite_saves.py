@@ -227,8 +227,9 @@ def test_a_full_directory_is_refused_and_another_rank_writes_nothing(tmp_path, m
     assert not other.directory.exists()
 
 
-def test_no_thread_is_left_by_a_training(tmp_path, no_thread_is_left):
-    Job(tmp_path).run(2)
+@pytest.mark.usefixtures("no_thread_is_left")
+def test_no_thread_is_left_by_a_training(tmp_path):
+    assert Job(tmp_path).run(2).names == files(4)
 
 
 _KILLED = """

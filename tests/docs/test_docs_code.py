@@ -1,5 +1,6 @@
 """What README and the site show runs: Python, and commands that need no GPU and no network."""
 
+import ast
 import json
 import os
 import subprocess
@@ -45,10 +46,17 @@ def _python(found: list[Block]) -> list[Block]:
     return [block for block in found if block.language == "python" or block.title.endswith(".py")]
 
 
+def _error(block: Block) -> str:
+    try:
+        ast.parse("\n" * (block.line - 1) + block.code, block.page)
+    except SyntaxError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize("page", [page for page, found in ALL.items() if _python(found)])
 def test_all_python_parses(page):
-    for block in _python(ALL[page]):
-        compile("\n" * (block.line - 1) + block.code, page, "exec")
+    assert [error for error in map(_error, _python(ALL[page])) if error] == []
 
 
 def test_a_block_that_is_only_shown_says_why():

@@ -108,9 +108,10 @@ def test_a_pause_in_code_is_shown_and_resumed(server, visitor):
     with watched(server, slow=True) as job, visitor.told() as told:
         wait_for(told, "scalars")
         job.loop.pause()
-        wait_for(told, "state", state="paused")
-        visitor.post("resume")
+        at = wait_for(told, "state", state="paused")["iter"]
+        assert visitor.post("resume").status_code == 202
         wait_for(told, "state", state="running")
+        assert wait_for(told, "scalars")["iter"][-1] > at
 
 
 def test_a_learning_rate_takes_effect_and_is_told(server, visitor):

@@ -123,10 +123,12 @@ def test_pause_resume_rate_checkpoint_and_stop(server, tab, tmp_path):
 def test_a_wrong_rate_is_answered_on_the_page(server, tab):
     with watched(server, slow=True):
         tab.goto(server.url)
+        before = text(tab, "rate")
         tab.wait_for_selector("#set:enabled")
         tab.evaluate("document.getElementById('new-rate').value = 'fast'")
         tab.click("#set")
         wait_for_event(tab, "Learning rate: a learning rate is a number above 0")
+        assert text(tab, "rate") == before
 
 
 def test_buttons_that_do_not_work_say_why(server, tab):
@@ -178,8 +180,10 @@ def test_several_runs_are_listed_and_have_a_page_each(server, tab):
         tab.click("text=second")
         wait(tab, "name", "second")
         tab.wait_for_selector("#pause:enabled")
+        assert tab.url.endswith(("/runs/1/", "/runs/2/"))
         tab.click("text=all runs")
         tab.wait_for_selector("text=first")
+        assert tab.url == f"http://127.0.0.1:{server.port}/?all"
 
 
 def test_a_page_that_waits_shows_the_first_run_when_it_begins(server, tab):
@@ -187,6 +191,7 @@ def test_a_page_that_waits_shows_the_first_run_when_it_begins(server, tab):
     wait(tab, "notice", "No run has begun yet")
     with watched(server, slow=True):
         wait(tab, "state", "running")
+        assert tab.is_visible("#pause")
 
 
 def test_a_lost_connection_is_shown(server, tab):

@@ -141,6 +141,7 @@ async def test_a_stream_ends_when_its_reader_leaves_or_its_server_ends(anyio_bac
                 reader.left.set()
             else:
                 board.closed = True
+        assert reader.done is (leave == "server")
 
 
 @pytest.mark.anyio
@@ -161,3 +162,4 @@ async def test_a_quiet_stream_gives_a_sign_of_life(anyio_backend, monkeypatch):
         while b": still here\n\n" not in reader.body:
             await anyio.sleep(0.01)
         reader.left.set()
+    assert iterations([reader.body]) == []

@@ -121,6 +121,7 @@ def test_closing_a_bus_ends_its_recorder():
     bus = Bus(timing=True)
     with bus:
         bus.publish(EVENT)
+        assert "trainbus spans" in [thread.name for thread in threading.enumerate()]
     with bus:
         bus.timing = False
         bus.timing = True

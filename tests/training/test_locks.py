@@ -97,6 +97,7 @@ def test_validations_and_tests_take_no_lock_and_need_none(parts, tmp_path):
     loop = parts.loop(work_dir=tmp_path, test_data=parts.batches(1))
     loop.val()
     loop.test()
+    assert (tmp_path / NAME).exists()  # of the other, as it was
     lock.release()
 
 
