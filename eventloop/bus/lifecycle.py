@@ -30,6 +30,7 @@ class _TrainingThread(NamedTuple):
     """A thread with an open run."""
 
     ident: int
+    run: str
     interrupt: Callable[[], object]
     forked: Callable[[Callable[[], object]], object]
     progress: Callable[[], Progress]
@@ -52,7 +53,7 @@ class Lifecycle:
         self.heard = self._routes.get
         """``heard(AfterForward, True)`` is falsy if a publish does nothing: :meth:`Bus.wants` at the cost of a dictionary."""
         self._failures: dict[Subscription, BaseException] = {}  # the first that is not raised yet
-        self._training: tuple[_TrainingThread, ...] = ()  # those that failures are raised on
+        self._training: _TrainingThread | None = None  # failures are raised on it
         self._backend: Backend = backend
         self._runtime: Runtime | None = None
         self._inert = False  # in a forked child
@@ -136,6 +137,7 @@ class Lifecycle:
 
     def adopt_thread(
         self,
+        run: str,
         interrupt: Callable[[], object],
         forked: Callable[[Callable[[], object]], object],
         progress: Callable[[], Progress],
@@ -143,23 +145,35 @@ class Lifecycle:
         """Raise errors of offloaded handlers on this thread: a run is open on it.
 
         Args:
+            run: name of the run, for the error.
             interrupt: called when the thread is about to wait for a slot in a lane; may raise an error instead.
             forked: called in a forked child, where the run must not continue, with a function that raises an error.
             progress: returns the progress of the run; called on any thread.
+
+        Raises:
+            BusStateError: another run is open on this bus.
         """
         with self._lock:
-            self._training = (*self._training, _TrainingThread(threading.get_ident(), interrupt, forked, progress))
+            if (other := self._training) is not None:
+                threads = {one.ident: one.name for one in threading.enumerate()}
+                raise BusStateError(
+                    f"run {run!r} cannot begin, because run {other.run!r} is open on the same bus (thread "
+                    f"{threads.get(other.ident, 'of the past')!r}), and each hook would hear both. Give each run its own Bus() "
+                    f"with its own hooks, or first end run {other.run!r}: leave its `with` block, or call its drive.end_run()"
+                )
+            self._training = _TrainingThread(threading.get_ident(), run, interrupt, forked, progress)
 
     def release_thread(self, interrupt: Callable[[], object]) -> None:
         """Undo :meth:`adopt_thread` with the same ``interrupt``."""
         with self._lock:
-            self._training = tuple(one for one in self._training if one.interrupt != interrupt)
+            if self._training is not None and self._training.interrupt == interrupt:
+                self._training = None
 
     @property
     def progress(self) -> Progress | None:
-        """The progress of the run that is open, of several the first one's; None if none is."""
+        """The progress of the open run; None if no run is open."""
         training = self._training
-        return training[0].progress() if training else None
+        return None if training is None else training.progress()
 
     def fail(self, subscription: Subscription, error: BaseException) -> None:
         """Raise ``error`` at the next publish or drain on the training thread, or at close.
@@ -186,9 +200,9 @@ class Lifecycle:
         """Disable this copy of a bus in a forked child: it has no consumers, and its locks may be held for ever."""
         self._inert = self._over = True
         self._lock = threading.RLock()
-        for one in self._training:
-            one.forked(self._refuse_in_fork)
-        self._training, self._failures = (), {}
+        if self._training is not None:
+            self._training.forked(self._refuse_in_fork)
+        self._training, self._failures = None, {}
         self._runtime = None
         self.state = "idle"
         self._routes.clear()
@@ -274,15 +288,15 @@ class Lifecycle:
         """Return True if there are errors of offloaded handlers, and this is the thread to raise them on."""
         if not self._failures:
             return False
-        if self._training:
-            return threading.get_ident() in [one.ident for one in self._training]
+        if (training := self._training) is not None:
+            return threading.get_ident() == training.ident
         return self._runtime is None or not self._runtime.inside
 
     def _interrupt(self) -> None:
         """Call the ``interrupt`` of the run that is open on this thread, if one is."""
-        for one in self._training:
-            if one.ident == threading.get_ident():
-                one.interrupt()
+        training = self._training
+        if training is not None and training.ident == threading.get_ident():
+            training.interrupt()
 
     def _take_failures(self) -> list[BaseException]:
         with self._lock:

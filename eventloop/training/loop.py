@@ -232,7 +232,9 @@ class TrainLoop:
     @contextmanager
     def _begun(self, *, trains: bool = False, **options: Any) -> Iterator[Run]:
         if self._running is not None:
-            raise TrainingError("this TrainLoop is already running: make a second TrainLoop for a second run")
+            raise TrainingError(
+                "this TrainLoop is already running: make a second TrainLoop, with a bus and hooks of its own, for a second run"
+            )
         if self.bus.hosted_here:
             raise BusStateError("loop.run() would block the event loop of this bus: use `await loop.arun()`")
         run = self._running = self._new_run(**options)

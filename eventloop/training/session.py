@@ -70,13 +70,20 @@ class Session:
         """Open the bus if it is idle, publish ``before_run``, and load the checkpoint to resume from.
 
         After an error, everything is closed.
+
+        Raises:
+            BusStateError: another run is open on the bus.
         """
         self._take_turn("begin_run")
-        if self._bus.state == "idle":
-            self._bus.open()
-            self._opened = True
         self._patience = None
-        self._bus.adopt_thread(self._interrupt, self.state.refuse, lambda: self.state.progress)
+        try:
+            self._bus.adopt_thread(self._run.name, self._interrupt, self.state.refuse, lambda: self.state.progress)
+            if self._bus.state == "idle":
+                self._bus.open()
+                self._opened = True
+        except BaseException:
+            self._close()
+            raise
         try:
             self._begin()
         except BaseException as error:

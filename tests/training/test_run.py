@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, ConfigurationError, Event, Progress, Run, TrainingError, TrainLoop, Update
+from eventloop import Bus, BusStateError, ConfigurationError, Event, Progress, Run, TrainingError, TrainLoop, Update
 
 ITER = "before_train_iter after_train_iter"
 VAL = "before_val before_val_epoch 2*(before_val_iter after_val_iter) after_val_epoch after_val"
@@ -470,4 +473,63 @@ def test_a_second_ctrl_c_during_on_exception_leaves_nothing_open(bus, job):
     assert bus.state == "idle"
     subscription.cancel()
     with Run(bus, model=run.model):  # the thread was let go, and may have another run
+        assert bus.state == "open"
+
+
+def _run_of(bus: Bus, parts: Any, name: str) -> Run:
+    return Run(bus, model=parts.model(), name=name)
+
+
+def test_a_second_run_on_a_bus_with_an_open_run_is_an_error_that_names_both(parts, bus, trace):
+    """The hooks would hear both: the update of one loop would zero and step with the optimizers of the other."""
+    with _run_of(bus, parts, "first"):
+        heard = len(trace.names)
+        with pytest.raises(BusStateError, match=r"'second'.*'first'.*'MainThread'.*its own Bus\(\)"):
+            _run_of(bus, parts, "second").drive().begin_run()
+        assert len(trace.names) == heard
+        assert bus.state == "open"
+    assert trace.names == ["before_run", "after_run"]
+    with _run_of(bus, parts, "second"):
+        assert bus.state == "open"
+
+
+def test_a_loop_that_a_handler_of_another_loop_runs_needs_a_bus_of_its_own(parts, bus):
+    outer, inner = parts.loop(bus, name="outer"), parts.loop(bus, name="inner")
+    with (
+        bus.on("before_train_iter", lambda event: inner.run(), once=2),
+        capture_logs(),
+        pytest.raises(BusStateError, match="run 'inner' cannot begin, because run 'outer' is open"),
+    ):
+        outer.run()
+    assert inner.counters.iter == 0
+    assert bus.state == "idle"
+    inner.run()
+
+
+def test_loops_at_the_same_time_on_one_bus_are_an_error_for_the_second(parts, bus):
+    first, second = parts.loop(bus, name="first"), parts.loop(bus, name="second")
+    refused = []
+
+    def run_second(event):
+        def run() -> None:
+            with pytest.raises(BusStateError, match="run 'first' is open on the same bus"):
+                second.run()
+            refused.append(second.counters.iter)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+    bus.on("before_train_iter", run_second, once=2)
+    first.run()
+    assert refused == [0]
+    assert first.counters.iter == 6
+
+
+def test_a_bus_that_cannot_be_opened_takes_the_next_run(parts, bus, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(bus, "open", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            _run_of(bus, parts, "first").drive().begin_run()
+    with _run_of(bus, parts, "second"):
         assert bus.state == "open"
