@@ -60,4 +60,4 @@ def _check(folder: Path) -> None:
     if not is_run(folder) and (found := find_runs(folder)):
         names = ", ".join(str(one) for one in found[:5])
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        raise RunFolderError(f"{folder}: this is not the folder of a run, but has some in it; give one of {names}{more}")
+        raise RunFolderError(f"{folder}: not the folder of a run, but has some in it; give one of {names}{more}")

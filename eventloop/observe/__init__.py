@@ -1,4 +1,4 @@
-"""What a run did and cost: its environment, its record, and its folder."""
+"""Measure a run and read the files it left: environment, record, scalars, costs."""
 
 from eventloop.observe.bus_recorder import BusRecorder, Call, LaneSpan
 from eventloop.observe.costs import Costs, Growth, Histogram, LaneCosts, Part

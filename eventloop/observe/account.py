@@ -1,4 +1,4 @@
-"""``Account``: what the time of a thread with a training went into, from its spans. Each instant is counted once."""
+"""``Account``: split the time of a training thread into parts, from its spans. Each instant counts once."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ BETWEEN: Final[Sequence[tuple[str, tuple[str, ...], str]]] = (
     ("before_train_epoch", ("before_train_iter", *_EPOCH_ENDS), "waiting for data"),
     ("after_train_epoch", ("before_train_epoch", "after_train", *_ENDS), "between epochs"),
 )
-"""What lies between mount points: from the end of the first to the begin of the next one in the tuple.
+"""The parts between mount points: from the end of the first mount point to the begin of the next one in the tuple.
 
-A validation may lie within the others, and so comes before them.
+Validation may lie within the other parts, so it comes before them.
 """
 
 WITHIN: Final[Sequence[tuple[str, tuple[str, ...], str]]] = (
@@ -36,17 +36,17 @@ WITHIN: Final[Sequence[tuple[str, tuple[str, ...], str]]] = (
     ("before_optimizer_step", ("after_optimizer_step",), "optimizer step"),
     ("before_save_checkpoint", ("checkpoint_staged",), "copying for checkpoints"),
 )
-"""The same, for what ends before the next mount point of the list above."""
+"""The same, for parts that end before the next mount point of the list above."""
 
 FIRST: Final = "before_run"
 WAITING: Final = "waiting for checkpoints"
 """Name of the spans in which the run waits until a checkpoint is written; the last one comes after ``after_run``."""
 
 _MARKS: Final = frozenset(name for first, following, _ in BETWEEN for name in (first, *following)) | {FIRST}
-"""Mount points that the run itself publishes, in no handler. At the end of one, everything before it is known."""
+"""Mount points that only the run publishes, never a handler. At the end of one, all earlier spans are known."""
 
 NEEDED: Final = _MARKS | {name for first, following, _ in WITHIN for name in (first, *following)}
-"""The mount points whose spans are needed, heard or not."""
+"""The mount points whose spans are needed even without a subscriber."""
 
 _ALSO_MARKS: Final = ("before_val_iter", "after_val_iter", "before_test_iter", "after_test_iter")
 _STEP_BEGINS: Final = ("before_train_epoch", "after_train_iter", "after_val")
@@ -56,13 +56,13 @@ _MOST_BETWEEN: Final = 1 << 12  # spans while no run is open, which may lie in t
 
 
 class Account:
-    """The time of one thread, by the ids of names: from ``before_run`` on, up to the last mount point of the run.
+    """Add up the time of one thread by span name, from ``before_run`` to the last mount point of the run.
 
-    What lies between two runs is not counted.
+    Time between two runs is not counted.
 
     Args:
         id_of: returns the id of a name.
-        beside: returns the ids of spans that are not to be counted.
+        beside: returns the ids of spans to leave out.
     """
 
     def __init__(self, id_of: Callable[[Hashable], int], beside: Callable[[], Sequence[int]]) -> None:
@@ -128,7 +128,7 @@ class Account:
         until = int(marks[-1]) if len(marks) else 0
         if self._ended:
             until = max([until, *pending[pending[:, NAME] == self._waiting, END].tolist()])
-        elif not len(marks) and len(pending) > _MOST_PENDING:  # a step in which very much is published
+        elif not len(marks) and len(pending) > _MOST_PENDING:  # a step that publishes very many events
             until = int(pending[:, END].max())
         return until
 
@@ -141,7 +141,7 @@ class Account:
         self._last_step = int(begins[-1])
 
     def _made(self, window: Spans, marks: Ints, until: int) -> Spans:
-        """Return spans for what lies between mount points; remember those that are still open."""
+        """Return spans for the parts between mount points; keep the parts that are still open."""
         made: list[Spans] = []
         for index, (first, following, part) in enumerate(self._between):
             begins = np.sort(window[window[:, NAME] == first, END])
@@ -167,7 +167,7 @@ def _spans(name: int, begins: Ints, ends: Ints) -> Spans:
 
 
 def _pairs(begins: Ints, ends: Ints) -> tuple[Ints, Ints, int | None]:
-    """Pair each begin with the first end behind it, unless another begin comes first; both are sorted.
+    """Pair each begin with the first end after it, unless another begin comes first. Both arrays are sorted.
 
     Returns:
         The begins and ends of the pairs, and the last begin if it has no end.
@@ -184,7 +184,7 @@ def _pairs(begins: Ints, ends: Ints) -> tuple[Ints, Ints, int | None]:
 def exclusive(spans: Spans) -> Ints:
     """Return the time of each span of one thread without the spans within it, in ns.
 
-    Spans are nested or apart, never partly over each other, and none is empty. Of two equal ones, the later row is the outer.
+    Spans are nested or disjoint, never partly overlapping, and none is empty. Of two equal spans, the later row is the outer.
     """
     order = np.lexsort((-np.arange(len(spans)), -spans[:, END], spans[:, BEGIN]))
     begins, ends = spans[order, BEGIN], spans[order, END]

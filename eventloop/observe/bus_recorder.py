@@ -1,4 +1,4 @@
-"""``BusRecorder``: the recorder of a bus, with the account of what its training costs."""
+"""``BusRecorder``: record the spans of a bus and account for the time of its training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Call(NamedTuple):
 
 
 class StreamCall(NamedTuple):
-    """The name of a span: the hand-off to a stream. All streams have one, because they come and go."""
+    """The name of a span: the hand-off to a stream. All streams share one name, because streams come and go."""
 
     mount_point: str
 
@@ -45,9 +45,10 @@ Kind = Literal["queued", "handled", "waiting", "worked"]
 class LaneSpan(NamedTuple):
     """The name of a span of a lane.
 
-    ``"queued"``: of an event, from its queueing to its delivery, on the consumer's thread. ``"handled"``: of a call of the
-    handler, on the same thread; those of async handlers may partly lie over each other. ``"waiting"``: of a publisher.
-    ``"worked"``: of a call in a worker process, whose number is that of the thread.
+    - ``"queued"``: an event waits from queueing to delivery; on the consumer's thread.
+    - ``"handled"``: a call of the handler, on the same thread. Calls of async handlers may overlap.
+    - ``"waiting"``: a publisher waits for the full lane.
+    - ``"worked"``: a call in a worker process. The process id stands for the thread.
     """
 
     subscription: Subscription
@@ -55,7 +56,7 @@ class LaneSpan(NamedTuple):
 
 
 class BusRecorder(Recorder):
-    """The recorder of a bus, with the account of its costs."""
+    """Record the spans of a bus, and compute its costs from them."""
 
     def __init__(self, bus: Any) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class BusRecorder(Recorder):
         self._totals = Totals()
         self._accounts: dict[int, Account] = {}
         self._meters: dict[Subscription, Meter] = {}
-        self._beside: list[int] = []  # ids of spans that belong to no account
+        self._beside: list[int] = []  # ids of spans outside of the account
         self._memory = Memory()
         self._exchange: RankExchange | None = None
         self.add_reader(self._add)
@@ -83,7 +84,7 @@ class BusRecorder(Recorder):
         return self.id_of(StreamCall(name) if subscription.mode == "stream" else Call(subscription, name))
 
     def meter_of(self, subscription: Subscription) -> Meter | None:
-        """Return the meter for the lane of a subscription; None for a stream, which comes and goes."""
+        """Return the meter for the lane of a subscription; None for a stream, which is too short-lived."""
         if subscription.mode == "stream":
             return None
         if subscription not in self._meters:
@@ -129,12 +130,12 @@ class BusRecorder(Recorder):
         self._exchange.start()
 
     def stop(self) -> None:
-        """End the threads, and drain a last time. Idempotent."""
+        """Stop the threads after a last drain. Idempotent."""
         self._leave_ranks()
         super().stop()
 
     def looked(self) -> None:
-        """Take a sample of the memory, and publish ``costs_measured`` when it is time."""
+        """Sample the memory, and publish ``costs_measured`` when it is due."""
         with suppress(ReferenceError, LaneClosedError):  # the bus is gone, or closes
             accounts = list(self._accounts.values())
             self._memory.sample(sum(one.steps.total() for one in accounts), self._bus.hooks, self._bus.subscriptions)

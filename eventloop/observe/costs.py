@@ -35,13 +35,13 @@ class Histogram(msgspec.Struct, frozen=True):
         return 0.0
 
     def since(self, before: Histogram) -> Histogram:
-        """Return the counts that were added since ``before``, an earlier state of this histogram."""
+        """Return the counts added since ``before``, an earlier state of this histogram."""
         more = {index: number - before.counts.get(index, 0) for index, number in self.counts.items()}
         return Histogram({index: number for index, number in more.items() if number}, self.seconds - before.seconds)
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One line of the costs. ``seconds`` does not include the parts within it; ``mean`` and ``p99`` are of whole calls."""
+    """One line of the costs. ``seconds`` excludes nested parts; ``mean`` and ``p99`` are of whole calls."""
 
     group: str
     name: str
@@ -54,7 +54,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class LaneCosts(msgspec.Struct, frozen=True):
-    """What an offloaded handler did. Times are seconds, on threads of its own; ``waited`` is the training thread's."""
+    """The work of one offloaded handler. Times are seconds on its own threads; ``waited`` is the training thread's."""
 
     name: str
     mount_points: list[str]
@@ -65,7 +65,7 @@ class LaneCosts(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     """Time in the handler."""
     waited: float = 0.0
-    """Time that publishers waited for a place in the full lane."""
+    """Time that publishers waited for room in the full lane."""
     depth_mean: float = 0.0
     depth_max: int = 0
     age_mean: float = 0.0
@@ -74,7 +74,7 @@ class LaneCosts(msgspec.Struct, frozen=True):
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """Growth of memory in a window of time. ``name`` is that of a hook, or "process"."""
+    """Growth of memory in a window of time. ``name`` is the name of a hook, or "process"."""
 
     name: str
     bytes: int
@@ -93,19 +93,19 @@ class Costs(msgspec.Struct, frozen=True):
     wall: float
     parts: list[Part]
     steps: Histogram = Histogram()
-    """Durations of iterations, from the end of one to the end of the next, with the time of waiting for data."""
+    """Durations of iterations, from the end of one to the end of the next; waiting for data included."""
     lanes: list[LaneCosts] = []
     memory: int = 0
     """Resident memory of the process in bytes."""
     growth: list[Growth] = []
     dropped: int = 0
-    """Spans that were lost; the parts are then too small by theirs."""
+    """Number of lost spans; their time is missing from the parts."""
     ranks: RankCosts | None = None
-    """The comparison with the other ranks; None with a single process, and in the first two seconds."""
+    """The comparison of all ranks; None with a single process and in the first two seconds."""
 
     def __rich__(self) -> RenderableType:
         tables = [self._table(), *[_lanes_table(self.lanes)] * bool(self.lanes)]
-        lost = f"{self.dropped} spans were lost; the parts are too small by theirs"
+        lost = f"{self.dropped} spans were lost; their time is missing from the parts"
         ranks: list[RenderableType] = [] if self.ranks is None else ["", self.ranks]
         return Group(*tables, *[lost] * bool(self.dropped), *ranks)
 
@@ -128,7 +128,7 @@ class Costs(msgspec.Struct, frozen=True):
         return table
 
 
-_LEAST: Final = 0.001  # share of a part that has a line of its own
+_LEAST: Final = 0.001  # share of the wall time above which a part gets its own line
 
 
 def _titled(part: Part) -> str:

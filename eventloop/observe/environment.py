@@ -1,4 +1,4 @@
-"""Facts about the machine, the process and the code of a run."""
+"""Describe the machine, the process and the code of a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Git(msgspec.Struct, frozen=True):
-    """The commit of the working folder, and whether files that git knows were changed."""
+    """The commit of the working folder, and whether tracked files were changed."""
 
     commit: str
     branch: str
@@ -35,7 +35,7 @@ class Git(msgspec.Struct, frozen=True):
 
 
 class Process(msgspec.Struct, frozen=True):
-    """A process, so that one can tell later whether it still lives. ``began`` and ``boot`` are empty where unknown."""
+    """The identity of a process, to find out later whether it still runs. ``began`` and ``boot`` are empty where unknown."""
 
     pid: int
     host: str
@@ -50,7 +50,7 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class Environment(msgspec.Struct, frozen=True):
-    """Where a run took place, and with what. ``command`` has a word for each argument."""
+    """The machine, process and software of a run. ``command`` has one string per argument."""
 
     command: list[str]
     folder: str
@@ -61,7 +61,7 @@ class Environment(msgspec.Struct, frozen=True):
 
 
 def environment() -> Environment:
-    """Return the facts about this process. It runs git and reads files, so it takes some 20 ms."""
+    """Describe this process. Takes about 20 ms, because it runs git and reads files."""
     folder = Path.cwd()
     return Environment(sys.orig_argv, str(folder), this_process(), _machine(), _versions(), _git(folder))
 

@@ -1,9 +1,8 @@
-"""``RankExchange``: the ranks tell each other what they spend their time on, beside the training.
+"""``RankExchange``: compare the time of all ranks, beside the training.
 
-Every two seconds each rank writes what it has spent to the key-value store of the process group, from a thread of its own.
-Rank 0 compares what there is and writes the result, which the others read. No rank ever waits for another one: a rank that
-hangs, has died or does not measure is missing in the result. If the process with the store hangs, so does this thread, and
-nothing else.
+Every two seconds a thread of each rank writes the rank's times to the key-value store of the process group. Rank 0 compares
+them and writes the result. The other ranks read it. No rank waits for another rank: one that hangs, has died or does not
+measure is missing from the result. If the process with the store hangs, only this thread hangs with it.
 
 All ranks write at the same full seconds of their clocks, so that they compare the same iterations.
 """
@@ -32,36 +31,36 @@ log = get_logger()
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What one rank has spent since its run began. ``number`` increases."""
+    """The times of one rank since its run began. ``number`` increases with each report."""
 
     number: int
     spent: Spent
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What rank 0 found: the last iterations, and the whole run."""
+    """The comparison by rank 0: of the last iterations, and of the whole run."""
 
     number: int
     recent: RankCosts
     whole: RankCosts
 
 
-class _Heard(NamedTuple):
+class _Latest(NamedTuple):
     report: Report
     periods: int
-    """How many periods ago it was new."""
+    """Number of periods since it was new."""
 
 
 class RankExchange:
-    """Exchange what the ranks spend, on a thread.
+    """Exchange the times of the ranks, on a separate thread.
 
     Args:
         name: of the run; equal on all ranks.
         rank: of this process.
         world_size: number of processes.
-        measure: returns what this rank has spent.
+        measure: returns the times of this rank.
         tell: called on the thread with the comparison of the last iterations.
-        trains: returns True while a run is open, in which all ranks should answer.
+        trains: returns True while a run is open; all ranks are then expected to report.
     """
 
     def __init__(
@@ -88,13 +87,13 @@ class RankExchange:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread. If the store hangs, leave it behind."""
+        """Stop the thread; abandon it if the store hangs."""
         self._stopped.set()
         if self._thread is not threading.current_thread():
             self._thread.join(1.0)
 
     def _run(self) -> None:
-        from torch.distributed.distributed_c10d import _get_default_store  # torch has no public way to the store it made
+        from torch.distributed.distributed_c10d import _get_default_store  # no public access to the store
 
         number = 0
         try:
@@ -108,16 +107,16 @@ class RankExchange:
         except ReferenceError:  # the bus is gone
             return
         except (RuntimeError, OSError, ValueError):  # the process with the store has ended, or the group is destroyed
-            log.debug("the times of the ranks are no longer compared", exc_info=True)
+            log.debug("the comparison of the ranks' times has ended", exc_info=True)
 
     def _compare(self, store: Any) -> Result | None:
-        """Compare all reports, and write the result for the other ranks."""
+        """Compare all reports and write the result to the store."""
         comparison = self._comparison
         keys = {rank: f"{self._key}/{rank}" for rank in range(comparison.world_size)}
-        waiting = [rank for rank in keys if rank not in comparison.heard]
+        waiting = [rank for rank in keys if rank not in comparison.latest]
         there = [rank for rank in keys if rank not in waiting or store.check([keys[rank]])]
         texts = _get(store, [keys[rank] for rank in there])
-        comparison.hear({rank: _decode_report(text) for rank, text in zip(there, texts, strict=True)})
+        comparison.update({rank: _decode_report(text) for rank, text in zip(there, texts, strict=True)})
         if self._trains():
             comparison.warn_of_silent()
         result = comparison.result()
@@ -144,11 +143,11 @@ class RankExchange:
 
 
 class Comparison:
-    """What rank 0 knows about all ranks."""
+    """The state of the comparison on rank 0."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.heard: dict[int, _Heard] = {}
+        self.latest: dict[int, _Latest] = {}
         """The last report of each rank."""
         self.number = 0
         self._compared: dict[int, Spent] = {}  # where the last comparison of recent iterations ended
@@ -156,25 +155,25 @@ class Comparison:
         self._in_a_row = 0
         self._told: set[tuple[int, str]] = set()
 
-    def hear(self, reports: dict[int, Report]) -> None:
-        """Take the reports that there are now."""
+    def update(self, reports: dict[int, Report]) -> None:
+        """Keep the reports that are in the store now."""
         for rank, report in reports.items():
-            before = self.heard.get(rank)
+            before = self.latest.get(rank)
             old = before is not None and before.report.number == report.number
-            self.heard[rank] = _Heard(report, before.periods + 1 if before is not None and old else 0)
+            self.latest[rank] = _Latest(report, before.periods + 1 if before is not None and old else 0)
 
     def warn_of_silent(self) -> None:
-        """Warn about a rank that no longer answers; once, until it does again."""
-        for rank, one in self.heard.items():
+        """Warn once about each rank that stops reporting."""
+        for rank, one in self.latest.items():
             if one.periods == _SILENT:
                 log.warning(
-                    f"rank {rank} on {one.report.spent.host} has not answered for {_SILENT * PERIOD:g} s: it ended, was "
-                    "stopped, or is busy in a single call; see its own log"
+                    f"rank {rank} on {one.report.spent.host} has not reported its times for {_SILENT * PERIOD:g} s: it "
+                    "ended, was stopped, or is busy in a single call; see its own log"
                 )
 
     def result(self) -> Result | None:
-        """Compare the ranks that answer; None if one of them has had no iteration since the last comparison."""
-        latest = {rank: one.report.spent for rank, one in self.heard.items() if one.periods < _SILENT}
+        """Compare the reporting ranks; None if one of them had no iteration since the last comparison."""
+        latest = {rank: one.report.spent for rank, one in self.latest.items() if one.periods < _SILENT}
         # An iteration may begin with compiling, and a run with files: the first report only marks the beginning.
         started = {rank: spent for rank, spent in latest.items() if spent.iterations}
         recent = {rank: spent.since(self._compared[rank]) for rank, spent in started.items() if rank in self._compared}
@@ -188,7 +187,7 @@ class Comparison:
         return Result(self.number, msgspec.structs.replace(found, straggler=self._confirmed(found)), whole)
 
     def _confirmed(self, found: RankCosts) -> Straggler | None:
-        """Return the straggler if the same rank stood out in all of the last comparisons; warn about it once."""
+        """Return the straggler if the last comparisons all found the same rank; warn about it once."""
         now, before = found.straggler, self._suspect
         same = now is not None and before is not None and now.rank == before.rank
         self._suspect, self._in_a_row = now, self._in_a_row + 1 if same else 1

@@ -1,4 +1,4 @@
-"""``last_lines``: what a command prints when a run has ended."""
+"""``last_lines``: the last lines that a command prints about a run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from eventloop.observe.verdict import expensive
 
 
 def last_lines(folder: Path, bus: Bus) -> Group:
-    """Return a line with the curve of the run, and a line for each of the three most expensive things, if they matter.
+    """Return the lines to print: the curve of the run, and its three most expensive parts as far as they matter.
 
     Args:
-        folder: the work dir; without scalars in it there is no curve.
-        bus: of the run; if it does not measure (``bus.timing``), nothing is said of costs.
+        folder: the work dir; without scalars in it, the curve is left out.
+        bus: the bus of the run; without ``bus.timing``, costs are left out.
     """
     lines: list[RenderableType] = []
     try:

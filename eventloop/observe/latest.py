@@ -1,4 +1,4 @@
-"""``LatestHook``: what a run did last, for code that looks at it from time to time, such as a scrape of ``/metrics``."""
+"""``LatestHook``: keep the latest values of a run, for code that polls them, such as a scrape of ``/metrics``."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from eventloop.events import (
 
 State = Literal["running", "paused", "finished", "stopped", "interrupted", "failed"]
 
-_WINDOW: Final = 10  # samples, one a second or one an iteration, that the throughput is measured over
+_WINDOW: Final = 10  # samples that the throughput is measured over; one a second, or one an iteration if that takes longer
 
 
 class Sample(NamedTuple):
-    """One iteration: its run, its index, the time of ``monotonic`` at its end, and its scalars."""
+    """One iteration: its run, its index, its end by ``time.monotonic``, and its scalars."""
 
     run: weakref.ref[Any]
     iter: int
@@ -47,7 +47,7 @@ class Sample(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """How many there were, and the sum of their values."""
+    """The number of values, and their sum."""
 
     number: int = 0
     total: float = 0.0
@@ -58,14 +58,14 @@ class Sum(NamedTuple):
 
 
 def _sample(event: AfterTrainIter) -> Sample:
-    """Take the scalars of an iteration, on the training thread, once a second. Those on a device are copied beside it."""
+    """Sample the scalars of an iteration, on the training thread. Scalars on a device are copied on another thread."""
     return Sample(weakref.ref(event.run), event.progress.iter, time.monotonic(), _scalars(event.outputs))
 
 
 class LatestHook(Hook):
-    """Know the latest scalars, checkpoint and state of the run on a bus.
+    """Keep the latest scalars, checkpoint and state of the run on a bus.
 
-    Between the events below it costs the training thread a look at the clock for each iteration.
+    An iteration costs the training thread one look at the clock.
     """
 
     priority = Priority.LOWEST
@@ -75,7 +75,7 @@ class LatestHook(Hook):
     def __init__(self) -> None:
         self._lock = Lock()  # the checkpoints' events come from another thread
         self._run: weakref.ref[Any] | None = None
-        self._progress = Progress()  # of a run that has ended
+        self._progress = Progress()  # False after the end of the run
         self._rates: dict[tuple[str, str], float] = {}
         self._outputs: Mapping[str, Any] = {}
         self._samples: deque[Sample] = deque(maxlen=_WINDOW + 1)
@@ -88,26 +88,26 @@ class LatestHook(Hook):
         """The metrics of the last validation and the last test, such as ``"val/accuracy"``."""
         self.checkpoints: Counter[str] = Counter(committed=0, failed=0, skipped=0)
         self.stall, self.commit = Sum(), Sum()
-        """The seconds that the training thread waited for copies of its state, and those of writing them."""
+        """Seconds that the training thread waited for copies of its state, and seconds of writing them."""
         self.committed_at: float | None = None
-        """The time of the last commit, of the system's clock."""
+        """The time of the last commit, in seconds since 1970."""
         self.committed_bytes = 0
 
     # -------------------------------------------------------------------------------------------------------- reading
 
     @property
     def run(self) -> Any:
-        """The run; None before it begins and when it is gone."""
+        """The run; None before it begins and after it was deleted."""
         return None if self._run is None else self._run()
 
     @property
     def lives(self) -> bool:
-        """False after the end of the run."""
+        """True while the run is open."""
         return self.state in ("running", "paused")
 
     @property
     def progress(self) -> Progress:
-        """The counts of the run, of one that has ended its last ones."""
+        """The progress of the run; after its end, the last one."""
         run = self.run
         return run.progress if self.lives and run is not None else self._progress
 
@@ -119,7 +119,7 @@ class LatestHook(Hook):
 
     @property
     def outputs(self) -> Mapping[str, Any]:
-        """The scalars of an iteration, at most a second old if iterations are short; after the end those of the last one."""
+        """The scalars of a recent iteration, at most a second or one iteration old; after the end, of the last iteration."""
         if not self.lives:
             return self._outputs
         try:
@@ -138,12 +138,12 @@ class LatestHook(Hook):
 
     @mount(BeforeRun)
     def begin(self, event: BeforeRun) -> None:
-        """Begin with a run."""
+        """Start over with a new run."""
         self._meet(event.run)
 
     @mount(BeforeTrain, BeforeTrainEpoch, BeforeVal)
     def join(self, event: Any) -> None:
-        """Meet a run that had begun before this hook was added."""
+        """Follow a run that began before this hook was added."""
         if self.run is not event.run:
             self._meet(event.run)
 
@@ -165,7 +165,7 @@ class LatestHook(Hook):
 
     @mount(CheckpointCommitted)
     def committed(self, event: CheckpointCommitted) -> None:
-        """Count a checkpoint that is durable."""
+        """Count a committed checkpoint."""
         with self._lock:
             self.checkpoints["committed"] += 1
             self.stall, self.commit = self.stall.plus(event.stall), self.commit.plus(event.seconds)
@@ -173,23 +173,23 @@ class LatestHook(Hook):
 
     @mount(CheckpointFailed, CheckpointSkipped)
     def not_committed(self, event: CheckpointFailed | CheckpointSkipped) -> None:
-        """Count a checkpoint that was not written."""
+        """Count a failed or skipped checkpoint."""
         with self._lock:
             self.checkpoints["failed" if isinstance(event, CheckpointFailed) else "skipped"] += 1
 
     @mount(RunPaused, RunResumed)
     def pause(self, event: RunPaused | RunResumed) -> None:
-        """Note that the run waits, or that it goes on."""
+        """Note that the run was paused or resumed."""
         self.state = "paused" if isinstance(event, RunPaused) else "running"
 
     @mount(OnException)
     def fail(self, event: OnException) -> None:
-        """End with an exception."""
+        """Note that an exception ended the run."""
         self._end(event.run, event.progress, "interrupted" if isinstance(event.exception, KeyboardInterrupt) else "failed")
 
     @mount(AfterRun)
     def end(self, event: AfterRun) -> None:
-        """End with the run."""
+        """Note the end of the run."""
         self._end(event.run, event.progress, "stopped" if event.run.info.get("stop_reason") else "finished")
 
     def _meet(self, run: Any) -> None:
@@ -214,7 +214,7 @@ def _rates(run: Any) -> dict[tuple[str, str], float]:
 
 def _scalars(values: Mapping[str, Any] | msgspec.UnsetType) -> dict[str, Any]:
     """Return the numbers among ``values``, and the tensors and arrays of one element."""
-    if isinstance(values, msgspec.UnsetType):  # an event that was made by hand
+    if isinstance(values, msgspec.UnsetType):  # an event built by hand, such as in a test
         return {}
     return {name: _detached(value) for name, value in values.items() if _is_scalar(value)}
 

@@ -1,7 +1,7 @@
-"""``Memory``: how the resident memory of the process grows, and which hook keeps more and more objects.
+"""``Memory``: measure how the resident memory of the process grows, and find the hook that keeps more and more objects.
 
-A look costs 20 µs a second. Only while the process grows, the objects of hooks are counted, on the recorder's thread and with
-pauses, so that training goes on. (tracemalloc would name lines, but sees no tensors, and slows all code that allocates.)
+A sample takes 20 µs, once a second. The objects of hooks are counted only while the process grows: on the recorder's thread,
+with pauses, so that training continues. (tracemalloc would name lines, but it misses tensors and slows every allocation.)
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _STATM: Final = Path("/proc/self/statm")
 _MOST_SAMPLES: Final = 240
 _WARM_UP: Final = 0.25  # of the time so far is left out
 _FEWEST: Final = 6  # samples behind the warm-up
-_STEADY: Final = 4 << 20  # bytes of growth from which on hooks are looked at
-_SOON, _APART = 2.0, 10.0  # seconds from the first look at hooks to the second, and then from one to the next, at least
+_STEADY: Final = 4 << 20  # bytes of growth above which the objects of hooks are counted
+_SOON, _APART = 2.0, 10.0  # least seconds from the first count of hooks to the second, and then from each to the next
 _MOST_OBJECTS: Final = 200_000  # of one hook
 _PAUSE_EVERY: Final = 500  # objects, some 0.5 ms
-_LEAST: Final = 16  # bytes that a hook keeps each iteration to be told
+_LEAST: Final = 16  # bytes that a hook must keep per iteration to be reported
 
 
 def resident() -> int:
-    """Return the resident bytes of this process; on a system without /proc the most that it has had so far."""
+    """Return the resident bytes of this process; without /proc, the peak so far."""
     with suppress(OSError):
         return int(_STATM.read_text().split()[1]) * resource.getpagesize()
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -63,7 +63,7 @@ class Memory:
         self._looks: list[_Look] = []  # the first, and the newest
 
     def sample(self, iterations: int, hooks: Sequence[Any], subscriptions: Sequence[Any]) -> None:
-        """Take a sample; while the process grows, also look at the objects of the hooks and handlers."""
+        """Take a sample; while the process grows, also count the objects of hooks and handlers."""
         self.resident = resident()
         self._skipped += 1
         if iterations and self._skipped >= self._every:
@@ -79,14 +79,14 @@ class Memory:
             self._looks = [*self._looks[:1], _Look(time.monotonic(), iterations, sizes)]
 
     def growth(self) -> list[Growth]:
-        """Return the growth of the process, and of the hooks that keep more and more, the largest first."""
+        """Return the growth of the process and of the hooks that keep more and more objects, the largest first."""
         process = self._process_growth()
         if process is None:
             return []
         return [process, *sorted(self._hook_growth(), key=lambda one: -one.bytes)]
 
     def _process_growth(self) -> Growth | None:
-        """Compare the least of the last third with the least of the first: what comes and goes does not count."""
+        """Compare the minimum of the last third with that of the first, because memory that comes and goes is no growth."""
         own = self._samples
         own = own[int(_WARM_UP * len(own)) :]
         third = len(own) // 3
@@ -107,20 +107,21 @@ class Memory:
 
 
 def _owners(hooks: Sequence[Any], subscriptions: Iterable[Any]) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the names of hooks and plain handlers, each with the objects that are its own to begin with."""
+    """Yield the names of hooks and plain handlers, each with the objects that a count starts from."""
     for hook in hooks:
         yield hook.label, [vars(hook)] if hasattr(hook, "__dict__") else []
     for one in subscriptions:
         if one.hook is None:
             handler = one.handler.func if isinstance(one.handler, functools.partial) else one.handler
-            # Of a method its object, of a function what it has closed over.
+            # A method holds its object, a function its closure.
             yield one.label, [getattr(handler, name, None) for name in ("__self__", "__closure__", "__dict__")]
 
 
 def sizes_of(owners: Iterable[tuple[str, list[Any]]]) -> dict[str, int]:
-    """Return the bytes of the objects that each owner refers to, tensors and arrays included; shared ones count once.
+    """Return the bytes of the objects that each owner refers to, tensors and arrays included.
 
-    Models, optimizers, modules, classes, and the objects of torch and of trainbus's mechanism are no one's own.
+    Objects of several owners count for the first. Models, optimizers, modules, classes, and the objects of torch and of
+    `eventloop` belong to no owner.
     """
     seen: set[int] = set()
     return {name: _size(roots, seen) for name, roots in owners}

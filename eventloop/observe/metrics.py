@@ -7,7 +7,7 @@
 
     app.mount("/metrics", metrics_app(RunCollector(bus)))      # or in your Starlette or FastAPI application
 
-A scrape reads counters that the bus has anyway while ``bus.timing`` is on; adding a bus turns it on.
+A scrape reads counters that the bus keeps while ``bus.timing`` is on. Adding a bus turns it on.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ _FAMILIES: Final[Mapping[str, tuple[type[core.Metric], str, tuple[str, ...]]]] =
     "iterations": (core.CounterMetricFamily, "Training iterations (micro-batches), those before a resume included", ()),
     "updates": (core.CounterMetricFamily, "Optimizer steps, those before a resume included", ()),
     "epochs": (core.CounterMetricFamily, "Training epochs, those before a resume included", ()),
-    "throughput_iterations_per_second": (core.GaugeMetricFamily, "Iterations per second of the last ten seconds", ()),
+    "throughput_iterations_per_second": (core.GaugeMetricFamily, "Iterations per second over the last ten seconds", ()),
     "step_seconds": (core.HistogramMetricFamily, "Time from the end of an iteration to the end of the next one", ()),
     "cost_seconds": (
         core.CounterMetricFamily,
         "Time of the training thread by hook and part of the training; the parts add up to the wall time",
         ("group", "part", "mount_point"),
     ),
-    "scalar": (core.GaugeMetricFamily, "Last value of a scalar that the run has reported", ("name",)),
+    "scalar": (core.GaugeMetricFamily, "Last value of a scalar of the run", ("name",)),
     "learning_rate": (core.GaugeMetricFamily, "Learning rate of a parameter group", ("optimizer", "group")),
-    "lane_depth": (core.GaugeMetricFamily, "Events that wait in the lane of an offloaded handler", ("handler", "mount_point")),
-    "lane_delivered": (core.CounterMetricFamily, "Events that an offloaded handler has had", ("handler", "mount_point")),
-    "lane_dropped": (core.CounterMetricFamily, "Events that a full lane has dropped", ("handler", "mount_point")),
+    "lane_depth": (core.GaugeMetricFamily, "Events waiting in the lane of an offloaded handler", ("handler", "mount_point")),
+    "lane_delivered": (core.CounterMetricFamily, "Events handled by an offloaded handler", ("handler", "mount_point")),
+    "lane_dropped": (core.CounterMetricFamily, "Events dropped by a full lane", ("handler", "mount_point")),
     "lane_failed": (core.CounterMetricFamily, "Events whose offloaded handler has failed", ("handler", "mount_point")),
     "handler_failures": (core.CounterMetricFamily, "Isolated errors of an inline handler", ("handler", "mount_point")),
     "checkpoints": (core.CounterMetricFamily, "Checkpoints by outcome: committed, failed or skipped", ("outcome",)),
@@ -66,7 +66,7 @@ _FAMILIES: Final[Mapping[str, tuple[type[core.Metric], str, tuple[str, ...]]]] =
     "checkpoint_bytes": (core.GaugeMetricFamily, "Size of the last checkpoint", ()),
     "checkpoint_age_seconds": (core.GaugeMetricFamily, "Time since the last checkpoint was committed", ()),
     "memory_bytes": (core.GaugeMetricFamily, "Memory of the process: resident, or allocated on a device", ("device",)),
-    "spans_dropped": (core.CounterMetricFamily, "Spans that the recorder has lost; costs are too small by theirs", ()),
+    "spans_dropped": (core.CounterMetricFamily, "Spans lost by the recorder; their time is missing from the costs", ()),
 }
 """By name without the prefix: kind, help, and the labels after ``run``."""
 
@@ -74,9 +74,8 @@ _FAMILIES: Final[Mapping[str, tuple[type[core.Metric], str, tuple[str, ...]]]] =
 class RunCollector(Collector):  # type: ignore[misc]  # mypy skips prometheus-client, which may not be installed
     """The metrics of the runs on some buses. Register it in a Prometheus registry, or serve it by :func:`metrics_app`.
 
-    All samples have the label ``run``, the name of the run. Of several runs with the same name, the second one's label ends
-    with ``-2``, and so on. A bus has no samples before a run begins on it; after the run it has the last ones. Buses are held
-    weakly.
+    All samples have the label ``run``, the name of the run. Further runs with the same name get ``-2``, ``-3`` and so on
+    appended. A bus has no samples before its first run begins, and keeps the last ones after a run. Buses are held weakly.
 
     Args:
         *buses: buses to :meth:`add`.
@@ -105,7 +104,7 @@ class RunCollector(Collector):  # type: ignore[misc]  # mypy skips prometheus-cl
             self._watched.append(_Watched(weakref.ref(bus), name or "", latest, _Lanes()))
 
     def remove(self, bus: Bus) -> None:
-        """Leave out the metrics of a bus from now on; its ``timing`` stays on."""
+        """Stop collecting the metrics of a bus; its ``timing`` stays on."""
         with self._lock:
             gone = [one for one in self._watched if one.bus() is bus]
             self._watched = [one for one in self._watched if one not in gone]
@@ -113,11 +112,11 @@ class RunCollector(Collector):  # type: ignore[misc]  # mypy skips prometheus-cl
             bus.off(one.latest)
 
     def describe(self) -> Iterator[core.Metric]:
-        """Yield the metrics without samples; a registry refuses a second collector of runs."""
+        """Yield the metrics without samples, by which a registry refuses a second collector of the same names."""
         yield from _Families()
 
     def collect(self) -> Iterator[core.Metric]:
-        """Yield the metrics as they are now."""
+        """Yield the metrics with their current values."""
         families = _Families()
         taken: Counter[str] = Counter()
         with self._lock:
@@ -134,7 +133,7 @@ def expose(collector: Collector, accept: str = "") -> tuple[bytes, str]:
     """Return the metrics as text and its content type: OpenMetrics, or the older format of Prometheus.
 
     Args:
-        collector: what to expose.
+        collector: the source of the metrics.
         accept: the ``Accept`` header of the request, which selects the format.
     """
     registry = CollectorRegistry()
@@ -148,7 +147,7 @@ def metrics_app(collector: Collector) -> Callable[..., Awaitable[None]]:
 
     async def app(scope: MutableMapping[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
         if scope["type"] != "http":
-            raise ConfigurationError(f"metrics are served over http, not {scope['type']}; mount them under a path of their own")
+            raise ConfigurationError(f"metrics are served over http, not {scope['type']}; mount them at a separate path")
         body, headers, status = b"GET only\n", [(b"allow", b"GET, HEAD"), (b"content-type", b"text/plain")], 405
         if scope["method"] in ("GET", "HEAD"):
             accept = next((value for name, value in scope["headers"] if name == b"accept"), b"").decode("latin-1")
@@ -173,7 +172,7 @@ class _Watched(NamedTuple):
 
 
 class _Families:
-    """Metric families by name. The samples that are added get the label of the current :attr:`run`."""
+    """Metric families by name. Added samples get the label of the current :attr:`run`."""
 
     def __init__(self) -> None:
         self.run = ""
@@ -190,7 +189,7 @@ class _Families:
 
 
 class _Lanes:
-    """Counts of handlers by label and mount point. They never fall: those of handlers that are gone stay in the sums."""
+    """Counts of handlers by label and mount point. They never fall: removed handlers stay in the sums."""
 
     def __init__(self) -> None:
         self._seen: dict[Subscription, tuple[int, int, int]] = {}

@@ -1,14 +1,14 @@
-"""Compare the ranks of a run: which one holds up the others, and what it is slow at.
+"""Compare the ranks of a run: find the rank that holds up the others, and the part that it is slow at.
 
-With synchronous training all ranks take equally long for an iteration, because the fast ones wait for the slow one where
-gradients are averaged. So what counts is the time in which a rank does not wait for others. Waiting hides in different parts:
+In synchronous training all ranks take equally long for an iteration, because fast ranks wait for the slow one where gradients
+are averaged. So the time that counts is the time in which a rank does not wait for others. Waiting hides in different parts:
 
 - in the backward pass, if a model is wrapped in DistributedDataParallel;
-- in any part of the step, if it is sharded, or if the loop is the user's own and does not tell the parts apart;
+- in any part of the step, if the model is sharded, or if a user's own loop measures the step as one part;
 - nowhere, if the ranks are independent.
 
-The straggler is the rank that stands out most under one of these three assumptions. A rank that is slow only where the others
-wait for it, such as in the backward pass, cannot be told from them by these times.
+The straggler is the rank that stands out most under one of these three assumptions. These times cannot identify a rank that
+is slow only where the others wait for it, such as in the backward pass.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from rich.text import Text
 SIGNIFICANT: Final = 0.1
 """A rank is a straggler if the others wait this share of an iteration for it."""
 
-_SHOWN: Final = 0.01  # of an iteration: parts that take less on all ranks are left out
+_SHOWN: Final = 0.01  # share of an iteration; parts that take less on all ranks are left out
 
 _WAITS: Final[tuple[Callable[[str, str], bool], ...]] = (
     lambda group, name: not (group in ("hook", "hand-off", "waiting") or name == "waiting for data"),
     lambda group, name: name == "backward",
     lambda group, name: False,
 )
-"""Each returns True for a part in which a rank may wait for others, under one assumption."""
+"""The three assumptions. Each returns True for a part in which a rank may wait for others."""
 
 Name = tuple[str, str]
 """The group of a part, and its name."""
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """What one rank has spent its time on: seconds of the training thread by group and name, and the iterations in it."""
+    """The times of one rank: seconds of the training thread by group and name, and the number of iterations."""
 
     host: str
     iterations: int
     parts: dict[str, dict[str, float]]
 
     def since(self, before: Spent) -> Spent:
-        """Return what was spent since ``before``, an earlier state."""
+        """Return the times since ``before``, an earlier state."""
         parts = {
             group: {name: seconds - before.parts.get(group, {}).get(name, 0.0) for name, seconds in named.items()}
             for group, named in self.parts.items()
@@ -56,7 +56,7 @@ class Spent(msgspec.Struct, frozen=True):
 
 
 def spent_here(iterations: int, spent: Iterable[tuple[str, str, float]]) -> Spent:
-    """Return what this process has spent, from groups, names and seconds; those of one name are added up."""
+    """Return the times of this process from groups, names and seconds; equal names are added up."""
     parts: dict[str, dict[str, float]] = {}
     for group, name, seconds in spent:
         named = parts.setdefault(group, {})
@@ -65,7 +65,7 @@ def spent_here(iterations: int, spent: Iterable[tuple[str, str, float]]) -> Spen
 
 
 class RankTimes(msgspec.Struct, frozen=True):
-    """One part of an iteration on all ranks: seconds per iteration, and the rank and host with the largest."""
+    """One part of an iteration on all ranks, in seconds per iteration, and the rank and host that take longest."""
 
     group: str
     name: str
@@ -83,13 +83,13 @@ class Straggler(msgspec.Struct, frozen=True):
     host: str
     group: str
     name: str
-    """The part that it is slow at: that of :class:`Part`, such as "waiting for data", "forward" or the name of a hook."""
+    """The part that it is slow at, as in :class:`Part`: "waiting for data", "forward" or the name of a hook."""
     seconds: float
-    """What this part takes on the rank."""
+    """Time of this part on the straggler."""
     others: float
-    """What it takes on the others; their median."""
+    """Median time of this part on the other ranks."""
     waited: float
-    """How long the others wait for the rank."""
+    """Time that the other ranks wait for the straggler."""
 
 
 class RankCosts(msgspec.Struct, frozen=True):
@@ -103,7 +103,7 @@ class RankCosts(msgspec.Struct, frozen=True):
     times: list[RankTimes]
     straggler: Straggler | None = None
     missing: list[int] = []
-    """Ranks without times: they do not measure, or no longer answer."""
+    """Ranks without times: they do not measure, or stopped reporting."""
 
     def __rich__(self) -> Group:
         title = f"{self.world_size} ranks, ms an iteration"
@@ -122,13 +122,13 @@ class RankCosts(msgspec.Struct, frozen=True):
 
 
 def slow_at(told: Straggler) -> str:
-    """Return what a straggler is slow at, in words."""
+    """Describe in words what a straggler is slow at."""
     slow = f"{told.name} takes {told.seconds * 1e3:.3g} ms an iteration there, {told.others * 1e3:.3g} ms on the others"
     return f"{'handing over to ' * (told.group == 'hand-off')}{slow}"
 
 
 def compare(spent: Mapping[int, Spent], world_size: int) -> RankCosts | None:
-    """Compare what ranks have spent, by rank; None if fewer than two of them have had iterations."""
+    """Compare the times of ranks, by rank; None if fewer than two of them had iterations."""
     spent = {rank: one for rank, one in sorted(spent.items()) if one.iterations > 0}
     if len(spent) < 2:
         return None
@@ -164,7 +164,7 @@ def _times(name: Name, by_rank: Mapping[int, float], hosts: Mapping[int, str]) -
 def _slowest(
     each: Mapping[int, Mapping[Name, float]], hosts: Mapping[int, str], waits: Callable[[str, str], bool]
 ) -> Straggler:
-    """Return the rank that works longest outside of the parts in which it may wait, and what it is slow at."""
+    """Return the rank that works longest outside of the parts in which it may wait, and the part that it is slow at."""
     works = {rank: {name: one for name, one in parts.items() if not waits(*name)} for rank, parts in each.items()}
     busy = {rank: sum(parts.values()) for rank, parts in works.items()}
     slowest = max(busy, key=lambda rank: busy[rank])

@@ -1,4 +1,4 @@
-"""The lines of ``record.jsonl`` as objects. A line of another kind or with other fields, of a newer trainbus, is left out."""
+"""Read the lines of ``record.jsonl`` as objects. Skips lines of unknown kinds or fields, such as of a newer trainbus."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from eventloop.observe.costs import Costs
 
 
 class Line(msgspec.Struct, kw_only=True, tag_field="kind"):
-    """What happened: when, in seconds since 1970, and after how many epochs and iterations."""
+    """Base of all lines: the time in seconds since 1970, and the epochs and iterations completed by then."""
 
     time: float
     epoch: int = 0
@@ -19,21 +19,21 @@ class Line(msgspec.Struct, kw_only=True, tag_field="kind"):
 
 
 class Validation(Line, tag="validation"):
-    """The results of a validation, and how long it took in seconds."""
+    """The metrics of a validation, and its duration in seconds."""
 
     metrics: dict[str, float] = {}
     seconds: float = 0.0
 
 
 class Test(Line, tag="test"):
-    """The results of a test, and how long it took in seconds."""
+    """The metrics of a test, and its duration in seconds."""
 
     metrics: dict[str, float] = {}
     seconds: float = 0.0
 
 
 class Checkpoint(Line, tag="checkpoint"):
-    """A checkpoint that was committed: how long it held training up, and how long writing took, in seconds."""
+    """A committed checkpoint: the seconds that it held up training, and the seconds of writing."""
 
     names: list[str] = []
     bytes: int = 0
@@ -42,27 +42,27 @@ class Checkpoint(Line, tag="checkpoint"):
 
 
 class FailedCheckpoint(Line, tag="checkpoint_failed"):
-    """A checkpoint that could not be written."""
+    """A checkpoint that failed to be written."""
 
     names: list[str] = []
     reason: str = ""
 
 
 class SkippedCheckpoint(Line, tag="checkpoint_skipped"):
-    """A checkpoint that was not begun."""
+    """A checkpoint that was skipped."""
 
     names: list[str] = []
     reason: str = ""
 
 
 class Resume(Line, tag="resume"):
-    """A checkpoint was loaded."""
+    """A loaded checkpoint."""
 
     path: str = ""
 
 
 class Measured(Line, tag="costs"):
-    """The costs since the session began."""
+    """The costs since the beginning of the session."""
 
     costs: Costs
 

@@ -1,7 +1,7 @@
-"""What a run leaves in its work dir: ``run.json``, ``record.jsonl`` and ``scalars.jsonl``, also if it was killed.
+"""Read the files of a run's work dir: ``run.json``, ``record.jsonl`` and ``scalars.jsonl``, also of a killed run.
 
-``run.json`` has the facts of the run and of each session in which it trained. ``record.jsonl`` has one line for each thing that
-happened: ``{"time": 1764000000.5, "kind": "checkpoint", "epoch": 3, "iter": 400, ...}``.
+``run.json`` describes the run and each session in which it trained. ``record.jsonl`` has one line per event, such as
+``{"time": 1764000000.5, "kind": "checkpoint", "epoch": 3, "iter": 400, ...}``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from eventloop.errors import TrainbusError
 from eventloop.observe.environment import Environment
 
 FACTS: Final = "run.json"
-"""Name of the file with the facts of a run."""
+"""Name of the file that describes a run."""
 RECORD: Final = "record.jsonl"
-"""Name of the file with what happened, one JSON object a line."""
+"""Name of the file with the events of a run, one JSON object a line."""
 SCALARS: Final = "scalars.jsonl"
 """Name of the file with the scalars, one JSON object a line."""
 
@@ -31,7 +31,7 @@ State = Literal["running", "finished", "stopped", "interrupted", "failed", "kill
 
 
 class Session(msgspec.Struct, kw_only=True):
-    """One process that ran the run, from ``before_run`` to its end. Times are seconds since 1970."""
+    """One process of a run, from ``before_run`` to its end. Times are seconds since 1970."""
 
     began: float
     environment: Environment
@@ -41,13 +41,13 @@ class Session(msgspec.Struct, kw_only=True):
     ended: float | None = None
     state: Literal["running", "finished", "stopped", "interrupted", "failed"] = "running"
     reason: str = ""
-    """The error, or what ``run.stop()`` was told."""
+    """The error, or the reason given to ``run.stop()``."""
     epoch: int = 0
     iter: int = 0
 
     @property
     def state_now(self) -> State:
-        """The state, with ``killed`` for a process that is gone, and ``unknown`` for one on another machine."""
+        """The state; ``killed`` if the process no longer runs, ``unknown`` if it is on another machine."""
         if self.state != "running":
             return self.state
         lives = self.environment.process.lives()
@@ -65,7 +65,7 @@ class RunFacts(msgspec.Struct, kw_only=True):
 
 
 class RunFolderError(TrainbusError):
-    """A folder is not that of a run."""
+    """A folder is not the folder of a run."""
 
 
 class RunDamagedError(RunFolderError):
@@ -73,30 +73,30 @@ class RunDamagedError(RunFolderError):
 
 
 class Damage(msgspec.Struct):
-    """Lines of a file that are no JSON objects: their number, and the number of the first one, from 1."""
+    """Unreadable lines of a file: how many, and the number of the first one, from 1."""
 
     lines: int
     first: int
 
 
 class RunFolder:
-    """The folder of a run, to read. Damaged lines are left out, and counted in ``damaged`` by the name of their file.
+    """Read the folder of a run. Damaged lines are skipped and counted in ``damaged``, by file name.
 
     Args:
         path: the work dir.
 
     Raises:
-        RunFolderError: there is neither a ``run.json`` nor a ``scalars.jsonl``.
+        RunFolderError: the folder has neither ``run.json`` nor ``scalars.jsonl``.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.damaged: dict[str, Damage] = {}
         if not is_run(path):
-            raise RunFolderError(f"{path}: this is not the folder of a run: it has no {FACTS} and no {SCALARS}")
+            raise RunFolderError(f"{path}: not the folder of a run: it has neither {FACTS} nor {SCALARS}")
 
     def facts(self) -> RunFacts:
-        """Return the content of ``run.json``; of a run without one, only its name."""
+        """Return the content of ``run.json``; without the file, only the name of the run."""
         return read_facts(self.path) or RunFacts(name=self.path.name)
 
     def record(self) -> Iterator[dict[str, Any]]:
@@ -108,7 +108,7 @@ class RunFolder:
         return self._lines(SCALARS)
 
     def ends(self) -> list[float]:
-        """Return when each session ended, in seconds since 1970. One that was killed ends with its last sign of life."""
+        """Return the end of each session, in seconds since 1970. A killed session ends with its last line in a file."""
         sessions = self.facts().sessions
         following = [*(one.began for one in sessions), math.inf][1:]
         killed = [index for index, one in enumerate(sessions) if one.ended is None]
@@ -123,14 +123,14 @@ class RunFolder:
         return sum(end - one.began for one, end in zip(self.facts().sessions, self.ends(), strict=True))
 
     def _signs(self, *, only_last: bool) -> Iterator[float]:
-        """Yield the times of lines; of ``scalars.jsonl``, which may be long, only of the last one if that is enough."""
+        """Yield the times of lines. With ``only_last``, read only the end of ``scalars.jsonl``, which may be long."""
         path = self.path / SCALARS
         scalars = _tail(path) if only_last else self.scalars()
         for lines in (self.record(), scalars):
             yield from (line["time"] for line in lines if isinstance(line.get("time"), int | float))
 
     def _lines(self, name: str) -> Iterator[dict[str, Any]]:
-        """Yield the objects in a file of JSON lines. An incomplete last line, of a killed or a living run, is no damage."""
+        """Yield the objects in a file of JSON lines. An incomplete last line is skipped without counting as damage."""
         self.damaged.pop(name, None)
         path = self.path / name
         if not path.is_file():
@@ -152,7 +152,7 @@ def is_run(path: Path) -> bool:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return the folders of runs in a folder and its subfolders, by name; no run in the folder of another run."""
+    """Return the folders of runs in a folder and its subfolders, by name. Does not search within a run's folder."""
     if is_run(folder):
         return [folder]
     below = sorted(one for one in folder.iterdir() if one.is_dir() and not one.is_symlink() and not one.name.startswith("."))
@@ -160,7 +160,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def read_facts(folder: Path) -> RunFacts | None:
-    """Return the content of ``run.json``; None if there is no such file.
+    """Return the content of ``run.json``; None if the file does not exist.
 
     Raises:
         RunDamagedError: the file is damaged, or of a newer trainbus.
@@ -171,7 +171,7 @@ def read_facts(folder: Path) -> RunFacts | None:
     try:
         facts = msgspec.json.decode(path.read_bytes(), type=RunFacts)
     except msgspec.DecodeError as error:
-        raise RunDamagedError(f"{path} is damaged ({error}); move it away: a run that goes on begins a new one") from None
+        raise RunDamagedError(f"{path} is damaged ({error}); move it away: the next session writes a new one") from None
     if facts.format > 1:
         raise RunDamagedError(f"{path} has format {facts.format}, but this trainbus reads format 1; upgrade trainbus")
     return facts
@@ -184,7 +184,7 @@ def write_facts(folder: Path, facts: RunFacts) -> None:
 
 
 def encode_line(fields: Mapping[str, Any]) -> bytes:
-    """Return a line of ``record.jsonl``. A number that is not finite is a text, and an object of another type its repr."""
+    """Return a line of ``record.jsonl``. Non-finite numbers become text; objects of other types become their repr."""
     return orjson.dumps(_finite(fields), default=repr, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
 
 

@@ -1,13 +1,13 @@
-"""``Recorder``: what took how long on which thread, recorded in 0.2 µs a span and read by another thread.
+"""``Recorder``: record timed pieces of work (spans) of any thread in 0.2 µs each, read by another thread.
 
 A span is five integers: a running number, the id of its name, the thread, and its begin and end in nanoseconds of
-``perf_counter_ns``. It is noted at its end, so a span within another one comes first. Routes write spans while ``bus.timing``
-is on, one for the event and one for each handler; otherwise they have no trace of this.
+``perf_counter_ns``. It is recorded at its end, so a nested span comes first. While ``bus.timing`` is on, routes record a span
+for each event and one for each handler. While it is off, routes contain no code for this.
 
 Spans are packed in bytes, which the garbage collector does not count. As tuples they would make it run each 60 iterations:
 with 12 spans in a cold cache, p99 of a publish is 24 µs instead of 43 µs, and the mean 6.9 µs instead of 11 µs.
 
-The ring is bounded. A reader that is too slow loses the oldest spans; the running numbers tell how many.
+The ring is bounded. A reader that is too slow loses the oldest spans; gaps in the running numbers tell how many.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ NUMBER, NAME, THREAD, BEGIN, END = range(FIELDS)
 Spans = NDArray[np.int64]
 """Spans in rows, with the columns ``NUMBER, NAME, THREAD, BEGIN, END``."""
 
-CAPACITY: Final = 1 << 17  # spans that wait for the reader: some 12 MB, and 0.3 s of 10 spans per 25 µs
-_PERIOD: Final = 1.0  # seconds after which the reader takes what there is
-_LOOK: Final = 0.1  # seconds between two looks at how much there is
-_CHUNK: Final = 1024  # spans at once; for that long the reader holds the GIL (0.2 ms)
-_BATCH: Final = 32  # chunks that readers get at once
+CAPACITY: Final = 1 << 17  # spans that may wait for the reader: about 12 MB, or 0.3 s at 10 spans per 25 µs
+_PERIOD: Final = 1.0  # seconds after which the reader drains the ring
+_LOOK: Final = 0.1  # seconds between two checks of the ring's length
+_CHUNK: Final = 1024  # spans decoded at once, for which the reader holds the GIL (0.2 ms)
+_BATCH: Final = 32  # chunks in one call of the readers
 
 log = get_logger()
 
 
 class Recorder:
-    """Records spans from any thread, and passes them to readers on a thread of its own.
+    """Record spans from any thread, and pass them to readers on a separate thread.
 
     Args:
-        capacity: spans that the ring holds until they are read.
+        capacity: number of spans that the ring holds until they are read.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
@@ -55,7 +55,7 @@ class Recorder:
         self._ids: dict[Hashable, int] = {}
         self._reading = threading.Lock()
         self._readers: tuple[Callable[[Spans], object], ...] = ()
-        self._failed: set[object] = set()  # what has failed, and was logged
+        self._failed: set[object] = set()  # failures that were logged already
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self.dropped = 0
@@ -76,12 +76,12 @@ class Recorder:
         return list(self._ids)
 
     def add(self, name: int, begin: int, end: int, thread: int | None = None) -> None:
-        """Record a span, by the id of its name; of this thread if none is given."""
+        """Record a span by the id of its name; by default, of this thread."""
         self.note(self.pack(self.number(), name, self.thread() if thread is None else thread, begin, end))
 
     @contextmanager
     def span(self, name: Hashable) -> Iterator[None]:
-        """Record a block as a span."""
+        """Record a ``with`` block as a span."""
         number, begin = self.id_of(name), time.perf_counter_ns()
         try:
             yield
@@ -94,12 +94,12 @@ class Recorder:
             self._readers = (*self._readers, read)
 
     def remove_reader(self, read: Callable[[Spans], object]) -> None:
-        """Call ``read`` no more."""
+        """Stop calling ``read``."""
         with self._reading:
             self._readers = tuple(one for one in self._readers if one != read)
 
     def drain(self) -> None:
-        """Pass on what was recorded so far."""
+        """Pass the spans recorded so far to the readers."""
         with self._reading:
             self._pass_on(yields=False)
 
@@ -111,7 +111,7 @@ class Recorder:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and drain a last time. Idempotent. Hold no lock that a reader may want: it waits for the thread."""
+        """Stop the thread after a last drain. Idempotent. Waits for the thread: hold no lock that a reader takes."""
         thread, self._thread = self._thread, None
         self._stopped.set()
         if thread is not None and thread is not threading.current_thread():
@@ -128,8 +128,8 @@ class Recorder:
         """Called about once a second on the reading thread; does nothing by default. An error in it is logged once."""
 
     def _pass_on(self, *, yields: bool) -> None:
-        """Pass on what is in the ring; ``yields``: let other threads run in between. Called with the lock held."""
-        left = len(self._ring)  # not what comes meanwhile, so that this ends
+        """Pass the ring's spans to the readers. With ``yields``, let other threads run meanwhile. The caller holds the lock."""
+        left = len(self._ring)  # without the spans that arrive meanwhile, so that the loop ends
         while left:
             chunks: list[Spans] = []
             while left and len(chunks) < _BATCH:
@@ -140,7 +140,7 @@ class Recorder:
                     time.sleep(0)
             spans = np.concatenate(chunks).reshape(-1, FIELDS)
             newest = int(spans[:, NUMBER].max()) + 1
-            # Threads may append in another order than they took numbers, so a gap can close later.
+            # Threads may append in a different order than they took numbers, so a gap can close later.
             self.dropped += max(0, newest - self._read) - len(spans)
             self._read = max(self._read, newest)
             for read in self._readers:
@@ -152,13 +152,13 @@ class Recorder:
         except Exception:
             if call not in self._failed:
                 self._failed.add(call)
-                log.exception("a reader of spans failed; training goes on, but what it makes of them is incomplete")
+                log.exception("a reader of spans failed; training continues, but its costs or traces are incomplete")
 
     def _drain_regularly(self, stopped: threading.Event) -> None:
         waited = 0.0
         while not stopped.wait(_LOOK):
             waited += _LOOK
-            # Rarely, because reading costs the training the GIL, and little more for many spans than for few.
+            # Rarely, because each read takes the GIL from the training, hardly longer for many spans than for few.
             if waited >= _PERIOD or len(self._ring) > self._capacity // 4:
                 waited = 0.0
                 with self._reading:

@@ -1,4 +1,4 @@
-"""``Sparkline``: a curve in one line of a terminal."""
+"""``Sparkline``: draw a curve in one line of a terminal."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Sparkline:
     A bar is the mean of its values; one without a finite value is a space. A terminal without block characters gets plain ones.
 
     Args:
-        name: of the curve.
-        values: in order; at least one.
+        name: name of the curve.
+        values: its values in order, at least one.
     """
 
     def __init__(self, name: str, values: Sequence[float]) -> None:
@@ -57,7 +57,7 @@ def main_curve(lines: Iterable[Mapping[str, Any]]) -> Sparkline | None:
         for name, value in line.items():
             if _rank(name) < _NO_CURVE and isinstance(value, int | float):
                 curves.setdefault(name, {})[line["step"]] = value  # a repeated step of a resumed run counts once
-    name = min(curves, key=_rank, default="")  # the first of several with the same rank
+    name = min(curves, key=_rank, default="")  # the first of several equally good names
     return Sparkline(name, list(curves[name].values())) if name else None
 
 

@@ -1,4 +1,4 @@
-"""``Totals``: what is left of the durations of spans, in bounded memory."""
+"""``Totals``: summarize the durations of spans in bounded memory."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ class Totals:
         np.add.at(self._bins, (names, bins), 1)
 
     def calls_of(self, name: int) -> int:
-        """Return the number of durations of a name."""
+        """Return the number of calls of a name."""
         return int(self.calls[name]) if name < len(self.calls) else 0
 
     def sum_of(self, name: int) -> int:
-        """Return the sum of the durations of a name."""
+        """Return the total duration of a name, in ns."""
         return int(self.sums[name]) if name < len(self.sums) else 0
 
     def most_of(self, name: int) -> int:
-        """Return the longest duration of a name."""
+        """Return the longest duration of a name, in ns."""
         return int(self.most[name]) if name < len(self.most) else 0
 
     def mean(self, name: int) -> float:
-        """Return the mean duration of a name; 0 without calls."""
+        """Return the mean duration of a name, in ns; 0 without calls."""
         return self.sum_of(name) / max(self.calls_of(name), 1)
 
     def quantile(self, name: int, share: float) -> float:
-        """Return the duration that ``share`` of the calls do not exceed, exact to 5 %; 0 without calls."""
+        """Return the duration in ns that ``share`` of the calls do not exceed, exact to 5 %; 0 without calls."""
         if name >= len(self.calls) or not self.calls[name]:
             return 0.0
         reached = np.cumsum(self._bins[name])

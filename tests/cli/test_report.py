@@ -40,9 +40,9 @@ def test_a_report_on_several_runs_is_written_in_the_current_folder_or_where_it_i
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
-        (["empty"], 2, "empty: this is not the folder of a run: it has no run.json and no scalars.jsonl"),
+        (["empty"], 2, "empty: not the folder of a run: it has neither run.json nor scalars.jsonl"),
         (["missing"], 2, "missing: no such folder"),
-        (["."], 2, ".: this is not the folder of a run, but has some in it; give one of a, damaged"),
+        (["."], 2, ".: not the folder of a run, but has some in it; give one of a, damaged"),
         (["a", "missing"], 2, "missing: no such folder"),
         (["damaged"], 1, "damaged/run.json is damaged"),
         (["a", "-o", "empty"], 2, "empty is a folder; name a file in it"),

@@ -147,10 +147,10 @@ def test_checkpoint_now_leaves_a_file_that_loads(server, visitor, tmp_path):
 
 def test_a_command_that_the_run_cannot_follow_is_refused_with_the_reason(server, visitor):
     with watched(server, slow=True), visitor.told() as told:
-        assert wait_for(told, "hello")["refusals"] == {"checkpoint": "this run has no work dir: give it work_dir="}
+        assert wait_for(told, "hello")["refusals"] == {"checkpoint": "this run has no work_dir; create it with work_dir="}
         answer = visitor.post("checkpoint")
         assert answer.status_code == 409
-        assert answer.json()["error"] == "this run has no work dir: give it work_dir="
+        assert answer.json()["error"] == "this run has no work_dir; create it with work_dir="
 
 
 @pytest.mark.parametrize("paused", [False, True])
@@ -281,7 +281,7 @@ def test_events_without_a_run_are_shown_and_its_buttons_say_why_they_do_nothing(
         bus.publish(AfterTrainIter(progress=Progress(), outputs={"loss": 1.5, "note": "text"}))
         answer = visitor.post("pause")
         bus.publish(AfterRun(progress=Progress(iter=1)))
-    assert (answer.status_code, answer.json()["error"]) == (409, "these events come without a run that could be controlled")
+    assert (answer.status_code, answer.json()["error"]) == (409, "these events do not belong to a Run that could be controlled")
     with visitor.told() as told:
         heard = list(told)
     assert [data["values"] for _, kind, data in heard if kind == "scalars"] == [{"loss": [1.5]}]

@@ -134,7 +134,7 @@ def test_a_wrong_rate_is_answered_on_the_page(server, tab):
 def test_buttons_that_do_not_work_say_why(server, tab):
     with watched(server, slow=True):
         tab.goto(server.url)
-        wait(tab, "why", "Checkpoint now: this run has no work dir")
+        wait(tab, "why", "Checkpoint now: this run has no work_dir")
         assert tab.is_disabled("#checkpoint")
         assert tab.is_enabled("#pause")
 

@@ -288,7 +288,7 @@ def test_more_readers_than_500_are_told_so(server, visitor):
     with watched(server, slow=True):
         server._server.config.app._readers.number = 500
         answer = visitor.client.get("/runs/1/events")
-        assert (answer.status_code, answer.json()["error"]) == (503, "500 pages are open already")
+        assert (answer.status_code, answer.json()["error"]) == (503, "500 pages are open, which is the limit; close some")
 
 
 # ------------------------------------------------------------------------------ mounted in an application of the user
@@ -354,7 +354,7 @@ async def test_a_name_that_is_not_listed_is_refused_with_the_way_out(anyio_backe
 def test_what_cannot_be_shown_is_an_error():
     with pytest.raises(ConfigurationError, match="give one of them"):
         app(Bus(), token="a-token-of-some-length", may_change=lambda request: True)  # noqa: S106 - a test
-    with pytest.raises(ConfigurationError, match="shows a TrainLoop, a Run or a Bus, not 3"):
+    with pytest.raises(ConfigurationError, match="takes TrainLoop, Run or Bus objects, not 3"):
         app(3)
     with pytest.raises(ConfigurationError, match="at least 16"):
         app(Bus(), token="short")  # noqa: S106 - a test

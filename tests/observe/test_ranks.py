@@ -104,7 +104,7 @@ class Ranks:
             if one is not None:
                 before = self.total.get(rank, (0, spent(rank, 0)))[1]
                 self.total[rank] = (self.number, added(before, one))
-        self.comparison.hear({rank: Report(number, one) for rank, (number, one) in self.total.items()})
+        self.comparison.update({rank: Report(number, one) for rank, (number, one) in self.total.items()})
         self.comparison.warn_of_silent()
         return self.comparison.result()
 
@@ -169,4 +169,4 @@ def test_a_rank_that_no_longer_answers_is_named_once_and_left_out():
         for _ in range(8):
             found = ranks.report(spent(0), spent(1), None)
     assert found.recent.missing == [2]
-    assert ["rank 2 on node2 has not answered for 10 s" in line["event"] for line in logs] == [True]
+    assert ["rank 2 on node2 has not reported its times for 10 s" in line["event"] for line in logs] == [True]

@@ -12,7 +12,7 @@ from .folders import BEGAN, GONE, HERE, loss_lines, session, write_record, write
 
 
 def test_a_folder_without_files_of_a_run_is_an_error(tmp_path):
-    with pytest.raises(RunFolderError, match=r"not the folder of a run: it has no run\.json and no scalars\.jsonl"):
+    with pytest.raises(RunFolderError, match=r"not the folder of a run: it has neither run\.json nor scalars\.jsonl"):
         RunFolder(tmp_path)
 
 

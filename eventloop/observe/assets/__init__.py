@@ -1,4 +1,4 @@
-"""Files that the report and the dashboard share: the colours of both, and uPlot 1.6.32, which draws the curves."""
+"""Files that the report and the dashboard share: their colours, and uPlot 1.6.32, which draws the curves."""
 
 from __future__ import annotations
 

@@ -31,20 +31,20 @@ def app(
         api = FastAPI()
         api.mount("/training", app(loop, may_change=lambda request: request.user.is_admin))
 
-    Without ``token`` and ``may_change`` it only shows. Who can reach it sees the runs: to restrict that, mount it behind the
-    authentication of your application.
+    Without ``token`` and ``may_change`` it is read-only. Everyone who can reach it sees the runs: to restrict that, mount it
+    behind your application's authentication.
 
     Args:
         *watched: ``TrainLoop`` objects, runs or buses; each run on them has a page. Add them before their runs begin.
-        token: what is needed to change a run: pages are opened with ``#token=...`` once.
+        token: a secret that permits changing a run; open a page with ``#token=...`` once.
         may_change: a function of the request that returns True if its sender may change a run.
-        hosts: the names under which the application is reached. Requests for other names are refused (DNS rebinding).
+        hosts: host names of the application. Requests for other names are refused (DNS rebinding).
 
     Raises:
         ConfigurationError: starlette is missing, an object has no bus, or both ``token`` and ``may_change`` are given.
     """
     if token is not None and may_change is not None:
-        raise ConfigurationError("token= and may_change= both say who may change a run: give one of them")
+        raise ConfigurationError("token= and may_change= exclude each other: give one of them")
     if token is not None:
         check_address("127.0.0.1", token)
     try:
@@ -61,5 +61,5 @@ def app(
 def _bus_of(watched: Any) -> Bus:
     bus = watched if isinstance(watched, Bus) else getattr(watched, "bus", None)
     if not isinstance(bus, Bus):
-        raise ConfigurationError(f"app() shows a TrainLoop, a Run or a Bus, not {watched!r}")
+        raise ConfigurationError(f"app() takes TrainLoop, Run or Bus objects, not {watched!r}")
     return bus

@@ -35,7 +35,7 @@ _BODY_SECONDS: Final = 5.0
 
 
 class _Rate(msgspec.Struct):
-    """What a visitor sends to set the learning rate."""
+    """The request body that sets the learning rate."""
 
     lr: Annotated[float, msgspec.Meta(gt=0, lt=1000)]
 
@@ -46,7 +46,7 @@ class Application(Starlette):
     Args:
         board: the runs.
         access: who may see and change them.
-        cut_off: closes the connection of a reader that does not read, by the address of the client.
+        cut_off: closes the connection of a stalled reader, given the client's address.
     """
 
     def __init__(self, board: Board, access: Access, cut_off: Callable[[Any], object] | None = None) -> None:
@@ -76,7 +76,7 @@ class Application(Starlette):
 
     async def _static(self, request: Request) -> Response:
         if (path := _FILES.get(request.path_params["name"])) is None:
-            return refused(404, "there is no such file")
+            return refused(404, "unknown file")
         return FileResponse(path, headers={"cache-control": "no-cache"})
 
     async def _runs(self, request: Request) -> Response:
@@ -95,45 +95,45 @@ class Application(Starlette):
         page = self._page(request)
         seen = _seen(request)
         if page.feed.over and seen >= page.feed.number:
-            return Response(status_code=204)  # tells a browser not to ask again
+            return Response(status_code=204)  # 204 tells a browser's EventSource not to reconnect
         if self._readers.number >= _MOST_READERS:
-            return refused(503, f"{_MOST_READERS} pages are open already")
+            return refused(503, f"{_MOST_READERS} pages are open, which is the limit; close some")
         return EventStream(page.feed, seen, self._readers, self._cut_off)
 
     async def _command(self, request: Request) -> Response:
         page, command = self._page(request), request.path_params["command"]
         if command not in get_args(Command):
-            return refused(404, f"there is no command {command[:40]!r}; the commands are {', '.join(get_args(Command))}")
+            return refused(404, f"{command[:40]!r} is not a command; the commands are {', '.join(get_args(Command))}")
         if not self._access.allows(request):
             return refused(403, _NOT_ALLOWED[self._access.mode])
         try:
             lr = msgspec.json.decode(await _short_body(request), type=_Rate).lr if command == "lr" else 0.0
         except msgspec.DecodeError as error:
-            return refused(422, f'a learning rate is a number above 0 and below 1000, such as {{"lr": 0.001}}: {error}')
+            return refused(422, f'the learning rate must be above 0 and below 1000, such as {{"lr": 0.001}}: {error}')
         try:
             page.command(command, lr)
         except CommandRefusedError as error:
             return refused(409, str(error))
         except TrainbusError as error:
             return refused(422, str(error))
-        return Response(status_code=202)  # it takes effect at the next safe mount point, and the events tell when
+        return Response(status_code=202)  # it takes effect at the next safe mount point; the event stream says when
 
     def _page(self, request: Request) -> RunPage:
         page = self.board.get(request.path_params["number"])
         if page is None:
-            raise HTTPException(404, "there is no such run; the list of runs has those that are there")
+            raise HTTPException(404, "unknown run; see the list of runs")
         return page
 
 
 _NOT_ALLOWED: Final = {
-    "token": "this needs the token: open the address that was logged when the dashboard began",
+    "token": "changing a run needs the token: open the address that the dashboard logged at its start",
     "application": "the application does not allow you to change the run",
     "nobody": "this dashboard only shows the run; give app() token= or may_change= to control it",
 }
 
 
 def _exposed(board: Board) -> Callable[[str], tuple[bytes, str]] | None:
-    """Return the function that writes the metrics of the runs on a board; None without prometheus-client."""
+    """Return a function that renders the metrics of a board's runs; None without prometheus-client."""
     try:
         from eventloop.observe.metrics import RunCollector, expose
     except ConfigurationError:
@@ -144,22 +144,22 @@ def _exposed(board: Board) -> Callable[[str], tuple[bytes, str]] | None:
 
 
 def _seen(request: Request) -> int:
-    """Return the number of the last message that a reader says it has."""
+    """Return the number of the last message that a reader received, from its request."""
     said = request.headers.get("last-event-id", "")
     return int(said) if said.isascii() and said.isdecimal() and len(said) < 16 else 0
 
 
 async def _short_body(request: Request) -> bytes:
-    """Return the body of a request if it is short and does not take its time."""
+    """Return the body of a request; refuse a long or slow one."""
     body = b""
     try:
         with anyio.fail_after(_BODY_SECONDS):
             async for part in request.stream():
                 body += part
                 if len(body) > _MOST_BYTES:
-                    raise HTTPException(413, f"a command has at most {_MOST_BYTES} bytes")
+                    raise HTTPException(413, f"the request body is longer than {_MOST_BYTES} bytes")
     except TimeoutError:
-        raise HTTPException(408, f"the request did not come within {_BODY_SECONDS:g} seconds") from None
+        raise HTTPException(408, f"the request body did not arrive within {_BODY_SECONDS:g} seconds") from None
     except ClientDisconnect:
-        raise HTTPException(400, "the request was cut off") from None
+        raise HTTPException(400, "the client disconnected during the request") from None
     return body

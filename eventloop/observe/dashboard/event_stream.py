@@ -1,4 +1,4 @@
-"""``EventStream``: the response that tells a reader the messages of a feed as server-sent events."""
+"""``EventStream``: send the messages of a feed to one reader as server-sent events."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from starlette.types import Receive, Scope, Send
 from eventloop.observe.dashboard.feed import Feed
 
 PACE: Final = 0.2
-"""Seconds between two looks of a reader at the feed, when there is one reader."""
+"""Seconds between two polls of the feed with one reader."""
 PACE_PER_READER: Final = 0.01
-"""What each further reader adds, so that 200 of them take no more of the interpreter than a few."""
+"""Seconds that each further reader adds, so that 200 readers load the interpreter no more than a few."""
 QUIET: Final = 10.0
-"""Seconds without a message after which a sign of life is sent."""
+"""Seconds without a message after which a keep-alive is sent."""
 PATIENCE: float = 20.0
-"""Seconds that a reader may take for one message before it is cut off."""
+"""Seconds that a reader may take for one message before its connection is closed."""
 _CHUNK: Final = 65536
 
 _HEADERS: Final = [
@@ -38,7 +38,7 @@ class Readers:
 
     @property
     def pace(self) -> float:
-        """Seconds between two looks at the feed."""
+        """Seconds between two polls of the feed."""
         return PACE + PACE_PER_READER * self.number
 
 
@@ -46,10 +46,10 @@ class EventStream:
     """An ASGI response that ends with the feed, when its server ends, or when the reader does not read.
 
     Args:
-        feed: what to tell.
-        seen: number of the last message that the reader has.
-        readers: all readers.
-        cut_off: closes a connection at once, by the address of its client; None leaves it to the server.
+        feed: the messages to send.
+        seen: number of the last message that the reader received.
+        readers: the count of all readers.
+        cut_off: closes a connection at once, given the client's address; None leaves it to the server.
     """
 
     def __init__(self, feed: Feed, seen: int, readers: Readers, cut_off: Callable[[Any], object] | None = None) -> None:
@@ -60,26 +60,26 @@ class EventStream:
         self._gone = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Tell everything; return when the reader has left, too."""
+        """Send messages until the feed, the server or the connection ends."""
         self._readers.number += 1
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch, receive, tasks.cancel_scope)
-                if not await self._tell(send) and not self._gone and self._cut_off is not None:
+                if not await self._send_all(send) and not self._gone and self._cut_off is not None:
                     self._cut_off(scope.get("client"))
                     await anyio.lowlevel.checkpoint()  # so that the server notices
                 tasks.cancel_scope.cancel()
         finally:
             self._readers.number -= 1
 
-    async def _tell(self, send: Send) -> bool:
-        """Send everything; return False if the reader was too slow."""
+    async def _send_all(self, send: Send) -> bool:
+        """Send all messages; return False if the reader was too slow."""
         start = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
         if not await self._sent(send, start):
             return False
         quiet = 0.0
         while True:
-            ends = self._ends  # before the last look, which takes what was told until then
+            ends = self._ends  # before the last read of the feed, which must see all earlier messages
             messages, self._seen, is_last = self._feed.read(self._seen)
             if not messages and quiet >= QUIET:
                 messages = [b": still here\n\n"]
@@ -110,16 +110,16 @@ class EventStream:
 
 
 def server_ends() -> bool:
-    """Return True if uvicorn has been told to end, in whose application this one is mounted.
+    """Return True if the surrounding uvicorn server is shutting down.
 
-    It waits for responses before it tells the application, so a stream would keep it, and a run in it, waiting for ever.
+    uvicorn waits for open responses before it notifies the application: an open stream would block its shutdown for ever.
     """
     server = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
     return bool(getattr(server, "should_exit", False))
 
 
 def _chunks(messages: list[bytes]) -> list[bytes]:
-    """Join messages to chunks that a slow connection can take in time."""
+    """Join messages to chunks that a slow connection can receive in time."""
     chunks = [b""]
     for one in messages:
         if chunks[-1] and len(chunks[-1]) + len(one) > _CHUNK:

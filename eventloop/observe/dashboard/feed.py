@@ -1,7 +1,7 @@
-"""``Feed``: what is told of one run, numbered, in bounded memory. Readers read at their own speed, from the beginning.
+"""``Feed``: the numbered messages of one run, in bounded memory. Each reader starts at the beginning, at its own speed.
 
-Writers never wait for readers, and never wake them: a reader looks for itself. So what a writer does is the same with 200
-readers as with none.
+Writers never wait for readers and never wake them, because readers poll. So writing costs the same with 200 readers as with
+none.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import orjson
 
 _MOST_POINTS: Final = 4000
 _RECENT: Final = 500
-"""Points that are kept at full resolution when older ones are thinned out."""
+"""Number of newest points kept at full resolution when older points are thinned out."""
 _MOST_NOTES: Final = 2000
 _MOST_NAMES: Final = 64
-"""Names of scalars; an event may bring any number of them."""
+"""Most names of scalars; further names are dropped, because events may bring any number of them."""
 
 
 class Point(NamedTuple):
@@ -32,7 +32,7 @@ class Point(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """A server-sent event. One with points has the numbers of all of them."""
+    """A server-sent event. An event with points has the numbers of all of them."""
 
     first: int
     last: int
@@ -44,9 +44,9 @@ class _Message(NamedTuple):
 class Feed:
     """The messages of one run. Every method may be called from any thread.
 
-    - Scalars beyond 4,000 points are thinned out evenly, except the newest ones.
-    - Of messages with ``replace=True`` only the last of each kind is kept.
-    - Of the others the last 2,000 are kept.
+    - More than 4,000 points are thinned out evenly, except the newest.
+    - Messages with ``replace=True``: the last of each kind is kept.
+    - Other messages: the last 2,000 are kept.
     """
 
     def __init__(self) -> None:
@@ -122,13 +122,13 @@ class Feed:
     def _drop_notes(self) -> None:
         notes = sum(not one.points for one in self._messages)
         if notes > _MOST_NOTES:
-            # Not the first one, which says what run it is.
+            # Keep the first message, which identifies the run.
             oldest = next(index for index, one in enumerate(self._messages) if index and not one.points)
             del self._messages[oldest]
 
 
 def _rest(message: _Message, seen: int) -> bytes:
-    """Return the part of a message with points that a reader has not seen."""
+    """Return the unseen part of a message with points."""
     return _scalars([point for point in message.points if point.number > seen]).data
 
 

@@ -1,4 +1,4 @@
-"""``Guard``: refuses requests that a page of another site sends through the visitor's browser, and those without the token."""
+"""``Guard``: refuse requests without the token, and requests that another site's page sends through the visitor's browser."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _HEADERS: Final = {
 
 
 class Access:
-    """Who may change a run, and who may see it.
+    """Decide which requests may change a run, and which may see it.
 
     Args:
-        token: what to bring to change a run, in the header ``Authorization: Bearer TOKEN``.
+        token: permits changing a run, in the header ``Authorization: Bearer TOKEN``.
         may_change: the application's own decision, instead of a token.
-        hosts: names under which the pages are reached; requests for others are refused, so that no name can be rebound to here.
-        to_see: the token is needed to see anything.
+        hosts: host names of the pages. Requests for other names are refused, against DNS rebinding.
+        to_see: require the token to see anything.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Access:
 
     @property
     def mode(self) -> str:
-        """Who may change a run: "token", "application" or "nobody"."""
+        """What permits changing a run: "token", "application" (``may_change``) or "nobody" (read-only)."""
         return "token" if self._token is not None else "application" if self._may_change is not None else "nobody"
 
     def allows(self, request: Request) -> bool:
@@ -66,14 +66,14 @@ class Access:
 
 
 class Guard:
-    """ASGI middleware in front of everything that the dashboard serves."""
+    """ASGI middleware in front of all pages of the dashboard."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self.app = app
         self.access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it; either way with the headers that keep other sites away."""
+        """Forward or refuse a request; add the headers that keep other sites out to either response."""
 
         async def send_safely(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -97,12 +97,12 @@ class Guard:
             return refused(403, "this request was sent by a page of another site")
         is_page = scope["method"] in ("GET", "HEAD") and _is_static(scope)
         if self.access.to_see and not is_page and not self.access.allows(Request(scope)):
-            return refused(401, "open the address that was logged when the dashboard began: it brings the token")
+            return refused(401, "the token is missing: open the address that the dashboard logged at its start")
         return None
 
 
 def refused(status: int, message: str) -> JSONResponse:
-    """Return the answer to a request that is refused."""
+    """Return the response to a refused request."""
     return JSONResponse({"error": message}, status_code=status)
 
 
@@ -121,7 +121,7 @@ def _of_another_site(headers: Headers, host: str) -> bool:
 
 
 def _is_static(scope: Scope) -> bool:
-    """Return True for the pages themselves, which hold nothing of the run: their scripts fetch it with the token."""
+    """Return True for the pages' own files. They contain no data of a run: their scripts fetch it with the token."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     first, _, rest = path.lstrip("/").partition("/")
     return first in ("", "static") or (first == "runs" and rest.rstrip("/").isdecimal())

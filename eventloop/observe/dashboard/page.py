@@ -1,4 +1,4 @@
-"""``RunPage``: what the dashboard knows of one run, and what it may ask of it; ``Board``: the pages of one process."""
+"""``RunPage``: the messages of one run and the commands to it; ``Board``: the pages of one process."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ State = Literal["running", "pausing", "paused", "stopping", "finished", "stopped
 Command = Literal["pause", "resume", "stop", "checkpoint", "lr"]
 
 _MOST_ENDED: Final = 20
-"""Pages of ended runs; the oldest ones are dropped."""
+"""Most pages of ended runs; the oldest are dropped."""
 
 
 class CommandRefusedError(TrainbusError):
-    """A run cannot do what a visitor asks."""
+    """A run cannot execute a visitor's command."""
 
 
 class RunPage:
-    """The feed and the state of one run, and the commands to it. The run itself is referred to weakly.
+    """The feed, the state and the commands of one run. Holds the run weakly.
 
     Commands are safe from any thread and take effect at the next safe mount point of the run, as in code.
     """
@@ -38,7 +38,7 @@ class RunPage:
         self.state: State = "running"
         self.stop_reason = ""
         self.ends_later = False
-        """True if the page ends when the last checkpoint is written, and not with ``after_run``."""
+        """True if the page ends after the last checkpoint is written instead of with ``after_run``."""
         self.result: tuple[State, str] = ("finished", "")
         """State and reason at the end."""
         self.last_costs: Any = None
@@ -47,7 +47,7 @@ class RunPage:
         self._run: Callable[[], Any] = (lambda: None) if run is None else weakref.ref(run)
         work_dir = getattr(run, "work_dir", None)
         self.refusals = _refusals(run)
-        """Why a command is not possible, by its name; empty if all are."""
+        """Reasons why commands are not possible, by command; empty if all are possible."""
         facts = {"name": self.name, "work_dir": "" if work_dir is None else str(work_dir), "began": self.began}
         self.feed.post("hello", facts | {"refusals": self.refusals, "lr": learning_rate(run)})
 
@@ -61,32 +61,32 @@ class RunPage:
         return self.feed.over
 
     def to_state(self, state: State) -> None:
-        """Change the state and tell it."""
+        """Change the state and post it."""
         if not self.over:
             self.state = state
             self.feed.post("state", self._where() | {"state": state, "reason": ""})
 
     def end(self) -> None:
-        """Tell how the run has ended, as the last thing."""
+        """Post the end of the run as the last message."""
         if not self.over:
             self.state, reason = self.result
             self.last_costs = None
             self.feed.post("state", self._where() | {"state": self.state, "reason": reason}, last=True)
 
     def note(self, kind: str, **facts: Any) -> None:
-        """Tell what has happened."""
+        """Post a note about an event of the run."""
         self.feed.post(kind, self._where() | facts)
 
     def costs(self, costs: Mapping[str, Any]) -> None:
-        """Tell what the run has cost up to now, in place of the costs before."""
+        """Post the run's costs so far, in place of the previous ones."""
         self.feed.post("costs", {**costs, "lr": learning_rate(self._run())}, replace=True)
 
     def command(self, name: Command, lr: float = 0.0) -> None:
-        """Ask the run for something.
+        """Send a command to the run.
 
         Raises:
             CommandRefusedError: the run has ended or cannot do this.
-            ConfigurationError: a learning rate that cannot be.
+            ConfigurationError: the learning rate is missing or invalid.
         """
         run = self._run()
         if self.over or run is None:
@@ -99,7 +99,7 @@ class RunPage:
                 self.to_state("pausing")
             case "resume":
                 run.resume()
-                if self.state == "pausing":  # it has not stood still: no run_resumed will come
+                if self.state == "pausing":  # it was not paused yet, so no run_resumed will come
                     self.to_state("running")
             case "stop":
                 run.stop("stopped from the dashboard")
@@ -112,7 +112,7 @@ class RunPage:
                 self.note("asked", what=f"the learning rate {lr:g}")
 
     def summary(self) -> dict[str, Any]:
-        """Return the line of the run in the list of runs."""
+        """Return the run's row in the list of runs."""
         where = {"iter": self.iter, "epoch": self.epoch}
         return {"number": self.number, "name": self.name, "state": self.state, "began": self.began} | where
 
@@ -128,7 +128,7 @@ class Board:
         self._pages: dict[int, RunPage] = {}
         self._number = 0
         self.closed = False
-        """True when the server ends: readers leave then."""
+        """True when the server ends; readers then disconnect."""
         self.collect: Callable[[Any], object] | None = None
         """Called with the bus of each run that begins, for ``/metrics``."""
 
@@ -137,12 +137,12 @@ class Board:
             return iter(list(self._pages.values()))
 
     def get(self, number: int) -> RunPage | None:
-        """Return a page, if it exists."""
+        """Return the page with a number; None if there is none."""
         with self._lock:
             return self._pages.get(number)
 
     def begin(self, run: Any) -> RunPage:
-        """Make a page for a run."""
+        """Create the page of a run."""
         if self.collect is not None and run is not None:
             self.collect(run.bus)
         with self._lock:
@@ -155,7 +155,7 @@ class Board:
 
 
 def learning_rate(run: Any) -> float | None:
-    """Return the learning rate of the first optimizer; None if unknown, or on a GPU, for which one would have to wait."""
+    """Return the learning rate of the first optimizer; None if unknown or on a GPU, where reading it would wait."""
     for optimizer in getattr(run, "optimizers", {}).values():
         rate = optimizer.param_groups[0]["lr"]
         if isinstance(rate, torch.Tensor) and not rate.is_cpu:
@@ -165,14 +165,14 @@ def learning_rate(run: Any) -> float | None:
 
 
 def _refusals(run: Any) -> dict[str, str]:
-    """Return why commands are not possible, by their names."""
+    """Return the reasons why commands are not possible, by command."""
     if run is None:
         every: tuple[Command, ...] = ("pause", "resume", "stop", "checkpoint", "lr")
-        return dict.fromkeys(every, "these events come without a run that could be controlled")
+        return dict.fromkeys(every, "these events do not belong to a Run that could be controlled")
     refusals = {}
     if not run.optimizers:
         refusals["lr"] = "this run has no optimizer"
         refusals["checkpoint"] = "this run does not train"
     elif run.work_dir is None:
-        refusals["checkpoint"] = "this run has no work dir: give it work_dir="
+        refusals["checkpoint"] = "this run has no work_dir; create it with work_dir="
     return refusals

@@ -1,4 +1,4 @@
-"""``Server``: serve a dashboard beside a script, on a thread of its own."""
+"""``Server``: serve a dashboard beside a script, on its own thread."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ DEFAULT_PORT: Final = 8000
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 _SHORTEST_TOKEN: Final = 16
 _GRACE: Final = 1
-"""Seconds that pages have to take what is left when the program ends."""
+"""Seconds that pages have to receive the last messages when the program ends."""
 
 _servers: dict[tuple[str, int | None], Server] = {}
-"""The servers of this process, by address and the port that was asked for: hooks with the same ones share one."""
+"""The servers of this process, by host and requested port: hooks with the same values share one server."""
 _lock = threading.Lock()
 
 
 def check_address(host: str, token: str | None) -> None:
-    """Raise ConfigurationError for an address that others can reach without a token, and for a token that can be guessed."""
+    """Raise ConfigurationError for a reachable address without a token, and for a token short enough to guess."""
     if token is None and host not in _LOOPBACK:
         raise ConfigurationError(
-            f"host={host!r} can be reached from other machines, and who reaches the dashboard controls the run: give token=, "
-            f"such as {secrets.token_urlsafe(24)!r}, or leave host= out and use an SSH tunnel"
+            f"host={host!r} opens the dashboard to other machines, and visitors can control the run: give token=, such as "
+            f"{secrets.token_urlsafe(24)!r}, or leave host= out and use an SSH tunnel"
         )
     if token is not None and not (
         len(token) >= _SHORTEST_TOKEN and token.isascii() and token.isprintable() and " " not in token
     ):
         raise ConfigurationError(
-            f"token= has {len(token)} characters: give at least {_SHORTEST_TOKEN} letters, digits and signs of URLs, such as "
+            f"token= has {len(token)} characters: give at least {_SHORTEST_TOKEN} of A-Z, a-z, 0-9, - and _, such as "
             f"{secrets.token_urlsafe(24)!r}"
         )
 
@@ -42,7 +42,7 @@ def check_address(host: str, token: str | None) -> None:
 class Server:
     """A dashboard on a port, with the runs of this process. :meth:`at` starts it.
 
-    It ends with the program, and keeps neither a run nor the program waiting for longer than a second.
+    It ends with the program, and delays neither a run nor the program by more than a second.
     """
 
     @classmethod
@@ -52,7 +52,7 @@ class Server:
         Args:
             host: the address to listen on.
             port: a port, 0 for any, None for 8000 or, if it is taken, any.
-            token: what is needed to change a run; by default a new one.
+            token: a secret that permits changing a run; by default a new one.
 
         Raises:
             ConfigurationError: the port is taken, the address is not of this machine, or starlette and uvicorn are missing.
@@ -97,18 +97,18 @@ class Server:
         self._server = uvicorn.Server(config)
         shown = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104 - compared, not bound
         self.url = f"http://{_in_url(shown)}:{self.port}/#token={self.token}"
-        """Where the pages are. What follows ``#`` stays in the browser: it is in no request and no log of a proxy."""
+        """The address of the pages. The part after ``#`` stays in the browser: it appears in no request and no proxy's log."""
         self._thread = threading.Thread(target=self._serve, name="trainbus dashboard", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
     @property
     def lives(self) -> bool:
-        """True until it is closed. In a forked child it is not there."""
+        """True until it is closed; False in a forked child."""
         return self._thread.is_alive() and not self.board.closed
 
     def close(self) -> None:
-        """Tell the pages what is left, and end. Idempotent."""
+        """Send the last messages to the pages, and end. Idempotent."""
         atexit.unregister(self.close)
         self.board.closed = True
         self._server.should_exit = True
@@ -120,7 +120,7 @@ class Server:
             self._server.run(sockets=[self._socket])
 
     def _cut_off(self, client: Any) -> None:
-        """Close the connection of a client that does not read: an orderly end would wait until it does."""
+        """Close the connection of a client that does not read; an orderly close would wait for it."""
         for connection in list(self._server.server_state.connections):
             if connection.client is not None and tuple(connection.client) == tuple(client or ()):
                 connection.transport.abort()
@@ -163,7 +163,7 @@ def _in_url(host: str) -> str:
 
 
 def _own_names() -> set[str]:
-    """Return the names under which other machines may know this one."""
+    """Return the names under which other machines may reach this one."""
     names = {socket.gethostname().lower()}
     with suppress(OSError):
         name, aliases, addresses = socket.gethostbyname_ex(socket.gethostname())

@@ -1,4 +1,4 @@
-"""``Watcher``: the hook that tells a dashboard what happens on a bus."""
+"""``Watcher``: the hook that fills a dashboard's pages from the events of a bus."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MOST_LANES = 40
 
 
 class Watcher(Hook):
-    """Fill the pages of a :class:`Board` with what happens on the bus.
+    """Fill the pages of a :class:`Board` from the events of the bus.
 
-    The training thread makes a page once for each run, and hands events to one lane, which drops the oldest ones rather than
-    let the training wait. A thread of its own does the rest.
+    The training thread creates one page per run and hands events to one lane. A full lane drops its oldest events, so
+    training never waits. A separate thread does the rest.
     """
 
     observes = True
@@ -41,7 +41,7 @@ class Watcher(Hook):
 
     @mount(ev.BeforeRun, ev.BeforeTrain, ev.BeforeTrainEpoch, ev.BeforeVal, ev.BeforeTest, priority=Priority.LOW)
     def meet(self, event: Any) -> None:
-        """Make the page of a run that begins, or that had begun before this hook was added."""
+        """Create the page of a run that begins, or that began before this hook was added."""
         run = None if event.run is msgspec.UNSET else event.run
         begins, newest = isinstance(event, ev.BeforeRun), self._newest
         if begins or newest is None or newest.over or not newest.is_of(run):
@@ -53,7 +53,7 @@ class Watcher(Hook):
 
     @mount(ev.AfterRun, priority=Priority.LOW)
     def note_reason(self, event: Any) -> None:
-        """Keep why the run was stopped, which only the run itself knows."""
+        """Keep the reason of a stop, which only the run object has."""
         if self._newest is not None and event.run is not msgspec.UNSET:
             self._newest.stop_reason = str(event.run.info.get("stop_reason", ""))
 
@@ -83,7 +83,7 @@ class Watcher(Hook):
         on_error="log",
     )
     def tell(self, batch: list[ev.Event]) -> None:
-        """Pass on what has happened."""
+        """Post a batch of events to the page of their run."""
         now = time.time()
         for kind, group in groupby(batch, type):
             if issubclass(kind, ev.AfterTrainIter):
@@ -155,7 +155,7 @@ class Watcher(Hook):
 
 
 def _leave(run: Any, page: RunPage) -> None:
-    """Have a page end: the run has ended, and its checkpoints are written."""
+    """Close the page of a run that has ended and whose checkpoints are written."""
     page.last_costs = run.costs()
     if page.last_costs is None:
         page.end()
@@ -164,7 +164,7 @@ def _leave(run: Any, page: RunPage) -> None:
 
 
 def shortened(costs: Costs) -> dict[str, Any]:
-    """Return costs for a page: the largest parts and lanes, and quantiles of the steps."""
+    """Return the costs for a page: the largest parts and lanes, and quantiles of the step times."""
     told: dict[str, Any] = msgspec.to_builtins(costs, str_keys=True)
     steps = costs.steps
     told["steps"] = {"number": steps.total} | {f"p{share}": steps.quantile(share / 100) for share in (50, 90, 99)}
@@ -174,7 +174,7 @@ def shortened(costs: Costs) -> dict[str, Any]:
 
 
 def _files(event: ev.CheckpointCommitted | ev.CheckpointFailed | ev.CheckpointSkipped) -> list[str]:
-    """Return the names of the files of a checkpoint, without their folder."""
+    """Return the file names of a checkpoint, without folders."""
     return [name.rstrip("/").rpartition("/")[2] for name in event.names or [event.path]]
 
 

@@ -1,4 +1,4 @@
-"""``build_report``: one page of HTML about runs, from what they have left in their folders."""
+"""``build_report``: build one page of HTML about runs from the files in their folders."""
 
 from eventloop.observe.report.history import History
 from eventloop.observe.report.page import build_report

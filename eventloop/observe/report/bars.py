@@ -1,4 +1,4 @@
-"""The costs of runs as bars that add up to 100 %, and the table of their parts."""
+"""Lay out the costs of runs as bars that add up to 100 %, and as a table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from eventloop.observe.costs import Costs, Part
 
-_COLOURED: Final = 7  # parts; the eighth colour is that of all others
+_COLOURED: Final = 7  # parts with a colour; the eighth colour is for all others
 
 
 class Row(NamedTuple):
@@ -30,7 +30,7 @@ class Segment(NamedTuple):
 
 
 class Bars(NamedTuple):
-    """The bars of runs, of which those that did not measure have none, and the rows of their table."""
+    """The bars of runs and the rows of their table. A run without costs has an empty bar."""
 
     rows: list[Row]
     segments: list[list[Segment]]
@@ -38,7 +38,7 @@ class Bars(NamedTuple):
 
 
 def cost_bars(all_costs: Sequence[Costs | None]) -> Bars:
-    """Return the costs of runs with the same colours, the part first that is the largest in any run."""
+    """Return the bars of runs in common colours, ordered by the largest share of a part in any run."""
     keys: dict[tuple[str, str, str], list[Part | None]] = {}
     for index, costs in enumerate(all_costs):
         for part in costs.parts if costs is not None else ():
@@ -53,7 +53,7 @@ def cost_bars(all_costs: Sequence[Costs | None]) -> Bars:
 
 
 def _segments(rows: Sequence[Row], index: int) -> list[Segment]:
-    """Return the pieces of one bar. Shares are scaled, so that it is full even if the rest came out below zero."""
+    """Return the pieces of one bar. Shares are scaled to fill it, even if the remainder is below zero."""
     shares = [max(0.0, part.share) if (part := row.parts[index]) is not None else 0.0 for row in rows]
     named = [*((row.name, row.colour, share) for row, share in zip(rows, shares, strict=True))][:_COLOURED]
     others = len(shares) - _COLOURED

@@ -1,4 +1,4 @@
-"""The charts of a report: what is drawn, and the same in words."""
+"""Build the charts of a report, and their descriptions in words."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Series(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A chart. ``unit`` is that of the values: empty, or ``"s"``."""
+    """A chart. ``unit`` is the unit of its values: empty, or ``"s"``."""
 
     title: str
     series: list[Series]
     unit: str = ""
 
     def words(self, one: Series) -> str:
-        """Return what a line of the chart shows: its last value, its least and greatest ones, and where."""
+        """Describe a line of the chart: its last, least and greatest value, and the iterations of these."""
         finite = np.isfinite(one.curve.values)
         if not finite.any():
             return "no finite value"
@@ -55,7 +55,7 @@ def scalar_charts(runs: Sequence[History], names: Sequence[str]) -> list[Chart]:
 
 
 def step_charts(runs: Sequence[History], names: Sequence[str]) -> list[Chart]:
-    """Return the percentiles of the duration of an iteration over time: of one run in one chart, of several in two."""
+    """Return charts of step-time percentiles over time: one chart for one run, two for several runs."""
     shares = (("median", 0.5), ("99th percentile", 0.99)) if len(runs) > 1 else (("median", 0.5), ("90 %", 0.9), ("99 %", 0.99))
     found: list[Chart] = []
     for what, share in shares:
@@ -73,7 +73,7 @@ def step_charts(runs: Sequence[History], names: Sequence[str]) -> list[Chart]:
 
 
 def drawn(charts: Iterable[Chart], runs: Sequence[History], most: int) -> dict[str, Any]:
-    """Return charts as JSON for the page: lines that have the same positions share them."""
+    """Return charts as JSON for the page. Lines with equal positions share them."""
     places: dict[bytes, int] = {}
     axes: list[Mapping[str, Any]] = []
     made: list[dict[str, Any]] = []
@@ -97,7 +97,7 @@ def _over_time(run: History, share: float) -> Curve:
 
 
 def _numbers(column: Array, digits: int) -> list[float | int | None]:
-    """Return numbers with so many digits, integers without a point; None for what is not finite."""
+    """Return numbers rounded to some digits, integers without a point, and None for non-finite values."""
     return [
         None
         if not np.isfinite(value)

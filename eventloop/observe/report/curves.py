@@ -1,4 +1,4 @@
-"""``read_curves``: the scalars of a run as arrays, from a file that may have millions of lines."""
+"""``read_curves``: read the scalars of a run into arrays, from a file that may have millions of lines."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 _PLACES: Final = ("step", "epoch", "iter", "time")
-_BATCH: Final = 50_000  # lines that wait in memory before they become arrays
+_BATCH: Final = 50_000  # lines read before they become arrays
 
 
 class Curve(NamedTuple):
-    """The values of one scalar, by rising iteration. ``epochs`` and ``times`` are NaN where the file does not have them."""
+    """The values of one scalar, by rising iteration. ``epochs`` and ``times`` are NaN where the file lacks them."""
 
     iterations: Array
     epochs: Array
@@ -77,17 +77,17 @@ def _tables(waiting: Mapping[tuple[str, ...], list[tuple[Any, ...]]]) -> Iterabl
 
 
 def _as_floats(rows: list[tuple[Any, ...]]) -> Array:
-    """Return rows as an array, with ``_MISSING`` for what is no number."""
+    """Return rows as an array, with ``_MISSING`` for values that are not numbers."""
     if all(type(value) in (int, float) for value in rows[0]):
         try:
             return np.array(rows, np.float64)
         except (ValueError, TypeError, OverflowError):
-            pass  # a later row has something else
+            pass  # a later row has a value of another type
     return np.array([[_number(value) for value in row] for row in rows], np.float64)
 
 
 _MISSING: Final = -1.2345678901234567e308
-"""Stands for what is no number, while NaN stands for itself."""
+"""Marks a value that is not a number; a NaN in the file stays NaN."""
 
 
 def _number(value: Any) -> float:
@@ -118,7 +118,7 @@ def _known(column: Array) -> Array:
 
 
 def _joined(pieces: list[Array]) -> Curve:
-    """Return a curve from its pieces, without points at or behind the iteration of a later one."""
+    """Join pieces to one curve. Drops points that a resumed run repeats: at or after the iteration of a later point."""
     rows = np.concatenate(pieces)
     if len(pieces) > 1:
         rows = rows[np.argsort(rows[:, 0], kind="stable")]

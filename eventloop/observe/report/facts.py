@@ -1,4 +1,4 @@
-"""Facts of a run as rows of texts: its environment, its configuration, and where those of several runs differ."""
+"""List the environment and the configuration of runs as rows of text, and the rows in which runs differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST = 2_000  # characters of one value
 
 
 def environment_rows(run: History) -> dict[str, str]:
-    """Return where the last session of a run took place, and with what; empty without ``run.json``."""
+    """Return the machine, process and software of a run's last session; empty without ``run.json``."""
     if not run.sessions:
         return {}
     last = run.sessions[-1]
@@ -48,7 +48,7 @@ def differences(rows: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
 
 
 def shortened(value: str) -> str:
-    """Return a text without what would make a page too long."""
+    """Return a text cut to the length that fits the page."""
     return value if len(value) <= _MOST else f"{value[:_MOST]}… ({len(value):,} characters)"
 
 

@@ -1,4 +1,4 @@
-"""``History``: what a run has left in its folder, put together for a report."""
+"""``History``: the files of a run's folder, combined for a report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from eventloop.observe.run_folder import Damage, RunFacts, RunFolder, Session
 
 
 class StepTimes(NamedTuple):
-    """Durations of the iterations in one stretch of the run, which ended at ``epoch``, ``iter`` and ``time``."""
+    """Durations of the iterations in one stretch of the run. It ended at ``epoch``, ``iter`` and ``time``."""
 
     epoch: int
     iter: int
@@ -46,7 +46,7 @@ class History:
 
     @property
     def sessions(self) -> list[Session]:
-        """The processes that ran the run."""
+        """The sessions of the run, one per process."""
         return self.facts.sessions
 
     @property
@@ -70,13 +70,13 @@ class History:
 
     @property
     def iterations(self) -> int:
-        """The number of iterations that the run has come to."""
+        """The number of iterations that the run completed."""
         known = [one.iter for one in self.sessions] + [int(one.iterations[-1]) for one in self.curves.values()]
         return max(known, default=0)
 
     @property
     def epochs(self) -> int:
-        """The number of epochs that the run has come to."""
+        """The number of epochs that the run completed."""
         known = [float(np.nanmax(one.epochs)) for one in self.curves.values() if np.isfinite(one.epochs).any()]
         return int(max([one.epoch for one in self.sessions] + known, default=0))
 
@@ -120,7 +120,7 @@ class History:
 
 
 def _stretches(lines: Iterable[Measured], begins: Sequence[float]) -> list[list[Measured]]:
-    """Split costs where they begin anew: in another session, or with another bus in the same process."""
+    """Split costs where they restart from zero: in another session, or with another bus in the same process."""
     stretches: list[list[Measured]] = []
     for line in lines:
         last = stretches[-1][-1] if stretches else None
@@ -161,7 +161,7 @@ def _add_parts(parts: Sequence[Part], wall: float) -> Part:
 
 
 def _add_lanes(lanes: Sequence[LaneCosts]) -> LaneCosts:
-    """Add what counts; of what is a maximum, take the greatest, and of means, that by the events."""
+    """Add up counts and times, take the greatest of maxima, and average means weighted by their events."""
     weights = np.maximum([one.delivered + one.failed for one in lanes], 1e-9)  # no event: a plain mean
     added = {name: sum(getattr(one, name) for one in lanes) for name in ("delivered", "failed", "dropped", "seconds", "waited")}
     most = {name: max(getattr(one, name) for one in lanes) for name in ("depth_max", "age_max")}
@@ -172,7 +172,7 @@ def _add_lanes(lanes: Sequence[LaneCosts]) -> LaneCosts:
 
 
 def _epochs(curves: Iterable[Curve]) -> dict[float, float]:
-    """Return the last iteration of each epoch that the scalars tell."""
+    """Return the last iteration of each epoch in the scalars."""
     ends: dict[float, float] = {}
     for curve in curves:
         known = np.isfinite(curve.epochs) & (curve.epochs > 0)

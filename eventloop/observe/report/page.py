@@ -1,4 +1,4 @@
-"""``build_report``: the page, made from a template, with everything that it needs within it."""
+"""``build_report``: fill the template of the page, with scripts, styles and data inlined."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build_report(runs: Sequence[History], best: Best) -> bytes:
 
     Args:
         runs: one run, or several to compare.
-        best: finds the best one among the metrics of all validations.
+        best: finds the best validation by the metrics of all.
     """
     names = run_names(runs)
     known = {
@@ -66,7 +66,7 @@ def build_report(runs: Sequence[History], best: Best) -> bytes:
 
 
 def run_names(runs: Sequence[History]) -> list[str]:
-    """Return the names of runs; those with the same name get their folder, too."""
+    """Return the names of runs; equal names get their folder appended."""
     names = [run.facts.name or run.path.name for run in runs]
     return [name if names.count(name) == 1 else f"{name} ({run.path})" for name, run in zip(names, runs, strict=True)]
 
@@ -82,7 +82,7 @@ def _render(data: Any, **known: Any) -> bytes:
         licence=read_asset("uplot.LICENSE"),
         several=len(known["runs"]) > 1,
     )
-    return page.encode("utf-8", "replace")  # a name may hold bytes that are no UTF-8
+    return page.encode("utf-8", "replace")  # a name may hold bytes that are not UTF-8
 
 
 def _safe(data: Any) -> Markup:
@@ -94,7 +94,7 @@ def _safe(data: Any) -> Markup:
 
 
 def _clean(data: Any) -> Any:
-    """Return data without halves of surrogate pairs, which are no UTF-8."""
+    """Return data without lone surrogates, which UTF-8 cannot encode."""
     if isinstance(data, dict):
         return {key: _clean(value) for key, value in data.items()}
     if isinstance(data, list) and data and not isinstance(data[0], int | float):

@@ -1,4 +1,4 @@
-"""``verdict``: what a run has come to, in plain sentences, each with its figure."""
+"""``verdict``: the outcome of a run in plain sentences, each with its figure."""
 
 from __future__ import annotations
 
@@ -28,19 +28,17 @@ def _state(run: History) -> str:
         came_to.insert(0, count(run.epochs, "epoch"))
     after = f"{' and '.join(came_to) or 'no iteration'} in {duration(run.seconds)}"
     if not run.sessions:
-        return f"There is no run.json, so how the run ended is unknown. Its scalars come to {after}."
+        return f"The end of the run is unknown, because run.json is missing. Its scalars cover {after}."
     last, number = run.sessions[-1], len(run.sessions)
     sessions = f", in {number} sessions" if number > 1 else ""
     reason = f": {last.reason.strip().rstrip('.')}" if last.reason.strip() else ""
     match run.state:
         case "killed":
-            return f"The run was killed after {after}{sessions}: its process is gone and left no word."
+            return f"The run was killed after {after}{sessions}: its process ended without recording an end."
         case "running":
             return f"The run goes on; so far {after}{sessions}."
         case "unknown":
-            return (
-                f"The run is on another machine ({last.environment.machine.host}) and has not ended there; {after}{sessions}."
-            )
+            return f"The run is on another machine ({last.environment.machine.host}) and has not ended; so far {after}{sessions}."
         case state:
             how = {"finished": "finished", "stopped": "was stopped", "interrupted": "was interrupted", "failed": "failed"}[
                 state
@@ -60,11 +58,11 @@ def _best(run: History, best: Best) -> Iterator[str]:
 def _costs(run: History) -> Iterator[str]:
     costs = run.costs
     if costs is None:
-        yield "What the run cost was not measured: that takes a RunRecordHook, and ten seconds or an end that was not a kill."
+        yield "Costs were not measured: add RunRecordHook. It writes them every ten seconds and at the end of a run."
         return
     yield from expensive(costs, _MOST) or ["No hook, lane, checkpoint or wait for data took much of the time."]
     if costs.dropped:
-        yield f"{costs.dropped:,} measurements were lost, so the costs are too small by theirs."
+        yield f"{costs.dropped:,} measurements were lost; their time is missing from the costs."
 
 
 def _checkpoints(run: History) -> Iterator[str]:

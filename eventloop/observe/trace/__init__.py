@@ -1,4 +1,4 @@
-"""Traces: what happened in a window of a run, thread by thread, in a file that Perfetto opens."""
+"""Write a window of a run, thread by thread, to a trace file that Perfetto opens."""
 
 from eventloop.observe.trace.chrome import TraceError, merge, read_trace, write_trace
 from eventloop.observe.trace.record import Tracer

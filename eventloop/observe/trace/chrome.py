@@ -1,12 +1,15 @@
-"""Trace files in Chrome's JSON format, which Perfetto, chrome://tracing and speedscope open; and how to merge several.
+"""Write, read and merge trace files in Chrome's JSON format, which Perfetto, chrome://tracing and speedscope open.
 
-Each file says when its time began: ``ts`` is in microseconds since ``baseTimeNanoseconds``, which is nanoseconds since 1970,
-as in the files of ``torch.profiler``. So files of several ranks and of torch's profiler merge into one picture.
+Each file names the origin of its times: ``ts`` is in microseconds since ``baseTimeNanoseconds``, which is in nanoseconds since
+1970, as in the files of ``torch.profiler``. So files of several ranks and of torch's profiler merge into one picture.
 
-How exact that is: within one file all times are of one clock, exact to 0.1 µs. Files of one machine fit together to a few
-microseconds, those of torch's profiler to some 10. Files of several machines fit together as well as their clocks agree: to
-about a millisecond with NTP. ``otherData`` has both clocks at the begin and at the end of the window. They tell by how much the
-machine's clock was corrected in between.
+Precision:
+
+- Within one file, all times are of one clock, exact to 0.1 µs.
+- Files of one machine fit together to a few microseconds; files of torch's profiler to about 10 µs.
+- Files of several machines fit together as well as their clocks agree: to about a millisecond with NTP.
+
+``otherData`` has both clocks at the begin and at the end of the window, which shows corrections of the machine's clock.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from eventloop.checkpoint import commit_bytes
 from eventloop.errors import TrainbusError
 from eventloop.observe.trace.tracks import Arrow, Counter, Track
 
-_TOGETHER: Final = 256  # events that are encoded at once
+_TOGETHER: Final = 256  # events encoded at once
 _FLOWS: Final = ("s", "t", "f")
 _BASE: Final = "baseTimeNanoseconds"
 
@@ -45,25 +48,25 @@ def write_trace(
     """Write a trace, atomically.
 
     Args:
-        path: where to write.
-        process: number (the rank) and name.
-        tracks: its threads, in order.
-        arrows: between slices of the tracks.
+        path: the file to write.
+        process: number (the rank) and name of the process.
+        tracks: the threads of the process, in order.
+        arrows: arrows between slices of the tracks.
         counters: numbers by time.
-        clock: a moment that becomes 0, in ns of the tracks' clock and in ns since 1970.
-        facts: for ``otherData``.
-        rest: called now and then, so that other threads can run.
+        clock: the moment that becomes time 0, in ns of the tracks' clock and in ns since 1970.
+        facts: the content of ``otherData``.
+        rest: called regularly, so that other threads can run.
     """
     events = _events(process, tracks, arrows, counters, clock[0])
     commit_bytes(path, b"".join(_encoded(events, {_BASE: clock[1], "otherData": facts}, rest)))
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """Read a trace in Chrome's format, also a compressed one.
+    """Read a trace in Chrome's format, plain or compressed by gzip.
 
     Raises:
-        TraceError: the file is not one.
-        OSError: it cannot be read.
+        TraceError: the file is not a trace.
+        OSError: the file cannot be read.
     """
     data = path.read_bytes()
     try:
@@ -78,17 +81,17 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 
 def merge(traces: Mapping[str, dict[str, Any]]) -> bytes:
-    """Return the file of several traces in one, with one time; ``traces`` by name, such as the path of the file.
+    """Merge several traces into one with a common origin of time; ``traces`` are by name, such as the path of the file.
 
     Processes with equal numbers get new ones. The times of trainbus's files and of torch's profiler are aligned.
 
     Raises:
-        TraceError: a trace does not say when its time began.
+        TraceError: a trace lacks the origin of its times.
     """
     for name, trace in traces.items():
         if not isinstance(trace.get(_BASE), int):
             raise TraceError(
-                f"{name} does not say when its time began ({_BASE}), so it cannot be aligned with the others; merge files of "
+                f"{name} lacks the origin of its times ({_BASE}), so it cannot be aligned with the others; merge files of "
                 "TraceHook and of torch.profiler (torch 2.4 or later)"
             )
     begin = min(trace[_BASE] + _first(trace) for trace in traces.values())
@@ -141,7 +144,7 @@ def _events(
 
     yield meta("process_name", 1, name=title)
     yield meta("process_sort_index", 1, sort_index=number)
-    # Thread 0 is the idle one to Perfetto.
+    # Perfetto takes thread 0 for the idle thread.
     for index, track in enumerate(tracks, 1):
         yield meta("thread_name", index, name=track.name)
         yield meta("thread_sort_index", index, sort_index=index)

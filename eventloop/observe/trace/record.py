@@ -1,4 +1,4 @@
-"""``Tracer``: records a window of a run, and writes it as a trace, on a thread of its own."""
+"""``Tracer``: record a window of a run and write it as a trace, on a separate thread."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from eventloop.observe.trace.chrome import write_trace
 from eventloop.observe.trace.tracks import Counter, Tracks, Window
 from eventloop.offload import Deadline
 
-_SAMPLE_EVERY: Final = 0.005  # seconds between two looks at the queues and the memory; a look takes some 20 µs
-_REST: Final = 0.0005  # seconds in which the training has the GIL, after some 0.5 ms of work on the trace
+_SAMPLE_EVERY: Final = 0.005  # seconds between two samples of the queues and the memory; a sample takes about 20 µs
+_REST: Final = 0.0005  # seconds that leave the GIL to the training, after about 0.5 ms of work on the trace
 
 log = get_logger()
 
 
 class Tracer:
-    """A trace of some iterations, from :meth:`begin` to :meth:`end`, both on the training thread.
+    """Trace some iterations, from :meth:`begin` to :meth:`end`, both on the training thread.
 
-    A thread of its own looks at queues and memory meanwhile. After the end it waits for the offloaded handlers of the window's
-    events, checkpoints' commits included, and writes the file. An error there is logged, and the training continues.
+    A separate thread samples queues and memory meanwhile. After the end it waits for the offloaded handlers of the window's
+    events, commits of checkpoints included, and writes the file. An error there is logged, and training continues.
 
     Args:
-        bus: a bus that measures (``bus.timing``).
-        path: where to write.
-        process: the number of the process, its rank, and its title.
-        iterations: number of iterations that the window has if the run does not end before.
+        bus: a bus with ``bus.timing``.
+        path: the file to write.
+        process: the number of the process (its rank) and its title.
+        iterations: number of iterations in the window; fewer if the run ends earlier.
         patience: seconds to wait for offloaded handlers.
     """
 
@@ -58,10 +58,10 @@ class Tracer:
         self._began = 0
         self._bell: queue.SimpleQueue[None] = (
             queue.SimpleQueue()
-        )  # rings at the begin and the end; in C, so Ctrl-C leaves it whole
+        )  # gets an item at the begin and at the end; in C, so Ctrl-C cannot corrupt it
         self._recorder.add_reader(self._read)
         self._thread = threading.Thread(target=self._run, name="trainbus trace", daemon=True)
-        self._thread.start()  # not at the begin of the window, which would have to wait for it
+        self._thread.start()  # started here, because the begin of the window would have to wait for it
 
     def begin(self, first: int) -> None:
         """Begin the window, in the first handler of ``before_train_iter``; ``first`` is the number of this iteration."""
@@ -157,7 +157,7 @@ class Tracer:
         clocks = [{"perf_counter_ns": one, "time_ns": other} for one, other in (self._clock, ended)]
         facts = {"rank": self._process[0], "pid": os.getpid(), "clock": clocks, "spans_lost": self._recorder.dropped}
         write_trace(self._path, self._process, made.tracks, made.arrows, counters, (begin, wall + begin - began), facts, _rest)
-        log.info("trace written; ui.perfetto.dev opens it", path=str(self._path))
+        log.info("trace written; open it in ui.perfetto.dev", path=str(self._path))
 
 
 def _note(counter: Counter, now: int, value: int) -> None:
@@ -166,7 +166,7 @@ def _note(counter: Counter, now: int, value: int) -> None:
 
 
 def _both_clocks() -> tuple[int, int]:
-    """Return a moment in ns of ``perf_counter_ns`` and in ns since 1970, to a fraction of a microsecond."""
+    """Return the current time in ns of ``perf_counter_ns`` and in ns since 1970, equal to a fraction of a microsecond."""
     readings = []
     for _ in range(3):
         before, now, after = perf_counter_ns(), time.time_ns(), perf_counter_ns()

@@ -1,7 +1,7 @@
-"""The tracks of a trace, from the spans of a window: slices that are nested or apart, and arrows between them.
+"""Build the tracks of a trace from the spans of a window: slices that are nested or disjoint, and arrows between them.
 
-The training thread has a track, and so has each lane, each worker process, and each other thread that publishes. Async handlers
-share the thread of their event loop and overlap on it, so a lane is a track of its own, not a part of its thread's.
+The training thread, each lane, each worker process and each other publishing thread has a track. Async handlers share the
+thread of their event loop and overlap on it, so a lane has a separate track instead of a part of its thread's.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Slice(NamedTuple):
 
 
 class Track(NamedTuple):
-    """What one thread, lane or worker process did: slices in order of their begin, nested or apart."""
+    """The work of one thread, lane or worker process: slices in order of their begin, nested or disjoint."""
 
     name: str
     slices: list[Slice]
 
 
 class Arrow(NamedTuple):
-    """From a moment within a slice of one track to one within a slice of another; tracks by index."""
+    """An arrow from a moment in a slice of one track to a moment in a slice of another; tracks by index."""
 
     name: str
     source: int
@@ -61,7 +61,7 @@ class Counter(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What was recorded in a window of a run, with the ids of names of the spans."""
+    """The recorded data of a window of a run, and the names of the spans by id."""
 
     spans: Spans
     names: Sequence[Any]
@@ -78,15 +78,15 @@ class Window(NamedTuple):
 
 
 def nested(slices: Iterable[Slice]) -> list[Slice]:
-    """Return slices in order of their begin, each with ``GAP`` between its ends and those of the slices around and beside it.
+    """Return slices in order of their begin, with ``GAP`` between the ends of nested and adjacent slices.
 
-    Spans of one thread are nested or apart by nature, but some begin where another ends. Viewers read times as fractions and
-    round them, and then drop slices that partly overlap. A slice that would end after the one around it, as after a loss of
-    spans, ends within it. One that becomes empty is left out.
+    Spans of one thread are nested or disjoint by nature, but some begin where another ends. Viewers round times and then drop
+    slices that partly overlap. A slice that would end after its enclosing slice, as after a loss of spans, is shortened. An
+    empty slice is left out.
     """
     made: list[Slice] = []
-    around: list[int] = []  # ends of the slices around
-    free: int | None = None  # where the next one may begin
+    around: list[int] = []  # ends of the enclosing slices
+    free: int | None = None  # earliest begin of the next slice
     for one in sorted(slices, key=lambda one: (one.begin, -one.end)):
         while around and around[-1] <= one.begin:
             free = around.pop() + GAP
@@ -100,9 +100,9 @@ def nested(slices: Iterable[Slice]) -> list[Slice]:
 
 
 class Tracks:
-    """The tracks and arrows of a window. The training's track is the first.
+    """The tracks and arrows of a window. The training thread's track comes first.
 
-    ``rest`` is called now and then, so that other threads can run.
+    ``rest`` is called regularly, so that other threads can run.
     """
 
     def __init__(self, window: Window, rest: Callable[[], object]) -> None:
@@ -128,7 +128,7 @@ class Tracks:
         self._add_commits()
 
     def _end(self) -> int:
-        """Return the end of the last iteration; of a run that ended in the window's middle, that of the last span."""
+        """Return the end of the last iteration, or the end of the last span if the run ended within the window."""
         own = self._spans[self._spans[:, THREAD] == self._window.training]
         ends = np.sort(own[(own[:, NAME] == self._ids.get(ITERATION[1], -1)) & (own[:, BEGIN] >= self._window.begin), END])
         if len(ends) >= self._window.iterations:
@@ -164,7 +164,7 @@ class Tracks:
                 self._add_workers(one, worked[one][worked[one][:, END] <= calls[:, END].max()])
 
     def _number(self, calls: Spans, queued: Spans | None) -> int:
-        """Return how many of a lane's calls belong to the window."""
+        """Return the number of a lane's calls that belong to the window."""
         number = int(np.searchsorted(calls[:, BEGIN], self.end, side="right"))
         arrived = queued[queued[:, BEGIN] <= self.end, END] if queued is not None else ()
         if len(arrived):  # a call begins when its last event has arrived
@@ -203,7 +203,7 @@ class Tracks:
 
     def _lane_at(self, thread: int, at: int) -> tuple[int, int, int] | None:
         """Return begin, end and track of the last call of a lane's handler that a thread has begun before a moment."""
-        # Threads of lanes come and go, and the next one may have the number of one that is gone.
+        # A new thread may reuse the id of a lane thread that has ended.
         return next((call for call in reversed(self._calls.get(thread, ())) if call[0] <= at), None)
 
     def _add(self, index: int, spans: Spans, name: str, kind: str) -> None:
