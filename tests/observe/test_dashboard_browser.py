@@ -127,7 +127,7 @@ def test_a_wrong_rate_is_answered_on_the_page(server, tab):
         tab.wait_for_selector("#set:enabled")
         tab.evaluate("document.getElementById('new-rate').value = 'fast'")
         tab.click("#set")
-        wait_for_event(tab, "Learning rate: a learning rate is a number above 0")
+        wait_for_event(tab, "Learning rate: the learning rate must be above 0")
         assert text(tab, "rate") == before
 
 
@@ -142,7 +142,7 @@ def test_buttons_that_do_not_work_say_why(server, tab):
 def test_without_the_token_the_run_is_shown_and_cannot_be_changed(server, tab):
     with watched(server, slow=True):
         tab.goto(f"http://127.0.0.1:{server.port}/")
-        wait(tab, "why", "it brings the token")
+        wait(tab, "why", "the token is missing")
         assert all(tab.is_disabled(f"#{name}") for name in ("pause", "checkpoint", "stop", "set"))
         tab.wait_for_selector("figure canvas")
 

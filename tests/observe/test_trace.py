@@ -152,7 +152,7 @@ def test_a_file_that_is_no_trace_is_an_error_that_names_it(tmp_path, content, ca
 
 def test_a_trace_of_unknown_time_cannot_be_merged(tmp_path):
     (tmp_path / "other.json").write_text('{"traceEvents": []}')
-    with pytest.raises(TraceError, match=r"other\.json does not say when"):
+    with pytest.raises(TraceError, match=r"other\.json lacks the origin of its times"):
         merge({"other.json": read_trace(tmp_path / "other.json")})
 
 

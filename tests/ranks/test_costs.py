@@ -178,7 +178,7 @@ def hangs(folder: str) -> list[str]:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def wake() -> None:
-        while not [line for line in logs if "has not answered" in line["event"]]:
+        while not [line for line in logs if "has not reported" in line["event"]]:
             time.sleep(0.02)
         os.kill(int(file.read_text()), signal.SIGCONT)
         loop.stop()
@@ -193,5 +193,5 @@ def hangs(folder: str) -> list[str]:
 
 def test_a_rank_that_hangs_is_named(ranks, tmp_path):
     first, _ = ranks(hangs, str(tmp_path))
-    [told] = [line for line in first if "has not answered" in line]
+    [told] = [line for line in first if "has not reported" in line]
     assert told.startswith(f"rank 1 on {socket.gethostname()}")

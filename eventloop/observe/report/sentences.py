@@ -38,7 +38,7 @@ def _state(run: History) -> str:
         case "running":
             return f"The run goes on; so far {after}{sessions}."
         case "unknown":
-            return f"The run is on another machine ({last.environment.machine.host}) and has not ended; so far {after}{sessions}."
+            return f"The run is on another machine ({last.environment.machine.host}), not ended; so far {after}{sessions}."
         case state:
             how = {"finished": "finished", "stopped": "was stopped", "interrupted": "was interrupted", "failed": "failed"}[
                 state
