@@ -142,7 +142,7 @@ def test_buttons_that_do_not_work_say_why(server, tab):
 def test_without_the_token_the_run_is_shown_and_cannot_be_changed(server, tab):
     with watched(server, slow=True):
         tab.goto(f"http://127.0.0.1:{server.port}/")
-        wait(tab, "why", "the token is missing")
+        wait(tab, "why", "it contains the token")
         assert all(tab.is_disabled(f"#{name}") for name in ("pause", "checkpoint", "stop", "set"))
         tab.wait_for_selector("figure canvas")
 

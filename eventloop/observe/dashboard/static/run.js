@@ -125,7 +125,7 @@ function drawControls() {
   $("why").textContent = over() ? "The run has ended."
     : !run.may && run.changes === "nobody" ? "This dashboard only shows the run."
     : !run.may && run.changes === "application" ? "You are not allowed to change the run."
-    : !run.may && run.state !== "connecting" ? "To control the run, open the address that it logged when it began: it brings the token."
+    : !run.may && run.state !== "connecting" ? "To control the run, open the address that was logged at its start: it contains the token."
     : ["Takes effect at the next safe mount point, after the iteration under way.", ...new Set(refused)].join(" ");
 }
 const labels = { pause: "Pause", resume: "Resume", stop: "Stop", checkpoint: "Checkpoint now", lr: "Learning rate" };
