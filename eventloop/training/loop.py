@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from eventloop.bus import Bus
 from eventloop.checks import check_options
 from eventloop.errors import BusStateError, ConfigurationError, RunCancelled, TrainingError, stopped
 from eventloop.events import AfterForward, BeforeForward
+from eventloop.log import get_logger
 from eventloop.offload import in_thread
 from eventloop.training.arguments import Config, Data, Limit, Models, OnBus, Optimizers, Resume, Stateful, Step, check_step
 from eventloop.training.iterators import EvaluationBatches
@@ -20,6 +22,8 @@ from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.run import Run
 from eventloop.training.state import Counters
 from eventloop.training.update import Update
+
+log = get_logger()
 
 
 class TrainLoop:
@@ -94,6 +98,7 @@ class TrainLoop:
         self._metrics = dict(metrics or {})
         self._optimizer = optimizer
         self._running: Run | None = None
+        self._asked: deque[Callable[[Run], None]] = deque()  # requests for the next training
         self._cancelled = False
         self._options: dict[str, Any] = {"work_dir": work_dir, "device": device, "seed": seed}
         self._options |= {"stateful": stateful, "name": name, "config": config}
@@ -176,29 +181,43 @@ class TrainLoop:
             return self._evaluate(run, run.test(self._need("test"), self._metrics), self._test_step)
 
     def stop(self, reason: str = "") -> None:
-        """End the current run, if any, at the next safe mount point; from any thread."""
-        if (run := self._running) is not None:
-            run.stop(reason)
+        """End the current run at the next safe mount point; from any thread.
+
+        If no run is open, this and the requests below are for the next :meth:`run`, which then ends as it begins.
+        """
+        self._ask(lambda run: run.stop(reason))
 
     def pause(self) -> None:
-        """Pause the current run, if any, at its next safe mount point; see :meth:`Run.pause`."""
-        if (run := self._running) is not None:
-            run.pause()
+        """Pause the run at its next safe mount point; see :meth:`Run.pause`."""
+        self._ask(Run.pause)
 
     def resume(self) -> None:
-        """Resume the current run if it is paused; from any thread."""
-        if (run := self._running) is not None:
-            run.resume()
+        """Resume the run if it is paused; from any thread."""
+        self._ask(Run.resume)
 
     def set_lr(self, lr: float, optimizer: str | int | None = None) -> None:
-        """Set the learning rate of the current run, if any; see :meth:`Run.set_lr`."""
-        if (run := self._running) is not None:
-            run.set_lr(lr, optimizer)
+        """Set the learning rate of the run; see :meth:`Run.set_lr`."""
+        self._ask(lambda run: run.set_lr(lr, optimizer))
 
     def checkpoint_now(self) -> None:
-        """Save a checkpoint at the next safe mount point of the current run, if any; from any thread."""
+        """Save a checkpoint at the next safe mount point of the run; from any thread."""
+        self._ask(Run.checkpoint_now)
+
+    def _ask(self, request: Callable[[Run], None]) -> None:
+        """Pass a request on to the current run, or keep it for the next training."""
         if (run := self._running) is not None:
-            run.checkpoint_now()
+            request(run)
+            return
+        request(self._new_run())  # checks it
+        self._asked.append(request)
+        if (run := self._running) is not None and run.state.trains:  # it has begun meanwhile
+            self._pass_on(run)
+
+    def _pass_on(self, run: Run) -> None:
+        """Pass the kept requests on to a training. A signal handler or another thread may do the same meanwhile."""
+        with suppress(IndexError):
+            while True:
+                self._asked.popleft()(run)
 
     def _cancel(self) -> None:
         # Set before the read below; _begun() does both in the other order, so one of the two sees the other.
@@ -237,20 +256,28 @@ class TrainLoop:
             )
         if self.bus.hosted_here:
             raise BusStateError("loop.run() would block the event loop of this bus: use `await loop.arun()`")
-        run = self._running = self._new_run(**options)
+        run = self._new_run(**options)
         run.state.trains = trains
-        if trains:
-            run.drive().expect(self._need("train"), max_epochs=self.max_epochs, max_iters=self.max_iters)
-        run.validates = self._data["val"] is not None
-        if run.validates and self.max_iters is not None:
-            run.state.validation_follows = self._validation_due
-        if self._cancelled:
-            run.cancel()
         try:
+            self._running = run
+            self._expect(run)
             with run:
                 yield run
         finally:
             self._running = None
+
+    def _expect(self, run: Run) -> None:
+        """Prepare a run that is about to begin."""
+        run.validates = self._data["val"] is not None
+        if run.validates and self.max_iters is not None:
+            run.state.validation_follows = self._validation_due
+        if run.state.trains:
+            run.drive().expect(self._need("train"), max_epochs=self.max_epochs, max_iters=self.max_iters)
+            self._pass_on(run)
+            if run.state.stop:
+                log.warning("loop.stop() was called before this run began, so it ends at once", run=run.name)
+        if self._cancelled:
+            run.cancel()
 
     def _need(self, stage: str) -> Iterable[Any]:
         data = self._data[stage]

@@ -7,6 +7,7 @@ import math
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import anyio
@@ -87,12 +88,81 @@ def test_it_pauses_at_the_end_of_the_iteration_under_way(parts):
 
 def test_the_loop_passes_pause_and_resume_on_to_the_run_under_way(parts):
     stalled = Stalled(parts, lambda run: stalled.loop.resume())
-    stalled.loop.pause()  # no run, no effect
-    stalled.loop.resume()
-    stalled.loop.set_lr(0.5)
     stalled.loop.run()
     assert stalled.still == [True]
     assert stalled.trace.names[-1] == "after_run"
+
+
+def test_a_stop_before_the_run_ends_it_as_it_begins(parts, bus, trace, logs):
+    loop = parts.loop(bus)
+    loop.stop("enough")
+    bus.on("after_run", lambda event: reasons.append(event.run.info["stop_reason"]))
+    reasons: list[str] = []
+    assert loop.run() == {}
+    assert trace.names == ["before_run", "after_run"]
+    assert reasons == ["enough"]
+    assert [entry["event"] for entry in logs] == ["loop.stop() was called before this run began, so it ends at once"]
+    bus.off(bus.subscriptions[-1])
+    loop.run()
+    assert loop.counters.iter == 6
+
+
+def test_a_stop_before_the_run_leaves_a_validation_alone(parts):
+    loop = parts.loop()
+    loop.stop()
+    assert loop.val()
+    loop.run()
+    assert loop.counters.iter == 0
+
+
+@pytest.mark.anyio
+async def test_a_stop_before_arun_has_begun_holds(parts):
+    loop = parts.loop()
+    async with anyio.create_task_group() as group:
+        group.start_soon(loop.arun)
+        loop.stop()
+    assert loop.counters.iter == 0
+
+
+def test_requests_before_the_run_take_effect_in_it(parts, bus, trace, tmp_path):
+    loop = parts.loop(bus, work_dir=tmp_path)
+    loop.pause()
+    loop.resume()
+    loop.set_lr(0.5)
+    loop.checkpoint_now()
+    rates: list[float] = []
+    bus.on("before_forward", lambda event: rates.append(event.run.optimizers["optimizer"].param_groups[0]["lr"]))
+    loop.run()
+    assert "run_paused" not in trace.names
+    assert set(rates) == {0.5}
+    assert (tmp_path / "iter_1.safetensors").exists()
+
+
+def test_a_request_before_the_run_that_cannot_work_is_an_error_at_once(parts):
+    loop = parts.loop()
+    with pytest.raises(ConfigurationError, match="lr=-1"):
+        loop.set_lr(-1)
+    with pytest.raises(ConfigurationError, match="give it work_dir="):
+        loop.checkpoint_now()
+    loop.run()
+    assert loop.counters.iter == 6
+
+
+@pytest.mark.parametrize("how", ["stop", "cancel", "pause", "set_lr", "checkpoint_now"])
+def test_requests_to_a_run_before_it_begins_hold(parts, bus, trace, tmp_path, how):
+    model = parts.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = Run(bus, model=model, optimizer=optimizer, work_dir=tmp_path)
+    getattr(run, how)(*[0.5] * (how == "set_lr"))
+    bus.on("run_paused", lambda event: run.resume())
+    with pytest.raises(RunCancelled) if how == "cancel" else nullcontext(), run:
+        for _ in run.epochs(1):
+            for _ in run.train(parts.batches(2)):
+                pass
+    assert trace.of("after_train_iter") == [] if how in ("stop", "cancel") else len(trace.of("after_train_iter")) == 2
+    assert len(trace.of("run_paused")) == (how == "pause")
+    assert optimizer.param_groups[0]["lr"] == (0.5 if how == "set_lr" else 0.1)
+    assert [file.name for file in tmp_path.glob("iter_*")] == ["iter_1.safetensors"] * (how == "checkpoint_now")
 
 
 def test_the_bus_hears_when_a_pause_begins_and_ends(parts):
