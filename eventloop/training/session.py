@@ -60,6 +60,7 @@ class Session:
         self._run = run
         self._bus = bus
         self._saves = saves
+        state.save_if_asked = saves.save_if_asked
         self._restore = restore
         self._moves = moves
         self._opened = False

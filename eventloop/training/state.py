@@ -185,6 +185,8 @@ class RunState:
         # Not threading.Event: signal handlers set these, and its lock is not re-entrant.
         self.cancelled = self.stop = self.save_now = self.paused = False
         self.stop_reason = ""
+        self.save_if_asked: Callable[[], object] = lambda: None
+        """Writes the checkpoint that ``checkpoint_now`` asked for, also in a pause."""
         self.rates: deque[tuple[float, tuple[str, ...]]] = deque()
         """Learning rates to set, and the names of their optimizers."""
         self.around_rates: Callable[[Callable[[], None]], None] | None = None
@@ -272,6 +274,8 @@ class RunState:
         self._publish(RunPaused)
         log.info("the run is paused", iter=self.counters.iter)
         while (wanted := self.agreement or self).paused and not (wanted.stop or wanted.cancelled):
+            if self.save_now if self.agreement is None else self.agreement.save:
+                self.save_if_asked()
             time.sleep(_LOOK)
             if self.agreement is not None:  # all ranks together, or some would time out in a collective of the training
                 self.agreement.settle()

@@ -99,10 +99,11 @@ def test_ranks_with_short_iterations_agree_periodically(ranks, tmp_path):
 
 
 class Asks(Hook):
-    """On one rank only: pauses the run, which a thread of that rank resumes, and sets a learning rate."""
+    """On one rank only: pauses the run, which a thread of that rank resumes once it has a checkpoint; sets a learning rate."""
 
-    def __init__(self, logs: list[Any]) -> None:
+    def __init__(self, logs: list[Any], work_dir: str) -> None:
         self.logs = logs
+        self.work_dir = Path(work_dir)
 
     def after_train_iter(self, event: Any) -> None:
         run = event.run
@@ -114,11 +115,14 @@ class Asks(Hook):
     def resume(self, run: Any) -> None:
         while "the run is paused" not in [entry["event"] for entry in self.logs]:
             time.sleep(0.01)
-        time.sleep(0.2)
+        run.checkpoint_now()
+        deadline = time.monotonic() + 30
+        while not list(self.work_dir.glob("iter_*.safetensors")) and time.monotonic() < deadline:
+            time.sleep(0.01)
         run.resume()
 
 
-def ask() -> Any:
+def ask(work_dir: str) -> Any:
     agreements.INTERVAL = 0.0
     rates: list[float] = []
 
@@ -127,18 +131,19 @@ def ask() -> Any:
         rates.append(event.run.optimizers["optimizer"].param_groups[0]["lr"])
 
     with capture_logs() as logs:
-        loop = jobs.make_loop(None, Asks(logs))
+        loop = jobs.make_loop(work_dir, Asks(logs, work_dir))
         loop.bus.on("before_train_iter", note)
         loop.run()
     paused = [(entry["event"], entry["iter"]) for entry in logs if entry["event"].startswith("the run ")]
     return paused, rates.index(0.25), jobs.weights(loop.model)
 
 
-def test_all_ranks_pause_and_set_the_learning_rate_after_the_same_iteration(ranks):
-    first, second = ranks(ask)
+def test_all_ranks_pause_save_and_set_the_learning_rate_after_the_same_iteration(ranks, tmp_path):
+    first, second = ranks(ask, str(tmp_path))
     assert first[:2] == second[:2]
     paused, changed, weights = first
     assert paused == [("the run is paused", changed), ("the run continues", changed)]
+    assert [file.name for file in tmp_path.glob("*.safetensors")] == [f"iter_{changed}.safetensors"]
     for name, value in weights.items():
         torch.testing.assert_close(value, second[2][name])
 

@@ -174,6 +174,27 @@ def test_the_bus_hears_when_a_pause_begins_and_ends(parts):
     assert heard == [("run_paused", 2), ("run_resumed", 2)]
 
 
+@pytest.mark.parametrize("at", ["after_train_iter", "after_val_iter", "after_train_epoch"])
+def test_a_paused_run_writes_the_checkpoint_that_it_is_asked_for(parts, tmp_path, at):
+    """A run that resumes from it ends with the same weights."""
+    found: list[str] = []
+
+    def save(run: Run) -> None:
+        run.checkpoint_now()
+        until(lambda: stalled.trace.of("checkpoint_committed"))
+        found.extend(event.path for event in stalled.trace.of("checkpoint_committed"))
+        run.resume()
+
+    stalled = Stalled(parts, save, at=at, work_dir=tmp_path / "whole")
+    stalled.loop.run()
+    assert stalled.still == [True]
+    names = stalled.trace.names
+    assert names.index("run_paused") < names.index("checkpoint_committed") < names.index("run_resumed")
+    resumed = parts.loop(max_epochs=2, work_dir=tmp_path / "resumed")
+    resumed.run(resume=found[0])
+    parts.assert_same(resumed.model.state_dict(), stalled.loop.model.state_dict())
+
+
 def test_a_stop_ends_a_paused_run_cleanly_without_another_iteration(parts):
     stalled = Stalled(parts, lambda run: run.stop())
     stalled.loop.run()
