@@ -6,12 +6,14 @@ from eventloop.bus.guests import GuestHook, GuestKind, register_guests
 from eventloop.bus.handler import HandlerOptions, StreamOptions
 from eventloop.bus.hook import Hook, mount
 from eventloop.bus.priority import Priority
+from eventloop.bus.stats import BusStats
 from eventloop.bus.stream import Stream
 from eventloop.bus.subscription import Stats, Subscription
 from eventloop.bus.watch import Watch
 
 __all__ = [
     "Bus",
+    "BusStats",
     "Description",
     "GuestHook",
     "GuestKind",

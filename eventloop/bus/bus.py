@@ -18,8 +18,9 @@ from eventloop.bus.lifecycle import forget_routes, log
 from eventloop.bus.overloads import TypedOn, decorates
 from eventloop.bus.priority import PriorityLike
 from eventloop.bus.routes import Count, Route, compile_route, route_source
+from eventloop.bus.stats import BusStats
 from eventloop.bus.streams import Streams
-from eventloop.bus.subscription import Stats, Subscription
+from eventloop.bus.subscription import Subscription
 from eventloop.bus.watch import KINDS, Taps, Watch
 from eventloop.checks import check_options, check_value
 from eventloop.errors import BusStateError, SubscribeError
@@ -268,9 +269,9 @@ class Bus(TypedOn, Streams):
         event_type = resolve(event)
         return route_source(event_type, self._subscribers_of(event_type), self._recorder, ranges=_ranges.on)
 
-    def stats(self) -> dict[Subscription, Stats]:
-        """Return the counts of every subscription."""
-        return {subscription: subscription.stats for subscription in self.subscriptions}
+    def stats(self) -> BusStats:
+        """Return the counts of every subscription, to print as a table or to read as a dict."""
+        return BusStats((subscription, subscription.stats) for subscription in self.subscriptions)
 
     @property
     def timing(self) -> bool:

@@ -254,7 +254,8 @@ class RanksMeasured(Event, kw_only=True):
 class CheckpointCommitted(Event, kw_only=True):
     """A checkpoint is durable on disk. Published, with its inline handlers, on the thread that wrote it.
 
-    ``seconds`` is the time to write it, ``stall`` the time that the training thread waited for its state to be copied.
+    ``bytes`` is the size of the file, or 0 if the names are further ones of a file that was written before. ``seconds`` is the
+    time to write it, ``stall`` the time that the training thread waited for its state to be copied.
     """
 
     progress: Progress

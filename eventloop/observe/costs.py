@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Group, RenderableType
 
+from eventloop.bus.figures import Figures, plain
 from eventloop.bus.handler import title
 from eventloop.observe.ranks import RankCosts
 from eventloop.observe.totals import BINS
@@ -110,22 +110,19 @@ class Costs(msgspec.Struct, frozen=True):
         return Group(*tables, *[lost] * bool(self.dropped), *ranks)
 
     def __str__(self) -> str:
-        console = Console(width=80, color_system=None, highlight=False)
-        with console.capture() as captured:
-            console.print(self)
-        return captured.get()
+        return plain(self)
 
-    def _table(self) -> Table:
-        table = _table(f"Where {self.wall:.3g} s went", "part", "share", "seconds", "calls", "mean ms", "p99 ms")
+    def _table(self) -> Figures:
+        rows = []
         for part in self.parts:
             if part.share >= _LEAST:
-                each = (f"{part.mean * 1e3:.3f}", f"{part.p99 * 1e3:.3f}") if part.calls else ("", "")
-                table.add_row(_titled(part), f"{part.share:.1%}", f"{part.seconds:.3f}", str(part.calls or ""), *each)
+                each = (f"{part.mean * 1e3:.3f}", f"{part.p99 * 1e3:.3f}") if part.calls else ()
+                rows.append((_titled(part), f"{part.share:.1%}", f"{part.seconds:.3f}", str(part.calls or ""), *each))
         others = [part for part in self.parts if part.share < _LEAST]
         if others:
             seconds = sum(part.seconds for part in others)
-            table.add_row(f"{len(others)} others", f"{seconds / max(self.wall, 1e-9):.1%}", f"{seconds:.3f}")
-        return table
+            rows.append((f"{len(others)} others", f"{seconds / max(self.wall, 1e-9):.1%}", f"{seconds:.3f}"))
+        return Figures(f"Where {self.wall:.3g} s went", ("part", "share", "seconds", "calls", "mean ms", "p99 ms"), rows)
 
 
 _LEAST: Final = 0.001  # share of the wall time above which a part gets its own line
@@ -138,13 +135,12 @@ def _titled(part: Part) -> str:
     return f"{name} (to its lane)" if part.group == "hand-off" else name
 
 
-def _lanes_table(lanes: list[LaneCosts]) -> Table:
-    names = ("events", "lost", "seconds", "ms each", "waited s", "depth", "age ms")
-    table = _table("Offloaded handlers, beside the training (depth and age: mean and most)", "handler", *names)
+def _lanes_table(lanes: list[LaneCosts]) -> Figures:
+    names = ("handler", "events", "lost", "seconds", "ms each", "waited s", "depth", "age ms")
+    rows = []
     for lane in sorted(lanes, key=lambda one: -one.seconds):
         done = lane.delivered + lane.failed
-        table.add_row(
-            lane.name,
+        figures = (
             str(done),
             str(lane.dropped),
             f"{lane.seconds:.3f}",
@@ -153,12 +149,11 @@ def _lanes_table(lanes: list[LaneCosts]) -> Table:
             f"{lane.depth_mean:.0f} {lane.depth_max}",
             f"{lane.age_mean * 1e3:.0f} {lane.age_max * 1e3:.0f}",
         )
-    return table
+        rows.append((_lane_name(lane), *figures))
+    return Figures("Offloaded handlers, beside the training (depth and age: mean and most)", names, rows)
 
 
-def _table(heading: str, first: str, *names: str) -> Table:
-    table = Table(title=heading, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
-    table.add_column(first, overflow="fold")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+def _lane_name(lane: LaneCosts) -> str:
+    """Return the handler's name without its method, if the method has the name of the mount point."""
+    hook, _, method = lane.name.rpartition(".")
+    return hook if hook and lane.mount_points == [method] else lane.name

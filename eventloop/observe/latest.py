@@ -166,6 +166,8 @@ class LatestHook(Hook):
     @mount(CheckpointCommitted)
     def committed(self, event: CheckpointCommitted) -> None:
         """Count a committed checkpoint."""
+        if not event.bytes:  # a further name of a file that is counted
+            return
         with self._lock:
             self.checkpoints["committed"] += 1
             self.stall, self.commit = self.stall.plus(event.stall), self.commit.plus(event.seconds)

@@ -33,7 +33,10 @@ class Test(Line, tag="test"):
 
 
 class Checkpoint(Line, tag="checkpoint"):
-    """A committed checkpoint: the seconds that it held up training, and the seconds of writing."""
+    """A committed checkpoint: the seconds that it held up training, and the seconds of writing.
+
+    ``bytes`` is 0 if the names are further ones of a file that was written before.
+    """
 
     names: list[str] = []
     bytes: int = 0

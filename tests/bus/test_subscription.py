@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from structlog.testing import capture_logs
 
-from eventloop import Bus, Progress, SubscribeError
+from eventloop import Bus, Hook, Progress, SubscribeError, mount
 from eventloop.events import AfterRun, AfterTrainIter
 
 EVENT = AfterTrainIter(progress=Progress())
@@ -289,3 +289,31 @@ def test_stats_of_an_inline_handler_are_empty_without_timing():
     bus.publish(AfterRun(progress=Progress()))
     assert subscription.stats.calls == 0
     assert bus.stats() == {subscription: subscription.stats}
+
+
+class HookWithAVeryLongNameThatLeavesNoRoomForFigures(Hook):
+    @mount(offload="thread")
+    def after_run(self, event): ...
+
+    def before_run(self, event): ...
+
+
+def test_the_stats_print_as_a_table_of_80_columns():
+    bus = Bus(HookWithAVeryLongNameThatLeavesNoRoomForFigures())
+    with bus:
+        bus.publish(AfterRun(progress=Progress()))
+    lines = str(bus.stats()).splitlines()
+    assert lines[1].split() == ["handler", "delivered", "failed", "dropped", "pending"]
+    at = lines.index("HookWithAVeryLongNameThatLeavesNoRoomForFigures, after_run")
+    assert lines[at + 1].split() == ["1", "0", "0", "0"]
+    assert lines[-1] == "inline handlers not counted (Bus(timing=True) counts their calls): 1"
+    assert max(map(len, lines)) <= 80
+
+
+def test_with_timing_the_table_of_stats_has_inline_handlers_and_their_seconds():
+    bus = Bus(timing=True)
+    bus.on("after_run", ready_made)
+    bus.publish(AfterRun(progress=Progress()))
+    [row] = [line.split() for line in str(bus.stats()).splitlines() if line.startswith("ready_made, after_run ")]
+    assert row[2:6] == ["1", "0", "0", "0"]
+    assert float(row[6]) >= 0

@@ -2,6 +2,7 @@
 
 import pytest
 
+import hooks  # noqa: F401 - registers what is offered
 from eventloop.cli import main
 from eventloop.config import option_descriptions, registered
 from eventloop.config.make import Signature

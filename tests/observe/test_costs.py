@@ -368,3 +368,18 @@ def test_the_table_fits_80_columns_and_sums_up_what_is_small():
     assert "3 spans were lost" in text
     assert "\x1b" not in text
     assert "Offloaded" not in str(Costs(10.0, parts))
+
+
+def test_a_name_that_does_not_fit_beside_its_figures_stands_whole_above_them():
+    name = "AHookWithALongName.writes_it_all_to_the_database"
+    part = Part("hook", name, 680, 1.0, 1.0, 0.001, 0.001, "after_train_iter")
+    lane = LaneCosts(name, ["after_train_iter"], 680, 0, 0, 0, 0.678, 0.5, 1000.0, 1024, 0.5, 12.5)
+    lines = str(Costs(1.0, [part], lanes=[lane])).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[lines.index(f"{name}, after_train_iter") + 1].split() == ["100.0%", "1.000", "680", "1.000", "1.000"]
+    assert lines[lines.index(name) + 1].split() == ["680", "0", "0.678", "1.00", "0.500", "1000", "1024", "500", "12500"]
+
+
+def test_a_method_with_the_name_of_its_mount_point_is_not_repeated():
+    lane = LaneCosts("CheckInvalidLossHook.after_train_iter", ["after_train_iter"], 1, 0, 0, 0)
+    assert "\nCheckInvalidLossHook " in str(Costs(1.0, [], lanes=[lane]))

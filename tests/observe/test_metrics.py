@@ -15,7 +15,7 @@ from eventloop import Bus, ConfigurationError, Run
 from eventloop.events import AfterTrainIter, Progress
 from hooks import CheckpointHook
 
-from ..hooks.conftest import make_loop
+from ..hooks.conftest import batches, make_loop
 
 pytest.importorskip("prometheus_client")
 
@@ -209,6 +209,18 @@ def test_checkpoints_tell_stall_commit_and_age(tmp_path):
     assert found.one("checkpoint_commit_seconds_sum") > 0
     assert found.one("checkpoint_bytes") > 1000
     assert 0 <= found.one("checkpoint_age_seconds") <= scrape(collector).one("checkpoint_age_seconds") < 1000
+
+
+def test_a_further_name_of_a_file_is_no_checkpoint_of_its_own(tmp_path):
+    bus, sizes = Bus(), []
+    bus.on("checkpoint_committed", lambda event: sizes.append(event.bytes))
+    collector = RunCollector(bus)
+    hook = CheckpointHook(interval=1, save_best="loss", save_last=False)
+    make_loop(hook, bus=bus, work_dir=tmp_path, val_data=batches(1), max_epochs=1).run()
+    found = scrape(collector)
+    assert len(sizes) == 2
+    assert found.one("checkpoints_total", outcome="committed") == 1
+    assert found.one("checkpoint_bytes") == max(sizes)
 
 
 def test_scalars_keep_their_names_and_may_be_any_number():

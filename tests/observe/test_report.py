@@ -225,6 +225,14 @@ def test_lines_of_other_kinds_or_with_wrong_fields_are_left_out(tmp_path):
     assert page_of(folder).text == page_of(write_run(tmp_path / "other")).text.replace(str(tmp_path / "other"), str(folder))
 
 
+def test_a_further_name_of_a_file_is_no_checkpoint_of_its_own(tmp_path):
+    folder = write_run(tmp_path)
+    best = {"time": BEGAN + 11, "kind": "checkpoint", "epoch": 5, "iter": 50, "names": ["/a/best_accuracy_epoch_5.safetensors"]}
+    with (folder / "record.jsonl").open("a") as record:
+        record.write(json.dumps(best) + "\n")
+    assert "1 checkpoint held training up for 250 ms in all; writing one took at most 2 s." in sentences(folder)
+
+
 # Several runs
 
 

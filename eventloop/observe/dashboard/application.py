@@ -65,7 +65,7 @@ class Application(Starlette):
                 Route("/static/{name}", self._static),
                 Route("/metrics", self._metrics),
             ],
-            middleware=[Middleware(Guard, access)],
+            middleware=[Middleware(Guard, access=access)],
         )
 
     async def _list_page(self, request: Request) -> Response:

@@ -66,7 +66,7 @@ def _costs(run: History) -> Iterator[str]:
 
 
 def _checkpoints(run: History) -> Iterator[str]:
-    if written := run.lines(Checkpoint):
+    if written := [line for line in run.lines(Checkpoint) if line.bytes]:  # the others are further names of a file
         held = (
             f"{count(len(written), 'checkpoint')} held training up for {duration(sum(line.stall for line in written))} in all"
         )

@@ -186,8 +186,8 @@ const percent = share => `${(100 * share).toFixed(1)} %`;
 const files = [];
 function showFiles() {
   $("checkpoints").hidden = false;
-  const stalls = files.reduce((sum, one) => sum + one.stall, 0);
-  $("saved").textContent = `${whole(files.length)} written; training waited ${duration(stalls)} for them in all. Newest first.`;
+  const stalls = files.reduce((sum, one) => sum + one.stall, 0), written = files.filter(one => one.bytes).length; // not further names
+  $("saved").textContent = `${whole(written)} written; training waited ${duration(stalls)} for them in all. Newest first.`;
   $("files").replaceChildren(...files.slice(-50).reverse().map(one => make("tr", {},
     make("td", {}, one.names.join(", ")), ...[whole(one.iter), size(one.bytes), duration(one.stall), duration(one.seconds)].map(text => make("td", { className: "number" }, text)))));
 }
