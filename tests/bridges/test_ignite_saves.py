@@ -3,8 +3,6 @@
 import errno
 import logging
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -23,6 +21,7 @@ from eventloop.errors import CheckpointError
 from hooks import CheckpointHook, EMAHook
 from trainbus import TrainbusSaver
 
+from ..scripts import run_script
 from .jobs import assert_same, batches, weights_of
 
 logging.getLogger("ignite").setLevel(logging.CRITICAL)
@@ -235,7 +234,6 @@ def test_no_thread_is_left_by_a_training(tmp_path):
 _KILLED = """
 import os, signal, sys, torch
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
 from tests.bridges.test_ignite_saves import Job
 replace, count = os.replace, [0]
 def killing(source, target):
@@ -249,9 +247,7 @@ Job(Path(sys.argv[1]), n_saved=1).run(5)
 
 
 def test_a_process_that_is_killed_leaves_a_file_that_goes_on(tmp_path):
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
-    command = [sys.executable, "-c", _KILLED, str(tmp_path / "a"), root]
-    assert subprocess.run(command, check=False, timeout=90).returncode == -9  # noqa: S603 - our own program
+    assert run_script(_KILLED, tmp_path, arguments=[tmp_path / "a"]).returncode == -9
     left = [each.name for each in (tmp_path / "a").iterdir() if not each.name.startswith(".trainbus-")]
     assert left == files(4)
     rest = Job(tmp_path / "b")

@@ -2,21 +2,19 @@
 
 import sys
 import threading
-import time
 
 import pytest
 import torch
 
 from eventloop.checkpoint import memory, stage
 
+from ..waiting import until
+
 LARGE = memory._FROM // 4 + 1000
 
 
 def wait_for_threads():
-    until = time.monotonic() + 20
-    while any(one.name == "trainbus-memory" for one in threading.enumerate()):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: not any(one.name == "trainbus-memory" for one in threading.enumerate()))
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, memory._FROM, memory._FROM + 1, 3 * memory._FROM + 12345])

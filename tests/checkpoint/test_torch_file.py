@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import subprocess
-import sys
 import threading
 import zipfile
 from argparse import Namespace
@@ -17,6 +15,8 @@ import torch
 
 from eventloop.checkpoint import AsyncSaver, CommitInfo, Pickled, commit_bytes, load_pth, stage, zip_file
 from eventloop.errors import CheckpointError, CheckpointValueError
+
+from ..scripts import run_script
 
 
 class Settings:
@@ -229,11 +229,9 @@ with AsyncSaver() as saver:
 """
 
 
-def test_a_process_killed_in_the_middle_leaves_the_old_file(tmp_path):
+def test_a_process_killed_in_the_middle_leaves_the_old_file(tmp_path, tmp_path_factory):
     write(torch.zeros(4), tmp_path / "c.pt")
-    command = [sys.executable, "-c", _KILLED, str(tmp_path / "c.pt")]
-    ended = subprocess.run(command, check=False, timeout=60)  # noqa: S603 - our own program
-    assert ended.returncode == -9
+    assert run_script(_KILLED, tmp_path_factory.mktemp("script"), arguments=[tmp_path / "c.pt"]).returncode == -9
     assert torch.load(tmp_path / "c.pt").shape == (4,)
     assert len(names(tmp_path)) == 2  # the temporary file, whose name says so
     assert names(tmp_path)[0].startswith(".trainbus-")

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from eventloop.cli import main
 from eventloop.observe import Sparkline, last_lines, main_curve
 
 from ..hooks.conftest import make_loop
+from ..scripts import run_script
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning:sklearn")
 
@@ -97,9 +96,20 @@ def test_a_run_that_fails_ends_with_the_same_lines(here, capsys):
 
 
 def test_a_pipe_gets_80_columns_without_escape_codes(here):
-    command = [sys.executable, "-m", "trainbus", "run", DIGITS, "loop.max_epochs=1", "--costs"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONUTF8": "1"}, check=True)  # noqa: S603
+    words = ["run", DIGITS, "loop.max_epochs=1", "--costs"]
+    done = run_script(
+        f"""
+        import os
+        for name in ("COLUMNS", "FORCE_COLOR"):
+            os.environ.pop(name, None)
+        import sys
+        from eventloop.cli import main
+        sys.exit(main({words}))
+        """,
+        here,
+        cwd=here,
+    )
+    assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     own = done.stdout[done.stdout.index("Where ") :].splitlines()
     assert all(len(line) <= 80 for line in own)

@@ -1,4 +1,7 @@
-"""``trainbus run`` under ``torchrun``: the same configuration, with as many processes as there are."""
+"""``trainbus run`` under ``torchrun``: the same configuration, with as many processes as there are.
+
+The first test starts ``torchrun``. The others give their processes what it gives them, and start in less time.
+"""
 
 import json
 import os
@@ -10,6 +13,8 @@ import pytest
 import torch
 
 from eventloop.checkpoint import load
+
+from ..scripts import run_on_ranks, run_script
 
 PARTS = """
 import torch
@@ -49,24 +54,37 @@ default_hooks.checkpoint = { max_keep_ckpts = 1 }
 """
 
 
+RUN = "import sys; from eventloop.cli import main; sys.exit(main(['run', 'mine.toml', *sys.argv[1:]]))"
+COLUMNS = {"COLUMNS": "100"}
+
+
 @pytest.fixture
-def trainbus(tmp_path):
+def here(tmp_path):
     (tmp_path / "parts.py").write_text(PARTS)
     (tmp_path / "mine.toml").write_text(CONFIG)
-    for name in ("hooks", "eventloop"):  # files of the user's with these names do not get in the way
-        (tmp_path / f"{name}.py").write_text("raise AssertionError('imported in place of a package of trainbus')")
+    return tmp_path
 
-    def run(*arguments: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
-        return subprocess.run(  # noqa: S603 - the interpreter that runs this test
-            [sys.executable, *torchrun, "-m", "trainbus", "run", "mine.toml", *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
-        )
+
+@pytest.fixture
+def alone(here):
+    """``alone(*arguments)`` runs the configuration in one process; returns what it printed."""
+
+    def run(*arguments: str) -> str:
+        done = run_script(RUN, here, cwd=here, arguments=arguments, environment=COLUMNS)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def both(here):
+    """``both(*arguments, status=0)`` runs it in two processes; returns how they ended."""
+
+    def run(*arguments: str, status: int = 0) -> list[subprocess.CompletedProcess[str]]:
+        ended = run_on_ranks(RUN, here, cwd=here, arguments=arguments, environment=COLUMNS)
+        assert [one.returncode for one in ended] == [status, status], [one.stderr for one in ended]
+        return ended
 
     return run
 
@@ -76,36 +94,42 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: torch.as_tensor(value) for name, value in load(file)["state_dict"].items()}
 
 
-def test_two_processes_equal_one_on_the_same_global_batches(trainbus, tmp_path):
-    alone = trainbus("loop.work_dir=alone", processes=0)
-    both = trainbus("loop.work_dir=both", "data.train.batch_size=4")
-    assert (alone.returncode, both.returncode) == (0, 0), alone.stderr + both.stderr
-    one, other = weights(tmp_path / "alone"), weights(tmp_path / "both")
-    for name, value in one.items():
-        torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-4)
-    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} >= {"alone", "both"}
-    assert not (tmp_path / "both-2").exists(), "all processes work in the same folder"
-
-
-def test_lines_and_files_are_written_once_and_a_resume_takes_another_number_of_processes(trainbus, tmp_path):
-    both = trainbus("default_hooks.logger.interval=4", "data.train.batch_size=4")
+def test_two_processes_equal_one_on_the_same_global_batches(here, alone):
+    alone("loop.work_dir=alone")
+    for name in ("hooks", "eventloop"):  # files of the user's with these names do not get in the way
+        (here / f"{name}.py").write_text("raise AssertionError('imported in place of a package of trainbus')")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    both = subprocess.run(  # noqa: S603 - the interpreter that runs this test
+        [*torchrun, "-m", "trainbus", "run", "mine.toml", "loop.work_dir=both", "data.train.batch_size=4"],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, **COLUMNS},
+    )
     assert both.returncode == 0, both.stderr
     assert both.stdout.count("trainbus run") == both.stdout.count("files in") == 1
-    assert both.stdout.count("epoch 1/2  iter 4/8") == 1
-    alone = trainbus("--resume", "loop.max_epochs=3", "default_hooks.logger.interval=4", processes=0)
-    assert alone.returncode == 0, alone.stderr
-    lines = [json.loads(line) for line in (tmp_path / "runs/mine/scalars.jsonl").read_text().splitlines()]
+    one, other = weights(here / "alone"), weights(here / "both")
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-4)
+    assert {path.name for path in here.iterdir() if path.is_dir()} >= {"alone", "both"}
+    assert not (here / "both-2").exists(), "all processes work in the same folder"
+
+
+def test_lines_and_files_are_written_once_and_a_resume_takes_another_number_of_processes(here, alone, both):
+    first, second = both("default_hooks.logger.interval=4", "data.train.batch_size=4")
+    for once in ("trainbus run", "files in", "epoch 1/2  iter 4/8"):
+        assert (first.stdout.count(once), second.stdout.count(once)) == (1, 0)
+    alone("--resume", "loop.max_epochs=3", "default_hooks.logger.interval=4")
+    lines = [json.loads(line) for line in (here / "runs/mine/scalars.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line] == [4, 8, 12, 16, 20, 24]
 
 
-def test_a_user_function_can_shard_the_model(trainbus, tmp_path):
-    both = trainbus("wrap=parts:shard", "loop.max_epochs=1")
-    assert both.returncode == 0, both.stderr
-    assert list((tmp_path / "runs/mine").glob("*.shards"))
+def test_a_user_function_can_shard_the_model(here, both):
+    both("wrap=parts:shard", "loop.max_epochs=1")
+    assert list((here / "runs/mine").glob("*.shards"))
 
 
-def test_an_error_is_reported_by_each_rank_without_waiting(trainbus):
-    both = trainbus("--resume", "runs/nothing")
-    assert both.returncode == 1
-    for rank in (0, 1):
-        assert f"trainbus run (rank {rank}): --resume runs/nothing: no such file or folder" in both.stderr
+def test_an_error_is_reported_by_each_rank_without_waiting(both):
+    for rank, ended in enumerate(both("--resume", "runs/nothing", status=2)):
+        assert f"trainbus run (rank {rank}): --resume runs/nothing: no such file or folder" in ended.stderr

@@ -2,13 +2,11 @@
 
 import ast
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from ..scripts import run_script
 from .pages import ROOT, Block, blocks, pages
 
 pytestmark = pytest.mark.xdist_group("docs")  # one process runs all pages
@@ -21,11 +19,9 @@ RUN = [page for page, found in ALL.items() if any(block.language in ("python", "
 def outcomes(tmp_path_factory):
     """What became of each block: {page: [(line, outcome, seconds)]}."""
     results = tmp_path_factory.mktemp("docs") / "results.jsonl"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(__file__).with_name("run_pages.py")), str(results), *RUN]
-    done = subprocess.run(  # noqa: S603
-        command, cwd=results.parent, env=environment, text=True, capture_output=True, timeout=170
-    )
+    run = f"import runpy; runpy.run_path({str(Path(__file__).with_name('run_pages.py'))!r}, run_name='__main__')"
+    environment = {"PYTHONPATH": ROOT, "COLUMNS": 80}
+    done = run_script(run, results.parent, arguments=[results, *RUN], environment=environment, cwd=results.parent)
     assert done.returncode == 0, done.stderr[-4000:]
     found = {page: [] for page in RUN}
     for line in results.read_text().splitlines():

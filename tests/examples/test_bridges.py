@@ -1,13 +1,12 @@
 """The scripts of other libraries: with two lines for the bus they train the same weights as without, and leave more behind."""
 
 import difflib
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from ..scripts import run_script
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 pytest.importorskip("sklearn")
@@ -26,15 +25,8 @@ HOSTS = [
 def run(script, folder):
     """Run a script in a folder as users do; return what it prints, and the model's weights."""
     folder.mkdir()
-    done = subprocess.run(  # noqa: S603 - the interpreter that runs this test
-        [sys.executable, "-c", RUN, script, "model.pt"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
+    options = {"arguments": [script, "model.pt"], "environment": {"CUDA_VISIBLE_DEVICES": ""}, "cwd": folder}
+    done = run_script(RUN, folder, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout, torch.load(folder / "model.pt")
 

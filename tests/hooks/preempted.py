@@ -1,13 +1,11 @@
-"""A training job for ``test_preemption.py``, and a server that forks a process for each run of it: torch is imported once.
+"""A training job for ``test_preemption.py``.
 
-Each line on the server's standard input is a run; two lines answer: its process, and how that ended. At the mount point
-``at`` (the first time in or after iteration ``iteration``) the run prints ``here`` and waits for a line on its standard
-input, ``times`` times; so its parent decides what happens in between.
+At the mount point ``at`` (the first time in or after iteration ``iteration``) the run prints ``here`` and waits for a line on
+its standard input, ``times`` times; so its parent decides what happens in between.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -65,6 +63,8 @@ def main(
     early: bool,
     moment: float,
 ) -> None:
+    os.setsid()
+    torch.set_num_threads(1)
     preemption._ONE_REQUEST = moment
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with SIGINT ignored
     signal.signal(signal.SIGUSR1, lambda number, frame: say("the handler from before"))
@@ -88,27 +88,3 @@ def main(
 def say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
-
-
-def serve() -> dict[str, Any]:
-    """Fork for each order; returns its options in the new process, which goes on, and ends, as a script of its own."""
-    make_loop(None).run()  # imports all that is imported late
-    while line := sys.stdin.readline():
-        order = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            os.setsid()
-            for number, (path, flags) in enumerate(
-                [(order["stdin"], os.O_RDONLY), (order["stdout"], os.O_WRONLY), (order["stderr"], os.O_WRONLY | os.O_CREAT)]
-            ):
-                os.dup2(os.open(path, flags), number)
-            options: dict[str, Any] = order["options"]
-            return options
-        say(str(pid))
-        say(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
-    sys.exit()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(**serve())

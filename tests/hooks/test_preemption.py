@@ -1,11 +1,7 @@
 import functools
-import importlib.util
-import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -16,23 +12,17 @@ from eventloop import Bus, ConfigurationError, Run
 from eventloop.checkpoint import load
 from hooks import CheckpointHook, PreemptionHook
 
-SCRIPT = Path(__file__).with_name("preempted.py")
-ROOT = SCRIPT.parent.parent.parent
+from ..scripts import Script
+from .preempted import make_loop
 
-
-def script():
-    spec = importlib.util.spec_from_file_location("preempted", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+ROOT = Path(__file__).parent.parent.parent
 
 
 class Child:
-    """The script as a process: says when it is where it was told to wait, and goes on when told to."""
+    """The job in a process of its own: says when it is where it was told to wait, and goes on when told to."""
 
     def __init__(
         self,
-        server,
         folder,
         work_dir,
         *,
@@ -44,26 +34,24 @@ class Child:
         early=False,
         moment=60,
     ):
-        self._server = server
-        self._log = folder / "log"
-        pipes = {"stdin": str(folder / "in"), "stdout": str(folder / "out")}
-        for path in pipes.values():
-            os.mkfifo(path)
         options = {"at": at, "iteration": iteration, "times": times, "signals": [int(one) for one in signals]}
         options |= {"work_dir": None if work_dir is None else str(work_dir), "workers": workers or {}, "early": early}
         options["moment"] = moment
-        server.stdin.write(json.dumps({"options": options, "stderr": str(self._log), **pipes}) + "\n")
-        server.stdin.flush()
-        self._pid = int(server.stdout.readline())
-        self._status = None
-        self._in = open(pipes["stdin"], "w")  # noqa: SIM115, PTH123
-        self._out = open(pipes["stdout"])  # noqa: SIM115, PTH123
+        stdin = folder / "in"
+        for path in (stdin, folder / "job.out"):
+            os.mkfifo(path)
+        self._script = Script(
+            f"from tests.hooks.preempted import main; main(**{options})", folder, name="job", stdin=stdin, cwd=ROOT
+        )
+        self._in = open(stdin, "w")  # noqa: SIM115, PTH123
+        self._out = open(self._script.out)  # noqa: SIM115, PTH123
+        self._ended = False
 
     def wait_until_it_is_there(self):
-        assert self._out.readline() == "here\n", self._log.read_text()
+        assert self._out.readline() == "here\n", self._log
 
     def send(self, number, *, group=False):
-        (os.killpg if group else os.kill)(self._pid, number)
+        (os.killpg if group else os.kill)(self._script.pid, number)
 
     def go_on(self):
         self._in.write("go on\n")
@@ -73,37 +61,28 @@ class Child:
         """Let it end; return its exit status, the lines it said, and its log."""
         self._in.close()
         said = self._out.read().splitlines()
-        self._status = int(self._server.stdout.readline())
-        return self._status, said, self._log.read_text()
+        self._script.process.join()
+        self._ended = True
+        return self._script.process.exitcode, said, self._log
+
+    @property
+    def _log(self):
+        return self._script.err.read_text()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        if self._status is None:
-            os.killpg(self._pid, signal.SIGKILL)
-            self._server.stdout.readline()
+        if not self._ended:
+            os.killpg(self._script.pid, signal.SIGKILL)  # with the workers of its loaders
+        self._script.kill()
         self._in.close()
         self._out.close()
 
 
-@pytest.fixture(scope="module")
-def server():
-    with subprocess.Popen(  # noqa: S603
-        [sys.executable, str(SCRIPT)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        start_new_session=True,
-    ) as process:
-        yield process
-        process.stdin.close()
-
-
 @pytest.fixture
-def start(server, tmp_path_factory):
-    return functools.partial(Child, server, tmp_path_factory.mktemp("process"))
+def start(tmp_path_factory):
+    return functools.partial(Child, tmp_path_factory.mktemp("process"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -118,14 +97,14 @@ def one_thread():
 @pytest.fixture(scope="module")
 def uninterrupted():
     """Weights of the job, trained without a stop."""
-    loop = script().make_loop(None)
+    loop = make_loop(None)
     loop.run()
     return {name: value.clone() for name, value in loop.model.state_dict().items()}
 
 
 def resumed(work_dir):
     """Weights of the job after it went on from what is in ``work_dir``."""
-    loop = script().make_loop(work_dir, PreemptionHook())
+    loop = make_loop(work_dir, PreemptionHook())
     loop.run(resume="auto")
     assert loop.counters.iter == 20
     return dict(loop.model.state_dict())
@@ -190,8 +169,8 @@ def test_ctrl_c_stops_in_order_and_a_second_one_interrupts(start, tmp_path):
         child.wait_until_it_is_there()
         child.send(signal.SIGINT)
         status, said, log = child.end()
-    assert (status, said) == (-signal.SIGINT, [])  # as Python ends a process that is interrupted
-    assert "KeyboardInterrupt" in log
+    assert (status, said) == (1, [])
+    assert log.endswith("KeyboardInterrupt\n")
 
 
 WORKERS = {"num_workers": 2}

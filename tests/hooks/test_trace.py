@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import anyio
 import pytest
@@ -191,21 +188,19 @@ def test_an_exception_in_the_window_leaves_a_trace_of_whole_iterations(tmp_path)
     assert picture.iterations == [2, 3]
 
 
-def test_a_killed_run_leaves_no_half_file(tmp_path):
-    script = tmp_path / "killed.py"
-    script.write_text(
+def test_a_killed_run_leaves_no_half_file(tmp_path, script):
+    done = script(
         f"""
-import os, sys
-sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-from tests.hooks.conftest import make_loop
-from eventloop import Bus
-from hooks import TraceHook
-bus = Bus()
-bus.on("after_train_iter", lambda event: os.kill(os.getpid(), 9), once=6)
-make_loop(TraceHook(first=1, iterations=100), bus=bus, work_dir={str(tmp_path / "run")!r}).run()
-"""
+        import os
+        from tests.hooks.conftest import make_loop
+        from eventloop import Bus
+        from hooks import TraceHook
+        bus = Bus()
+        bus.on("after_train_iter", lambda event: os.kill(os.getpid(), 9), once=6)
+        make_loop(TraceHook(first=1, iterations=100), bus=bus, work_dir={str(tmp_path / "run")!r}).run()
+        """
     )
-    assert subprocess.run([sys.executable, str(script)], check=False, capture_output=True).returncode == -9  # noqa: S603
+    assert done.returncode == -9, done.stderr
     assert not [path for path in (tmp_path / "run").rglob("*") if "trace" in path.name]
 
 

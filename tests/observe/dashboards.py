@@ -15,6 +15,8 @@ from torch.nn import functional
 from eventloop import Bus, TrainLoop
 from eventloop.observe.dashboard import Server, Watcher
 
+from ..waiting import until
+
 DATA = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(5)]
 
 
@@ -72,13 +74,6 @@ def watched(server: Server, **options: Any) -> Iterator[Job]:
     with job:
         until(lambda: server.board.get(1) is not None)
         yield job
-
-
-def until(condition: Any, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come about"
-        time.sleep(0.005)
 
 
 class Visitor:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +15,9 @@ from eventloop.observe.dashboard import Board, Server, Watcher
 from eventloop.observe.dashboard import page as pages
 from hooks import CheckpointHook, Dashboard
 
-from .dashboards import DATA, Job, Visitor, serving, step, until, wait_for, watched
+from ..scripts import Script
+from ..waiting import until
+from .dashboards import DATA, Job, Visitor, serving, step, wait_for, watched
 
 pytest.importorskip("httpx")
 pytest.importorskip("starlette")
@@ -374,17 +372,14 @@ TrainLoop(
 
 
 def test_a_page_hears_the_end_although_the_program_ends_with_the_run(tmp_path):
-    (tmp_path / "train.py").write_text(ENDING)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, str(tmp_path / "train.py")]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603
-        try:
-            port, token = re.search(r"http://127\.0\.0\.1:(\d+)/#token=(\S+)\n", process.stderr.readline()).groups()
-            with Visitor(SimpleNamespace(port=port, token=token)) as visitor, visitor.told() as told:
-                wait_for(told, "scalars")
-                assert visitor.post("stop").status_code == 202
-                assert wait_for(told, "state", state="stopped")
-            assert process.wait(60) == 0
-            assert "Traceback" not in process.stderr.read()
-        finally:
-            process.kill()
+    place = re.compile(r"http://127\.0\.0\.1:(\d+)/#token=(\S+)\n")
+    with Script(ENDING, tmp_path) as script:
+        until(lambda: place.search(script.err.read_text()))
+        port, token = place.search(script.err.read_text()).groups()
+        with Visitor(SimpleNamespace(port=port, token=token)) as visitor, visitor.told() as told:
+            wait_for(told, "scalars")
+            assert visitor.post("stop").status_code == 202
+            assert wait_for(told, "state", state="stopped")
+        done = script.wait(60)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr

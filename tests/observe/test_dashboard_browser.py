@@ -10,7 +10,8 @@ from eventloop import Bus
 from eventloop.observe.dashboard import Watcher
 from hooks import CheckpointHook
 
-from .dashboards import Job, serving, until, watched
+from ..waiting import until
+from .dashboards import Job, serving, watched
 
 playwright = pytest.importorskip("playwright.sync_api")
 pytest.importorskip("httpx")

@@ -16,7 +16,8 @@ from eventloop import Bus, ConfigurationError
 from eventloop.observe import dashboard
 from eventloop.observe.dashboard import Board, Watcher, app
 
-from .dashboards import Job, Visitor, serving, until, wait_for, watched
+from ..waiting import until
+from .dashboards import Job, Visitor, serving, wait_for, watched
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("starlette")

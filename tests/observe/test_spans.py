@@ -10,7 +10,7 @@ from eventloop import Bus, Progress
 from eventloop.events import AfterTrainIter
 from eventloop.observe.spans import BEGIN, END, NAME, NUMBER, THREAD, Recorder
 
-from .waiting import eventually
+from ..waiting import until
 
 EVENT = AfterTrainIter(progress=Progress())
 
@@ -97,7 +97,7 @@ def test_the_thread_survives_an_error_of_a_reader_and_logs_it_once():
         recorder.start()
         for number in range(2):
             recorder.add(0, number, number + 1)
-            eventually(lambda number=number: len(seen.rows) > number)
+            until(lambda number=number: len(seen.rows) > number)
         recorder.stop()
     assert len(calls) == 2
     assert len(logs) == 1

@@ -7,6 +7,8 @@ from eventloop import LaneFullError
 from eventloop.errors import LaneClosedError
 from eventloop.offload import Deadline, DrainReport, Lane
 
+from ..waiting import until
+
 
 def make(capacity: int = 3, full: str = "block", prepare=lambda event: event) -> Lane:
     lane = Lane("handler (after_run)", prepare, capacity=capacity, full=full)
@@ -39,8 +41,7 @@ def in_thread(function, *args) -> tuple[threading.Thread, list]:
 
 
 def wait_until_waiting(lane: Lane) -> None:
-    while not lane._waiting:
-        threading.Event().wait(0.001)
+    until(lambda: lane._waiting)
 
 
 def test_items_are_taken_in_order_and_up_to_the_batch_size():

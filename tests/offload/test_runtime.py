@@ -15,6 +15,7 @@ from eventloop.offload import DrainReport
 from eventloop.offload.lane import Lane
 
 from ..conftest import UVLOOP
+from ..waiting import until
 
 P = Progress()
 EVENT = AfterTrainIter(progress=P)
@@ -684,8 +685,7 @@ def failing(bus: Bus, kind: str, **options):
 
 
 def wait_for_failure(subscription) -> None:
-    while not subscription.stats.failed:
-        threading.Event().wait(0.001)
+    until(lambda: subscription.stats.failed)
 
 
 @pytest.mark.parametrize("event", [EVENT, BeforeRun(progress=P)], ids=["subscribed", "without subscribers"])

@@ -17,6 +17,8 @@ import pytest
 import torch
 from torch import distributed
 
+from ..scripts import start_processes_by_default
+
 
 @dataclass
 class Outcome:
@@ -56,6 +58,7 @@ def _child(rank: int, size: int, folder: str, timeout: timedelta, function: Call
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
+    start_processes_by_default()
     outcome, code = Outcome(0), 0
     if size > 1:
         where = f"file://{folder}/rendezvous"

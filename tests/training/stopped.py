@@ -1,7 +1,7 @@
 """A training job for ``test_stopped.py``, and a server that forks a process for each run of it: torch is imported once.
 
-Each line on the standard input is a run; two lines answer: its process, and how it ended. What a run leaves is a digest of
-all that its weights, optimizer, averages, schedules and random states are.
+The answer to an order says how the run ended. What a run leaves is a digest of all that its weights, optimizer, averages,
+schedules and random states are.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 import traceback
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ from hooks import (
     ParamSchedulerHook,
     PreemptionHook,
 )
+
+from ..scripts import start_processes_by_default
 
 SAMPLES, BATCH = 22, 4  # an epoch is six iterations, the last one with half a batch: three windows of two
 
@@ -143,12 +145,17 @@ def run(
     return {"began": began[0], "ended": loop.counters.iter, "digest": state, "seconds": time.perf_counter() - start}
 
 
-def main() -> None:
+def serve(orders: Connection) -> None:
+    """Answer orders until the other end is closed."""
+    start_processes_by_default()
     torch.set_num_threads(1)
     make_loop(None).run()  # imports all that is imported late
     gc.freeze()
-    for line in sys.stdin:
-        order = json.loads(line)
+    while True:
+        try:
+            order = orders.recv()
+        except EOFError:
+            return
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -163,8 +170,7 @@ def main() -> None:
             end_group(pid)
         with os.fdopen(reading, "rb") as answer:
             said = answer.read()
-        sys.stdout.write(json.dumps({"status": status, **json.loads(said or b"{}")}) + "\n")
-        sys.stdout.flush()
+        orders.send({"status": status, **json.loads(said or b"{}")})
 
 
 def end_group(pid: int) -> None:
@@ -184,7 +190,3 @@ def live(order: dict[str, Any], writing: int) -> None:
         os.write(writing, json.dumps({"error": traceback.format_exc()}).encode())
         status = 1
     os._exit(status)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,8 +7,6 @@ import fcntl
 import os
 import signal
 import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,10 +16,14 @@ from eventloop import Bus, ConfigurationError, Run
 from eventloop.training.locks import NAME, DirectoryLock
 from hooks import CheckpointHook
 
+from ..scripts import Script
+from ..waiting import until
+
 HOLDS = """
 import os, sys, time
 from pathlib import Path
 from eventloop.training.locks import DirectoryLock
+os.setsid()
 lock = DirectoryLock(Path(sys.argv[1]))
 if os.fork():
     print("held", flush=True)
@@ -30,18 +32,12 @@ time.sleep(60)
 
 
 @pytest.fixture
-def other(tmp_path):
+def other(tmp_path, tmp_path_factory):
     """A process that holds ``tmp_path``, with a child like the worker of a loader."""
-    process = subprocess.Popen(  # noqa: S603
-        [sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    with process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "held\n"
-            yield process
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
+    with Script(HOLDS, tmp_path_factory.mktemp("other"), arguments=[tmp_path]) as script:
+        until(lambda: script.out.read_text() == "held\n")
+        yield script
+        os.killpg(script.pid, signal.SIGKILL)
 
 
 def test_a_second_training_in_a_work_dir_is_refused_while_the_first_one_lives(parts, tmp_path, other):
@@ -52,7 +48,6 @@ def test_a_second_training_in_a_work_dir_is_refused_while_the_first_one_lives(pa
     assert loop.counters.iter == 0
     loop.val()
     other.kill()  # its child lives on, and holds nothing
-    other.wait()
     loop.run()
     assert loop.counters.iter == 3
 

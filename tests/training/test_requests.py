@@ -20,12 +20,7 @@ from eventloop import Bus, ConfigurationError, Run
 from eventloop.errors import RunCancelled
 from hooks import CheckpointHook, ParamSchedulerHook
 
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+from ..waiting import until
 
 
 @pytest.fixture(autouse=True)

@@ -3,48 +3,34 @@
 from __future__ import annotations
 
 import json
-import os
+import multiprocessing
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("stopped.py")
-ROOT = SCRIPT.parent.parent.parent
+from .stopped import serve
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Runs the script's job in a process of its own: ``runs(work_dir, **options)`` returns how it ended."""
-    log = tmp_path_factory.mktemp("stopped") / "log"
-    with log.open("wb") as errors:
-        server = subprocess.Popen(  # noqa: S603
-            [sys.executable, str(SCRIPT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            start_new_session=True,
-        )
+    context = multiprocessing.get_context("forkserver")
+    orders, theirs = context.Pipe()
+    server = context.Process(target=serve, args=(theirs,))
+    server.start()
+    theirs.close()
 
     def run(work_dir: Path, **options):
-        server.stdin.write(json.dumps({"work_dir": str(work_dir), **options}) + "\n")
-        server.stdin.flush()
-        line = server.stdout.readline()
-        assert line, log.read_text()
-        answer = json.loads(line)
+        orders.send({"work_dir": str(work_dir), **options})
+        answer = orders.recv()
         assert "error" not in answer, answer["error"]
         return answer
 
     yield run
-    server.stdin.close()
-    os.killpg(server.pid, signal.SIGKILL)  # with the workers of loaders whose process was killed
-    server.wait()
-    server.stdout.close()
+    orders.close()
+    server.join()
 
 
 @pytest.fixture(scope="module")
