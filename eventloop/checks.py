@@ -37,20 +37,29 @@ def check_options(init: Callable[P, R]) -> Callable[P, R]:
         @check_options
         def __init__(self, interval: Annotated[int, msgspec.Meta(ge=1)] = 10, by_epoch: bool = True) -> None: ...
 
-    Nothing is converted: ``"3"`` and ``True`` are no integers. msgspec checks scalars, literals and bounds. Of a list, mapping,
-    function or object only the kind is checked; the constructor checks its contents.
+    An option that the constructor does not have is an error, too, with the nearest name. Nothing is converted: ``"3"`` and
+    ``True`` are no integers. msgspec checks scalars, literals and bounds. Of a list, mapping, function or object only the kind
+    is checked; the constructor checks its contents.
     """
-    named = [one.name for one in inspect.signature(init).parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    signature = inspect.signature(init)
+    named = [one.name for one in signature.parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    options = [one.name for one in signature.parameters.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)][
+        1:
+    ]
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
     annotations = functools.cache(
         lambda: typing.get_type_hints(init, include_extras=True)
     )  # at the first call: names may be defined later
 
     @functools.wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Python itself reports a missing or unknown argument, and one too many.
+        # Python itself reports a missing argument, and one too many.
         for option, value in (*zip(named[1:], args[1:], strict=False), *kwargs.items()):
             if option in annotations():
                 check_value(option, value, annotations()[option])
+            elif option not in options and not takes_any:
+                owner = type(args[0]).__name__ if args and init.__name__ == "__init__" else init.__name__
+                raise ConfigurationError.unknown_option(owner, option, options)
         return init(*args, **kwargs)
 
     return checked

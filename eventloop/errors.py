@@ -4,6 +4,12 @@ All errors derive from :class:`TrainbusError`, and also from the builtin that de
 ``except ValueError`` keeps its meaning for a caller who has never heard of trainbus.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Self
+
 
 class TrainbusError(Exception):
     """Base of every exception raised by trainbus itself (never of those raised by a handler)."""
@@ -63,6 +69,14 @@ class StopIterationError(TrainbusError, RuntimeError):
 
 class ConfigurationError(TrainbusError, ValueError):
     """An option of a run, loop or hook that cannot work; raised when the object is made or the run starts."""
+
+    @classmethod
+    def unknown_option(cls, owner: str, option: str, known: Iterable[str]) -> Self:
+        """Make the error for an option that ``owner`` does not have; it names the nearest one, or all."""
+        known = list(known)
+        near = get_close_matches(option, known, n=1)
+        hint = f"did you mean {near[0]}=?" if near else f"its options are {', '.join(known)}" if known else "it has none"
+        return cls(f"{owner} has no option {option}=; {hint}")
 
 
 class RegistrationError(TrainbusError, TypeError):

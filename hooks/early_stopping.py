@@ -28,7 +28,8 @@ class EarlyStoppingHook(Hook):
     Args:
         monitor: name of the metric, as in ``event.metrics``.
         rule: ``"greater"`` or ``"less"`` is better; by default inferred from the name, see :func:`hooks.rules.find_rule`.
-        min_delta: an improvement must be larger than this, in the metric's unit.
+        min_delta: an improvement must be larger than this, in the metric's unit. MMEngine's default suits percentages: for an
+            accuracy between 0 and 1, give less. With 0 any improvement counts.
         strict: raise an error if a validation lacks the metric or it is None; False logs a warning.
         check_finite: stop at a value that is not finite. False counts NaN as no improvement.
         patience: number of validations without improvement before the stop.

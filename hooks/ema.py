@@ -167,11 +167,15 @@ def _average_type(ema_type: type[WeightAverage] | str, options: dict[str, Any]) 
     if not issubclass(kind, WeightAverage):
         advice = "give a class derived from hooks.WeightAverage, or the registered name of one"
         raise ConfigurationError(f"ema_type={ema_type!r}: {advice}")
-    probe = torch.nn.Module()
+    probe, parameters = torch.nn.Module(), inspect.signature(kind).parameters
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        known = [*list(inspect.signature(EMAHook).parameters)[:-1], *list(parameters)[1:]]  # neither **options nor the model
+        for option in options.keys() - parameters.keys():
+            raise ConfigurationError.unknown_option(f"EMAHook with {kind.__name__}", option, known)
     try:
         inspect.signature(kind).bind(probe, **options)
     except TypeError as error:
-        raise ConfigurationError(f"{kind.__name__}{inspect.signature(kind)}: {error}") from None
+        raise ConfigurationError(f"EMAHook with {kind.__name__}: {error}") from None
     if kind in (ExponentialMovingAverage, StochasticWeightAverage, MomentumAnnealingEMA):
         kind(probe, **options)  # raises now if a value is out of range
     return kind

@@ -76,15 +76,31 @@ def test_positional_arguments_are_checked_and_the_signature_is_kept():
     assert list(inspect.signature(Thing).parameters)[:2] == ["count", "flag"]
 
 
-def test_a_missing_or_unknown_argument_is_pythons_own_error():
+def test_a_missing_argument_is_pythons_own_error_and_an_unknown_one_is_answered_with_the_nearest():
     class Needy:
         @check_options
         def __init__(self, count: int) -> None: ...
 
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'count'"):
         Needy()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'cuont'"):
+    with pytest.raises(ConfigurationError, match=r"^Needy has no option cuont=; did you mean count=\?$"):
         Needy(cuont=3)
+    with pytest.raises(ConfigurationError, match=r"^Needy has no option every=; its options are count$"):
+        Needy(every=3)
+
+    class Poor(Needy): ...
+
+    with pytest.raises(ConfigurationError, match=r"^Poor has no option cuont="):
+        Poor(cuont=3)
+
+
+def test_a_constructor_that_takes_any_keyword_gets_it():
+    class Loose:
+        @check_options
+        def __init__(self, count: int = 1, **rest: object) -> None:
+            self.rest = rest
+
+    assert Loose(cuont=3).rest == {"cuont": 3}
 
 
 def test_an_annotation_may_have_marks_that_cannot_be_hashed():

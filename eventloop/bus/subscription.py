@@ -18,7 +18,7 @@ from eventloop.errors import HandlerTimeoutError, SubscribeError, WorkerDiedErro
 from eventloop.events import Event
 from eventloop.events.event import moment, name_of
 from eventloop.log import get_logger
-from eventloop.offload import Delivery, DrainReport, Runtime, Sources, importable_of, is_plain
+from eventloop.offload import Delivery, DrainReport, Runtime, Sources, absent_entry, importable_of, is_plain
 
 _MOST_TIMEOUTS = 3  # threads left behind, or worker processes that do not start, that retire a handler
 _OFFLOADED = "in the offloaded"  # begins the note on an error of an offloaded handler
@@ -183,6 +183,8 @@ class Subscription:
         if not any(other.startswith(note) for other in getattr(error, "__notes__", ())):
             moments = [moment(*event) for event in (events[0], events[-1])] if events else [self.mount_point]
             error.add_note(f"{note}{' to '.join(dict.fromkeys(moments))}, {self.location}")
+            if events and self._detaches and (advice := absent_entry(error, events[0][0])):
+                error.add_note(advice)
 
     def _lane_failed(self, error: Exception, events: Sources) -> None:
         if isinstance(error, StopIteration | StopAsyncIteration):  # the training thread raises it within its iterators

@@ -23,14 +23,24 @@ def init(file: Path = Path("train.py"), /) -> None:
     if file.name == _PARTS:
         raise ConfigurationError(f"{file}: this name is that of the file with the parts; give another one")
     parts = file.with_name(_PARTS)
-    there = [str(one) for one in (file, parts) if one.exists()]
+    texts = {path: _template(template, file) for path, template in ((parts, _PARTS), (file, _KINDS[file.suffix]))}
+    there = [str(path) for path in (file, parts) if path.exists() and not (path == parts and _has(parts, texts[parts]))]
     if there:
         raise ConfigurationError(
             f"{' and '.join(there)}: already there, and init overwrites nothing; give another name or folder"
         )
     file.parent.mkdir(parents=True, exist_ok=True)
-    for path, template in ((parts, _PARTS), (file, _KINDS[file.suffix])):
-        text = files("eventloop.cli").joinpath("templates", f"{template}.txt").read_text(encoding="utf-8")
-        path.write_text(text.replace("train.py", file.name).replace("train.toml", file.name), encoding="utf-8")
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
     command = f"python {file}" if file.suffix == ".py" else f"trainbus run {file}"
     say(f"wrote {file} and {parts}; train with: {command}")
+
+
+def _template(name: str, file: Path) -> str:
+    text = files("eventloop.cli").joinpath("templates", f"{name}.txt").read_text(encoding="utf-8")
+    return text.replace("train.py", file.name).replace("train.toml", file.name)
+
+
+def _has(path: Path, text: str) -> bool:
+    """Return whether the file is what init writes: that of a script and of a configuration beside each other."""
+    return path.is_file() and path.read_bytes() == text.encode()

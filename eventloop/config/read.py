@@ -77,7 +77,7 @@ def _neighbours(path: Path) -> str:
     folder = path if path.is_dir() else path.parent
     found = sorted(one.name for one in folder.glob("*") if one.suffix.lower() in SUFFIXES and one.is_file())
     if not found:
-        return f"; {folder} has none"
+        return f"; there is no configuration in {folder.absolute()}"
     return did_you_mean(path.name, found) or f"; {folder} has {', '.join(found)}"
 
 

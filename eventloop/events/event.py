@@ -172,10 +172,24 @@ def resolve(event: type[Event] | str) -> type[Event]:
 
 def suggest(name: str) -> str:
     """Return a sentence that names the mount points nearest to ``name``."""
-    near = get_close_matches(name.lower(), registry, n=3, cutoff=0.6)
+    ours = _translated(name.lower())
+    near = [ours] if ours in registry else get_close_matches(ours, registry, n=3, cutoff=0.6)
     if near:
         return f"; did you mean {' or '.join(repr(match) for match in near)}?"
-    return "; declare it by subclassing Event, or list the known ones with `eventloop.mount_points()`"
+    return "; declare it by subclassing Event, or see the known ones with `trainbus events`"
+
+
+_OURS = {"fit": "train", "validation": "val", "batch": "iter", "iteration": "iter", "step": "iter"}
+
+
+def _translated(name: str) -> str:
+    """Return our name for a moment that another library names ``on_..._start``, ``_begin`` or ``_end``."""
+    match = re.fullmatch(r"on_(.+)_(start|begin|end)", name)
+    if match is None:
+        return name
+    words = [_OURS.get(word, word) for word in match[1].split("_")]
+    stage = ["train"] if words in (["iter"], ["epoch"]) else []
+    return "_".join(["after" if match[2] == "end" else "before", *stage, *words])
 
 
 def mount_points() -> list[str]:

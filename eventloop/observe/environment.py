@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from subprocess import DEVNULL
 
 import msgspec
 import torch
@@ -92,7 +95,7 @@ def _machine() -> Machine:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    processor = names[0] if names else platform.processor() or platform.machine()
+    processor = names[0] if names else platform.machine()  # platform.processor() would run a program, with a pipe
     return Machine(socket.gethostname(), platform.platform(), processor, cores, memory, gpus)
 
 
@@ -104,9 +107,20 @@ def _versions() -> dict[str, str]:
 
 
 def _git(folder: Path) -> Git | None:
+    program = shutil.which("git")
+    if program is None:
+        return None
+
     def ask(*words: str) -> str:
-        command = ["git", "-C", str(folder), *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()  # noqa: S603
+        # No pipe: a DataLoader's worker that is forked meanwhile would hold it open, and reading would wait for that worker.
+        # Popen makes one of its own, too, unless it can use posix_spawn: hence the full path and close_fds=False.
+        with tempfile.TemporaryFile() as answer:
+            command = [program, "-C", str(folder), *words]
+            subprocess.run(  # noqa: S603
+                command, stdin=DEVNULL, stdout=answer, stderr=DEVNULL, timeout=5, check=True, close_fds=False
+            )
+            answer.seek(0)
+            return answer.read().decode(errors="replace").strip()
 
     try:
         changed = ask("status", "--porcelain", "--untracked-files=no")

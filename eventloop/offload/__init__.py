@@ -2,7 +2,7 @@
 
 from eventloop.offload.collectives import collectives_allowed
 from eventloop.offload.consumers import Delivery, Reader, Sources, arrive_async
-from eventloop.offload.detach import detacher, from_json, from_msgpack, is_plain
+from eventloop.offload.detach import absent_entry, detacher, from_json, from_msgpack, is_plain
 from eventloop.offload.drain import Deadline, DrainReport
 from eventloop.offload.importable import importable_of
 from eventloop.offload.lane import Full, Lane
@@ -26,6 +26,7 @@ __all__ = [
     "Runtime",
     "SizedLane",
     "Sources",
+    "absent_entry",
     "arrive_async",
     "capture",
     "collectives_allowed",

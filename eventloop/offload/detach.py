@@ -49,6 +49,18 @@ def is_plain(event_type: type[Event]) -> bool:
         return False  # an error when one is published
 
 
+def absent_entry(error: BaseException, event_type: type[Event]) -> str:
+    """Return advice for an error that a handler's look at a tensor among the scalars of its event may have caused, or ""."""
+    if not (isinstance(error, KeyError) and error.args and isinstance(error.args[0], str)):
+        return ""
+    entry = repr(error.args[0])
+    fields = [f"event.{name}" for name, plan in _plans(event_type).items() if plan == "scalars"]
+    return "".join(
+        f"an offloaded handler gets only the scalars of {field}: a tensor {entry} takes capture=lambda event: {field}[{entry}]"
+        for field in fields
+    )
+
+
 def from_json(data: bytes | str) -> Event:
     """Decode an event that :meth:`Event.to_json` encoded; live fields of the result raise, as in an offloaded handler.
 

@@ -15,6 +15,7 @@ from eventloop.log import get_logger
 
 NAME: Final = ".trainbus.lock"
 _MOST: Final = 200  # bytes to read of the holder's name
+_READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 _TRIES: Final = 100  # each fails only if a training ends at that moment
 
 log = get_logger()
@@ -23,10 +24,10 @@ log = get_logger()
 class DirectoryLock:
     """Lock a directory, created if missing, by ``flock`` on a file in it, until :meth:`release` or the end of this process.
 
-    If the file system supports no locks, or the file cannot be written, a warning is logged, and the training continues.
+    If the file system supports no locks, or has no room for the file, a warning is logged, and the training continues.
 
     Raises:
-        ConfigurationError: another training holds the directory; the error names its process.
+        ConfigurationError: the directory cannot be made or written, or another training holds it; the error names its process.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -42,6 +43,10 @@ class DirectoryLock:
                 f"another work_dir, or {end}"
             ) from None
         except OSError as error:
+            if error.errno in _READ_ONLY or not directory.is_dir():
+                raise ConfigurationError(
+                    f"{directory} cannot be written ({error.strerror}): give the run a work_dir (or the hook an out_dir) that can"
+                ) from error
             log.warning(
                 "this directory cannot be locked, so a second training in it would go unnoticed",
                 directory=str(directory),

@@ -37,6 +37,16 @@ def test_nothing_is_overwritten(tmp_path, capsys, monkeypatch, there):
     assert [path.name for path in tmp_path.iterdir()] == [there]
 
 
+def test_a_script_and_a_configuration_share_their_parts(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "train.py"]) == 0
+    assert main(["init", "train.toml"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["parts.py", "train.py", "train.toml"]
+    (tmp_path / "parts.py").write_text("mine")
+    assert main(["init", "other.py"]) == 2
+    assert "parts.py: already there" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["train.yaml", "train", "parts.py"])
 def test_another_name_is_an_error(tmp_path, capsys, monkeypatch, name):
     monkeypatch.chdir(tmp_path)

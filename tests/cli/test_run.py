@@ -262,7 +262,7 @@ def test_a_missing_configuration_names_those_that_are_there(project, capsys):
 def test_a_folder_instead_of_a_configuration_names_those_in_it(project, capsys):
     (Path("configs") / "other.toml").mkdir()
     assert said(capsys, "run", "configs").endswith("is a .toml, .yaml or .json file; configs has mine.toml")
-    assert said(capsys, "run", "mine").endswith("is a .toml, .yaml or .json file; . has none")
+    assert said(capsys, "run", "mine").endswith(f"is a .toml, .yaml or .json file; there is no configuration in {Path.cwd()}")
 
 
 def test_an_unknown_option_names_the_nearest(project, capsys):

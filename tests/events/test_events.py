@@ -152,13 +152,31 @@ def test_the_repr_is_short_and_omits_absent_fields():
     assert len(text) < 300
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("on_train_batch_end", "after_train_iter"),
+        ("on_train_epoch_start", "before_train_epoch"),
+        ("on_validation_epoch_end", "after_val_epoch"),
+        ("on_validation_batch_start", "before_val_iter"),
+        ("on_fit_end", "after_train"),
+        ("on_step_end", "after_train_iter"),
+        ("on_epoch_begin", "before_train_epoch"),
+        ("on_test_end", "after_test"),
+    ],
+)
+def test_a_name_of_another_library_is_answered_with_ours(theirs, ours):
+    with pytest.raises(UnknownEventError, match=rf"no mount point '{theirs}'; did you mean '{ours}'\?$"):
+        Bus().on(theirs, print)
+
+
 def test_the_error_for_a_typo_suggests_the_nearest_names():
     with pytest.raises(UnknownEventError, match=r"'after_train_iteration'.*did you mean 'after_train_iter'"):
         resolve("after_train_iteration")
 
 
 def test_the_error_for_an_unknown_name_says_how_to_declare_an_event():
-    with pytest.raises(UnknownEventError, match=r"subclassing Event.*mount_points"):
+    with pytest.raises(UnknownEventError, match=r"subclassing Event.*`trainbus events`"):
         resolve("zzzzzzzz")
 
 

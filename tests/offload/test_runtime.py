@@ -702,6 +702,20 @@ def test_the_next_publish_of_any_event_raises_the_error_of_an_offloaded_handler(
     assert "after_train_iter" in caught.value.__notes__[0]
 
 
+def test_an_entry_that_an_offloaded_handler_does_not_get_is_answered_with_capture(bus, kind):
+    def look(event):
+        return event.outputs["logits"]
+
+    subscription = offload(bus, look, kind)
+    with capture_logs(), bus:
+        bus.publish(AfterTrainIter(progress=P, batch_idx=0, outputs={"loss": torch.tensor(1.0), "logits": torch.zeros(3)}))
+        wait_for_failure(subscription)
+        with pytest.raises(KeyError) as caught:
+            bus.publish(BeforeRun(progress=P))
+    assert "only the scalars of event.outputs" in caught.value.__notes__[1]
+    assert "capture=lambda event: event.outputs['logits']" in caught.value.__notes__[1]
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"capture": lambda event: torch.zeros(1)}, {"batch": 8}, {"timeout": 10}],

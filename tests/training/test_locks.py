@@ -136,6 +136,28 @@ def test_a_lock_file_left_by_a_killed_process_does_not_lock(parts, tmp_path):
     assert not (tmp_path / NAME).exists()
 
 
+def test_a_work_dir_that_cannot_be_made_is_an_error_before_the_first_iteration(parts, tmp_path):
+    (tmp_path / "file").write_text("")
+    loop = parts.loop(work_dir=tmp_path / "file" / "run", max_epochs=1)
+    with pytest.raises(ConfigurationError, match=r"file/run cannot be written \(.*\): give the run a work_dir"):
+        loop.run()
+    assert loop.counters.iter == 0
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_work_dir_that_cannot_be_written_is_an_error(parts, tmp_path, monkeypatch, number):
+    real = os.open
+
+    def refuse(path, *rest):
+        if Path(path).name == NAME:
+            raise OSError(number, os.strerror(number))
+        return real(path, *rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ConfigurationError, match=f"cannot be written .{os.strerror(number)}"):
+        parts.loop(work_dir=tmp_path, max_epochs=1).run()
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
 def test_training_works_on_file_systems_without_locks(parts, tmp_path, monkeypatch, number):
     def refuse(descriptor, operation):
