@@ -7,6 +7,7 @@ what ``EMAHook`` is for.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -109,6 +110,14 @@ class Evidence(Hook):
         if epoch % 4 == 0 or epoch == self._epochs:
             text = f"epoch {epoch:2}/{self._epochs}   validation: accuracy {accuracy:.1%}, loss {event.metrics['loss']:.3f}"
             self._console.print(text, highlight=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best epoch, which a resumed run keeps."""
+        return {"best": self.best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the best epoch of the run that is resumed."""
+        self.best = state["best"]
 
     def checkpoint_committed(self, event: Any) -> None:
         """Add up what checkpoints cost the training."""

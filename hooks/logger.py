@@ -115,6 +115,7 @@ class LoggerHook(Hook):
             interval_exp_name=interval_exp_name,
             smoother=Smoother(window_size, mean_pattern, custom_cfg),
         )
+        self._idle_without_work_dir = [type(writer).__name__ for writer in writers or () if writer.needs_work_dir]
         self._token = next(_tokens)
         # A thread that was abandoned in a hanging writer may wake up later: it ends its batch before the next thread begins.
         self._writing = Lock()
@@ -128,6 +129,9 @@ class LoggerHook(Hook):
         run = event.run
         run.shared[LOGGER] = self
         work_dir = None if run.work_dir is None else str(run.work_dir)
+        if work_dir is None and self._idle_without_work_dir:
+            writers = ", ".join(self._idle_without_work_dir)
+            log.warning("these writers write nothing, because the run has no work dir: give it work_dir=", writers=writers)
         self._record(run, "open", name=run.name, work_dir=work_dir, seed=run.seed, config=_plain(run.config))
 
     def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:

@@ -152,6 +152,7 @@ class RunRecordHook(Hook):
     def _begin(self, noted: Mapping[str, Any]) -> None:
         self._folder = None
         if noted["work_dir"] is None:
+            log.warning("RunRecordHook writes nothing, because the run has no work dir: give it work_dir=")
             return
         folder = Path(noted["work_dir"])
         self._run, self._costs_at = noted["run"], noted["time"] + 10

@@ -138,7 +138,9 @@ def test_resume_continues_from_the_last_checkpoint(here, capsys):
     main(["demo", "--epochs", "1", "--out", "mine"])
     capsys.readouterr()
     assert main(["demo", "--epochs", "2", "--out", "mine", "--resume"]) == 0
-    assert load(here / "mine/epoch_2.safetensors")["progress"]["iter"] == 68
+    saved = load(here / "mine/epoch_2.safetensors")
+    assert saved["progress"]["iter"] == 68
+    assert saved["bus"]["hooks"]["Evidence"]["best"][1] == 1  # the best epoch of both sessions
     assert "68 iterations" in capsys.readouterr().out
 
 

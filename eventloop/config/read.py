@@ -226,7 +226,8 @@ def _put(table: Any, steps: list[str | int], value: FromText) -> None:
             if not -len(table) <= step < len(table):
                 raise wrong(where, f"{container} has {len(table)} entries, counted from 0")
         elif not isinstance(table, dict):
-            raise wrong(where, f"{container} is {kind_of(table)}, not a table")
+            hint = f"; its first entry is {container}[0]" if isinstance(table, list) else ""
+            raise wrong(where, f"{container} is {kind_of(table)}, not a table{hint}")
         if following is None:
             table[step] = value
             return
@@ -274,7 +275,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``" (did you mean 'this' or 'that'?)"``, or "" if no known name is similar."""
     lower = {one.lower(): one for one in known}
     near = get_close_matches(name.lower(), lower, n=2, cutoff=0.6)
-    near = near or [one for one in lower if len(name) > 2 and name.lower() in one][:2]
+    near = near or [one for one in lower if len(name) > 2 and re.search(rf"(\b|_){re.escape(name.lower())}", one)][:2]
     return f" (did you mean {' or '.join(repr(lower[one]) for one in near)}?)" if near else ""
 
 

@@ -55,7 +55,16 @@ class Bodies:
         if "epoch" in self.scopes:
             self.drop_iteration()
             self.drive.end_epoch()
+            self._warn_without_update()
         self._no_epoch()
+
+    def _warn_without_update(self) -> None:
+        state = self.drive.state
+        if state.trains and state.counters.epoch == 1 and not state.counters.update:
+            log.warning(
+                "no optimizer has stepped in the first epoch, so averages and schedules did nothing: call optimizer.step(), "
+                "and give the run the optimizer that steps"
+            )
 
     def abandon_evaluation(self) -> None:
         """End a validation or test early if one is open, after ``break`` or a stop."""
@@ -145,7 +154,7 @@ class Epochs(_Steps):
         return (counters.epoch,)
 
     def _done(self) -> bool:
-        """Return True if no epoch is left; warn if an earlier run has trained them all."""
+        """Return True if no epoch is left; warn if an earlier run has trained them all, even if this one validated the last."""
         counters = self._state.counters
         if counters.max_iters is not None:
             # A run resumed after its last iteration must still end the epoch.
@@ -153,10 +162,10 @@ class Epochs(_Steps):
         else:
             limit = f"max_epochs={counters.max_epochs}"
             done = counters.max_epochs is not None and counters.epoch >= counters.max_epochs
-        if done and not self._yielded:
+        if done and self._begun_at is None:
             log.warning(
-                f"nothing is left to train: an earlier run reached {limit}; give a larger limit to continue, or make a new "
-                "loop to start over",
+                f"nothing is left to train: an earlier run reached {limit}; give a larger limit to continue; to start over, "
+                "make a new loop that does not resume",
                 epochs=counters.epoch,
                 iters=counters.iter,
             )

@@ -45,7 +45,7 @@ class DirectoryLock:
         except OSError as error:
             if error.errno in _READ_ONLY or not directory.is_dir():
                 raise ConfigurationError(
-                    f"{directory} cannot be written ({error.strerror}): give the run a work_dir (or the hook an out_dir) that can"
+                    f"{directory} cannot be written ({error.strerror}): give another work_dir, or out_dir of the hook"
                 ) from error
             log.warning(
                 "this directory cannot be locked, so a second training in it would go unnoticed",

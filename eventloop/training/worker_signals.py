@@ -115,5 +115,9 @@ class _Ignore:
             return
         if number == signal.SIGINT:
             raise KeyboardInterrupt
+        if number == signal.SIGTERM:
+            # Python's exit terminates persistent workers. torch's own handler, which this one replaces, also ends them
+            # without an error: else each such exit shows a traceback, "DataLoader worker is killed by signal".
+            os._exit(0)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -167,7 +167,7 @@ def test_quoted_names_and_counts_from_the_end():
         ("[0].x=1", "'[0].x' is not a configuration key"),
         ("=1", "'' is not a configuration key"),
         ("custom_hooks[2].x=1", "custom_hooks[2]: custom_hooks has 2 entries, counted from 0"),
-        ("custom_hooks.x=1", "custom_hooks.x: custom_hooks is a list, not a table"),
+        ("custom_hooks.x=1", "custom_hooks.x: custom_hooks is a list, not a table; its first entry is custom_hooks[0]"),
         ("loop[0]=1", "loop[0]: loop is a table, not a list"),
         ("loop.max_epochs.x=1", "loop.max_epochs.x: loop.max_epochs is int 3, not a table"),
         ("nothing[0]=1", "nothing[0]: nothing is not in the configuration"),

@@ -1,3 +1,4 @@
+import errno
 import os
 import threading
 
@@ -100,10 +101,12 @@ def test_an_unreadable_run_json_is_kept_under_another_name(tmp_path):
     assert "run.json.old" in logs[0]["event"]
 
 
-def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path):
-    work_dir = tmp_path / "a file"
-    work_dir.write_text("")  # also for root, whom permissions do not stop
-    loop, epochs = make_loop(RunRecordHook(), work_dir=work_dir), []
+def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch):
+    def refuse(*what):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("hooks.run_record.write_facts", refuse)
+    loop, epochs = make_loop(RunRecordHook(), work_dir=tmp_path), []
     loop.bus.on("after_train_epoch", lambda event: epochs.append(event.progress.epoch))
     with capture_logs() as logs:
         loop.run()
@@ -111,10 +114,12 @@ def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path):
     assert sum(line["log_level"] == "error" for line in logs) == 1  # not for every event
 
 
-def test_without_a_work_dir_nothing_is_written(tmp_path, monkeypatch):
+def test_without_a_work_dir_nothing_is_written_which_is_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    make_loop(RunRecordHook()).run()
+    with capture_logs() as logs:
+        make_loop(RunRecordHook()).run()
     assert list(tmp_path.iterdir()) == []
+    assert sum("RunRecordHook writes nothing" in line["event"] for line in logs) == 1
 
 
 def test_only_the_first_rank_writes():

@@ -73,3 +73,19 @@ def test_one_that_is_stopped_before_its_first_validation_is_not(job: Any, parts:
                 job.loss(model, batch).backward()
                 optimizer.step()
     assert not [entry for entry in logs if "had none" in entry["event"]]
+
+
+def test_a_resumed_run_that_has_nothing_left_to_train_is_not(job: Any, label: str, tmp_path: Any) -> None:
+    for _ in range(2):
+        model = job.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        bus = Bus(CheckpointHook(name="at the end"), HOOKS[label](optimizer))
+        with capture_logs() as logs, Run(bus, model=model, optimizer=optimizer, work_dir=tmp_path, resume="auto") as run:
+            for _ in run.epochs(1):
+                for batch in run.train(job.batches(1)):
+                    job.loss(model, batch).backward()
+                    optimizer.step()
+                for batch in run.validate(job.batches(1)):
+                    run.report(loss=job.loss(model, batch))
+    assert any("nothing is left" in entry["event"] for entry in logs)
+    assert not [entry for entry in logs if "had none" in entry["event"]]

@@ -7,6 +7,7 @@ import fcntl
 import os
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,7 +140,7 @@ def test_a_lock_file_left_by_a_killed_process_does_not_lock(parts, tmp_path):
 def test_a_work_dir_that_cannot_be_made_is_an_error_before_the_first_iteration(parts, tmp_path):
     (tmp_path / "file").write_text("")
     loop = parts.loop(work_dir=tmp_path / "file" / "run", max_epochs=1)
-    with pytest.raises(ConfigurationError, match=r"file/run cannot be written \(.*\): give the run a work_dir"):
+    with pytest.raises(ConfigurationError, match=r"file/run cannot be written \(.*\): give another work_dir"):
         loop.run()
     assert loop.counters.iter == 0
 

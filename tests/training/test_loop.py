@@ -6,7 +6,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import ConfigurationError, TrainLoop
+from eventloop import Bus, ConfigurationError, TrainLoop
+from hooks import CheckpointHook
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,14 @@ def test_a_run_with_nothing_left_to_train_logs_it(parts, tmp_path, limit):
     (told,) = [entry["event"] for entry in logs if "nothing is left to train" in entry["event"]]
     ((name, value),) = limit.items()
     assert f"reached {name}={value}" in told
+
+
+def test_a_resume_of_a_finished_training_that_only_validates_again_logs_that_nothing_is_left(parts, tmp_path):
+    for again in (False, True):
+        loop = parts.loop(Bus(CheckpointHook(interval=1)), max_epochs=2, val_data=parts.batches(1), work_dir=tmp_path)
+        with capture_logs() as logs:
+            loop.run(resume="auto")
+        assert any("nothing is left to train" in entry["event"] for entry in logs) == again
 
 
 def test_a_run_that_trains_does_not_log_that_nothing_is_left(parts):

@@ -309,6 +309,19 @@ def test_iterating_finished_epochs_again_logs_that_nothing_is_left(parts):
     assert ["nothing is left to train" in entry["event"] for entry in logs] == [True]
 
 
+@pytest.mark.parametrize("steps", [True, False])
+def test_an_epoch_without_a_step_of_the_optimizer_is_warned_of(parts, steps):
+    model = parts.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with capture_logs() as logs, Run(model=model, optimizer=optimizer) as run:
+        for _ in run.epochs(2):
+            for batch in run.train(parts.batches(2)):
+                parts.step(model, batch).backward()
+                if steps:
+                    optimizer.step()
+    assert sum("no optimizer has stepped" in entry["event"] for entry in logs) == (not steps)
+
+
 def test_errors_of_report_and_publish_show_the_call(job):
     run, _ = job
     with run:

@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from eventloop.training import WorkerSignals
 
+from ..scripts import run_script
+
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux"),
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
@@ -77,10 +79,29 @@ def test_persistent_workers_react_to_the_signal_after_restore_and_ignore_it_agai
         assert first(iter(data)) == (pid, False)
         os.kill(pid, signal.SIGTERM)
         assert len(list(data)) == 8
+    (worker,) = data._iterator._workers
     os.kill(pid, signal.SIGTERM)
-    with pytest.raises(RuntimeError, match=r"exited unexpectedly|Terminated"):
-        for _ in range(1000):
-            list(data)
+    worker.join()
+    assert worker.exitcode == 0
+
+
+def test_a_process_with_persistent_workers_ends_without_a_word(tmp_path):
+    """Python terminates them when it exits, and torch reports every worker that died of a signal."""
+    done = run_script(
+        """
+        import signal, sys
+        from torch.utils.data import DataLoader
+        from eventloop.training import WorkerSignals
+
+        data = sys.kept = DataLoader(range(8), num_workers=2, persistent_workers=True)  # as a script's global variable
+        signals = WorkerSignals([signal.SIGTERM])
+        signals.ignore()
+        print(len(list(data)))
+        signals.restore()
+        """,
+        tmp_path,
+    )
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "8", "")
 
 
 def test_earlier_persistent_workers_are_replaced_without_drawing_random_numbers(signals):

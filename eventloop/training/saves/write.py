@@ -165,7 +165,9 @@ class CheckpointWriter:
             return
         self.failed.update(failed)
         names = [str(path) for path in failed]
-        log.error("checkpoint not written", names=names, exc_info=error)
+        # on_error="raise" logs the traceback when it leaves the handler.
+        detail = {"error": str(error)} if job.request.on_error == "raise" else {"exc_info": error}
+        log.error("checkpoint not written", names=names, **detail)
         self._bus.publish(CheckpointFailed(progress=job.progress, path=names[0], names=names, error=str(error)))
 
     def _write(self, job: SaveJob, staged: StagedTree, path: AnyPath) -> int:

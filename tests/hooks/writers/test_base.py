@@ -51,7 +51,7 @@ def test_a_writer_is_called_from_one_background_thread(logged, tmp_path, cls):
 
 
 @pytest.mark.parametrize("cls", [cls for cls in ALL if cls is not ConsoleWriter])
-def test_without_a_work_dir_nothing_is_written(logged, tmp_path, monkeypatch, cls):
+def test_without_a_work_dir_nothing_is_written_which_is_told(logged, tmp_path, monkeypatch, cls):
     if cls in NEEDS:
         pytest.importorskip(NEEDS[cls])
     monkeypatch.chdir(tmp_path)
@@ -59,7 +59,9 @@ def test_without_a_work_dir_nothing_is_written(logged, tmp_path, monkeypatch, cl
     with structlog.testing.capture_logs() as lines:
         logged.loop(cls(), config={"lr": 0.1}, every=report).run()
     assert list(tmp_path.iterdir()) == []
-    assert {line["event"].partition(";")[0] for line in lines} <= {"none of the writers takes images"}
+    (told,) = [line for line in lines if "write nothing" in line["event"]]
+    assert told["writers"] == cls.__name__
+    assert {line["event"].partition(";")[0] for line in lines if line is not told} <= {"none of the writers takes images"}
 
 
 def test_a_writer_can_define_write_scalar_only(logged):
