@@ -55,11 +55,11 @@ def check_options(init: Callable[P, R]) -> Callable[P, R]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         # Python itself reports a missing argument, and one too many.
         for option, value in (*zip(named[1:], args[1:], strict=False), *kwargs.items()):
-            if option in annotations():
-                check_value(option, value, annotations()[option])
-            elif option not in options and not takes_any:
+            if option not in options and not takes_any:
                 owner = type(args[0]).__name__ if args and init.__name__ == "__init__" else init.__name__
                 raise ConfigurationError.unknown_option(owner, option, options)
+            if option in annotations():
+                check_value(option, value, annotations()[option])
         return init(*args, **kwargs)
 
     return checked

@@ -94,6 +94,16 @@ def test_a_missing_argument_is_pythons_own_error_and_an_unknown_one_is_answered_
         Poor(cuont=3)
 
 
+def test_a_name_of_positional_arguments_is_no_option():
+    class Several:
+        @check_options
+        def __init__(self, *things: int, count: int = 1) -> None: ...
+
+    Several(1, 2, count=3)
+    with pytest.raises(ConfigurationError, match="^Several has no option things=; its options are count$"):
+        Several(things=[1, 2])
+
+
 def test_a_constructor_that_takes_any_keyword_gets_it():
     class Loose:
         @check_options

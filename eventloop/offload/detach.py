@@ -213,6 +213,7 @@ def _live_property(event_type: type[Event], name: str) -> property:
             f"event.{name} of {mount} is live training state, which an offloaded handler cannot see: it would change "
             f"under it. Pick what you need when subscribing: capture=lambda event: event.{name}..., and the handler "
             "gets a copy made at its priority slot; or make the handler a plain function and let it run inline"
+            + ("; loop.stop() and other requests to the loop work from any thread" if name == "run" else "")
         )
 
     return property(touch, doc=f"Raises LiveFieldError: {name} is live training state.")
