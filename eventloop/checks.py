@@ -41,12 +41,10 @@ def check_options(init: Callable[P, R]) -> Callable[P, R]:
     ``True`` are no integers. msgspec checks scalars, literals and bounds. Of a list, mapping, function or object only the kind
     is checked; the constructor checks its contents.
     """
-    signature = inspect.signature(init)
-    named = [one.name for one in signature.parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
-    options = [one.name for one in signature.parameters.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)][
-        1:
-    ]
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+    parameters = inspect.signature(init).parameters.values()
+    named = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    options = [*named[1:], *(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)]
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
     annotations = functools.cache(
         lambda: typing.get_type_hints(init, include_extras=True)
     )  # at the first call: names may be defined later

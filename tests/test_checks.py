@@ -100,7 +100,7 @@ def test_a_name_of_positional_arguments_is_no_option():
         def __init__(self, *things: int, count: int = 1) -> None: ...
 
     Several(1, 2, count=3)
-    with pytest.raises(ConfigurationError, match="^Several has no option things=; its options are count$"):
+    with pytest.raises(ConfigurationError, match=r"^Several has no option things=; its options are count$"):
         Several(things=[1, 2])
 
 
