@@ -56,6 +56,8 @@ class Feed:
         self.start: dict[str, Any] | None = None
         """Random states at the start of the pass, and whether workers were running; None before the first pass."""
         self.resuming = False
+        self._again: Mapping[str, Any] | None = None
+        """The random states to begin with, if the saved run had begun the pass and taken no batch."""
         self._warned = False
         self._endless: int | None = None  # the epoch in which an exhausted loader is restarted
 
@@ -76,6 +78,9 @@ class Feed:
         self._ahead = self._position = _MISSING
         if self._endless is not None:  # after the hooks, which only know the epoch
             set_sampler_epoch(self.loader, self._endless + self.passes)
+        again, self._again = self._again, None
+        if again is not None:
+            set_random_states(self.loader, again)
         if self.resuming and self.used and self.start is not None:
             self._iterator = iter(self.loader) if has_state(self.loader) else self._remaining(self.start)
         else:
@@ -135,6 +140,7 @@ class Feed:
         """Return the consumed batches (not prefetched ones) and the random states of the pass; see `generator_states`."""
         state: dict[str, Any] = {
             "used": self.used,
+            "begun": self._iterator is not None,
             "passes": self.passes,
             "start": self.start,
             "generators": generator_states(self.loader, instead),
@@ -151,6 +157,9 @@ class Feed:
         self.passes = int(state["passes"])
         self.resuming = True
         self.start = state["start"]
+        workers = self.start is not None
+        if self.start is not None and not self.used and state.get("begun"):  # older checkpoints do not tell
+            self._again, workers = self.start, self.start["workers"]
         if self.used and self.length and self.length != (before := state.get("length") or self.length):
             log.warning(
                 "resuming inside an epoch whose number of batches has changed, so the position in the data is wrong; resume "
@@ -159,7 +168,7 @@ class Feed:
                 now=self.length,
                 used=self.used,
             )
-        restore_loader(self.loader, state, restored, workers=self.start is not None)
+        restore_loader(self.loader, state, restored, workers=workers)
 
     def _pull(self) -> Any:
         """Return the next batch of the loader, or ``_END``."""

@@ -155,7 +155,8 @@ class Driver(Session):
         self._announce(ev.AfterTrainEpoch)
         counters.epoch += 1
         counters.batches = 0
-        counters.phase = "val" if counters.max_iters is None else "train"
+        if state.validation_follows is None:  # else the last iteration has told whether one is due
+            counters.phase = "val"
         if self.feed is not None:
             self.feed.end()
         state.settle()

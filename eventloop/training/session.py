@@ -64,6 +64,7 @@ class Session:
         self._restore = restore
         self._moves = moves
         self._opened = False
+        self._failed_by = 0  # the id of what begin_run() or end_run() raised; the error itself would keep all its frames
         self._patience: Deadline | None = None
         self._locks: dict[Path, DirectoryLock] = {}
 
@@ -82,12 +83,14 @@ class Session:
             if self._bus.state == "idle":
                 self._bus.open()
                 self._opened = True
-        except BaseException:
+        except BaseException as error:
+            self._failed_by = id(error)
             self._close()
             raise
         try:
             self._begin()
         except BaseException as error:
+            self._failed_by = id(error)
             self._abort(error)
             raise
 
@@ -106,6 +109,7 @@ class Session:
                 state.settle()
             state.scopes.leave("run")
         except BaseException as error:
+            self._failed_by = id(error)
             self._abort(error)
             raise
         self._close()
@@ -113,8 +117,11 @@ class Session:
     def fail(self, error: BaseException) -> None:
         """Publish ``on_exception``, end all scopes, and drain for at most the bus's ``abort_timeout`` seconds.
 
-        The caller raises ``error``. Errors in here are logged and added to it as notes.
+        The caller raises ``error``. Errors in here are logged and added to it as notes. An error of :meth:`begin_run` or
+        :meth:`end_run` has ended the run already; then this does nothing.
         """
+        if self._failed_by == id(error):
+            return
         if not self.state.scopes.innermost:
             raise TrainingError("drive.fail() is out of turn: the run has not begun, or has ended; expected drive.begin_run()")
         self._abort(error)

@@ -346,6 +346,26 @@ def test_fail_publishes_the_exception_and_unwinds_without_raising_it(parts, bus,
     assert trace.names[-1] == "after_run"
 
 
+@pytest.mark.parametrize("at", ["before_run", "after_run"])
+def test_one_try_statement_around_a_driven_run_raises_what_happened(parts, bus, trace, at):
+    """begin_run() and end_run() end a run that they fail in. Then fail() does nothing, and does not hide the error."""
+    bus.on(at, lambda event: 1 / 0)
+    drive = Run(bus, model=parts.model()).drive()
+
+    def train():
+        try:
+            drive.begin_run()
+            drive.end_run()
+        except BaseException as error:
+            drive.fail(error)
+            raise
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert trace.names.count("on_exception") == 1
+    assert bus.state == "idle"
+
+
 def test_a_driver_that_cannot_begin_leaves_nothing_open(parts, bus):
     def fail(event):
         raise OSError("not here")

@@ -370,6 +370,31 @@ def test_a_run_that_was_stopped_and_saved_at_its_end_resumes_bitwise(parts, tmp_
     parts.assert_same(resumed.outcome, through)
 
 
+def check_stopped(parts, tmp_path, mount_point, count, **options):
+    through = Job(parts, tmp_path / "a", **options).run().outcome
+    stopped = Job(parts, tmp_path / "b", **options).save_at("after_train", 1)
+    heard = []
+    stopped.bus.on(mount_point, lambda e: heard.append(e) or (len(heard) == count and e.run.stop()))
+    stopped.run()
+    resumed = Job(parts, tmp_path / "c", **options).run(resume=tmp_path / "b" / "here.safetensors")
+    parts.assert_same(resumed.outcome, through)
+    return resumed
+
+
+@pytest.mark.parametrize("loader", ["shuffled", "two workers", "persistent workers", "generator of its own", "stateful"])
+@pytest.mark.parametrize(("count", "options"), [(1, {}), (2, {}), (1, {"max_iters": 14, "val_interval": 4})])
+def test_a_stop_before_the_first_batch_of_an_epoch_leaves_its_order_as_it_would_have_been(
+    parts, tmp_path, loader, count, options
+):
+    """Making the iterator draws random numbers, and so does its first batch: a resumed run draws both again."""
+    check_stopped(parts, tmp_path, "before_train_epoch", count, loader=loader, **options)
+
+
+def test_a_stop_in_the_last_iteration_leaves_the_last_validation_to_the_resumed_run(parts, tmp_path):
+    resumed = check_stopped(parts, tmp_path, "after_train_iter", 14, max_iters=14, val_interval=4)
+    assert resumed.trace.names.count("after_val") == 1
+
+
 def test_a_stopped_loop_that_runs_again_validates_first_if_that_was_cut_off(parts, tmp_path):
     job = Job(parts, tmp_path)
     stop = job.bus.on("before_val_iter", lambda e: e.run.stop())
@@ -728,6 +753,28 @@ def test_a_users_own_loop_resumes_bitwise(parts, tmp_path, saved, indices):
     resumed, found, _ = own_loop(parts, tmp_path / "again", resume=tmp_path / f"{saved}.safetensors")
     assert found == indices
     parts.assert_same(resumed, through)
+
+
+@pytest.mark.parametrize("limits", [{"max_epochs": 1}, {"max_iters": 6}])
+def test_a_users_own_loop_validates_at_last_if_a_stop_in_its_last_iteration_cut_that_off(parts, tmp_path, limits):
+    def train(bus, resume=None):
+        model = parts.model()
+        with Run(bus, model=model, work_dir=tmp_path, resume=resume) as run:
+            for _ in run.epochs(**limits):
+                for _ in run.train(parts.batches(6), endless="max_iters" in limits):
+                    pass
+                for batch in run.validate(parts.batches(1)):
+                    run.report(loss=parts.step(model, batch))
+
+    bus = Bus()
+    bus.on("after_train_iter", lambda e: e.run.stop(), once=6)
+    bus.on("after_train", lambda e: e.run.request_save("here.safetensors"))
+    train(bus)
+    again = Bus()
+    trace = parts.Trace(again)
+    train(again, tmp_path / "here.safetensors")
+    assert len(trace.of("after_val")) == 1
+    assert trace.of("after_train_iter") == []
 
 
 def test_a_save_in_a_validation_inside_the_epoch_resumes_in_that_epoch(parts, tmp_path):
