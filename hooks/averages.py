@@ -59,6 +59,9 @@ class WeightAverage:
         """Move ``averages`` towards ``weights`` in place: detached tensors of one device and dtype, in the same order.
 
         Of sharded tensors, these are the parts of this process.
+
+        Raises:
+            NotImplementedError: the class does not define it.
         """
         raise NotImplementedError(f"{type(self).__name__} must define blend(averages, weights)")
 
@@ -68,7 +71,11 @@ class WeightAverage:
         return self._pairs.held
 
     def update_parameters(self, model: torch.nn.Module) -> None:
-        """Add the model's present weights to the average."""
+        """Add the model's present weights to the average.
+
+        Raises:
+            TrainingError: the model has the averaged weights at present.
+        """
         pairs = self._pairs
         if True in pairs.swapped:
             raise TrainingError("cannot update an average while the model has the averaged weights; swap them back first")

@@ -18,9 +18,12 @@ class EmptyCacheHook(Hook):
     allocator waits for the device, so ``after_iter=True`` makes iterations much slower.
 
     Args:
-        before_epoch: before each epoch, validation and test.
-        after_epoch: after each of them.
-        after_iter: after each iteration.
+        before_epoch: empty it before each epoch, validation and test.
+        after_epoch: empty it after each of them.
+        after_iter: empty it after each iteration of any stage.
+
+    Raises:
+        ConfigurationError: all three are False.
     """
 
     observes = True

@@ -78,6 +78,9 @@ class LoggerHook(Hook):
         mean_pattern: regular expression; scalars whose names contain a match are averaged.
         custom_cfg: further windows; see :class:`hooks.smoothing.Smoother`.
         writers: writer objects; by default the terminal and ``scalars.jsonl`` in the work dir.
+
+    Raises:
+        ConfigurationError: an option does not fit, or ``keep_local=False`` comes without ``out_dir``.
     """
 
     priority = Priority.BELOW_NORMAL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 
 LIGHT = {
@@ -14,6 +15,18 @@ DARK = {
     "green": "#6fd08c", "green-fill": "#17351f", "blue": "#8ab4ff", "blue-fill": "#182c4d",
     "red": "#ff9d94", "red-fill": "#3f1c1a", "amber": "#f0c264", "amber-fill": "#3a2c0c",
 }  # fmt: skip
+
+
+def _variables(colours: dict[str, str]) -> str:
+    return ";".join(f"--{name}:{value}" for name, value in colours.items())
+
+
+def style_sheet() -> str:
+    """Return the colours of the drawings on a page, which follow its switch between light and dark."""
+    schemes = {"default": LIGHT, "slate": DARK}
+    return "".join(f'[data-md-color-scheme="{name}"] svg.drawing{{{_variables(schemes[name])}}}\n' for name in schemes)
+
+
 SANS = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
 
@@ -79,8 +92,7 @@ class Canvas:
 
     def svg(self) -> str:
         """Return the drawing as a file of its own, which follows the system's colours."""
-        colours = [";".join(f"--{name}:{value}" for name, value in names.items()) for names in (LIGHT, DARK)]
-        style = f"svg{{{colours[0]}}}@media (prefers-color-scheme:dark){{svg{{{colours[1]}}}}}"
+        style = f"svg{{{_variables(LIGHT)}}}@media (prefers-color-scheme:dark){{svg{{{_variables(DARK)}}}}}"
         heads = "".join(
             f'<marker id="arrow-{kind}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto">'
             f'<path d="M0 0 10 5 0 10z" style="fill:var(--{kind})"/></marker>'
@@ -90,3 +102,10 @@ class Canvas:
         first = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"><title>{escape(self.title)}</title>'
         ground = '<rect width="100%" height="100%" style="fill:var(--paper)" class="ground"/>'
         return "\n".join([first, f"<style>{style}</style>", f"<defs>{heads}</defs>", ground, *self._parts, "</svg>", ""])
+
+
+def on_page(svg: str, title: str) -> str:
+    """Return a drawing as a part of a page: in the page's colours, in a box that scrolls where the screen is narrow."""
+    svg = re.sub(r"<style>.*?</style>", "", svg, flags=re.DOTALL)
+    svg = svg.replace("<svg ", f'<svg class="drawing" aria-label="{title}" ', 1)
+    return f'<div class="drawing-box">{svg}</div>'

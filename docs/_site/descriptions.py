@@ -44,5 +44,5 @@ def as_markdown(text: str) -> str:
 
 def shown(default: Any) -> str:
     """Return a default as code for a table's cell; a class by its name."""
-    text = default.__name__ if isinstance(default, type) else repr(default)
+    text = default.__name__ if isinstance(default, type) else re.sub(r"<([\w.]+): [^>]*>", r"\1", repr(default))  # enumerations
     return "`" + text.replace("|", "\\|") + "`"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from canvas import Canvas
+from canvas import Canvas, on_page
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -52,9 +52,7 @@ def chart(name: str, start: str, title: str) -> str:
     for number, row in enumerate(rows):
         _bar(canvas, 8 + 26 * number, row, found["floor"], scale * (math.log10(row["median_seconds"]) - low))
     canvas.text(230, 26 * len(rows) + 26, "median, logarithmic scale; green is the least that the work takes", kind="dim")
-    svg = canvas.svg().replace("<svg ", f'<svg class="drawing" aria-label="{title}" ', 1)
-    svg = f'<div class="drawing-box">{svg}</div>'
-    return re.sub(r"<style>.*?</style>\n?", "", svg, flags=re.DOTALL).replace("\n", "")
+    return on_page(canvas.svg(), title).replace("\n", "")
 
 
 def _bar(canvas: Canvas, y: float, row: Mapping[str, Any], floor: str, width: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import canvas
 import command_line
 import figures
 import hook_options
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def pages() -> dict[str, str]:
-    """Return the generated pages by path within the site."""
+    """Return the generated pages, and a style sheet, by path within the site."""
     return {
         "reference/hooks.md": hook_options.page(),
         "reference/mount-points.md": moments.page(),
@@ -23,6 +24,7 @@ def pages() -> dict[str, str]:
         "migrate/hooks.md": migration_table.page(),
         "benchmarks.md": figures.page(),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
+        "assets/drawings.css": canvas.style_sheet(),
         **rooms.pages(),
     }
 

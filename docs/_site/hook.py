@@ -30,16 +30,18 @@ def on_page_content(html: str, **_: Any) -> str:
     return _IMAGE.sub(lambda found: drawing(found[2], found[1]), html)
 
 
+def on_post_page(output: str, **_: Any) -> str:
+    """Give the theme's search dialog a name, for screen readers."""
+    return output.replace(
+        'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
+    )
+
+
 def drawing(name: str, title: str) -> str:
-    """Return a drawing for a page: without a style of its own, which would follow the system's colours."""
+    """Return a drawing as a part of a page."""
     text = (ROOT / "docs" / "drawings" / f"{name}.svg").read_text(encoding="utf-8")
-    text = re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
     # Names of markers are the page's, where several drawings stand beside one another.
     text = text.replace('id="arrow', f'id="{name}-arrow').replace("url(#arrow", f"url(#{name}-arrow")
-    return boxed(text, title)
+    from canvas import on_page
 
-
-def boxed(svg: str, title: str) -> str:
-    """Return a drawing in a box that scrolls where the screen is narrow."""
-    svg = svg.replace("<svg ", f'<svg class="drawing" aria-label="{title}" ', 1)
-    return f'<div class="drawing-box">{svg}</div>'
+    return on_page(text, title)

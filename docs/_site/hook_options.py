@@ -53,6 +53,8 @@ def page() -> str:
         "",
         "Every option, from the signatures and docstrings of the code. `trainbus hooks` prints the same on a terminal.",
         "",
+        "A *table* is a mapping, and a table in a configuration.",
+        "",
         f"`trainbus run` adds these by itself: {', '.join(f'`{name}`' for name in default_names())}.",
         "",
         "| hook | priority | does |",
@@ -86,7 +88,7 @@ def section(kind: str, name: str, cls: type) -> list[str]:
     rows = options(cls)
     if not rows:
         return [*lines, "No options.", ""]
-    lines += ["| option | type | default | unit | |", "|---|---|---|---|---|"]
+    lines += ["| option | type | default | unit | meaning |", "|---|---|---|---|---|"]
     for row in rows:
         cells = {**row, "kind": code(row["kind"]), "words": as_markdown(row["words"])}
         lines.append(ROW.format(**cells))

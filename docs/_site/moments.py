@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import typing
 
 from descriptions import as_markdown
 
 import hooks  # noqa: F401 - declares those of hooks
-from eventloop.config.make import describe
 from eventloop.events.event import mount_points, resolve
 from eventloop.events.mount_points import BUILTIN
 
@@ -17,9 +17,12 @@ INTRODUCTION = """\
 
 Every mount point, in the order of a run. `trainbus events` prints the same.
 
-**Fields** are *plain* unless they are marked: *live* fields are references to training state and raise an error in an offloaded
-handler; *scalars* reach it as numbers. Every event of a run also has `run` (live) and `progress`. **Filters** such as `every=` count
-what the third column says. See [events and mount points](../concepts/events.md).
+- **Fields** have their types. *Live* ones are references to training state: touching them in an offloaded handler is an error.
+  *Scalars* are mappings of names to outputs, whose scalars reach an offloaded handler as numbers.
+- **Every event of a run** also has `run` (live) and `progress`.
+- **Filters** such as `every=` count what the third column says.
+
+See [events and mount points](../concepts/events.md).
 """
 HEAD = ["| mount point | fields | filters count | when |", "|---|---|---|---|"]
 
@@ -35,7 +38,8 @@ def page() -> str:
     lines += ["## Groups", "", "Subscribing to a group hears all of its events.", "", "| group | hears |", "|---|---|"]
     for name in dict.fromkeys([*groups, *bases]):
         cls = resolve(name)
-        heard = ", ".join(f"`{one}`" for one in single if issubclass(resolve(one), cls))
+        found = [one for one in single if issubclass(resolve(one), cls)]
+        heard = ", ".join(f"`{one}`" for one in found) if len(found) < len(single) / 2 else "every event that has a `run`"
         lines.append(f"| `{name}` | {heard} |")
     lines += ["| `Event` (the class) | everything |", "", "## Published by hooks", "", *HEAD, *map(row, further), ""]
     return "\n".join(lines)
@@ -56,7 +60,16 @@ def row(name: str) -> str:
 
 
 def kind(hint: typing.Any) -> str:
-    """Return the mark of a field, or its type if it is plain."""
+    """Return the type of a field, and its mark."""
     marks = getattr(hint, "__metadata__", ())
     marked = next((mark.extra["detach"] for mark in marks if mark.extra and "detach" in mark.extra), None)
-    return f"({marked})" if marked else f"`{describe(hint)}`"
+    if marked == "scalars":
+        return "(scalars)"
+    return f"`{spelt(hint)}` (live)" if marked else f"`{spelt(hint)}`"
+
+
+def spelt(hint: typing.Any) -> str:
+    """Return a type as Python spells it, without modules."""
+    hint = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
+    text = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+    return re.sub(r"[a-z_]\w*\.(?=\w)", "", text)

@@ -27,6 +27,8 @@ ROOMS = {
 FURTHER = {"eventloop.errors": ("eventloop.log", "eventloop.checks"), "eventloop.bridges": ("eventloop.bridges.ignite_saver",)}
 """Modules whose public names are on the page of a package."""
 TRAINBUS = "trainbus"
+FIRST = ("Bus", "Event", "TrainLoop", "Run", "Hook", "Writer", "AsyncSaver", "attach", "Costs")
+"""Names that come first on their pages."""
 
 
 def name_of_page(room: str) -> str:
@@ -60,7 +62,7 @@ def names(room: str) -> dict[str, str]:
             home = getattr(getattr(module, name), "__module__", None) or ""
             if name not in found and _lives_in(home, room):
                 found[name] = TRAINBUS
-    return found
+    return {name: found[name] for name in sorted(found, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))}
 
 
 def _lives_in(module: str, room: str) -> bool:

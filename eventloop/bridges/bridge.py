@@ -115,7 +115,11 @@ def attach(trainer: object, **options: Any) -> Bridge:
 
 
 def connect(bus: Bus, trainer: object, **options: Any) -> Bridge:
-    """Return the bridge between a bus and a trainer; see :meth:`eventloop.Bus.attach`."""
+    """Return the bridge between a bus and a trainer; see :meth:`eventloop.Bus.attach`.
+
+    Raises:
+        SubscribeError: a bus is attached to this trainer already, or no bridge knows the trainer.
+    """
     for one in _attached:
         if one.trainer is trainer:
             whose = "this bus" if one.bus is bus else "another bus"

@@ -100,7 +100,11 @@ def kind_of_base(base: type | None) -> str | None:
 
 
 def registered(kind: str) -> list[Registered]:
-    """Return the registered classes of a kind (``"hook"``, ``"writer"``, ``"average"``), in order of registration."""
+    """Return the registered classes of a kind (``"hook"``, ``"writer"``, ``"average"``), in order of registration.
+
+    Raises:
+        UnknownNameError: there is no such kind.
+    """
     load_builtin()
     if kind not in _bases:
         raise UnknownNameError(f"{kind!r} is not a kind{did_you_mean(kind, _bases)}; the kinds are {', '.join(_bases)}")

@@ -174,6 +174,9 @@ def override(config: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
 
     A change makes missing tables. A change of an option turns a name (``model = "mine:network"``) into a table with that
     ``type``.
+
+    Raises:
+        ConfigurationError: a change is not written as ``key=value``, or its key does not fit into ``config``.
     """
     changed = deepcopy(config)
     for change in changes:

@@ -254,8 +254,9 @@ class RanksMeasured(Event, kw_only=True):
 class CheckpointCommitted(Event, kw_only=True):
     """A checkpoint is durable on disk. Published, with its inline handlers, on the thread that wrote it.
 
-    ``bytes`` is the size of the file, or 0 if the names are further ones of a file that was written before. ``seconds`` is the
-    time to write it, ``stall`` the time that the training thread waited for its state to be copied.
+    ``names`` are the file's new names, such as that of the best checkpoint, and ``path`` is the first. ``bytes`` is the size of
+    the file, or 0 if it was written before under another name. ``seconds`` is the time to write it, ``stall`` the time in
+    seconds that the training thread waited for its state to be copied.
     """
 
     progress: Progress
@@ -325,7 +326,7 @@ class AfterTest(RunEvent, kw_only=True):
 
 
 class OnException(RunEvent, kw_only=True):
-    """An exception (Ctrl-C included) ends the run. First to fire; scopes unwind after it, without their ``after_x``."""
+    """An exception (Ctrl-C included) ends the run. Published first; then the scopes unwind, without their ``after_x``."""
 
     error: str = ""
     exception: Live[BaseException] = ABSENT

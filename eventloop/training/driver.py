@@ -97,7 +97,11 @@ class Driver(Session):
 
     @check_options
     def begin_train(self, *, max_epochs: Limit | None = None, max_iters: Limit | None = None) -> None:
-        """Publish ``before_train``. The limits are for hooks that need them: your code counts and ends the training."""
+        """Publish ``before_train``. The limits are for hooks that need them: your code counts and ends the training.
+
+        Raises:
+            ConfigurationError: both limits were given.
+        """
         self._take_turn("begin_train")
         if max_epochs is not None and max_iters is not None:
             raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give drive.begin_train() one of them")

@@ -46,6 +46,9 @@ class TrainLoop:
         val_interval: epochs (default 1) or iterations (default 1000) between validations. The last one always validates.
         val_begin: first epoch (or iteration) to validate after, 1-based.
         work_dir, device, seed, stateful, name, config: see :class:`Run`.
+
+    Raises:
+        ConfigurationError: an argument is missing or does not fit, with the way out.
     """
 
     @check_options
@@ -115,6 +118,7 @@ class TrainLoop:
             strict: False loads only the matching part of a checkpoint of another model or optimizer.
 
         Raises:
+            ConfigurationError: the loop has no ``train_data`` or no optimizer.
             Exception: the unchanged error of a step, a loader or a hook.
         """
         data, by_iter = self._need("train"), self.max_iters is not None

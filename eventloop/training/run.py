@@ -190,6 +190,9 @@ class Run:
         """Iterate over the indices of the remaining epochs, between ``before_train`` and ``after_train``.
 
         Give the total number of epochs or of iterations; iterations are one long epoch (``run.train(loader, endless=True)``).
+
+        Raises:
+            ConfigurationError: both limits were given, or none.
         """
         if (max_epochs is None) == (max_iters is None):
             raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give run.epochs() one of them")
@@ -231,7 +234,11 @@ class Run:
         return EvaluationBatches(self._bodies, feed, self._feeds.metrics(metrics), "test")
 
     def report(self, *unnamed: Any, **entries: Any) -> None:
-        """Add named entries to the outputs of the current iteration; tensors stay on their device."""
+        """Add named entries to the outputs of the current iteration; tensors stay on their device.
+
+        Raises:
+            TrainingError: an entry has no name, or the run is not open.
+        """
         if unnamed:
             raise TrainingError("run.report() takes entries by name only, such as run.report(loss=loss)")
         if not self.state.scopes.innermost:
@@ -256,7 +263,11 @@ class Run:
             self.publish(ev.ImageReported, name=name, image=image)
 
     def publish(self, event: type[Event], **payload: Any) -> None:
-        """Make and publish an event of this class; its fields ``run`` and ``progress``, if any, are filled in."""
+        """Make and publish an event of this class, if it has a subscriber. Its fields ``run`` and ``progress`` are filled in.
+
+        Raises:
+            TrainingError: ``event`` is no class of events.
+        """
         if not self.bus.heard(event, True):
             return
         kind: Any = event  # unchecked: many users give an event, or its name
@@ -318,6 +329,9 @@ class Run:
         Args:
             lr: a positive, finite number.
             optimizer: name or index of one optimizer; all by default.
+
+        Raises:
+            ConfigurationError: ``lr`` is not finite, or the run has no such optimizer.
         """
         if not math.isfinite(lr):
             raise ConfigurationError(f"lr={lr!r}: give a number above 0")

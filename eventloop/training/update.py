@@ -38,6 +38,10 @@ class Update(Hook):
         amp: ``"bf16"`` or ``"fp16"`` runs all forward passes under ``torch.autocast``; ``"fp16"`` adds a gradient scaler.
         scaler: a ``torch.amp.GradScaler``, or the arguments of the fp16 scaler as a mapping. Checkpoints hold its state. A
             step that it skips does not count as an update. The scaler itself syncs with the device once per step.
+
+    Raises:
+        ConfigurationError: an option does not fit, such as a scaler without ``amp="fp16"``.
+        TrainingError: at the first iteration, the loss depends on no trainable parameter, or another update steps.
     """
 
     name = "training.update"

@@ -29,7 +29,11 @@ class RunFacts(msgspec.Struct, frozen=True):
 
     @property
     def folder(self) -> Path:
-        """The work dir, for writers with ``needs_work_dir``."""
+        """The work dir, for writers with ``needs_work_dir``.
+
+        Raises:
+            ConfigurationError: the run has no work dir.
+        """
         if self.work_dir is None:
             raise ConfigurationError("the run has no work dir; give it work_dir=")
         return self.work_dir
@@ -104,7 +108,11 @@ class Writer:
             self.write_scalars(*row)
 
     def write_scalar(self, name: str, value: float, step: int) -> None:
-        """Write one scalar. The default calls :meth:`write_scalars`, so a writer defines one of the two."""
+        """Write one scalar. The default calls :meth:`write_scalars`, so a writer defines one of the two.
+
+        Raises:
+            NotImplementedError: the class defines neither.
+        """
         if type(self).write_scalars is Writer.write_scalars:
             raise NotImplementedError(f"{type(self).__name__} must define write_scalars or write_scalar")
         self.write_scalars({name: value}, step, Where(name.partition("/")[0], epoch=0, iter=step))

@@ -81,7 +81,11 @@ class WandbWriter(Writer):
             self._run.config.update(dict(config), allow_val_change=True)
 
     def flush(self) -> None:
-        """Check that W&B's folder exists, because W&B's process does not report lost data."""
+        """Check that W&B's folder exists, because W&B's process does not report lost data.
+
+        Raises:
+            FileNotFoundError: the folder was removed.
+        """
         if not Path(self._run.dir).is_dir():
             raise FileNotFoundError(errno.ENOENT, "the folder was removed while the run wrote to it", self._run.dir)
 

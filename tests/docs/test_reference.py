@@ -15,7 +15,6 @@ sys.path[:0] = [str(ROOT), str(DOCS / "_site")]
 try:
     import hook_options
     import rooms
-    from canvas import DARK, LIGHT
     from descriptions import is_number
 finally:
     del sys.path[:2]
@@ -76,10 +75,3 @@ def _undocumented(value):
         public = not name.startswith("_") and inspect.isfunction(function) and not inherited and not handler
         if public and not member.__doc__:
             yield name
-
-
-def test_the_colours_of_drawings_are_those_of_the_style_sheet():
-    style = (DOCS / "assets" / "extra.css").read_text()
-    sheets = re.findall(r"svg\.drawing \{\n(.*?)\}", style, re.DOTALL)
-    found = [dict(re.findall(r"--([\w-]+): (#\w+)", sheet)) for sheet in sheets[:2]]
-    assert found == [LIGHT, DARK]
