@@ -27,8 +27,3 @@ def pages() -> dict[str, str]:
         "assets/drawings.css": canvas.style_sheet(),
         **rooms.pages(),
     }
-
-
-def copies() -> dict[str, Path]:
-    """Return files of the repository that the site shows, by path within the site."""
-    return {"images/serve.png": ROOT / "examples" / "serve.png"}

@@ -20,8 +20,6 @@ def on_files(files: Files, config: Any) -> Files:
 
     for path, content in generated.pages().items():
         files.append(File.generated(config, path, content=content))
-    for path, source in generated.copies().items():
-        files.append(File.generated(config, path, abs_src_path=str(source)))
     return files
 
 

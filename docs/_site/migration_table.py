@@ -8,8 +8,8 @@ from hooks.compat import TABLE
 INTRODUCTION = """\
 # Every hook of MMEngine, iMIX and Pointrix
 
-What it is here. In a list of hooks, their names and options are accepted as they are, and translated by this table. An option that is
-not here may say what is done anyway; otherwise the error has the way out.
+Find the hook that stands for yours, and its options. Lists of hooks are accepted as they are, and translated by this table. An option
+without a counterpart is accepted if it asks for what trainbus does anyway; otherwise the error has the way out.
 
 | there | here | options |
 |---|---|---|

@@ -1,0 +1,110 @@
+"""``python docs/_site/pictures.py``: make the pictures of a report, the dashboard and a trace from trainings of the digits.
+
+It needs Playwright, Pillow, Chromium and the extras ``demo`` and ``web``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from threading import Thread
+
+import torch
+from PIL import Image
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from eventloop.cli import main as trainbus
+from hooks.demo import Accuracy, loader, network, step
+from trainbus import (
+    Bus,
+    CheckpointHook,
+    Dashboard,
+    EMAHook,
+    IterTimerHook,
+    JSONLinesWriter,
+    LoggerHook,
+    OptimizerHook,
+    RuntimeInfoHook,
+    TraceHook,
+    TrainLoop,
+)
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from trace_picture import draw  # type: ignore[import-not-found]  # beside this file
+
+DOCS = Path(__file__).resolve().parents[1]
+
+
+def loop_of(bus: Bus, epochs: int, folder: str) -> TrainLoop:
+    """Return a training of the digits."""
+    model = network()
+    return TrainLoop(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), step=step, metrics={"accuracy": Accuracy()}, bus=bus,
+        train_data=loader("train", wrong=0.2), val_data=loader("val"), max_epochs=epochs, work_dir=folder, seed=0,
+    )  # fmt: skip
+
+
+def dashboard(browser: Browser) -> None:
+    """Make the picture of the live page of a run."""
+    page = Dashboard(port=0)
+    hooks = OptimizerHook(grad_clip=5.0), EMAHook(momentum=0.01), RuntimeInfoHook(), IterTimerHook(), page
+    bus = Bus(*hooks, LoggerHook(writers=[JSONLinesWriter()]), CheckpointHook(interval=1, max_keep_ckpts=2))
+    loop = loop_of(bus, 200, "runs/digits")
+    thread = Thread(target=loop.run)
+    thread.start()
+    try:
+        while not page.url:
+            thread.join(0.1)
+        tab = browser.new_page(viewport={"width": 1280, "height": 820})
+        tab.goto(page.url)
+        tab.wait_for_timeout(6_000)  # some hundred iterations
+        keep(tab, "dashboard")
+    finally:
+        loop.stop()
+        thread.join()
+
+
+def report(browser: Browser) -> None:
+    """Make the picture of the report on the run of ``trainbus demo``."""
+    trainbus(["demo", "--out", "runs/demo"])
+    trainbus(["report", "runs/demo", "--output", "report.html"])
+    tab = browser.new_page(viewport={"width": 1280, "height": 960})
+    tab.goto(Path("report.html").resolve().as_uri())
+    keep(tab, "report")
+
+
+def trace() -> None:
+    """Draw four iterations, with a checkpoint after the second."""
+    saves = CheckpointHook(interval=4, by_epoch=False, save_last=False, max_keep_ckpts=2)
+    writes = LoggerHook(writers=[JSONLinesWriter(interval=1)])
+    loop_of(Bus(EMAHook(momentum=0.01), writes, saves, TraceHook(first=42, iterations=4)), 2, "runs/traced").run()
+    drawing = draw(json.loads(Path("runs/traced/trace.json").read_bytes()))
+    (DOCS / "drawings" / "trace.svg").write_text(drawing.svg(), encoding="utf-8")
+
+
+def keep(tab: Page, name: str) -> None:
+    """Write what a tab shows, in 128 colours."""
+    with Image.open(io.BytesIO(tab.screenshot())) as image:
+        image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(DOCS / "images" / f"{name}.png", optimize=True)
+
+
+def main() -> None:
+    """Make the pictures in a folder of their own."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
+        os.chdir(folder)
+        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        trace()
+        report(browser)
+        dashboard(browser)
+        os.chdir("/")
+
+
+if __name__ == "__main__":
+    main()
