@@ -27,7 +27,8 @@ UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 
 def page() -> str:
     """Return the page."""
-    table = re.sub(r"(?<=[≤\d]) (?=[\d×µmn])", "\N{NO-BREAK SPACE}", importlib.import_module("benchmarks.readme").table())
+    table = importlib.import_module("benchmarks.readme").table()
+    table = re.sub(r"(?<=[≤\d]) (?=[\d\N{MULTIPLICATION SIGN}µmn])", "\N{NO-BREAK SPACE}", table)
     text = (Path(__file__).parent / "benchmarks.md").read_text(encoding="utf-8")
     charts = "\n".join(f"### {title}\n\n{chart(name, start, title)}\n" for name, start, title in CHARTS)
     return text.replace("{{ table }}", table).replace("{{ charts }}", charts).replace("{{ crash }}", crash())

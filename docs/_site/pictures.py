@@ -81,9 +81,11 @@ def report(browser: Browser) -> None:
 
 def trace() -> None:
     """Draw four iterations, with a checkpoint after the second."""
-    saves = CheckpointHook(interval=4, by_epoch=False, save_last=False, max_keep_ckpts=2)
+    saves = CheckpointHook(interval=44, by_epoch=False, save_last=False)
     writes = LoggerHook(writers=[JSONLinesWriter(interval=1)])
-    loop_of(Bus(EMAHook(momentum=0.01), writes, saves, TraceHook(first=42, iterations=4)), 2, "runs/traced").run()
+    loop_of(
+        Bus(OptimizerHook(), EMAHook(momentum=0.01), writes, saves, TraceHook(first=42, iterations=4)), 2, "runs/traced"
+    ).run()
     drawing = draw(json.loads(Path("runs/traced/trace.json").read_bytes()))
     (DOCS / "drawings" / "trace.svg").write_text(drawing.svg(), encoding="utf-8")
 
