@@ -1,9 +1,11 @@
 """The reference is complete: every public name has a docstring, every option a description, and numbers have units."""
 
+import ast
 import importlib
 import inspect
 import re
 import sys
+import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -53,6 +55,45 @@ def test_every_option_has_a_description_and_numbers_have_a_unit(name, cls):
         assert option["words"], f"{name}({option['name']}=) has no line under Args:"
         if is_number(option["kind"]):
             assert option["unit"], f"{name}({option['name']}=): {option['words']!r} names no unit"
+
+
+def test_public_functions_name_the_errors_that_they_raise():
+    silent = [
+        f"{rooms.path_of(room, name)}{member}: {', '.join(sorted(errors))}"
+        for room, name in NAMES
+        for member, errors in _unnamed_errors(_value(room, name))
+    ]
+    assert not silent, "\n".join(silent)
+
+
+def _value(room, name):
+    module, _, attribute = rooms.path_of(room, name).rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _unnamed_errors(value):
+    """Each public function of a value with the errors that its own body raises and no docstring names."""
+    functions = {"": value} if inspect.isfunction(value) else {}
+    if inspect.isclass(value) and not getattr(value, "_is_protocol", False):
+        own = {f".{name}": member for name, member in vars(value).items() if name == "__init__" or not name.startswith("_")}
+        own = {name: getattr(member, "fget", None) or getattr(member, "__func__", member) for name, member in own.items()}
+        functions = {name: member for name, member in own.items() if inspect.isfunction(member)}
+    for name, function in functions.items():
+        if function.__name__ == "touch" or not hasattr(function, "__code__"):
+            continue  # fields that an event does not have, each of which says so
+        source = textwrap.dedent(inspect.getsource(function))
+        raised = {ast.unparse(getattr(one.exc, "func", one.exc)) for one in ast.walk(ast.parse(source)) if _is_error(one)}
+        docs = f"{function.__doc__} {value.__doc__}"
+        if errors := {error for error in raised if error not in docs}:
+            yield name, errors
+
+
+def _is_error(node):
+    """Return True for ``raise SomeError(...)``; an interface that a subclass defines raises NotImplementedError."""
+    if not isinstance(node, ast.Raise) or node.exc is None:
+        return False
+    name = ast.unparse(getattr(node.exc, "func", node.exc))
+    return name[0].isupper() and name != "NotImplementedError"
 
 
 def test_public_methods_have_docstrings():

@@ -1,0 +1,51 @@
+"""What a reader finds on each page: the order of the site, drawings and snippets before prose."""
+
+import re
+
+import pytest
+
+from .pages import DOCS, blocks
+
+NAVIGATION = ["Home", "Start", "Concepts", "Guides", "Migrate", "Reference", "Internals", "Benchmarks", "Changelog"]
+CONCEPTS = sorted(path.name for path in (DOCS / "concepts").glob("*.md") if path.stem != "index")
+GUIDES = sorted(path.name for path in (DOCS / "guides").glob("*.md") if path.stem != "index")
+
+
+def head(path):
+    """The text of a page before its first section, without code."""
+    return re.split(r"^## ", path.read_text(encoding="utf-8"), maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def runs_in_head(page):
+    """Whether Python is run before the first section of a page."""
+    end = head(DOCS / page).count("\n") + 1
+    return any(
+        block.language == "python" and "shown" not in block.marks for block in blocks(f"docs/{page}") if block.line < end
+    )
+
+
+def test_the_site_is_in_the_order_in_which_one_learns():
+    settings = (DOCS / "_site" / "mkdocs.yml").read_text(encoding="utf-8")
+    nav = settings.partition("\nnav:\n")[2]
+    assert re.findall(r"^  - (\w+):", nav, re.MULTILINE) == NAVIGATION
+
+
+@pytest.mark.parametrize("name", CONCEPTS)
+def test_a_concept_has_a_drawing_and_code_that_runs_before_its_first_section(name):
+    text = head(DOCS / "concepts" / name)
+    assert "](../drawings/" in text
+    assert runs_in_head(f"concepts/{name}")
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_a_guide_has_code_before_its_first_section(name):
+    found = blocks(f"docs/guides/{name}")
+    end = head(DOCS / "guides" / name).count("\n") + 1
+    assert any(block.line < end and block.language in ("python", "toml") for block in found)
+
+
+@pytest.mark.parametrize("folder", ["concepts", "guides", "migrate", "internals"])
+def test_the_index_of_a_part_links_all_of_its_pages(folder):
+    links = set(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / folder / "index.md").read_text(encoding="utf-8")))
+    pages = {path.name for path in (DOCS / folder).glob("*.md")} - {"index.md"}
+    assert pages <= links
