@@ -50,6 +50,9 @@ class Subscription:
     """The handle that ``bus.on(event, handler)`` returns. ``cancel()`` it, or use it as a context manager.
 
     An offloaded handler still gets the events before the cancel. Options: :class:`eventloop.bus.HandlerOptions`.
+
+    Raises:
+        SubscribeError: an option is unknown or does not fit the handler.
     """
 
     def __init__(

@@ -53,7 +53,15 @@ _NOT_OPEN = "the bus is not open: wrap the publishing code in `with bus:` (a Run
 
 
 class Lane:
-    """A bounded queue with a policy for when it is full. Publishers on any thread, one consumer."""
+    """A bounded queue with a policy for when it is full. Publishers on any thread, one consumer.
+
+    Args:
+        label: name of the subscription, for errors.
+        prepare: makes an item of an event, on the publisher's thread.
+        capacity: number of events that may wait.
+        full: what happens to an event when so many wait; see :class:`eventloop.bus.HandlerOptions`.
+        linger: seconds after which the consumer looks into the queue again.
+    """
 
     chunk = 64
     """Items that the consumer takes at once for a handler that gets them one by one."""

@@ -19,11 +19,11 @@ class Meter:
     """Records what happens in one lane.
 
     Args:
-        add: records the spans, which are
-        queued: the id of those from the queueing of an event to its delivery, of the consumer's thread;
-        handled: of those of the handler's calls, of the same thread (async ones partly over each other);
-        waiting: of those in which a publisher waited for a slot;
-        worked: of those of calls in a worker process, whose number they have as that of the thread.
+        add: records one span: the id of its kind, its beginning and end in nanoseconds, and its thread.
+        queued: id of spans from the queueing of an event to its delivery, on the consumer's thread.
+        handled: id of spans of the handler's calls, on the consumer's thread. Those of async handlers may overlap.
+        waiting: id of spans in which a publisher waited for a slot.
+        worked: id of spans of calls in a worker process; the number of the process stands for that of the thread.
     """
 
     def __init__(self, add: AddSpan, *, queued: int, handled: int, waiting: int, worked: int) -> None:
