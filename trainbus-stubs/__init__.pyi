@@ -1,4 +1,4 @@
-"""The names of ``trainbus`` for type checkers: a module, unlike a package, cannot hold the mark ``py.typed``."""
+# What trainbus.py exports, for type checkers: a module, unlike a package, cannot hold the mark py.typed.
 
 from eventloop import *
 from eventloop.bridges.ignite_saver import TrainbusSaver as TrainbusSaver
