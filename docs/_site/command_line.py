@@ -11,7 +11,7 @@ INTRODUCTION = """\
 
 Every command with its arguments and options. `trainbus COMMAND --help` prints the same; `trainbus --version` prints the version.
 
-Exit status: 0; 1 for a damaged file; 2 for a mistake in the call; 130 after Ctrl-C. `python -m trainbus` is the same command, and
+Exit status: 0 for success, 1 for a damaged file, 2 for a usage error, 130 after Ctrl-C. `python -m trainbus` is the same command, and
 `torchrun -m trainbus run` starts it in several processes.
 
 """

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownOptionError, UnusedCliTokensError
 from rich.console import Console
 from torch.distributed import is_torchelastic_launched
 
@@ -46,7 +46,7 @@ app.command(traces)
 files = App(
     name="checkpoint",
     help="List, verify, show, export and import checkpoints.",
-    help_epilogue="Exit status: 0, 1 for a damaged file or one that could not be written, 2 for a mistake in the call.",
+    help_epilogue="Exit status: 0 for success, 1 for a damaged file or a failed write, 2 for a usage error.",
 )
 files.command(listing.ls)
 files.command(listing.verify_all, name="verify")
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return app(words) or 0
     except CycloptsError as error:
-        return _fail(2, command, f"{shortened(str(error), 200)}\n{command} --help shows the options", error)
+        return _fail(2, command, f"{_mistake(error, names)}\n{command} --help shows the options", error)
     except (TrainbusError, OSError) as error:
         if isinstance(error, OSError) and names[:1] != ("checkpoint",):
             raise  # an error of the user's code
@@ -80,6 +80,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(1 if is_damage else 2, command, str(error), error)
     except KeyboardInterrupt as interrupt:
         return _fail(130, command, "interrupted", interrupt)
+
+
+def _mistake(error: CycloptsError, names: Sequence[str]) -> str:
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        return f"unexpected argument {shortened(repr(error.unused_tokens[0]))}"
+    if isinstance(error, MissingArgumentError) and error.argument is not None and not error.argument.name.startswith("-"):
+        return f"the argument {error.argument.name} is missing"
+    text = shortened(str(error), 200)
+    if isinstance(error, UnknownOptionError) and tuple(names) == ("run",) and "Did you mean" not in text:
+        text += " Change the configuration by key=value, such as loop.max_epochs=3"
+    return text
 
 
 def _fail(status: int, command: str, message: str, error: BaseException) -> int:

@@ -33,7 +33,7 @@ def list_hooks(name: str | None = None, /, *, imports: Modules = None) -> None:
 
     Args:
         name: a hook, a logger's writer, or an average, such as CheckpointHook.
-        imports: your module with further hooks.
+        imports: a module of yours that registers hooks.
     """
     import hooks  # noqa: F401 - registers the built-in hooks
 
@@ -64,7 +64,7 @@ def _where(cls: type[Any]) -> Text:
 
 
 def _show(name: str) -> None:
-    """Print one class: what it does, and its options with their descriptions."""
+    """Print one class: its description, and its options with theirs."""
     entries = ((kind, entry) for kind in _TITLES for entry in registered(kind))
     kind, cls = next(((kind, entry.cls) for kind, entry in entries if name in (entry.name, *entry.aliases)), ("hook", None))
     cls = find("hook", name) if cls is None else cls  # an unknown name is an error there, with the nearest ones
@@ -86,7 +86,7 @@ def _show(name: str) -> None:
 
 
 def _plain(text: str) -> str:
-    """Return a docstring's text for a terminal: without roles, and with each paragraph on one line."""
+    """Return the text of a docstring for a terminal: without roles, one line per paragraph."""
     text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`")
     return re.sub(r"(?<=\S)\n(?=[^\s*-])", " ", text)
 
@@ -111,7 +111,7 @@ def list_events(*, imports: Modules = None) -> None:
     """List the mount points in the order of a run, with the fields of their events.
 
     Args:
-        imports: your module with further events.
+        imports: a module of yours that declares events.
     """
     Imports(imports or (), [Path.cwd()])
     console = Console()
@@ -119,7 +119,7 @@ def list_events(*, imports: Modules = None) -> None:
     console.print(_event_table("Mount points in the order of a run", [name for name in mount_points() if name in BUILTIN]))
     if further:
         console.print()
-        console.print(_event_table("Declared by hooks and by modules of yours", further))
+        console.print(_event_table("Declared by hooks and by your modules", further))
 
 
 def _event_table(title: str, names: list[str]) -> Table:

@@ -28,7 +28,7 @@ FileOrURL = Annotated[AnyPath, Parameter(converter=lambda _, tokens: as_path(tok
 
 
 def to_terminal() -> Console:
-    """Return the console for results. A file or a pipe gets wide tables, whose lines are not folded."""
+    """Return the console for results. In a file or a pipe, tables are wide and never folded."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=200)
 
@@ -49,7 +49,7 @@ def printable(name: object) -> str:
 
 
 def status_of(path: AnyPath, modified: float | None = None) -> tuple[object, int, float | None]:
-    """Return a file's identity (shared by all its names), size, and time of change (Unix time in s); remote, ``modified``."""
+    """Return a file's identity (equal for all its names), its size, and its Unix time of change; ``modified`` if remote."""
     if isinstance(path, RemotePath):
         return path, int(path.info()["size"]), modified
     status = path.stat()
@@ -65,13 +65,13 @@ def check_file(path: AnyPath) -> None:
 
 
 def check_checkpoint(path: AnyPath) -> None:
-    """Raise CheckpointError if a file does not exist or is not a checkpoint; one that may be damaged passes."""
+    """Raise CheckpointError if a file does not exist or is not a checkpoint. A damaged checkpoint passes."""
     check_file(path)
     kind = file_kind(path)
     if kind == "plain safetensors":
-        raise CheckpointError(f"{path} is not a checkpoint but plain safetensors: weights without a tree and a digest")
+        raise CheckpointError(f"{path} is not a checkpoint but plain safetensors: weights only, without digests")
     if kind == "torch.save":
         command = f"trainbus checkpoint import {path} OUT.safetensors"
-        raise CheckpointError(f"{path} is not a checkpoint but a file of torch.save; convert it: {command}")
+        raise CheckpointError(f"{path} is not a checkpoint but a file of torch.save; convert it by: {command}")
     if kind == "unknown" and path.suffix != ".safetensors":
-        raise CheckpointError(f"{path} is not a checkpoint; their names end in .safetensors")
+        raise CheckpointError(f"{path} is not a checkpoint: checkpoints end in .safetensors")

@@ -13,21 +13,21 @@ _PARTS = "parts.py"
 
 
 def init(file: Path = Path("train.py"), /) -> None:
-    """Write a training that runs, with the hooks that most people want: FILE, and parts.py with model, data and step beside it.
+    """Write a training to start from: FILE with the usual hooks, and parts.py with model, data and step beside it.
 
     Args:
-        file: what to write: a script (.py) or a configuration for trainbus run (.toml).
+        file: the file to write: a script (.py) or a configuration for trainbus run (.toml).
     """
     if file.suffix not in _KINDS:
-        raise ConfigurationError(f"{file}: give a name that ends in .py, for a script, or in .toml, for a configuration")
+        raise ConfigurationError(f"{file}: the name must end in .py, for a script, or in .toml, for a configuration")
     if file.name == _PARTS:
-        raise ConfigurationError(f"{file}: this name is that of the file with the parts; give another one")
+        raise ConfigurationError(f"{file}: init writes model, data and step to a file of this name; give another name")
     parts = file.with_name(_PARTS)
     texts = {path: _template(template, file) for path, template in ((parts, _PARTS), (file, _KINDS[file.suffix]))}
     there = [str(path) for path in (file, parts) if path.exists() and not (path == parts and _has(parts, texts[parts]))]
     if there:
         raise ConfigurationError(
-            f"{' and '.join(there)}: already there, and init overwrites nothing; give another name or folder"
+            f"{' and '.join(there)}: exists already, and init never overwrites; give another name or folder"
         )
     file.parent.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():

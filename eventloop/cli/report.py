@@ -16,17 +16,17 @@ from eventloop.observe.verdict import size
 
 
 def report(run: Path, /, *runs: Path, output: Annotated[Path | None, Parameter(alias="-o")] = None) -> int:
-    """Write a report on a run, or on several to compare: one file of HTML to open in a browser, also without a network.
+    """Write a report on a run, or a comparison of several runs: one HTML file that needs no network.
 
     It has a verdict in plain sentences, the curves, costs, step times, lanes, checkpoints, validations, resumes and stops,
-    the environment and the configuration. It can be made while the run goes on, and after it was killed.
+    the environment and the configuration. The run may still be training, or may have been killed.
 
-    Exit status 1: a file of a run is damaged; if only lines of it are, the report is written without them.
+    Exit status 1: a file of a run is damaged. Damaged lines are left out of the report.
 
     Args:
         run: the folder of a run.
-        runs: the folders of other runs.
-        output: the file. Without it, report.html in the folder of the run; of several runs, in the current folder.
+        runs: folders of further runs to compare.
+        output: the file to write; by default report.html in the folder of the run, or in the current folder for several runs.
     """
     from eventloop.observe.report import History, build_report, verdict
     from eventloop.observe.report.sentences import count
@@ -36,7 +36,7 @@ def report(run: Path, /, *runs: Path, output: Annotated[Path | None, Parameter(a
         _check(folder)
     path = output or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
     if path.is_dir() or not path.parent.is_dir():
-        what = "is a folder; name a file in it" if path.is_dir() else f"cannot be written: there is no folder {path.parent}"
+        what = "is a folder; name a file in it" if path.is_dir() else f"cannot be written: no folder {path.parent}"
         raise ConfigurationError(f"{path} {what}")
     histories = [History(folder) for folder in folders]
     page = build_report(histories, best_metric)
@@ -49,15 +49,15 @@ def report(run: Path, /, *runs: Path, output: Annotated[Path | None, Parameter(a
             say(sentence)
     damaged = [(history.path / name, damage) for history in histories for name, damage in history.damaged.items()]
     for file, damage in damaged:
-        say((f"{file}: {count(damage.lines, 'damaged line')} left out, the first one is line {damage.first}", "red"))
+        say((f"{file}: {count(damage.lines, 'damaged line')} left out, the first is line {damage.first}", "red"))
     say(f"{path} ({size(len(page))}): open it in a browser")
     return 1 if damaged else 0
 
 
 def _check(folder: Path) -> None:
     if not folder.is_dir():
-        raise ConfigurationError(f"{folder}: no such folder; trainbus runs lists the runs in runs/")
+        raise ConfigurationError(f"{folder}: no such folder; list the runs in runs/ by: trainbus runs")
     if not is_run(folder) and (found := find_runs(folder)):
         names = ", ".join(str(one) for one in found[:5])
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        raise RunFolderError(f"{folder}: not the folder of a run, but has some in it; give one of {names}{more}")
+        raise RunFolderError(f"{folder}: not the folder of a run, but it contains some; give one of {names}{more}")

@@ -38,28 +38,28 @@ def run(
     resume: Annotated[str | None, Parameter(metavar="[RUN]")] = None,
     trace: bool = False,
 ) -> None:
-    """Train what a configuration file describes.
+    """Train from a configuration file.
 
     CHANGE is key=value, such as loop.max_epochs=3, model.width=64, custom_hooks[0].interval=5 or
-    default_hooks.checkpoint=false; the value gets its type from the option it is for. Modules that the configuration
-    imports are looked for among the installed ones, beside the configuration, and in the current folder.
+    default_hooks.checkpoint=false. The option determines the type of the value. Modules under imports are searched for
+    among the installed ones, beside the configuration, and in the current folder.
 
-    A configuration is a program: it imports the modules that it lists under imports and calls what it names in them, with
-    your rights. Run only those that you trust, as with a script.
+    A configuration is a program: it imports modules and calls functions in them, with your rights. Run only
+    configurations that you trust, as with scripts.
 
     Several processes: torchrun --nproc-per-node N -m trainbus run CONFIG
 
     Args:
         config: a .toml, .yaml or .json file.
-        changes: of single keys, as key=value; see above.
+        changes: values to override, as key=value; see above.
         costs: at the end, print where the time went: data, step, each hook, checkpoints.
-        dashboard: serve a page with live curves and costs, and with buttons that control the run, on this machine only. Its
-            address is printed. Without a port: 8000 or, if that is taken, any.
-        dry_run: make everything and show the hook table, but do not train.
+        dashboard: serve a page with live curves, costs and buttons that control the run, on this machine only. Its address
+            is printed. Without a port: 8000, or any if that is taken.
+        dry_run: create all objects and print the table of hooks, without training.
         resume: resume a run. Without a value (or with auto): the newest run of this configuration, or the one in
             loop.work_dir. With a folder: the run in it. With a checkpoint file or URL: from it, in a new folder.
-        trace: write trace.json, a picture of 50 iterations after the first 100, for https://ui.perfetto.dev. For other
-            iterations, give custom_hooks a TraceHook(first=..., iterations=...).
+        trace: write trace.json with 50 iterations after the first 100, to open in https://ui.perfetto.dev. For other
+            iterations, add TraceHook(first=..., iterations=...) to custom_hooks.
     """
     from hooks.defaults import DEFAULT_HOOKS
     from hooks.trace import TraceHook
@@ -104,7 +104,7 @@ def demo(
     """Train a small network on handwritten digits, with many hooks.
 
     Args:
-        out: folder of the files; by default a new one: runs/digits, runs/digits-2 …
+        out: folder for the files; by default a new one: runs/digits, runs/digits-2 …
         epochs: total number of epochs.
         seed: seed of weights, shuffling and split.
         resume: resume from the last checkpoint in --out, or in the newest run.
@@ -119,7 +119,7 @@ def demo(
 
 
 def with_auto(words: list[str]) -> list[str]:
-    """Return a command line with ``auto`` after a ``--resume`` or ``--dashboard`` of ``run`` without a value."""
+    """Insert ``auto`` after a ``--resume`` or ``--dashboard`` of ``run`` that has no value."""
     if words[:1] != ["run"]:
         return words
     for option, is_value in (("--resume", _is_run), ("--dashboard", str.isdecimal)):
@@ -130,7 +130,7 @@ def with_auto(words: list[str]) -> list[str]:
 
 
 def _is_run(word: str) -> bool:
-    """Return True for a word that can name a run; not a change, and not a configuration."""
+    """Return True for a word that can name a run, and is neither a change nor a configuration."""
     is_change = "=" in word and "/" not in word.partition("=")[0]
     return not (word.startswith("-") or is_change or Path(word).suffix.lower() in SUFFIXES)
 
@@ -166,7 +166,7 @@ def _shown(value: Any) -> str:
 
 
 def _work_dir(loop: dict[str, Any], config: Path, resume: str | None) -> tuple[Path, str | None]:
-    """Return the folder of the run, and what the loop is to resume."""
+    """Return the folder of the run, and the value for the loop's ``resume``."""
     chosen, default = loop.get("work_dir"), _RUNS / config.stem
     if resume == "auto":
         return _to_resume(None if chosen is None else Path(chosen), default), "auto"
@@ -188,8 +188,7 @@ def _free(wanted: Path) -> Path:
     try:
         while candidate.exists() and (not candidate.is_dir() or any(candidate.iterdir())):
             if wanted.name in ("", ".."):
-                own = f"a run needs a folder of its own, such as {wanted / 'run'}"
-                raise ConfigurationError(f"{wanted} is not empty, and {own}")
+                raise ConfigurationError(f"{wanted} is not empty; give the run an empty folder, such as {wanted / 'run'}")
             number += 1
             candidate = wanted.with_name(f"{wanted.name}-{number}")
     except OSError as error:
@@ -200,7 +199,7 @@ def _free(wanted: Path) -> Path:
 def _to_resume(folder: Path | None, default: Path) -> Path:
     """Return ``folder``, or the run with the highest number among ``default`` and its numbered siblings.
 
-    The number decides, because the times of copied files are wrong.
+    The number decides, because copied files have other times.
     """
     own = re.compile(rf"{re.escape(default.name)}(?:-(\d+))?")  # not the runs of a configuration with a longer name
     siblings = ((own.fullmatch(run.name), run) for run in default.parent.glob("*"))
@@ -208,21 +207,21 @@ def _to_resume(folder: Path | None, default: Path) -> Path:
     runs = [folder] if folder is not None else [run for _, run in numbered]
     found = [run for run in runs if (run / "last_checkpoint").is_file()]
     if not found:
-        missing = f"there is nothing to resume in {folder or default.parent}: no last_checkpoint"
-        raise ConfigurationError(f"{missing}; run without --resume")
+        missing = f"--resume found no last_checkpoint in {folder or default.parent}"
+        raise ConfigurationError(f"{missing}; leave out --resume to begin a new run")
     return found[-1]
 
 
 @contextmanager
 def _resumable(work_dir: Path, arguments: str) -> Iterator[None]:
-    """Make the folder of a run; add the ``arguments`` that resume it as a note to Ctrl-C."""
+    """Create the folder of a run; add the ``arguments`` that resume it as a note to Ctrl-C."""
     try:
         work_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigurationError(f"{work_dir}: cannot make this folder: {error.strerror}") from None
+        raise ConfigurationError(f"{work_dir}: cannot create this folder: {error.strerror}") from None
     try:
         yield
     except KeyboardInterrupt as interrupt:
         saved = (work_dir / "last_checkpoint").exists()
-        interrupt.add_note(f"goes on from the last checkpoint with {arguments}" if saved else "before the first checkpoint")
+        interrupt.add_note(f"continue from the last checkpoint with {arguments}" if saved else "no checkpoint was written yet")
         raise

@@ -27,10 +27,10 @@ def list_runs(folder: Path = Path("runs"), /) -> int:
     A run is listed if its folder has the run.json of a RunRecordHook, or a scalars.jsonl. Exit status 1: a run.json is damaged.
 
     Args:
-        folder: where to look; in its subfolders, too.
+        folder: the folder to search, with its subfolders.
     """
     if not folder.is_dir():
-        raise ConfigurationError(f"{folder}: no such folder; give the folder that has your runs")
+        raise ConfigurationError(f"{folder}: no such folder; name the folder that contains your runs")
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("run")
     table.add_column("state", no_wrap=True)
@@ -69,7 +69,7 @@ def _row(run: RunFolder, folder: Path) -> tuple[str | Text, ...]:
 
 
 def _bytes(folder: Path) -> int:
-    """Return the size of the files in a folder; those that a living run removes meanwhile do not count."""
+    """Return the size of the files in a folder, without files that a run removes meanwhile."""
     total = 0
     for file in folder.rglob("*"):
         with suppress(FileNotFoundError):
@@ -81,13 +81,13 @@ def _bytes(folder: Path) -> int:
 def best_metric(validations: Sequence[Mapping[str, float]]) -> tuple[str, int] | None:
     """Return the best value of a metric, such as ``"accuracy 0.97"``, and the index of its validation.
 
-    It is the first metric whose name tells that more is better, else the first one for which less is; None without any.
+    It is the first metric whose name implies that more is better, else the first for which less is; None without any.
     """
     from hooks.rules import Rule, find_rule, is_better
 
     rules: dict[str, Rule] = {}
     for name in dict.fromkeys(name for metrics in validations for name in metrics):
-        with suppress(ConfigurationError):  # the name does not tell
+        with suppress(ConfigurationError):  # the name implies neither
             rules[name] = find_rule(name)
     chosen = next((name for name, rule in rules.items() if rule == "greater"), next(iter(rules), None))
     best: tuple[float, int] | None = None

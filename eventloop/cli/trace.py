@@ -1,4 +1,4 @@
-"""``trainbus trace``: traces in one picture."""
+"""``trainbus trace``: merge traces."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def merge_files(
 ) -> None:
     """Merge traces into one file, with their clocks aligned: of several ranks, and of torch's profiler.
 
-    https://ui.perfetto.dev opens the file. Each process has a number of its own in it; the rank is in its name.
+    Open the file in https://ui.perfetto.dev. Each process has a separate number in it, and the rank in its name.
 
-    Files of one machine fit together to a few microseconds, those of several as well as their clocks agree (with NTP to about
-    a millisecond).
+    Files of one machine are aligned to a few microseconds. Files of several machines are aligned as well as their clocks
+    agree: with NTP to about a millisecond.
 
     Args:
         files: files of a TraceHook, such as trace.rank0.json, and of a ProfilerHook(json_trace_path=...).
-        out: where to write.
+        out: the file to write.
     """
     if not files:
-        raise ConfigurationError("give the files to merge, such as trace.rank0.json trace.rank1.json")
+        raise ConfigurationError("no files to merge; name them, such as trace.rank0.json trace.rank1.json")
     for path in (*files, out.parent):
         if not path.exists():
             raise ConfigurationError(f"{path}: no such file or folder")

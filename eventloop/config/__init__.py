@@ -1,8 +1,10 @@
-"""Make hooks, models and loops from a configuration, with options typed by signatures.
+"""Create hooks, models and loops from a configuration, with options typed by signatures.
 
-``read`` reads files and applies changes of the command line. ``names`` registers classes and resolves ``module:attribute``.
-``make`` makes objects by their signatures; ``descriptions`` has what docstrings say about options. ``setup`` makes hooks and a
-whole loop.
+- ``read``: reads files and applies changes of the command line.
+- ``names``: registers classes and resolves ``module:attribute``.
+- ``make``: creates objects by their signatures.
+- ``descriptions``: reads the descriptions of options from docstrings.
+- ``setup``: creates hooks and a whole loop.
 """
 
 from eventloop.config.descriptions import option_descriptions

@@ -1,4 +1,4 @@
-"""What docstrings say about options."""
+"""Read the descriptions of options from docstrings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make the objects that a configuration describes, with options typed by the signatures of classes and functions."""
+"""Create the objects of a configuration, with options typed by the signatures of classes and functions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Signature:
         self.target = target
         self.label: str = label or getattr(target, "__name__", type(target).__name__)
         self.also = also
-        # Torch's schedulers import names of typing for type checkers only.
+        # Torch's schedulers import names from typing under TYPE_CHECKING only.
         names = {**vars(abc), **vars(typing), **getattr(inspect.unwrap(_function(target)), "__globals__", {})}
         self.options: dict[str, inspect.Parameter] = {}
         self.rest: Any = None
@@ -151,8 +151,8 @@ class Maker:
 
     Args:
         imports: modules that ``module:attribute`` may name.
-        given: values, by name, of required parameters that a table lacks, such as ``model``; None gives none. Of several
-            optimizers by name, a table selects one by its name.
+        given: values of required parameters that a table lacks, by name, such as ``model``. A parameter whose value is None
+            is not given. A table selects one of several optimizers by its name.
     """
 
     def __init__(self, imports: Imports | None = None, **given: Any) -> None:
@@ -174,7 +174,7 @@ class Maker:
         if options is not None and (isinstance(made, type | functools.partial) or inspect.isroutine(made)):
             made = self.call(Signature(made), options, where)
         elif options:
-            raise wrong(where, f"{made!r} is an object, which takes no options ({', '.join(options)})")
+            raise wrong(where, f"{made!r} is neither a class nor a function, so it takes no options ({', '.join(options)})")
         if expected is not None and not isinstance(made, expected):
             article = "an" if expected.__name__[0] in "AEIOU" else "a"
             raise wrong(where, f"expected {article} {expected.__name__}, got {made!r}")
@@ -192,7 +192,7 @@ class Maker:
         return found  # type: ignore[no-any-return]
 
     def find(self, value: Any, where: str, base: type | None = None) -> tuple[Any, dict[str, Any] | None]:
-        """Return what a name, or the ``type`` of a table, stands for, and the other keys; an object and None for an object.
+        """Return the object that a name or a table's ``type`` refers to, and the table's other keys (None for an object).
 
         If classes derived from ``base`` are registered, names and options of other systems are translated.
         """
@@ -203,9 +203,11 @@ class Maker:
         table = {"type": value} if isinstance(value, str) else value
         at = where if isinstance(value, str) else inside(where, "type")
         if "type" not in table:
-            near = [f" (is {str(key)!r} it, misspelt?)" for key in table if did_you_mean(str(key), ["type"])]
+            near = [f" (is {str(key)!r} misspelt?)" for key in table if did_you_mean(str(key), ["type"])]
             names = f"name a {kind}, one of {', '.join(one.name for one in entries)}, or your own, as module:attribute"
-            raise wrong(at, f"is missing{''.join(near[:1])}: {names if kind else 'say what to make, as module:attribute'}")
+            raise wrong(
+                at, f"is missing{''.join(near[:1])}: {names if kind else 'name a class or function, as module:attribute'}"
+            )
         name = table["type"]
         found = self._named(name, at, kind) if isinstance(name, str) else name
         options = {key: entry for key, entry in table.items() if key != "type"}
@@ -218,7 +220,7 @@ class Maker:
         try:
             return find(kind, name)
         except TrainbusError as error:
-            raise wrong(where, f"{error}; a class that is not registered is written as module:attribute") from None
+            raise wrong(where, f"{error}; write an unregistered class as module:attribute") from None
 
     def call(self, signature: Signature, table: Mapping[str, Any], where: str) -> Any:
         """Call the target of a signature with the options in a table; add ``where`` to its errors."""
@@ -238,7 +240,7 @@ class Maker:
             raise type(error)(f"{where} ({signature.label}): {error}") from error
         except Exception as error:
             called = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
-            is_torchs = called and all(f"{name}.".startswith("torch.") for name in called)  # no code of the user's raised it
+            is_torchs = called and all(f"{name}.".startswith("torch.") for name in called)  # raised without the user's code
             if isinstance(error, TypeError | ValueError) and is_torchs:
                 raise wrong(where, f"{signature.label} does not take these options: {error}") from error
             error.add_note(f"while making {signature.label} for {where}")
@@ -253,8 +255,8 @@ class Maker:
                 further[key] = value
             elif key == "optimizer" and isinstance(value, str) and self._optimizers:
                 if value not in self._optimizers:
-                    there = f"{did_you_mean(value, self._optimizers)}; there are {', '.join(self._optimizers)}"
-                    raise wrong(inside(where, key), f"there is no optimizer {value!r}{there}")
+                    there = f"{did_you_mean(value, self._optimizers)}; the optimizers are {', '.join(self._optimizers)}"
+                    raise wrong(inside(where, key), f"{value!r} is not an optimizer{there}")
                 values[key] = self._optimizers[value]
             else:
                 values[key] = self.typed(value, signature.options[key].annotation, inside(where, key))
@@ -269,7 +271,7 @@ class Maker:
         return values | {key: self.typed(value, signature.rest, inside(where, key)) for key, value in further.items()}
 
     def typed(self, value: Any, annotation: Any, where: str) -> Any:
-        """Return a value of a configuration as its annotation wants it; raise ConfigurationError if that is not possible."""
+        """Convert a value of a configuration to its annotation; raise ConfigurationError if it does not fit."""
         kinds = members(annotation)
         forms = {one.form for one in kinds}
         if "any" in forms:
@@ -319,7 +321,7 @@ class Maker:
         return value if is_made else _NOT_IT
 
     def _untyped(self, value: Any, where: str) -> Any:
-        """Make an object of every table in an untyped value whose ``type`` is ``module:attribute``."""
+        """Create the object of every table in an untyped value whose ``type`` is ``module:attribute``."""
         if isinstance(value, dict) and is_reference(value.get("type")):
             return self.make(value, where)
         if isinstance(value, dict):
@@ -330,7 +332,7 @@ class Maker:
 
 
 def derived(found: Any, base: type, where: str) -> type:
-    """Return a class; raise ConfigurationError if it is none, or not derived from ``base``."""
+    """Return ``found``; raise ConfigurationError if it is not a class derived from ``base``."""
     if not (isinstance(found, type) and issubclass(found, base)):
         raise wrong(where, f"expected a class derived from {base.__name__}, got {kind_of(found)}")
     return found

@@ -75,7 +75,7 @@ def register(cls: C | None = None, /, *, name: str | None = None, aliases: Itera
     kind = next((kind for kind, base in _bases.items() if isinstance(cls, type) and issubclass(cls, base)), None)
     if kind is None:
         bases = " or ".join(base.__name__ for base in _bases.values())
-        raise RegistrationError(f"@register is for classes derived from {bases}, not for {cls!r}")
+        raise RegistrationError(f"@register takes classes derived from {bases}, not {cls!r}")
     entry, named, full = Registered(name or cls.__name__, cls, tuple(aliases)), _found[kind], _full_name(cls)
     for one in (entry.name, *entry.aliases):
         if not isinstance(one, str) or not one or ":" in one:
@@ -119,7 +119,7 @@ def find(kind: str, name: str) -> type[Any]:
     hint = did_you_mean(name, _found[kind])
     known = "" if hint else f"; registered: {names or 'none (`import hooks` registers those that come with trainbus)'}"
     absent = [f" ({entry.system}'s: {entry.note})" for entry in _migrations.get(name, ()) if not entry.ours]
-    raise UnknownNameError(f"no {kind} is registered as {name!r}{hint}{known}{''.join(absent[:1])}")
+    raise UnknownNameError(f"{name!r} is not a registered {kind}{hint}{known}{''.join(absent[:1])}")
 
 
 # -------------------------------------------------------------------------------------------------- module:attribute
@@ -138,8 +138,8 @@ class Imports:
 
     Args:
         modules: names of the modules, as the configuration lists them.
-        folders: folders of the user's files, which are added to the end of the import path; a file that an installed module of
-            the same name hides is an error.
+        folders: folders of the user's files, added to the end of the import path. A file hidden by an installed module of the
+            same name is an error.
 
     Raises:
         ConfigurationError: a module does not exist, or another module hides it.
@@ -157,14 +157,14 @@ class Imports:
             path = name.replace(".", "/")
             for file in (folder / one for folder in self._folders for one in (f"{path}.py", f"{path}/__init__.py")):
                 if file.is_file() and (origin is None or not file.samefile(origin)):
-                    shown = origin or "a module of Python itself"
-                    raise wrong(where, f"{name!r} is {shown}, which hides {file}; rename your file")
+                    shown = origin or "Python itself"
+                    raise wrong(where, f"{name!r} is imported from {shown}, which hides {file}; rename your file")
 
     def resolve(self, reference: str, where: str) -> Any:
         """Return the object that ``module:attribute`` names, from a listed module."""
         match = _REFERENCE.fullmatch(reference)
         if match is None:
-            raise wrong(where, f"{reference!r} names nothing: write module:attribute{self._hint(reference)}")
+            raise wrong(where, f"{reference!r} is not of the form module:attribute{self._hint(reference)}")
         name, attributes = match.groups()
         if not any(f"{name}.".startswith(f"{listed}.") for listed in self._modules):
             wanted = ", ".join(f'"{one}"' for one in [*self._modules, name])
@@ -200,8 +200,9 @@ class Imports:
                 error.add_note(f"while importing {name!r} for {where}")
                 raise
             hint = did_you_mean(missing, {path.stem for folder in self._folders for path in folder.glob("*.py")})
-            folders = f" in {' or '.join(map(str, self._folders))}, nor" if self._folders else ""
-            raise wrong(where, f"there is no module {missing!r}{hint}{folders} among the installed ones") from None
+            folders = f"in {' and '.join(map(str, self._folders))}, and " if self._folders else ""
+            searched = f"searched {folders}among the installed modules"
+            raise wrong(where, f"module {missing!r} was not found{hint}; {searched}") from None
 
 
 def _attribute(module: ModuleType, attributes: str, where: str) -> Any:
@@ -226,12 +227,12 @@ def _attribute(module: ModuleType, attributes: str, where: str) -> Any:
 
 
 class OptionChange(msgspec.Struct, frozen=True):
-    """The translation of another system's option, if a new name is not enough."""
+    """The translation of another system's option for which a new name is not enough."""
 
-    ours: str = ""  # our name, or "" if we have none
-    also: dict[str, Any] = {}  # further options of ours that it sets
-    says_nothing: tuple[Any, ...] | None = (None,)  # values that are dropped, as they ask for our behaviour; None: all
-    instead: str = ""  # what to write instead, for the other values
+    ours: str = ""  # its name in trainbus, or ""
+    also: dict[str, Any] = {}  # further trainbus options that it implies
+    says_nothing: tuple[Any, ...] | None = (None,)  # values to drop, because they ask for trainbus's behaviour; None: all
+    instead: str = ""  # the way out for all other values
 
 
 class Migration(msgspec.Struct, frozen=True):
@@ -239,10 +240,10 @@ class Migration(msgspec.Struct, frozen=True):
 
     system: str
     name: str
-    ours: tuple[str, ...] = ()  # our classes for it, of which the first replaces it; empty if we have none
-    options: dict[str, str | OptionChange] = {}  # its options, with our names or their changes
-    preset: dict[str, Any] = {}  # options of ours that its name implies; options that are given override them
-    note: str = ""  # further differences, or why we have none
+    ours: tuple[str, ...] = ()  # trainbus's classes for it, the replacement first; empty if there is none
+    options: dict[str, str | OptionChange] = {}  # its options, with their names in trainbus or their changes
+    preset: dict[str, Any] = {}  # trainbus options that its name implies; given options override them
+    note: str = ""  # further differences, or why there is no replacement
     aliases: tuple[str, ...] = ()
 
 
@@ -260,7 +261,7 @@ priority_scales: dict[str, PriorityScale] = {}
 
 
 def register_migrations(table: Iterable[Migration]) -> None:
-    """Let lists of hooks use the names and options of other systems. Register our classes first."""
+    """Let lists of hooks use the names and options of other systems. Register trainbus's classes first."""
     for entry in table:
         names = (entry.name, *entry.aliases)
         for name in names:
@@ -279,8 +280,8 @@ def register_priorities(scale: PriorityScale) -> None:
 
 
 def translated(name: str | None, options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return options under our names, if ``name`` is a name in another system. Options of ours stay unchanged."""
-    # Of several entries with this name, take the one that has most of the options, or that takes none.
+    """Translate options to trainbus's names if ``name`` is a name in another system. Other options stay unchanged."""
+    # Of several entries with this name, take the one with most of the options, or without options.
     entries = _migrations.get(name or "", ())
     entry = max(entries, key=lambda one: (len(one.options.keys() & options.keys()), not one.options), default=None)
     if entry is None:
@@ -292,11 +293,14 @@ def translated(name: str | None, options: Mapping[str, Any], where: str) -> dict
         change = OptionChange(change) if isinstance(change, str) else change
         theirs = f"{option} of {entry.system}'s {entry.name}"
         if change.ours in ours or (change.ours != option and change.ours in options):
-            raise wrong(inside(where, option), f"{theirs} is {change.ours} here, which is given, too")
+            raise wrong(
+                inside(where, option),
+                f"{theirs} is called {change.ours} in trainbus, and {change.ours} is given, too; give one",
+            )
         if change.ours:
             ours[change.ours] = value
             also |= change.also
         elif change.says_nothing is not None and (settled := settle(value)) not in change.says_nothing:
-            way_out = f"{kind_of(settled)} asks for something: leave it out; {change.instead}"
-            raise wrong(inside(where, option), f"{theirs} is not here, and {way_out}")
+            way_out = f"leave it out; {change.instead}"
+            raise wrong(inside(where, option), f"{theirs} is not supported, given as {kind_of(settled)}: {way_out}")
     return entry.preset | also | ours

@@ -1,6 +1,6 @@
-"""Read configurations: files in TOML, YAML and JSON, and changes such as ``loop.max_epochs=3``; parts of messages.
+"""Read configurations: files in TOML, YAML and JSON, and changes such as ``loop.max_epochs=3``; helpers for messages.
 
-Reading gives tables, lists, strings and numbers, and never runs code. Size, depth and repetition are bounded.
+Reading returns tables, lists, strings and numbers, and never runs code. Size, depth and repetition are bounded.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def read(path: Path) -> dict[str, Any]:
     """
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        hint = "; a Python file is a program: run it with python" if path.suffix == ".py" else _neighbours(path)
-        raise wrong(str(path), f"a configuration is a .toml, .yaml or .json file{hint}")
+        hint = "; run a Python script with python" if path.suffix == ".py" else _neighbours(path)
+        raise wrong(str(path), f"a configuration must be a .toml, .yaml or .json file{hint}")
     try:
         text = _text(path)
         found = reader(text) if text.strip() else None
@@ -77,7 +77,7 @@ def _neighbours(path: Path) -> str:
     folder = path if path.is_dir() else path.parent
     found = sorted(one.name for one in folder.glob("*") if one.suffix.lower() in SUFFIXES and one.is_file())
     if not found:
-        return f"; there is no configuration in {folder.absolute()}"
+        return f"; no configuration is in {folder.absolute()}"
     return did_you_mean(path.name, found) or f"; {folder} has {', '.join(found)}"
 
 
@@ -99,7 +99,7 @@ def _check_bounds(value: Any) -> None:
             raise ValueError(_TOO_LONG)
         tables = [one for one in level if isinstance(one, dict)]
         for key in (key for table in tables for key in table if isinstance(key, bool | None)):
-            raise ValueError(f"a key is {key!r} (YAML reads on, off, yes and no as that); put it in quotes")
+            raise ValueError(f"the key {key!r} is not text (YAML reads on, off, yes and no as booleans); put it in quotes")
         lists = [one for one in level if isinstance(one, list)]
         level = [inner for one in (*lists, *(table.values() for table in tables)) for inner in one]
         if not level:
@@ -121,7 +121,7 @@ def _yaml(text: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise ValueError('reading YAML needs PyYAML: pip install "trainbus[yaml]"; TOML and JSON need nothing') from None
+        raise ValueError('reading YAML needs PyYAML: pip install "trainbus[yaml]"; TOML and JSON need no package') from None
     loader: Any = type("Loader", (yaml.SafeLoader,), {})
     loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
     try:
@@ -131,7 +131,7 @@ def _yaml(text: str) -> Any:
         try:
             return loader("").construct_document(node)
         except (AttributeError, KeyError, ValueError) as error:  # such as 2026-13-01, or !!bool maybe
-            raise ValueError(f"a value does not have its type: {_reason(error)}") from None
+            raise ValueError(f"a value does not match its type: {_reason(error)}") from None
     except yaml.MarkedYAMLError as error:
         raise ValueError(f"{error.problem}{_at(error.problem_mark)}") from None
     except yaml.YAMLError as error:
@@ -172,7 +172,7 @@ SUFFIXES = tuple(_READERS)
 def override(config: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
     """Return ``config`` with changes such as ``custom_hooks[0].interval=5``. Each option determines the type of its value.
 
-    A change makes missing tables. A change of an option turns a name (``model = "mine:network"``) into a table with that
+    Missing tables are created. A change of an option turns a name (``model = "mine:network"``) into a table with that
     ``type``.
 
     Raises:
@@ -193,7 +193,7 @@ def override(config: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
 
 
 def parsed(value: Any) -> Any:
-    """Return ``value``; text from the command line as a value of TOML or JSON, or as plain text if it is neither."""
+    """Return ``value``; parse text from the command line as TOML or JSON, or else keep it as plain text."""
     if not isinstance(value, FromText):
         return value
     for parser in (lambda text: tomllib.loads(f"value = {text}")["value"], json.loads):
@@ -203,7 +203,7 @@ def parsed(value: Any) -> Any:
 
 
 def settle(value: Any) -> Any:
-    """Return a value in which all text from the command line is parsed."""
+    """Parse all text from the command line in a value."""
     if isinstance(value, dict):
         return {key: settle(entry) for key, entry in value.items()}
     return [settle(entry) for entry in value] if isinstance(value, list) else parsed(value)
@@ -259,7 +259,7 @@ def wrong(where: str, message: str) -> ConfigurationError:
 
 
 def shortened(text: str, most: int = 80) -> str:
-    """Return a text for a message, cut to ``most`` characters."""
+    """Cut a text for a message to ``most`` characters."""
     return text if len(text) <= most else f"{text[:most]}…"
 
 
@@ -276,7 +276,9 @@ def kind_of(value: Any) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``" (did you mean 'this' or 'that'?)"``, or "" if no known name is similar."""
-    lower = {one.lower(): one for one in known}
+    lower: dict[str, str] = {}
+    for one in known:
+        lower.setdefault(one.lower(), one)  # the first of several spellings: aliases come last
     near = get_close_matches(name.lower(), lower, n=2, cutoff=0.6)
     near = near or [one for one in lower if len(name) > 2 and re.search(rf"(\b|_){re.escape(name.lower())}", one)][:2]
     return f" (did you mean {' or '.join(repr(lower[one]) for one in near)}?)" if near else ""
@@ -287,11 +289,11 @@ def check_keys(
 ) -> None:
     """Raise ConfigurationError for a key of ``table`` that is not in ``known``.
 
-    ``whose`` names the owner of the keys; ``further`` are keys elsewhere that may have been meant.
+    ``whose`` names the owner of the keys; ``further`` are keys of other tables to suggest.
     """
     names = list(dict.fromkeys(known))
     for key in table:
         if key not in names:
             hint = did_you_mean(str(key), names) or did_you_mean(str(key), further)
-            there = f"; there are {', '.join(names) or 'none'}"
+            there = f"; its options are {', '.join(names)}" if names else "; it has no options"
             raise wrong(inside(where, str(key)), f"{whose} has no option {str(key)!r}{hint or there}")

@@ -1,4 +1,4 @@
-"""Make hooks, and a whole training loop (model, data, optimizer, step, metrics), from a configuration."""
+"""Create hooks, and a whole training loop (model, data, optimizer, step, metrics), from a configuration."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def merged(defaults: Tables, changes: Any, where: str) -> dict[str, Any]:
         is_off = value is False or value is None
         is_change = isinstance(value, Mapping) and "type" not in value
         if name not in defaults and (is_off or is_change):
-            hint = did_you_mean(str(name), defaults) or f"; there are {', '.join(defaults)}"
-            raise wrong(here, f"there is no default hook {name!r}{hint} (another one needs its type)")
+            hint = did_you_mean(str(name), defaults) or f", which are {', '.join(defaults)}"
+            raise wrong(here, f"{name!r} is not one of the default hooks{hint}; to add another hook, give its type")
         if is_off:
             del hooks[name]
         elif is_change:
@@ -116,8 +116,8 @@ def _priority(table: Mapping[str, Any], where: str) -> int | None:
         if table.get(theirs) is not None:
             key, names = theirs, scale.names
             if "priority" in table:
-                advice = f"{key} is {scale.system}'s name for it, on {scale.system}'s scale; give one"
-                raise wrong(inside(where, key), f"priority is given, too: {advice}")
+                advice = f"{key} is {scale.system}'s name for it, on {scale.system}'s scale"
+                raise wrong(inside(where, key), f"priority is given, too; give one of them: {advice}")
     value = settle(table.get(key))
     if isinstance(value, Enum) and not isinstance(value, int):
         value = value.name  # a member of a foreign enumeration
@@ -185,7 +185,7 @@ class Setup:
         self.tests = data.get("test") is not None
 
     def make(self) -> TrainLoop:
-        """Make every object in order, and the loop last. ``loop.seed`` seeds the random generators first."""
+        """Create every object in order, and the loop last. ``loop.seed`` seeds the random generators first."""
         if (seed := self.loop.get("seed")) is not None:
             seed_everything(checked_seed(seed))  # before the weights are drawn
         if "device" in self.loop:
@@ -255,7 +255,7 @@ class Setup:
                 where = inside("data", stage)
                 batches = self._maker.make(value, where)
                 if not hasattr(batches, "__iter__"):
-                    hint = '; a dataset goes into a loader: { type = "torch.utils.data:DataLoader", dataset = … }'
+                    hint = '; wrap a dataset in a loader: { type = "torch.utils.data:DataLoader", dataset = … }'
                     dataset = hint if hasattr(batches, "__getitem__") else ""
                     raise wrong(where, f"expected an iterable of batches, such as a DataLoader, got {batches!r}{dataset}")
                 made[f"{stage}_data"] = shared(batches, where, seed=self.loop.get("seed") or 0)
@@ -283,7 +283,7 @@ class Setup:
 
 
 def _settled(value: Any, *, deep: bool) -> Any:
-    """Parse text of the command line that describes a whole object; options are parsed later by their types."""
+    """Parse text of the command line that describes a whole object. Options are parsed later, by their types."""
     if deep and isinstance(value, Mapping) and "type" not in value:
         return {name: parsed(one) for name, one in value.items()}
     return parsed(value)

@@ -107,7 +107,7 @@ def test_ls_marks_the_newest_and_shows_all_names_of_one_file(trainbus):
 def test_ls_reports_a_last_checkpoint_naming_a_missing_file(trainbus):
     make("epoch_1.safetensors")
     Path("last_checkpoint").write_text("epoch_2.safetensors")
-    assert "→ last_checkpoint: epoch_2.safetensors (which is not there)" in trainbus("ls", ".").out
+    assert "→ last_checkpoint: epoch_2.safetensors (missing)" in trainbus("ls", ".").out
 
 
 def test_ls_of_a_work_dir_names_the_newest_in_another_directory(trainbus):
@@ -181,7 +181,7 @@ def test_ls_lists_other_files_beside_a_pipe_named_like_a_checkpoint(trainbus):
     assert "pipe.safetensors is a FIFO and not a regular file" in result.out
 
 
-@pytest.mark.parametrize(("name", "says"), [("nowhere", "no such directory"), ("file", "is a file")])
+@pytest.mark.parametrize(("name", "says"), [("nowhere", "no such directory"), ("file", "is a file, not a directory")])
 def test_ls_of_a_file_or_of_a_missing_directory_is_a_mistake(trainbus, name, says):
     Path("file").touch()
     result = trainbus("ls", name)
@@ -276,7 +276,7 @@ def test_show_of_a_key_shows_that_part(trainbus, key, shows):
     [
         ("state_dikt", "no 'state_dikt' in the checkpoint; there is state_dict, ema_state_dict"),
         ("state_dict.heat", "no 'heat' under 'state_dict'; there is"),
-        ("progress.epoch.x", "nothing under 'progress.epoch': that is a leaf"),
+        ("progress.epoch.x", "'x' is not under 'progress.epoch', which is a single value"),
     ],
 )
 def test_show_of_a_missing_key_names_the_existing_ones(trainbus, key, says):
@@ -373,7 +373,7 @@ def test_nothing_is_overwritten_without_force(trainbus, command):
     out.write_text("before")
     result = trainbus(command, source, out)
     assert result.status == 2
-    assert f"{out} exists already; --force replaces it" in result.err
+    assert f"{out} exists; add --force to replace it" in result.err
     assert out.read_text() == "before"
     assert trainbus(command, source, out, "--force").status == 0
     assert out.stat().st_size > 1000
@@ -391,9 +391,9 @@ def test_not_even_force_replaces_the_file_that_is_read(trainbus):
     [
         (["a.safetensors", "out.bin"], "must end in .pth or .pt"),
         (["a.safetensors", "out.safetensors"], "give --weights to export only its weights"),
-        (["a.safetensors", "out.pth", "--raw"], "--raw goes with --weights"),
-        (["a.safetensors", "out.pth", "--strip"], "--strip goes with --weights"),
-        (["a.safetensors", "out.pth", "--model", "m"], "--model goes with --weights"),
+        (["a.safetensors", "out.pth", "--raw"], "--raw works with --weights only"),
+        (["a.safetensors", "out.pth", "--strip"], "--strip works with --weights only"),
+        (["a.safetensors", "out.pth", "--model", "m"], "--model works with --weights only"),
         (["a.safetensors", "nowhere/out.pth"], "nowhere: no such directory"),
         (["a.safetensors", "."], ". is a directory"),
     ],
@@ -410,7 +410,7 @@ def test_exporting_raw_weights_without_averages_is_an_error(trainbus):
     save({"state_dict": {"w": torch.ones(2)}}, "a.safetensors")
     result = trainbus("export", "a.safetensors", "w.pth", "--weights", "--raw")
     assert result.status == 2
-    assert "its state_dict has the trained weights already" in result.err
+    assert "its state_dict is raw already; leave out --raw" in result.err
 
 
 # ------------------------------------------------------------------------------------------------------------- import
@@ -441,8 +441,8 @@ def test_import_of_a_plain_state_dict_makes_weights_that_load(trainbus):
     ("content", "says"),
     [
         ({"state_dict": {"w": torch.ones(1)}, "epoch": 3}, "nothing but the weights: load_weights"),
-        ({"model": 1, "epoch": 3}, "a dict, as it is: model, epoch"),
-        ([1, 2], "a list, as it is"),
+        ({"model": 1, "epoch": 3}, "a dict, unchanged: model, epoch"),
+        ([1, 2], "a list, unchanged"),
     ],
     ids=["weights", "dict", "list"],
 )
@@ -483,7 +483,7 @@ def test_import_of_a_tensor_that_no_checkpoint_holds_names_its_path(trainbus):
 def test_import_accepts_only_names_that_a_run_finds(trainbus):
     result = trainbus("import", MMENGINE, "out.pth")
     assert result.status == 2
-    assert "ends in .safetensors" in result.err
+    assert "must end in .safetensors" in result.err
 
 
 # --------------------------------------------------------------------------------------------------------------- URLs
@@ -543,7 +543,7 @@ def test_show_and_export_take_urls(trainbus, bucket):
     assert back["head.weight"].equal(torch.full((2, 3), 4.0))
     result = trainbus("export", url, "memory://bucket/out/w.pth")
     assert result.status == 2
-    assert "memory://bucket/out/w.pth exists already; --force replaces it" in result.err
+    assert "memory://bucket/out/w.pth exists; add --force to replace it" in result.err
     assert trainbus("export", url, "memory://bucket/run/epoch_3.safetensors", "--weights", "--force").status == 2
     assert trainbus("export", url, "memory://bucket/out/w.safetensors", "--weights").status == 0
     assert [name for name in bucket.store if ".trainbus-" in name] == []
@@ -611,7 +611,7 @@ def test_a_missing_file_is_a_mistake(trainbus, command):
     [
         ("a.pth", "not a checkpoint but a file of torch.save; convert it: trainbus checkpoint import a.pth"),
         ("plain.safetensors", "not a checkpoint but plain safetensors"),
-        ("notes.txt", "is not a checkpoint; their names end in .safetensors"),
+        ("notes.txt", "is not a checkpoint: checkpoints end in .safetensors"),
     ],
 )
 def test_another_kind_of_file_is_a_usage_error_and_not_damage(trainbus, command, name, says):

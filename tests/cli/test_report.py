@@ -42,11 +42,11 @@ def test_a_report_on_several_runs_is_written_in_the_current_folder_or_where_it_i
     [
         (["empty"], 2, "empty: not the folder of a run: it has neither run.json nor scalars.jsonl"),
         (["missing"], 2, "missing: no such folder"),
-        (["."], 2, ".: not the folder of a run, but has some in it; give one of a, damaged"),
+        (["."], 2, ".: not the folder of a run, but it contains some; give one of a, damaged"),
         (["a", "missing"], 2, "missing: no such folder"),
         (["damaged"], 1, "damaged/run.json is damaged"),
         (["a", "-o", "empty"], 2, "empty is a folder; name a file in it"),
-        (["a", "-o", "none/r.html"], 2, "none/r.html cannot be written: there is no folder none"),
+        (["a", "-o", "none/r.html"], 2, "none/r.html cannot be written: no folder none"),
         ([], 2, "report"),
     ],
 )
@@ -78,7 +78,7 @@ def test_damaged_lines_are_left_out_and_give_the_status_1(here, capsys):
     with Path("a/scalars.jsonl").open("a") as file:
         file.write("{\n")
     assert main(["report", "a"]) == 1
-    assert "a/scalars.jsonl: 1 damaged line left out, the first one is line 101" in capsys.readouterr().out
+    assert "a/scalars.jsonl: 1 damaged line left out, the first is line 101" in capsys.readouterr().out
     assert Path("a/report.html").is_file()
 
 

@@ -150,7 +150,7 @@ def test_a_second_run_does_not_overwrite_the_first_and_resume_continues(here, pr
 
 
 def test_resume_without_a_run_is_an_error(here, project, capsys):
-    assert "there is nothing to resume in runs: no last_checkpoint; run without --resume" in said(
+    assert "--resume found no last_checkpoint in runs; leave out --resume to begin a new run" in said(
         capsys, "run", project, "--resume"
     )
 
@@ -196,16 +196,19 @@ def test_overrides_can_precede_and_follow_options(here, project, capsys):
     [
         ("loop.max_epochs=x", "loop.max_epochs: expected int | None, got str 'x'"),
         ("loop.max_epoch=3", "loop.max_epoch: loop has no option 'max_epoch' (did you mean 'max_epochs'?)"),
-        ("custom_hooks[0]=GrowrForTests", "custom_hooks[0].type: no hook is registered as 'GrowrForTests' (did you mean"),
+        ("custom_hooks[0]=GrowrForTests", "custom_hooks[0].type: 'GrowrForTests' is not a registered hook (did you mean"),
         (
             "default_hooks.logger.writers=[{type='lines_for_test'}]",
-            "default_hooks.logger.writers[0].type: no writer is registered",
+            "default_hooks.logger.writers[0].type: 'lines_for_test' is not a registered writer",
         ),
-        ("default_hooks.loger.interval=3", "default_hooks.loger: there is no default hook 'loger' (did you mean 'logger'?)"),
+        (
+            "default_hooks.loger.interval=3",
+            "default_hooks.loger: 'loger' is not one of the default hooks (did you mean",
+        ),
         ("model.widht=3", "model.widht: net has no option 'widht' (did you mean 'width'?)"),
         (
             "imports=['user_parts_for_test']",
-            "imports[0]: there is no module 'user_parts_for_test' (did you mean 'user_parts_for_tests'?)",
+            "imports[0]: module 'user_parts_for_test' was not found (did you mean 'user_parts_for_tests'?)",
         ),
         ("imports=[]", "model: 'user_parts_for_tests:net' is in a module that is not listed under imports; add it there"),
         ("loop", "'loop': changes are written as key=value, such as loop.max_epochs=3"),
@@ -213,7 +216,7 @@ def test_overrides_can_precede_and_follow_options(here, project, capsys):
         ("loop.seed=99999999999999999999", "seed=99999999999999999999: give a 64-bit integer"),
         ("imports=['']", "imports[0]: '' is not the name of a module, such as my_module or my_package.my_module"),
         ("imports=['.x']", "imports[0]: '.x' is not the name of a module, such as my_module or my_package.my_module"),
-        ("loop.work_dir=.", ". is not empty, and a run needs a folder of its own, such as run"),
+        ("loop.work_dir=.", ". is not empty; give the run an empty folder, such as run"),
     ],
 )
 def test_a_configuration_error_exits_with_status_2_and_suggestions(project, capsys, change, message):
@@ -225,7 +228,8 @@ def test_a_local_hooks_py_is_never_imported_as_the_package(here, project, capsys
     assert main(["run", project, "--dry-run"]) == 0
     capsys.readouterr()
     err = said(capsys, "run", project, "imports=['hooks']")
-    assert err.startswith(f"trainbus run: imports[0]: 'hooks' is {Path(eventloop.__file__).parent.parent}/hooks/__init__.py")
+    package = f"{Path(eventloop.__file__).parent.parent}/hooks/__init__.py"
+    assert err.startswith(f"trainbus run: imports[0]: 'hooks' is imported from {package}, which hides")
     assert err.endswith(f"which hides {here}/configs/hooks.py; rename your file")
 
 
@@ -261,13 +265,26 @@ def test_a_missing_configuration_names_those_that_are_there(project, capsys):
 
 def test_a_folder_instead_of_a_configuration_names_those_in_it(project, capsys):
     (Path("configs") / "other.toml").mkdir()
-    assert said(capsys, "run", "configs").endswith("is a .toml, .yaml or .json file; configs has mine.toml")
-    assert said(capsys, "run", "mine").endswith(f"is a .toml, .yaml or .json file; there is no configuration in {Path.cwd()}")
+    assert said(capsys, "run", "configs").endswith("must be a .toml, .yaml or .json file; configs has mine.toml")
+    assert said(capsys, "run", "mine").endswith(f"a .toml, .yaml or .json file; no configuration is in {Path.cwd()}")
 
 
 def test_an_unknown_option_names_the_nearest(project, capsys):
     err = said(capsys, "run", project, "--dryrun")
     assert err == "trainbus run: Unknown option: --dryrun. Did you mean --dry-run?\ntrainbus run --help shows the options"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run"], "trainbus run: the argument CONFIG is missing"),
+        (["run", "x.toml", "--loop.max_epochs=3"], "Change the configuration by key=value, such as loop.max_epochs=3"),
+        (["events", "after_train"], "trainbus events: unexpected argument 'after_train'"),
+        (["hooks", "CheckpointHok"], "'CheckpointHok' is not a registered hook (did you mean 'CheckpointHook'"),
+    ],
+)
+def test_a_mistake_in_the_command_line_is_named_with_the_way_out(arguments, message, capsys):
+    assert message in said(capsys, *arguments)
 
 
 @pytest.mark.parametrize("arguments", [["run"], ["run", "x.toml", "--nonsense"], ["demo", "loop.max_epochs=3"]])
@@ -315,7 +332,7 @@ def test_events_lists_the_mount_points_in_order_with_their_fields(here, capsys, 
 def test_events_of_a_users_module_are_listed_apart(project, capsys, monkeypatch, here):
     monkeypatch.chdir(here / "configs")
     assert main(["events", "--import", "user_parts_for_tests"]) == 0
-    before, _, after = capsys.readouterr().out.partition("Declared by hooks and by modules of yours")
+    before, _, after = capsys.readouterr().out.partition("Declared by hooks and by your modules")
     assert "densified_for_tests" not in before
     assert re.search(r"densified_for_tests +publishes +points: int", after)
 
@@ -385,7 +402,7 @@ def test_resume_from_a_checkpoint_in_a_store(here, trained, capsys):
             "runs/mime",
             "--resume runs/mime: no such file or folder; without a value, --resume resumes the newest run in runs/",
         ),
-        ("configs", "there is nothing to resume in configs: no last_checkpoint; run without --resume"),
+        ("configs", "--resume found no last_checkpoint in configs; leave out --resume to begin a new run"),
         ("memory://nowhere/epoch_1.safetensors", "--resume memory://nowhere/epoch_1.safetensors: no such file or folder"),
         ("://", "--resume :: no such file or folder"),
         ("configs/user_parts_for_tests.py", "configs/user_parts_for_tests.py is not a checkpoint"),
@@ -418,4 +435,4 @@ def test_ctrl_c_prints_how_to_resume(here, trained, capsys):
     assert main(["run", trained, "--resume", "runs/mine", "step=user_parts_for_tests:interrupted", "loop.max_epochs=2"]) == 130
     said = capsys.readouterr().err
     assert "trainbus run: interrupted" in said
-    assert "goes on from the last checkpoint with --resume runs/mine" in said
+    assert "continue from the last checkpoint with --resume runs/mine" in said

@@ -234,7 +234,7 @@ def test_a_scheduler_can_be_a_name_and_several_have_names(monkeypatch):
 def test_a_scheduler_without_its_module_is_an_error_naming_the_module():
     table = {"type": "ParamSchedulerHook", "by": "epoch", "scheduler": {"type": "StepLR", "step_size": 3}}
     assert message(table, imports=SCHEDULERS) == (
-        "hooks[0].scheduler.type: 'StepLR' names nothing: write module:attribute "
+        "hooks[0].scheduler.type: 'StepLR' is not of the form module:attribute "
         "(did you mean 'torch.optim.lr_scheduler:StepLR'?)"
     )
 
@@ -262,7 +262,7 @@ def test_of_several_optimizers_a_table_names_one():
     table["optimizer"] = "crtic"
     where = "hooks[0].scheduler.optimizer"
     assert message(hook, imports=SCHEDULERS, optimizer=both) == (
-        f"{where}: there is no optimizer 'crtic' (did you mean 'critic'?); there are generator, critic"
+        f"{where}: 'crtic' is not an optimizer (did you mean 'critic'?); the optimizers are generator, critic"
     )
     del table["optimizer"]
     assert message(hook, imports=SCHEDULERS, optimizer=both) == (
@@ -327,9 +327,9 @@ def test_signals_are_given_by_name():
             {"kind": "torch.nn:Linear"},
             "kind: 'torch.nn:Linear' is in a module that is not listed under imports; add it there: ",
         ),
-        ({"console": "Console"}, "console: 'Console' names nothing: write module:attribute, such as \"my_module:MyClass\""),
-        ({"writer": {"typ": "ConsoleWriter"}}, "writer.type: is missing (is 'typ' it, misspelt?): name a writer, one of "),
-        ({"writer": "Console"}, "writer: no writer is registered as 'Console' (did you mean 'ConsoleWriter'?)"),
+        ({"console": "Console"}, "console: 'Console' is not of the form module:attribute, such as \"my_module:MyClass\""),
+        ({"writer": {"typ": "ConsoleWriter"}}, "writer.type: is missing (is 'typ' misspelt?): name a writer, one of "),
+        ({"writer": "Console"}, "writer: 'Console' is not a registered writer (did you mean 'ConsoleWriter'?)"),
         ({"writer": {"type": "JSONLinesWriter", "interval": "x"}}, "writer.interval: expected int | None, got str 'x'"),
         ({"writers": {"main": {"type": "JSONLinesWriter", "intervall": 1}}}, "writers.main.intervall: JSONLinesWriter has no "),
         ({"numbr": 3}, "numbr: Everything has no option 'numbr' (did you mean 'number'?)"),
@@ -345,7 +345,7 @@ def test_signals_are_given_by_name():
         ),
         (
             {"level": "LOW", "priority": 3},
-            "level: priority is given, too: level is iMIX's name for it, on iMIX's scale; give one",
+            "level: priority is given, too; give one of them: level is iMIX's name for it, on iMIX's scale",
         ),
         ({"name": 3}, "name: expected str, got int 3"),
     ],
@@ -357,7 +357,7 @@ def test_the_error_for_an_option_has_position_expectation_and_suggestion(options
 
 def test_an_unknown_option_without_a_near_name_lists_all():
     assert message({"type": "CheckInvalidLossHook", "zzz": 1}) == (
-        "hooks[0].zzz: CheckInvalidLossHook has no option 'zzz'; there are interval, keys, type, priority, level, name"
+        "hooks[0].zzz: CheckInvalidLossHook has no option 'zzz'; its options are interval, keys, type, priority, level, name"
     )
 
 
@@ -366,9 +366,9 @@ def test_an_unknown_option_without_a_near_name_lists_all():
     [
         (3, "hooks[0]: expected a table with the type of a hook, or its name, got int 3"),
         ({}, "hooks[0].type: is missing: name a hook, one of "),
-        ({"tpye": "EMAHook"}, "hooks[0].type: is missing (is 'tpye' it, misspelt?): name a hook, one of "),
-        ("EMAHok", "hooks[0].type: no hook is registered as 'EMAHok' (did you mean 'EMAHook'"),
-        ({"type": "ConsoleWriter"}, "hooks[0].type: no hook is registered as 'ConsoleWriter'"),
+        ({"tpye": "EMAHook"}, "hooks[0].type: is missing (is 'tpye' misspelt?): name a hook, one of "),
+        ("EMAHok", "hooks[0].type: 'EMAHok' is not a registered hook (did you mean 'EMAHook'"),
+        ({"type": "ConsoleWriter"}, "hooks[0].type: 'ConsoleWriter' is not a registered hook"),
         ({"type": ConsoleWriter}, "hooks[0].type: expected a class derived from Hook, got <class"),
         ({"type": 3}, "hooks[0].type: expected a class derived from Hook, got int 3"),
         ({"type": "LoggerHook", "interval": 0}, "hooks[0] (LoggerHook): interval=0: give an integer of at least 1"),

@@ -55,10 +55,10 @@ def test_a_package_whose_name_begins_like_a_listed_one_is_not_listed(folder):
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("torch.nn.Linear", "model: 'torch.nn.Linear' names nothing: write module:attribute (did you mean 'torch.nn:Linear'?)"),
-        ("Linar", "model: 'Linar' names nothing: write module:attribute, such as \"my_module:MyClass\""),
-        ("torch.nn", "model: 'torch.nn' names nothing: write module:attribute, such as \"torch.nn:MyClass\""),
-        ("Tanh", "model: 'Tanh' names nothing: write module:attribute (did you mean 'torch.nn:Tanh'?)"),
+        ("torch.nn.Linear", "model: 'torch.nn.Linear' is not of the form module:attribute (did you mean 'torch.nn:Linear'?)"),
+        ("Linar", "model: 'Linar' is not of the form module:attribute, such as \"my_module:MyClass\""),
+        ("torch.nn", "model: 'torch.nn' is not of the form module:attribute, such as \"torch.nn:MyClass\""),
+        ("Tanh", "model: 'Tanh' is not of the form module:attribute (did you mean 'torch.nn:Tanh'?)"),
         (
             "tourch.nn:Linear",
             "model: 'tourch.nn:Linear' is in a module that is not listed under imports (did you mean 'torch.nn'?)",
@@ -70,8 +70,8 @@ def test_a_package_whose_name_begins_like_a_listed_one_is_not_listed(folder):
         ("torch.nn:Linear.__init__", "model: '__init__' is private"),
         ("torch.nn:Linear.forward.__globals__", "model: '__globals__' is private"),
         ("torch.nn:Linear.forward.x", "model: 'x' cannot be looked up in a function, only in a module or class"),
-        ("torch.nn:Linear()", "model: 'torch.nn:Linear()' names nothing"),
-        ("torch.nn.nope:x", "model: there is no module 'torch.nn.nope'"),
+        ("torch.nn:Linear()", "model: 'torch.nn:Linear()' is not of the form module:attribute"),
+        ("torch.nn.nope:x", "model: module 'torch.nn.nope' was not found"),
     ],
 )
 def test_invalid_references(reference, message):
@@ -83,7 +83,8 @@ def test_the_error_for_a_misspelt_module_suggests_a_file_and_names_the_folders(f
     with pytest.raises(ConfigurationError) as caught:
         Imports(["my_prats"], [folder])
     assert str(caught.value) == (
-        f"imports[0]: there is no module 'my_prats' (did you mean 'my_parts'?) in {folder}, nor among the installed ones"
+        f"imports[0]: module 'my_prats' was not found (did you mean 'my_parts'?); searched in {folder}, and among the "
+        "installed modules"
     )
 
 

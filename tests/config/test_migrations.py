@@ -231,31 +231,31 @@ def test_an_option_without_an_equivalent_is_accepted_with_our_behaviour(entry):
     [
         (
             dict(type="CheckpointHook", backend_args=dict(backend="petrel")),
-            "hooks[0].backend_args: backend_args of MMEngine's CheckpointHook is not here, and a table asks for something: "
+            "hooks[0].backend_args: backend_args of MMEngine's CheckpointHook is not supported, given as a table: "
             'leave it out; out_dir="s3://bucket/runs" says where files go',
         ),
         (
             dict(type="PeriodicLogger", loggers=[dict(type="JSONLogger", window_size=5)]),
-            "hooks[0].writers[0].window_size: window_size of iMIX's JSONLogger is not here, and int 5 asks for something: "
+            "hooks[0].writers[0].window_size: window_size of iMIX's JSONLogger is not supported, given as int 5: "
             "leave it out; LoggerHook(window_size=) averages for all its writers",
         ),
         (
             dict(type="CheckPointHook", prefix="model", period=5),
-            "hooks[0].prefix: prefix of iMIX's CheckPointHook is not here, and str 'model' asks for something: leave it out; "
+            "hooks[0].prefix: prefix of iMIX's CheckPointHook is not supported, given as str 'model': leave it out; "
             'filename_tmpl="mine_{}.safetensors" names files',
         ),
         (
             dict(type="EMAIterHook", config=dict(use_ema=True, ema_decay_ratio=0.9999)),
-            "hooks[0].config: config of iMIX's EMAIterHook is not here, and a table asks for something: leave it out; "
+            "hooks[0].config: config of iMIX's EMAIterHook is not supported, given as a table: leave it out; "
             "EMAHook(momentum=) averages by itself, momentum is 1 - ema_decay_ratio",
         ),
         (
             dict(type="CheckPointHook", iter_period=5, epoch_period=1),
-            "hooks[0].epoch_period: epoch_period of iMIX's CheckPointHook is interval here, which is given, too",
+            "hooks[0].epoch_period: epoch_period of iMIX's CheckPointHook is called interval in trainbus, and interval",
         ),
         (
             dict(type="EvaluateHook", eval_period=5, period=5, function=evaluate),
-            "hooks[0].eval_period: eval_period of iMIX's EvaluateHook is period here, which is given, too",
+            "hooks[0].eval_period: eval_period of iMIX's EvaluateHook is called period in trainbus, and period is given, too",
         ),
         (dict(type="EvaluateHook", eval_period="x", function=evaluate), "hooks[0].period: expected int, got str 'x'"),
         (dict(type="CheckPointHook", max_num_checkpoints="x"), "hooks[0].max_keep_ckpts: expected int, got str 'x'"),
@@ -265,7 +265,7 @@ def test_an_option_without_an_equivalent_is_accepted_with_our_behaviour(entry):
         ),
         (
             dict(type="PrepareTTAHook", tta_cfg={}),
-            "hooks[0].type: no hook is registered as 'PrepareTTAHook'",
+            "hooks[0].type: 'PrepareTTAHook' is not a registered hook",
         ),
     ],
 )

@@ -51,7 +51,7 @@ def test_a_class_of_another_module_cannot_replace_a_name_or_alias(taken):
 
 
 def test_only_classes_with_a_declared_base_can_be_registered():
-    with pytest.raises(RegistrationError, match=r"classes derived from Hook or .*Writer.*, not for <class 'int'>"):
+    with pytest.raises(RegistrationError, match=r"classes derived from Hook or .*Writer.*, not <class 'int'>"):
         register(int)
 
 
@@ -62,14 +62,16 @@ def test_names_with_a_colon_are_refused(name):
 
 
 def test_an_unknown_name_lists_the_nearest_ones():
-    with pytest.raises(UnknownNameError, match=r"no hook is registered as 'EMAHok' \(did you mean 'EMAHook'"):
+    with pytest.raises(UnknownNameError, match=r"'EMAHok' is not a registered hook \(did you mean 'EMAHook'"):
         find("hook", "EMAHok")
-    with pytest.raises(UnknownNameError, match=r"'Momentum' \(did you mean 'MomentumAnnealingEMA'\?\)"):
+    with pytest.raises(
+        UnknownNameError, match=r"'Momentum' is not a registered average \(did you mean 'MomentumAnnealingEMA'\?\)"
+    ):
         find("average", "Momentum")
 
 
 def test_a_name_far_from_all_others_lists_what_is_registered():
-    with pytest.raises(UnknownNameError, match=r"'zzz'; registered: ConsoleWriter, .*JSONLinesWriter"):
+    with pytest.raises(UnknownNameError, match=r"'zzz' is not a registered writer; registered: .*JSONLinesWriter"):
         find("writer", "zzz")
 
 

@@ -165,7 +165,7 @@ def test_a_further_name_with_type_is_a_further_hook():
 @pytest.mark.parametrize("change", [{"interval": 3}, False])
 def test_an_unknown_default_hook_names_the_nearest(change):
     with pytest.raises(
-        ConfigurationError, match=r"default_hooks.loger: there is no default hook 'loger' \(did you mean 'logger'\?\)"
+        ConfigurationError, match=r"default_hooks.loger: 'loger' is not one of the default hooks \(did you mean 'logger'\?\)"
     ):
         hooks_with({"loger": change})
 
@@ -199,8 +199,8 @@ def test_mmengines_default_hooks_are_accepted_unchanged():
     [
         ({"modle": 1}, "modle: a configuration has no option 'modle' (did you mean 'model'"),
         ({"max_epochs": 3}, "max_epochs: a configuration has no option 'max_epochs' (did you mean 'loop.max_epochs'?)"),
-        ({"default_hooks": {1: {}}}, "default_hooks.1: there is no default hook 1; there are"),
-        ({"nonsense": 3}, "nonsense: a configuration has no option 'nonsense'; there are imports, model, wrap, optimizer"),
+        ({"default_hooks": {1: {}}}, "default_hooks.1: 1 is not one of the default hooks, which are"),
+        ({"nonsense": 3}, "nonsense: a configuration has no option 'nonsense'; its options are imports, model, wrap"),
         ({"wrap": 3}, "wrap: expected a function or class, as module:attribute, or false, got int 3"),
         ({"wrap": f"{PARTS}:nothing"}, f"wrap: the module '{__name__}' has no 'nothing'"),
         ({"metrics": {"m": f"{PARTS}:Net"}}, "loop: metric 'm' (Net) has no update"),
@@ -213,7 +213,7 @@ def test_mmengines_default_hooks_are_accepted_unchanged():
         ({"model": f"{PARTS}:Mean"}, "model: expected a Module, got <"),
         ({"model": {"type": f"{PARTS}:Net", "widht": 3}}, "model.widht: Net has no option 'widht' (did you mean 'width'?)"),
         ({"model": {"type": f"{PARTS}:Net", "width": "x"}}, "model.width: expected int, got str 'x'"),
-        ({"model": {"typ": f"{PARTS}:Net", "width": 3}}, "model.type: is missing (is 'typ' it, misspelt?): say what to make"),
+        ({"model": {"typ": f"{PARTS}:Net", "width": 3}}, "model.type: is missing (is 'typ' misspelt?): name a class"),
         ({"model": f"{PARTS}:pair_of_models"}, "model.kind: is missing: pair_of_models needs it"),
         ({"model": "torch.nn:Identity"}, "model: 'torch.nn:Identity' is in a module that is not listed under imports"),
         ({"optimizer": "torch.optim:SDG"}, "optimizer: the module 'torch.optim' has no 'SDG' (did you mean 'SGD'"),
@@ -256,5 +256,5 @@ def test_a_mistake_is_named_with_its_position(change, message):
 
 
 def test_a_part_with_a_number_as_name_is_an_error():
-    with pytest.raises(ConfigurationError, match="1: a configuration has no option '1'; there are imports, model"):
+    with pytest.raises(ConfigurationError, match="1: a configuration has no option '1'; its options are imports, model"):
         Setup({1: 2})

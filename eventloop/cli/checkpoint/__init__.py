@@ -1,1 +1,1 @@
-"""``trainbus checkpoint``: look into checkpoints, verify them, and exchange them with other programs."""
+"""``trainbus checkpoint``: list, show and verify checkpoints, and convert them from and to other formats."""

@@ -29,17 +29,17 @@ def export(
     """Write a checkpoint, or its weights, for torch.load(weights_only=True) or as plain safetensors.
 
     Args:
-        file: a checkpoint, or its URL; it is verified.
+        file: a checkpoint, or its URL. It is verified.
         out: a .pth file, with --weights also a .safetensors file; or a URL.
-        weights: only the state_dict, for inference; averaged weights if there are any.
-        raw: with --weights: the raw weights, without averaging.
+        weights: only the state_dict, for inference; the averaged weights if the checkpoint has any.
+        raw: with --weights: the raw weights instead of averaged ones.
         strip: with --weights: remove module. and _orig_mod. from names.
-        model: with --weights: name of the model, if there are several.
-        force: replace OUT.
+        model: with --weights: name of the model, if the checkpoint has several.
+        force: replace OUT if it exists.
     """
     for option, given in (("raw", raw), ("strip", strip), ("model", model)):
         if given and not weights:
-            raise CheckpointError(f"--{option} goes with --weights")
+            raise CheckpointError(f"--{option} works with --weights only; add --weights")
     if out.suffix == ".safetensors" and not weights:
         raise CheckpointError(f"{out}: a checkpoint is safetensors already; give --weights to export only its weights")
     check_checkpoint(file)
@@ -49,7 +49,7 @@ def export(
 
         tree = outline(file) if raw else None
         if isinstance(tree, Mapping) and RAW_WEIGHTS not in tree and "state_dict" in tree:
-            raise CheckpointError("there are no averages in this checkpoint: its state_dict has the trained weights already")
+            raise CheckpointError("this checkpoint has no averaged weights: its state_dict is raw already; leave out --raw")
         checkpoint.export_weights(file, out, key=RAW_WEIGHTS if raw else "state_dict", strip=strip, model=model)
     else:
         checkpoint.export_tree(file, out)
@@ -59,15 +59,15 @@ def export(
 
 
 def import_(file: Path, out: FileOrURL, /, *, force: bool = False) -> None:
-    """Make a checkpoint from a file of torch.save (also of MMEngine); no code of the file is run.
+    """Convert a file of torch.save (also MMEngine's) to a checkpoint, without running code from it.
 
     Args:
         file: a .pth file (or .pt, .ckpt …).
         out: a .safetensors file, or its URL.
-        force: replace OUT.
+        force: replace OUT if it exists.
     """
     if out.suffix != ".safetensors":
-        raise CheckpointError(f"{out}: the name of a checkpoint ends in .safetensors")
+        raise CheckpointError(f"{out}: the name of a checkpoint must end in .safetensors")
     check_file(file)
     _check_free(file, out, force=force)
     import hooks  # noqa: F401 - registers the formats of other systems
@@ -80,29 +80,29 @@ def import_(file: Path, out: FileOrURL, /, *, force: bool = False) -> None:
 
 
 def _converted(tree: Any) -> tuple[Any, dict[str, str]]:
-    """Return the checkpoint of a tree, and notes for the user."""
+    """Convert a tree to a checkpoint; return it with notes to print."""
     if (converted := checkpoint.convert_foreign(tree)) is not None:
         return converted
     if checkpoint.is_weights(tree):
-        return {"state_dict": dict(tree)}, {"from": "a state_dict, now under that key", "resumes": "nothing but the weights"}
+        return {"state_dict": dict(tree)}, {"from": "a state_dict, stored under that key", "resumes": "nothing but the weights"}
     if not lacking(tree):
         return tree, {"from": "an export of trainbus", "resumes": "the run"}
     nothing = "nothing; eventloop.checkpoint.load reads it"
     if not isinstance(tree, Mapping):
-        return tree, {"from": f"a {type(tree).__name__}, as it is", "resumes": nothing}
+        return tree, {"from": f"a {type(tree).__name__}, unchanged", "resumes": nothing}
     keys = ", ".join(map(str, list(tree)[:8])) + (" …" if len(tree) > 8 else "")
     weights = "nothing but the weights: load_weights(model, load(OUT)['state_dict'])"
-    return tree, {"from": f"a dict, as it is: {keys}", "resumes": weights if "state_dict" in tree else nothing}
+    return tree, {"from": f"a dict, unchanged: {keys}", "resumes": weights if "state_dict" in tree else nothing}
 
 
 def _check_free(file: AnyPath, out: AnyPath, *, force: bool) -> None:
     """Raise CheckpointError if ``out`` exists (without ``force``), is ``file`` itself, or its directory does not exist."""
-    if not isinstance(out, RemotePath) and not out.parent.is_dir():  # a remote directory begins with its first file
-        raise CheckpointError(f"{out.parent}: no such directory")
+    if not isinstance(out, RemotePath) and not out.parent.is_dir():  # a remote directory exists once it has a file
+        raise CheckpointError(f"{out.parent}: no such directory; create it first")
     if out.is_dir():
-        raise CheckpointError(f"{out} is a directory")
+        raise CheckpointError(f"{out} is a directory; name a file in it")
     if out.exists():
         if status_of(out)[0] == status_of(file)[0]:
-            raise CheckpointError(f"{out} is the file that is read; give another name")
+            raise CheckpointError(f"{out} is also the file to read; give another name")
         if not force:
-            raise CheckpointError(f"{out} exists already; --force replaces it")
+            raise CheckpointError(f"{out} exists; add --force to replace it")

@@ -31,11 +31,11 @@ class Found(msgspec.Struct):
     modified: float | None
     state: Literal["complete", "verified", "damaged", "unreadable", "weights"] = "complete"
     problem: str = ""  # why it is damaged or unreadable
-    progress: tuple[int, ...] = ()  # iteration, epoch …; () if unknown, or for another kind of file
+    progress: tuple[int, ...] = ()  # iteration, epoch …; () if unknown, or if the file is no checkpoint of a run
 
 
 def ls(directory: FileOrURL, /, *, verify: bool = False) -> int:
-    """List the checkpoints of a directory: progress, the newest one, and names of the same file.
+    """List the checkpoints of a directory: their progress, the newest one, and all names of each file.
 
     Args:
         directory: a directory, or its URL, such as s3://bucket/run.
@@ -50,7 +50,7 @@ def ls(directory: FileOrURL, /, *, verify: bool = False) -> int:
     else:
         say(f"no checkpoints in {directory}")
     if text:
-        gone = " (which is not there)" if newest is not None and not newest.exists() else ""
+        gone = " (missing)" if newest is not None and not newest.exists() else ""
         say(("→ ", "bold"), f"{LAST}: {printable(text)}{gone}")
     bad = [found for found in files if found.problem]
     for found in bad:
@@ -73,11 +73,11 @@ def verify_all(path: FileOrURL, /, *more: FileOrURL) -> int:
         _examined(found, every_byte=True)
         states[found.state] += 1
         names = " = ".join(printable(str(path)) for path in found.names)
-        fine = "plain safetensors, which have no digest" if found.state == "weights" else decimal(found.bytes)
+        fine = "plain safetensors, without digests" if found.state == "weights" else decimal(found.bytes)
         say((f"{found.state:10}", _STYLES[found.state]), found.problem or f"{names}  {fine}")
     bad = states["damaged"] + states["unreadable"]
     if not states["verified"] and not bad:
-        raise CheckpointError("nothing to verify")
+        raise CheckpointError("nothing to verify: plain safetensors have no digests")
     if states.total() > 1:
         damaged = (f", {bad} damaged" if bad else "", "bold red")
         say(f"{states['verified']} of {states.total()} files verified", damaged)
@@ -101,11 +101,11 @@ def _find(directory: AnyPath) -> list[Found]:
     if not directory.exists():
         raise CheckpointError(f"{directory}: no such directory")
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is a file; trainbus checkpoint show {directory} looks into it")
+        raise CheckpointError(f"{directory} is a file, not a directory; show it by: trainbus checkpoint show {directory}")
     found: dict[object, Found] = {}
     for path, modified in sorted(list_files(directory), key=lambda file: _natural(file[0].name)):
         if not path.name.startswith(".") and path.suffix == ".safetensors":
-            with suppress(OSError):  # just removed, or a broken link
+            with suppress(OSError):  # removed meanwhile, or a broken link
                 identity, size, changed = status_of(path, modified)
                 found.setdefault(identity, Found([], size, changed)).names.append(path)
     return list(found.values())
@@ -129,7 +129,7 @@ def _examined(found: Found, *, every_byte: bool) -> Found:
             found.state = "weights"
         else:
             found.state, found.problem = "damaged", str(error)
-    except (CheckpointError, OSError) as error:  # such as a newer version, or a store that does not answer
+    except (CheckpointError, OSError) as error:  # such as a newer format, or a store that does not answer
         found.state, found.problem = "unreadable", str(error)
     return found
 
@@ -153,7 +153,7 @@ def _table(files: list[Found], newest: AnyPath | None) -> Table:
 
 
 def _when(seconds: float | None) -> str:
-    """Return a time like ``ls -l``: with the time of day in the last half year, else with the year."""
+    """Format a time like ``ls -l``: with the time of day in the last half year, else with the year."""
     if seconds is None:
         return "-"
     recent = abs(time.time() - seconds) < 182 * 86400

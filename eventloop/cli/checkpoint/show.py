@@ -20,17 +20,17 @@ from eventloop.errors import CheckpointError
 _DEPTH: Final = 2
 _MANY: Final = 20  # entries per level without --depth and --key
 _LONG: Final = 4096  # bits from which a JSON reader may refuse an integer
-_SHORT: Final = 60  # characters of a container that fits in its line
+_SHORT: Final = 60  # characters of a container that is shown in one line
 
 
 def show(file: FileOrURL, /, *, key: str | None = None, depth: Positive | None = None, json: bool = False) -> None:
-    """Show the contents of a checkpoint: names, shapes, dtypes, numbers. Tensors are not read, so nothing is verified.
+    """Show the contents of a checkpoint: names, shapes, dtypes, numbers. Does not read tensors, so nothing is verified.
 
     Args:
         file: a checkpoint, or its URL.
-        key: only this part, such as state_dict.head or optimizer.optimizer.state.0.
+        key: show only this part, such as state_dict.head or optimizer.optimizer.state.0.
         depth: levels to show; by default 2, with --json all.
-        json: print JSON; NaN and infinities are strings.
+        json: print JSON, with NaN and infinities as strings.
     """
     check_checkpoint(file)
     about, tree = inspect(file), outline(file)
@@ -55,7 +55,7 @@ def find(tree: Any, key: str) -> tuple[str, Any]:
     part, rest, done = tree, key, ""
     while rest:
         children = dict(_children(part))
-        # The longest key first: a.b has two meanings in {"a": {"b": 1}, "a.b": 2}.
+        # The longest key first, because a.b has two meanings in {"a": {"b": 1}, "a.b": 2}.
         name = next((each for each in sorted(children, key=len, reverse=True) if f"{rest}.".startswith(f"{each}.")), None)
         if name is None:
             if group := {each: value for each, value in children.items() if f"{each}.".startswith(f"{rest}.")}:
@@ -63,13 +63,14 @@ def find(tree: Any, key: str) -> tuple[str, Any]:
             where = f"under {done!r}" if done else "in the checkpoint"
             near = get_close_matches(rest, children, n=5, cutoff=0.5) or list(children)[:8]
             there = ", ".join(map(printable, near)) + (" …" if len(near) < len(children) else "")
-            raise CheckpointError(f"no {rest!r} {where}; there is {there}" if children else f"nothing {where}: that is a leaf")
+            found = f"; found there: {there}" if children else ", which is a single value"
+            raise CheckpointError(f"{rest!r} is not {where}{found}")
         part, rest, done = children[name], rest[len(name) + 1 :], join(done, name)
     return done, part
 
 
 class Outline:
-    """A whole tree as lines of text, at most ``most`` of a level, or as JSON; a tied tensor refers to its first path."""
+    """Format a tree as lines of text, at most ``most`` per level, or as JSON. A tied tensor refers to its first path."""
 
     def __init__(self, tree: Any, most: int | None) -> None:
         self._most = most
@@ -126,7 +127,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _tensors(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor with its path; a tied tensor comes at each of its paths."""
+    """Yield every tensor with its path; a tied tensor once for each of its paths."""
     if isinstance(value, torch.Tensor):
         yield path, value
     for name, child in _children(value):
