@@ -274,8 +274,8 @@ def test_show_of_a_key_shows_that_part(trainbus, key, shows):
 @pytest.mark.parametrize(
     ("key", "says"),
     [
-        ("state_dikt", "no 'state_dikt' in the checkpoint; there is state_dict, ema_state_dict"),
-        ("state_dict.heat", "no 'heat' under 'state_dict'; there is"),
+        ("state_dikt", "'state_dikt' is not in the checkpoint; found there: state_dict, ema_state_dict"),
+        ("state_dict.heat", "'heat' is not under 'state_dict'; found there: "),
         ("progress.epoch.x", "'x' is not under 'progress.epoch', which is a single value"),
     ],
 )
