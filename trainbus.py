@@ -57,7 +57,7 @@ def _own(name: str) -> ModuleType:
     module = importlib.import_module(name)
     if not _is_own(module.__spec__):
         raise ImportError(
-            f"{name!r} is {module.__file__ or list(module.__path__)}, which hides the package {name!r} of trainbus; rename it",
+            f"{name!r} is {module.__file__ or list(module.__path__)}, which hides trainbus's package {name!r}; rename it",
             name=name,
         )
     return module

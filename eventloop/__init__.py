@@ -1,7 +1,7 @@
 """The mechanism of trainbus: events, the bus, offloading, the training loop, checkpoints. The hooks are in ``hooks``.
 
-It has the names that a user of the bus and the loop types. Mount-point classes are in ``eventloop.events``, the other errors in
-``eventloop.errors``, types that only signatures name in their subpackages.
+It exports the names that a user of the bus and the loop types. Mount-point classes are in ``eventloop.events``, further errors
+in ``eventloop.errors``, and types that appear in signatures only in their subpackages.
 """
 
 from eventloop.bridges import TrainbusCheckpointIO, attach

@@ -1,4 +1,4 @@
-"""Load the hooks that come with trainbus, when a name or an object of theirs is asked for."""
+"""Load trainbus's hooks when one of their names or objects is needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import metadata
 
 @cache
 def load_builtin() -> None:
-    """Import the hooks of trainbus by the entry point of its own distribution: this package must not know them."""
+    """Import trainbus's hooks by the entry point of the distribution, because this package must not import them."""
     with suppress(metadata.PackageNotFoundError):  # a checkout that is not installed
         for point in metadata.distribution("trainbus").entry_points.select(group="trainbus"):
             point.load()

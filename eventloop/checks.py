@@ -1,4 +1,4 @@
-"""Check what a constructor is given against its annotations, and a function before it is called."""
+"""Check the arguments of a constructor against its annotations, and a function before it is called."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def check_options(init: Callable[P, R]) -> Callable[P, R]:
         def __init__(self, interval: Annotated[int, msgspec.Meta(ge=1)] = 10, by_epoch: bool = True) -> None: ...
 
     An option that the constructor does not have is an error, too, with the nearest name. Nothing is converted: ``"3"`` and
-    ``True`` are no integers. msgspec checks scalars, literals and bounds. Of a list, mapping, function or object only the kind
-    is checked; the constructor checks its contents.
+    ``True`` are not integers. msgspec checks scalars, literals and bounds. Of a list, mapping, function or object only the
+    kind is checked; the constructor checks the contents.
     """
     parameters = inspect.signature(init).parameters.values()
     named = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
@@ -64,7 +64,7 @@ def check_options(init: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_value(option: str, value: object, annotation: Any, error: type[Exception] = ConfigurationError) -> None:
-    """Raise ``error``, which says what to give, unless ``annotation`` allows ``value``."""
+    """Raise ``error`` unless ``annotation`` allows ``value``; the message names the allowed values."""
     if not any(_allows(member, value) for member in _members(annotation)):
         text = repr(value)
         shown = text if len(text) <= 80 and "\n" not in text else f"<{type(value).__name__}>"  # a module, a tensor
@@ -72,7 +72,7 @@ def check_value(option: str, value: object, annotation: Any, error: type[Excepti
 
 
 def _known(read: Callable[[Any], R]) -> Callable[[Any], R]:
-    """Decorate a function of an annotation: it reads each one once."""
+    """Cache a function of an annotation."""
     cached = functools.cache(read)
 
     @functools.wraps(read)
@@ -111,7 +111,7 @@ def _allows(member: Any, value: Any) -> bool:
             return False
         return True
     if isinstance(value, str) and kind in (Sequence, Iterable):
-        return False  # a text is not meant as a sequence of letters
+        return False  # a string is not accepted as a sequence of characters
     try:
         return not isinstance(kind, type) or isinstance(value, kind)
     except TypeError:  # a protocol without @runtime_checkable
@@ -159,7 +159,7 @@ def check_picks(option: str, function: Callable[..., Any], purpose: str) -> None
     if is_async(function) or is_generator(function):
         kind = "an async function" if is_async(function) else "a generator (it has `yield` in it)"
         raise SubscribeError(
-            f"{option}= is {kind}: it is called while the event is published, where nothing awaits or iterates over what it "
-            f"returns; make it a plain function that returns {purpose}"
+            f"{option}= is {kind}: it is called while the event is published, which neither awaits nor "
+            f"iterates over the result; make it a plain function that returns {purpose}"
         )
     check_arity(function, f"{option}=", "the event")

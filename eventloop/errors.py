@@ -1,7 +1,7 @@
 """Every exception that trainbus raises on purpose.
 
 All errors derive from :class:`TrainbusError`, and also from the builtin that describes them best, so that
-``except ValueError`` keeps its meaning for a caller who has never heard of trainbus.
+``except ValueError`` works for callers that do not know trainbus.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LiveFieldError(TrainbusError, RuntimeError):
 
 
 class BusStateError(TrainbusError, RuntimeError):
-    """The bus is not in a state in which this can be done (closed, already open, inside a handler)."""
+    """The bus is in the wrong state for this call (closed, already open, inside a handler)."""
 
 
 class LaneFullError(TrainbusError, RuntimeError):
@@ -44,7 +44,7 @@ class LaneClosedError(TrainbusError, RuntimeError):
 
 
 class OffloadError(TrainbusError, RuntimeError):
-    """Several offloaded handlers failed, or what they left could not be delivered in time."""
+    """Several offloaded handlers failed, or events were not delivered in time."""
 
 
 class RunCancelled(BaseException):  # as in asyncio and trio: `except Exception` must not catch it
@@ -104,13 +104,13 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class CheckpointDamagedError(CheckpointError):
-    """A checkpoint file whose bytes are not those that were written (truncated, flipped bits, not ours)."""
+    """A checkpoint file whose bytes differ from those that were written (truncated, flipped bits, another format)."""
 
 
 def stopped(error: Exception, who: str) -> StopIterationError:
-    """Return what to raise instead of a StopIteration (or StopAsyncIteration) that ``who`` raised, with it as the cause."""
+    """Return the error to raise instead of a StopIteration (or StopAsyncIteration) of ``who``, with it as the cause."""
     instead = StopIterationError(
-        f"{who} raised {type(error).__name__}, which would end the loop around it as if everything were done; next() raises it "
+        f"{who} raised {type(error).__name__}, which would end the loop around it without an error; next() raises it "
         "when an iterator is used up: give next() a default, or catch it"
     )
     instead.__cause__ = error

@@ -1,4 +1,4 @@
-"""trainbus's log lines: through structlog as the application has configured it, else plain lines on stderr.
+"""Log through structlog if the application has configured it, else print plain lines on stderr.
 
 structlog's own default prints to stdout and, where rich is installed, draws tracebacks with all local variables: seconds
 beside a training thread, and a screenful of tensors. Where several processes train together, all but the first log only
@@ -44,9 +44,9 @@ def _plain() -> Any:
 class _Stderr:
     """Writes to ``sys.stderr``, or if that fails to the process's own: a line that cannot be written must not end a training.
 
-    A live display of rich (a progress bar) stands in for ``sys.stderr`` while it is shown, and its terminal can go away.
-    Each line is one write: flushed in its middle, the stand-in prints its colours as text, and lines of other writers to
-    the same pipe come in between. (structlog's own PrintLogger writes twice.)
+    A live display of rich (a progress bar) replaces ``sys.stderr`` while it is shown, and its terminal can disappear. Each
+    line is one write: flushed in its middle, rich's replacement prints colours as text, and other writers' lines to the same
+    pipe mix in. (structlog's own PrintLogger writes twice.)
     """
 
     def error(self, line: str) -> None:

@@ -88,6 +88,6 @@ def test_the_error_names_a_local_hooks_py_that_shadows_the_package(tmp_path, mon
     spec = spec_from_file_location("hooks", file)
     monkeypatch.setitem(sys.modules, "hooks", module_from_spec(spec))
     monkeypatch.delitem(vars(trainbus), name, raising=False)
-    with pytest.raises(ImportError, match=f"'hooks' is {file}, which hides the package 'hooks' of trainbus; rename it"):
+    with pytest.raises(ImportError, match=f"'hooks' is {file}, which hides trainbus's package 'hooks'; rename it"):
         getattr(trainbus, name)
     assert trainbus.Bus is eventloop.Bus

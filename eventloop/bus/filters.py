@@ -94,7 +94,7 @@ class Filter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 def make_filter(events: Iterable[type[Event]], options: Mapping[str, Any]) -> Filter | None:
-    """Return the filter that these options ask for, or None; raise SubscribeError if it can never fire on these events."""
+    """Return the filter for these options, or None; raise SubscribeError if it can never fire on these events."""
     once, when, seconds = (options.get(name) for name in ("once", "when", "every_seconds"))
     if when is not None:
         check_picks("when", when, "a truth value")

@@ -6,8 +6,8 @@
     register_guests(GuestKind("their_library.hooks.Hook", adapter="my_module:MyGuest"))
     bus.add(TheirHook())
 
-The kind of a guest is found by the full names of its class and of the classes that it derives from, so that no other system is
-imported to compare with it. An adapter is imported with the first guest of its kind.
+The kind of a guest is found by the full names of its class and base classes, so that other systems need not be imported. An
+adapter is imported with the first guest of its kind.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class GuestKind(msgspec.Struct, frozen=True):
     Give the ``adapter`` that makes them guests, or the reason for a ``refusal``.
     """
 
-    base: str  # full name of the base class: that of the module that defines it
+    base: str  # full name of the base class, with the module that defines it
     adapter: str = ""  # module:attribute of a GuestHook
     name: str = ""  # the class as users import it; for messages
-    refusal: str = ""  # what to do instead
+    refusal: str = ""  # the reason, and what to do instead
 
 
 class GuestHook(Hook):
-    """A hook of another system as one of ours: base class of adapters.
+    """Adapt a hook of another system to :class:`Hook`: base class of adapters.
 
     Attributes:
-        guest: the other system's object. ``bus.off(guest)`` removes its adapter.
+        guest: the object of the other system. ``bus.off(guest)`` removes its adapter.
     """
 
     def __init__(self, guest: Any) -> None:
@@ -48,7 +48,7 @@ class GuestHook(Hook):
 
     @property
     def label(self) -> str:
-        """The name of this hook in tables, errors and checkpoints: by default that of the guest's class."""
+        """The name of this hook in tables, errors and checkpoints: by default the name of the guest's class."""
         return self.name or type(self.guest).__name__
 
 
@@ -56,12 +56,12 @@ _kinds: dict[str, GuestKind] = {}
 
 
 def register_guests(*kinds: GuestKind) -> None:
-    """Let buses take hooks of other systems. A kind with the same base replaces the earlier one."""
+    """Register a kind of hooks that buses accept. A kind with the same base replaces the earlier one."""
     _kinds.update({kind.base: kind for kind in kinds})
 
 
 def guest_kind(cls: type) -> GuestKind | None:
-    """Return the kind of hooks that a class is of; None for a class of ours and for unknown ones."""
+    """Return the kind of guests that a class belongs to; None for a :class:`Hook` and for unknown classes."""
     if issubclass(cls, Hook):
         return None
     load_builtin()
@@ -70,10 +70,10 @@ def guest_kind(cls: type) -> GuestKind | None:
 
 
 def as_hook(given: object) -> Hook:
-    """Return a hook of ours, or the adapter of a guest.
+    """Return ``given`` if it is a :class:`Hook`, or the adapter of a guest.
 
     Raises:
-        SubscribeError: the object is neither, or a guest of a kind that is refused.
+        SubscribeError: the object is neither, or its kind is refused.
     """
     check_single(given)
     if isinstance(given, Hook):
@@ -104,7 +104,7 @@ def check_distinct(hooks: Sequence[Hook]) -> None:
     """Raise SubscribeError if a hook is among ``hooks`` twice, or two with state have one name."""
     for one, other in combinations(hooks, 2):
         if is_same(one, other):
-            raise SubscribeError(f"{one.label} is on this bus already")
+            raise SubscribeError(f"{one.label} is on this bus already; add each hook once")
         if one.stateful and other.stateful and one.label == other.label:
             raise SubscribeError(
                 f"two hooks with state are named {one.label!r}, and a checkpoint keeps state by name; "

@@ -46,7 +46,7 @@ class LaneOptions(FilterOptions, total=False):
 class StreamOptions(LaneOptions, total=False):
     """Keyword options of ``bus.stream``, which also takes ``capture``: filters and the lane, as in :class:`HandlerOptions`.
 
-    ``replay``: the number of events from before the call to begin with; see ``bus.stream``.
+    ``replay``: the number of earlier events to begin with; see ``bus.stream``.
     """
 
     replay: Annotated[int, Meta(ge=0, description="a number of events")]
@@ -100,7 +100,7 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stream(event: Any) -> None:
-    """Stand in for the handler of a stream; the stream's reader takes the events."""
+    """Do nothing: placeholder for the handler of a stream, whose reader takes the events."""
 
 
 def mode_of(handler: Callable[..., Any], offload: str | None) -> Mode:
@@ -110,7 +110,7 @@ def mode_of(handler: Callable[..., Any], offload: str | None) -> Mode:
     if isinstance(handler, History):
         return "history"
     if handler is None:
-        raise SubscribeError("bus.on(..., f()) subscribes what f has returned, which is None; write bus.on(..., f)")
+        raise SubscribeError("bus.on(..., f()) subscribes the result of f(), which is None; write bus.on(..., f)")
     if not callable(handler):
         raise SubscribeError("a handler is a function (or an object with __call__) that takes the event")
     if is_generator(handler):
@@ -164,7 +164,7 @@ def label_of(handler: object, hook: Hook | None) -> str:
 
 
 def title(name: str, mount_point: str) -> str:
-    """Return the name of a handler at a mount point, without repetition: ``"EMAHook, after_train_iter"``."""
+    """Return the title of a handler at a mount point, without repetition: ``"EMAHook, after_train_iter"``."""
     hook, _, method = name.rpartition(".")
     return f"{hook if hook and method == mount_point else name}, {mount_point}"
 

@@ -1,7 +1,6 @@
-"""``History``: the last events of some mount points, for streams that begin with them.
+"""``History``: keep the last events of some mount points, for streams that replay them.
 
-It is the handler of one subscription. So an event is filtered and copied once, however many streams there are: it is kept, and
-handed to the lane of each stream.
+It is the handler of one subscription. So each event is filtered and copied once, kept, and passed to the lane of each stream.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Prepare = Callable[[Any], Any]
 
 
 class History:
-    """Keeps the last events, and passes each one on to the streams.
+    """Keep the last events, and pass each one to the streams.
 
     Args:
         picks: the ``capture=`` of the streams; None for the events themselves.
@@ -41,7 +40,7 @@ class History:
         self._lock = threading.RLock()
 
     def __call__(self, event: Any) -> None:
-        """Keep one event, and put it into the lanes."""
+        """Keep an event and put it into the lanes."""
         item = self._prepare(event)
         with self._lock:  # a stream that begins gets this event once: from here, or from its lane
             self._kept.append(item)
@@ -51,7 +50,7 @@ class History:
 
     @property
     def streams(self) -> int:
-        """The number of streams that read from here."""
+        """The number of streams."""
         return len(self._lanes)
 
     def keep(self, last: int) -> None:
@@ -61,19 +60,19 @@ class History:
                 self._kept = deque(self._kept, maxlen=last)
 
     def join(self, lane: Lane, replay: int) -> None:
-        """Put the last ``replay`` events into a lane, and each one from now on."""
+        """Put the last ``replay`` events and all later ones into a lane."""
         with self._lock:
             lane.fill(list(self._kept)[-replay:])
             self._lanes = (*self._lanes, lane)
 
     def leave(self, lane: Lane) -> None:
-        """Put no more events into a lane; it gets those of publishes under way."""
+        """Stop putting events into a lane; publishes under way still reach it."""
         with self._lock:
             self._lanes = tuple(one for one in self._lanes if one is not lane)
         lane.retire("its stream was left")
 
     def end_streams(self) -> None:
-        """End all streams after the events that they have."""
+        """End all streams after their queued events."""
         for lane in self._lanes:
             self.leave(lane)
 

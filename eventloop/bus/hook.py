@@ -1,4 +1,4 @@
-"""Subscriptions as an object: :class:`Hook` and :func:`mount`, and which methods are subscribed."""
+"""Subscriptions as an object: :class:`Hook`, :func:`mount`, and the choice of the methods to subscribe."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Hook:
 
     @property
     def stateful(self) -> bool:
-        """True if the hook's class has a ``state_dict`` of its own."""
+        """True if the hook's class defines ``state_dict``."""
         return type(self).state_dict is not Hook.state_dict
 
 
@@ -77,7 +77,7 @@ _UNMARKED = Mount()
 
 
 def mount(*events: type[Event] | str, **options: Any) -> Callable[[Method], Method]:
-    """Give one method of a :class:`Hook` options of its own.
+    """Give one method of a :class:`Hook` its own options.
 
     Args:
         *events: one or several mount points, if the method's name is not the mount point. An offloaded method of several has
@@ -125,7 +125,7 @@ def subscriptions_of(hook: Hook) -> Iterator[tuple[tuple[type[Event], ...], Call
 
 
 def mount_points_of(cls: type[Hook]) -> list[str]:
-    """Return the names of the mount points that hooks of a class hear, in order of definition, whatever their options."""
+    """Return the mount points that hooks of a class subscribe to, in order of definition, with any options."""
     events = (mark.events or (name,) for name, mark in _marks(cls) if mark.events or name in registry)
     return list(dict.fromkeys(name_of(resolve(event)) for heard in events for event in heard))
 
@@ -142,7 +142,7 @@ def _marks(cls: type[Hook]) -> Iterator[tuple[str, Mount]]:
 
 
 def check_single(hook: object) -> None:
-    """Raise SubscribeError for a class, for several hooks in one, and for the description of a hook."""
+    """Raise SubscribeError for a class, a list of hooks, or the description of a hook."""
     if isinstance(hook, type):
         raise SubscribeError(f"bus.add takes a hook object: write bus.add({hook.__name__}(...))")
     if isinstance(hook, list | tuple | set | frozenset | Iterator):
@@ -155,7 +155,7 @@ def _check_state(hook: Hook) -> None:
     saves, loads = type(hook).state_dict is not Hook.state_dict, type(hook).load_state_dict is not Hook.load_state_dict
     if saves and not loads:
         raise SubscribeError(
-            f"{hook.label} has a state_dict but no load_state_dict, so what it saves would be lost; define both"
+            f"{hook.label} has a state_dict but no load_state_dict, so its saved state would be lost; define both"
         )
     if loads and not saves:
         raise SubscribeError(f"{hook.label} has a load_state_dict but no state_dict, so there is nothing to load; define both")
@@ -163,14 +163,14 @@ def _check_state(hook: Hook) -> None:
 
 def _check_spelling(hook: Hook, name: str, *, marked: bool) -> None:
     if marked:
-        raise SubscribeError(f"{hook.label}.{name} is marked with @mount but there is no mount point {name!r}{suggest(name)}")
+        raise SubscribeError(f"{hook.label}.{name} is marked with @mount, but {name!r} is not a mount point{suggest(name)}")
     if name.startswith(("before_", "after_", "on_")):
         raise SubscribeError(
-            f"{hook.label}.{name} looks like a handler, but there is no mount point {name!r}{suggest(name)} "
-            "(a helper method of another kind needs a name that does not start with before_, after_ or on_)"
+            f"{hook.label}.{name} looks like a handler, but {name!r} is not a mount point{suggest(name)} "
+            "(the name of a helper method must not start with before_, after_ or on_)"
         )
     if get_close_matches(name, BUILTIN, n=1, cutoff=0.9):
         raise SubscribeError(
-            f"{hook.label}.{name} would never be called: there is no mount point {name!r}{suggest(name)} "
-            "(a helper method needs a name less like it, or one that begins with an underscore)"
+            f"{hook.label}.{name} would never be called: {name!r} is not a mount point{suggest(name)} "
+            "(give a helper method a less similar name, or one that begins with an underscore)"
         )

@@ -1,4 +1,4 @@
-"""The life of a bus: idle, open, draining, idle again; and the errors of offloaded handlers that wait to be raised."""
+"""The states of a bus: idle, open, draining, idle again; and the errors of offloaded handlers that are still to be raised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from eventloop.events import Progress
 from eventloop.log import get_logger
 from eventloop.offload import Backend, Deadline, DrainReport, HostLoop, Runtime, in_thread
 
-_CLOSER_POLL = 0.01  # seconds between looks at whether the other thread has closed the bus
+_CLOSER_POLL = 0.01  # seconds between checks whether the other thread has closed the bus
 
 State = Literal["idle", "open", "draining"]
 
@@ -52,7 +52,7 @@ class Lifecycle:
         self._routes: dict[type, Route | None] = {}  # publishing an event without an entry compiles its route
         self.heard = self._routes.get
         """``heard(AfterForward, True)`` is falsy if a publish does nothing: :meth:`Bus.wants` at the cost of a dictionary."""
-        self._failures: dict[Subscription, BaseException] = {}  # the first that is not raised yet
+        self._failures: dict[Subscription, BaseException] = {}  # the first error that is not raised yet
         self._training: _TrainingThread | None = None  # failures are raised on it
         self._backend: Backend = backend
         self._runtime: Runtime | None = None
@@ -68,15 +68,15 @@ class Lifecycle:
         self._open(Runtime(self._backend, self._interrupt))
 
     def close(self, *, abort: bool = False) -> None:
-        """Deliver what is pending and end the consumers. Idempotent.
+        """Deliver pending events and end the consumers. Idempotent.
 
         Args:
-            abort: wait for ``abort_timeout`` only, and report what is left or failed instead of raising it.
+            abort: wait for ``abort_timeout`` only; log undelivered events and errors instead of raising them.
 
         Raises:
             BusStateError: this is an offloaded handler of the same bus, or it was opened by ``async with bus:``.
-            OffloadError: not everything could be delivered within ``drain_timeout``.
-            Exception: what offloaded handlers with ``on_error="raise"`` raised (an ExceptionGroup if several did).
+            OffloadError: events were not delivered within ``drain_timeout``.
+            Exception: the error of an offloaded handler with ``on_error="raise"`` (an ExceptionGroup of several errors).
         """
         runtime = self._outside("close", blocks=True)
         if runtime is not None and runtime.hosted:
@@ -93,18 +93,18 @@ class Lifecycle:
         """Wait until everything published before this call is delivered, dropped or failed.
 
         Args:
-            timeout: seconds; None waits for as long as it takes. The report says what is still ``pending``.
+            timeout: seconds; None waits without a limit. The report has the number of ``pending`` events.
 
         Raises:
             BusStateError: the bus is not open, this is an offloaded handler of the same bus, or its event loop.
-            Exception: what offloaded handlers with ``on_error="raise"`` raised; while a run is open, on its thread only.
+            Exception: the error of an offloaded handler with ``on_error="raise"``; while a run is open, on its thread only.
         """
         report = self._drainable("drain", blocks=True).drain(Deadline(timeout))
         self.raise_failures()
         return report
 
     async def adrain(self, timeout: float | None = None) -> DrainReport:  # noqa: ASYNC109 - reports, and does not cancel
-        """Drain without blocking the event loop, also a bus with a thread of its own."""
+        """Drain without blocking the event loop, also a bus that runs on its own thread."""
         runtime = self._drainable("adrain", blocks=False)
         deadline = Deadline(timeout)
         report = await in_thread(partial(runtime.drain, deadline), "trainbus drains", cancelled=partial(deadline.shorten, 0))
@@ -213,8 +213,8 @@ class Lifecycle:
 
     def _refuse_in_fork(self) -> None:
         raise BusStateError(
-            "this bus was made before the process was forked, and its copy in the child calls no handler (nothing would be "
-            "updated, saved or logged). Make the bus, its hooks and the loop in the process that trains, or start that process "
+            "this bus was created before the process was forked, and its copy in the child calls no handler (nothing would be "
+            "updated, saved or logged). Create the bus, its hooks and the loop in the process that trains, or start that process "
             'by multiprocessing.get_context("spawn")'
         )
 
@@ -260,7 +260,7 @@ class Lifecycle:
                 self.state, self._closer = "draining", threading.get_ident()
         if runtime is None:
             return
-        if not closes:  # another thread does; a signal handler that struck in this close does not wait for itself
+        if not closes:  # another thread closes it; a signal handler within this close must not wait for itself
             while self._runtime is runtime and threading.get_ident() != self._closer and deadline.left:
                 time.sleep(min(_CLOSER_POLL, deadline.left))
             return
@@ -279,13 +279,13 @@ class Lifecycle:
             failures.append(
                 OffloadError(
                     f"the bus closed with events undelivered after drain_timeout={self.drain_timeout:g} s: {missed}. "
-                    "Give Bus a longer drain_timeout=, or those handlers less to do"
+                    "Give Bus a longer drain_timeout=, or reduce the work of these handlers"
                 )
             )
         _raise_all(failures)
 
     def _raises_here(self) -> bool:
-        """Return True if there are errors of offloaded handlers, and this is the thread to raise them on."""
+        """Return True if errors of offloaded handlers are to be raised on this thread."""
         if not self._failures:
             return False
         if (training := self._training) is not None:
@@ -307,7 +307,7 @@ class Lifecycle:
         reason = "the bus has closed: events are published inside `with bus:` (or `async with bus:`)"
         try:
             return runtime.close(grace, reason, abandon=abandon)
-        except BaseException:  # Ctrl-C: what has not ended yet must not be left running
+        except BaseException:  # Ctrl-C: end the consumers that are still running
             runtime.close(0, reason, abandon=True)
             raise
         finally:

@@ -9,7 +9,7 @@ from eventloop.events import Event
 
 
 def decorates(event: Any) -> None:
-    """Stand in for the handler where ``bus.on`` is used as a decorator; None may be given by mistake."""
+    """Placeholder for the handler if ``bus.on`` is used as a decorator; None may be given by mistake."""
 
 
 class TypedOn:

@@ -135,7 +135,7 @@ def _write_call(
     index: int, one: Subscription, event_type: type[Event], recorder: SpanRecorder | None, *, ranges: bool
 ) -> tuple[list[str], dict[str, Any]]:
     terms, bound = one.filter.terms(str(index)) if one.filter is not None else ([], {})
-    # Names of ours begin with an underscore or have no number at the end.
+    # The route's own names begin with an underscore or do not end with a number.
     name = re.sub(r"\W", "_", one.label, flags=re.ASCII) if re.match("[A-Za-z]", one.label) else "handler"
     bound[f"{name}_{index}"] = one.call_for(event_type)
     # One line, because names of hooks and paths may contain newlines.

@@ -74,7 +74,7 @@ class _Inbox:
         self._call_soon = threadsafe_call()
         self._thread = threading.get_ident()
         self._reader = Reader(lane)
-        lane.warns = False  # a slow reader is the reader's own affair
+        lane.warns = False  # a slow reader loses events by its own policy
         self._left = False
         lane.attach(self._wake, self._must_not_wait)
 

@@ -1,4 +1,4 @@
-"""``bus.stream`` and ``bus.keep``: what applications read, and what the bus keeps for them."""
+"""``bus.stream`` and ``bus.keep``: the events that applications read, and those that the bus keeps for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _QUEUE = 1024
 
 
 class Streams(Lifecycle):
-    """The part of a bus that applications read."""
+    """The part of a bus for applications that read events."""
 
     # Bus defines these.
     _insert: Callable[[list[Subscription]], None]
@@ -56,7 +56,7 @@ class Streams(Lifecycle):
         Args:
             event: as for :meth:`on`.
             *more: further mount points.
-            last: the number of events, all mount points together; with ``capture``, that of its values.
+            last: the number of events of all mount points together; with ``capture``, the number of its values.
             capture: as for :meth:`stream`.
             **options: ``priority`` and filters, as for :meth:`on`.
 
@@ -89,7 +89,7 @@ class Streams(Lifecycle):
         with self._lock:
             self._insert([subscription])
             if self._over:
-                self._end_streams()  # no more events will come
+                self._end_streams()  # the bus has closed
         return made
 
     def _replaying(self, events: tuple[type[Event], ...], replay: int, options: dict[str, Any]) -> Stream[Any]:
@@ -127,7 +127,7 @@ class Streams(Lifecycle):
         return made
 
     def _left(self, kept: _Kept) -> None:
-        """Keep nothing that no stream reads, unless the user wants it."""
+        """End a history without streams, unless ``bus.keep()`` asked for it."""
         with self._lock:
             if not kept.history.streams and not kept.history.by_user:
                 self.remove(kept.subscription)
@@ -148,7 +148,7 @@ class _Kept(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What streams of the same history have in common."""
+        """The properties that streams of one history share."""
         one = self.subscription.filter
         filters = None if one is None else (one.every, one.once, one.after, one.before, one.when, one.every_seconds)
         return frozenset(self.subscription.mount_points), self.subscription.priority, filters, self.picks
@@ -177,7 +177,7 @@ def _lane(events: tuple[type[Event], ...], replay: int, options: dict[str, Any])
     queue = given.get("queue", max(replay, _QUEUE))
     if "max_bytes" in given:
         raise SubscribeError(
-            "max_bytes= does not go with replay=: these streams share their copies; replay= and queue= count them"
+            "max_bytes= does not work with replay=: these streams share their copies; set replay= and queue= instead"
         )
     if queue < replay:
         raise SubscribeError(f"replay={replay} events do not fit in queue={queue}; give a queue of at least {replay}")

@@ -20,7 +20,7 @@ from eventloop.events.event import moment, name_of
 from eventloop.log import get_logger
 from eventloop.offload import Delivery, DrainReport, Runtime, Sources, absent_entry, importable_of, is_plain
 
-_MOST_TIMEOUTS = 3  # threads left behind, or worker processes that do not start, that retire a handler
+_MOST_TIMEOUTS = 3  # abandoned threads, or worker processes that fail to start, after which a handler is retired
 _OFFLOADED = "in the offloaded"  # begins the note on an error of an offloaded handler
 
 log = get_logger()
@@ -80,7 +80,7 @@ class Subscription:
             self.lane = make_lane(f"{self.label} ({self.mount_point})", self.mode, given)
         except SubscribeError as error:
             raise SubscribeError(f"cannot subscribe {self.label} to {self.mount_point}: {error}") from None
-        self._detaches = "capture" not in given  # nothing else is done to an event on its way into the lane
+        self._detaches = "capture" not in given  # True if an event goes into the lane without a filter or a capture
         self.ranks: Ranks = given.get("ranks", "all")
         self.timeout: float | None = given.get("timeout")
         self.disable_after: int | None = given.get("disable_after")
@@ -196,7 +196,7 @@ class Subscription:
         if self.on_error == "raise":
             self._bus.fail(self, error)
         self._report(error)
-        # A hanging thread cannot be ended, and a worker that fails to start would fail again.
+        # A hanging thread cannot be killed, and a worker that fails to start would fail again.
         if (self.mode == "thread" and isinstance(error, HandlerTimeoutError)) or (
             isinstance(error, WorkerDiedError) and not error.started
         ):

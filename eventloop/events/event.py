@@ -151,7 +151,7 @@ def moment(event: type[Event], progress: object) -> str:
 
 
 def lineage(event: type[Event]) -> list[str]:
-    """Return the names under which a subscription hears ``event``: its own, its groups', and ``"event"``."""
+    """Return the names under which ``event`` can be subscribed to: its own, its groups', and ``"event"``."""
     return [name_of(base) for base in event.__mro__ if issubclass(base, Event)]
 
 
@@ -160,7 +160,7 @@ def resolve(event: type[Event] | str) -> type[Event]:
     if isinstance(event, str):
         found = Event if event == "event" else registry.get(event)
         if found is None:
-            raise UnknownEventError(f"there is no mount point {event!r}{suggest(event)}")
+            raise UnknownEventError(f"{event!r} is not a mount point{suggest(event)}")
         return found
     if isinstance(event, type) and issubclass(event, Event):
         return event
@@ -171,7 +171,7 @@ def resolve(event: type[Event] | str) -> type[Event]:
 
 
 def suggest(name: str) -> str:
-    """Return a sentence that names the mount points nearest to ``name``."""
+    """Return the end of an error message: the mount points nearest to ``name``."""
     ours = _translated(name.lower())
     near = [ours] if ours in registry else get_close_matches(ours, registry, n=3, cutoff=0.6)
     if near:

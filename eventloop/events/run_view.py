@@ -1,4 +1,4 @@
-"""The protocol of the run that events refer to: ``Run`` of :mod:`eventloop.training` without what only the loop calls.
+"""The protocol of the run that events refer to: ``Run`` of :mod:`eventloop.training` without the members for loops.
 
 Events must not import the training package (and an import under ``TYPE_CHECKING`` would break msgspec's decoder).
 """

@@ -25,7 +25,7 @@ _Name = Annotated[str, Meta(min_length=1, description="a name of the value")]
 
 
 class Slot(Generic[T]):
-    """The name, for tables and errors, and the type of a value that hooks share; a value of another type is an error.
+    """The name (for tables and errors) and the type of a shared value. A value of another type is an error.
 
     Two slots hold two values, even under one name.
     """

@@ -115,7 +115,7 @@ class _Tag(msgspec.Struct):
 
 def _tagged(name: str) -> type[Event]:
     if name not in registry:
-        raise msgspec.ValidationError(f"there is no mount point {name!r}{suggest(name)}")
+        raise msgspec.ValidationError(f"{name!r} is not a mount point{suggest(name)}")
     return detached_type(registry[name])
 
 

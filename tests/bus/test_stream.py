@@ -472,7 +472,7 @@ async def test_misuse_of_replay_is_a_clear_error():
             bus.stream("after_train_iter", replay=replay)
     with pytest.raises(SubscribeError, match="give a queue of at least 10"):
         bus.stream("after_train_iter", replay=10, queue=9)
-    with pytest.raises(SubscribeError, match="max_bytes= does not go with replay="):
+    with pytest.raises(SubscribeError, match="max_bytes= does not work with replay="):
         bus.stream("after_train_iter", replay=10, capture=len, max_bytes=9)
     with pytest.raises(SubscribeError, match="never fire"):
         bus.stream("after_train_iter", replay=10, every=5, before=2)

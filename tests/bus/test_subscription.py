@@ -173,7 +173,7 @@ def test_options_that_cannot_work_are_errors_that_name_them(options, message):
 
 
 def test_subscribing_the_result_of_a_call_is_an_error_showing_the_call():
-    with pytest.raises(SubscribeError, match=r"subscribes what f has returned, which is None; write bus.on\(..., f\)"):
+    with pytest.raises(SubscribeError, match=r"subscribes the result of f\(\), which is None; write bus.on\(..., f\)"):
         Bus().on("after_train_iter", ready_made(EVENT))
 
 
