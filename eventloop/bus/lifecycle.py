@@ -214,7 +214,7 @@ class Lifecycle:
     def _refuse_in_fork(self) -> None:
         raise BusStateError(
             "this bus was created before the process was forked, and its copy in the child calls no handler (nothing would be "
-            "updated, saved or logged). Create the bus, its hooks and the loop in the process that trains, or start that process "
+            "updated, saved or logged). Create bus, hooks and loop in the process that trains, or start that process "
             'by multiprocessing.get_context("spawn")'
         )
 
