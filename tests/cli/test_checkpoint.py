@@ -609,7 +609,7 @@ def test_a_missing_file_is_a_mistake(trainbus, command):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("a.pth", "not a checkpoint but a file of torch.save; convert it: trainbus checkpoint import a.pth"),
+        ("a.pth", "not a checkpoint but a file of torch.save; convert it by: trainbus checkpoint import a.pth"),
         ("plain.safetensors", "not a checkpoint but plain safetensors"),
         ("notes.txt", "is not a checkpoint: checkpoints end in .safetensors"),
     ],
