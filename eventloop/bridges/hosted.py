@@ -290,7 +290,7 @@ class HostedDriver(Driver):
         self.state.stop_reason = self.state.stop_reason or rounds.reason
         rounds.close()
 
-    def _tell_failure(self, error: BaseException) -> None:
+    def _share_failure(self, error: BaseException) -> None:
         """Do nothing: the trainer coordinates the processes."""
 
     def _lock(self) -> None:

@@ -1,4 +1,4 @@
-"""The training loop: ``Run`` knows the order of the mount points, ``TrainLoop`` stands on it."""
+"""The training loop: ``Run`` publishes the mount points in order, and ``TrainLoop`` is built on it."""
 
 from eventloop.training.driver import Driver
 from eventloop.training.loop import TrainLoop

@@ -1,4 +1,4 @@
-"""Accelerate: the state of a run in ``accelerator.save_state()``."""
+"""Save the state of a run with ``accelerator.save_state()`` of Accelerate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _entries: WeakKeyDictionary[Any, AcceleratorEntry] = WeakKeyDictionary()
 
 
 def register(accelerator: Any, run: Any, restore: Restore) -> None:
-    """Add the state of a run to the checkpoints of an accelerator, in place of that of its last run.
+    """Add the state of a run to the checkpoints of an accelerator, replacing the state of its last run.
 
     Raises:
         ConfigurationError: the object is not an ``accelerate.Accelerator``.
@@ -53,9 +53,9 @@ class AcceleratorEntry:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state, now or when the run begins. Accelerate has loaded models and optimizers."""
+        """Restore the state, now or when the run begins. Accelerate has loaded models and optimizers already."""
         if not isinstance(state, Mapping) or "progress" not in state:
-            raise CheckpointError("accelerator.load_state(): the folder does not hold the state of a run of trainbus")
+            raise CheckpointError("accelerator.load_state(): the folder has no state of a trainbus run")
         optimizers = {name: optimizer.state_dict() for name, optimizer in self.run.optimizers.items()}
         self.restore.begin_with({HOSTED: {"state_dict": self._weights(), **state, "optimizer": optimizers}})
 

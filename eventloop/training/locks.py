@@ -65,7 +65,7 @@ class DirectoryLock:
             finally:
                 self.forget()
         except OSError as error:  # from close(), too
-            log.warning("a lock file cannot be removed; it locks nothing any more", path=str(self._file), error=str(error))
+            log.warning("a lock file cannot be removed; it no longer locks anything", path=str(self._file), error=str(error))
 
     def forget(self) -> None:
         """Close the file; in a forked child this leaves the lock to the parent."""

@@ -208,7 +208,7 @@ class TrainLoop:
         self._ask(Run.checkpoint_now)
 
     def _ask(self, request: Callable[[Run], None]) -> None:
-        """Pass a request on to the current run, or keep it for the next training."""
+        """Pass a request to the current run, or keep it for the next training."""
         if (run := self._running) is not None:
             request(run)
             return
@@ -218,7 +218,7 @@ class TrainLoop:
             self._pass_on(run)
 
     def _pass_on(self, run: Run) -> None:
-        """Pass the kept requests on to a training. A signal handler or another thread may do the same meanwhile."""
+        """Pass the kept requests to a training. A signal handler or another thread may do the same meanwhile."""
         with suppress(IndexError):
             while True:
                 self._asked.popleft()(run)
@@ -256,7 +256,7 @@ class TrainLoop:
     def _begun(self, *, trains: bool = False, **options: Any) -> Iterator[Run]:
         if self._running is not None:
             raise TrainingError(
-                "this TrainLoop is already running: make a second TrainLoop, with a bus and hooks of its own, for a second run"
+                "this TrainLoop is already running: for a second run, create another TrainLoop with its own bus and hooks"
             )
         if self.bus.hosted_here:
             raise BusStateError("loop.run() would block the event loop of this bus: use `await loop.arun()`")

@@ -1,4 +1,4 @@
-"""``Run``: one run of a training, as hooks and your own loop see it."""
+"""``Run``: one run of a training, the object that hooks and your own loop work with."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ class Run:
         """Publish ``image_reported`` for writers of images, if there are any. Offloaded handlers get a copy.
 
         Args:
-            name: such as ``"samples"``; writers prefix it with the stage.
+            name: a name such as ``"samples"``; writers prefix it with the stage.
             image: height × width, channels × height × width or height × width × channels (if ambiguous, channels first);
                 1, 3 or 4 channels; uint8, or booleans and floats from 0 to 1. Anything else is a ValueError.
         """
@@ -403,7 +403,7 @@ class Run:
             self._saves.request(SaveRequest(path, frozenset(leave_out), on_error, staging=staging, busy=busy))
 
     def keeps_checkpoints_in(self, directory: str | AnyPath) -> None:
-        """Add a directory to the search of ``resume="auto"``; hooks that save outside the work dir call it before the run."""
+        """Add a directory to the search of ``resume="auto"``, for hooks that save elsewhere. Call it before the run."""
         self._saves.directories.append(as_path(directory))
 
     def note_options(self, owner: str, options: Any) -> None:
@@ -416,7 +416,7 @@ class Run:
         self.options |= by_path(options, owner)
 
     def check_savable(self, *, directory: str | AnyPath | None = None, **options: Any) -> list[str]:
-        """Raise what a save with these options of :meth:`request_save` would raise; else return the keys of its checkpoint.
+        """Raise the error that :meth:`request_save` with these options would raise; else return the keys of its checkpoint.
 
         Ranks other than 0 return no keys. A :class:`CheckpointValueError` names the path of the value that does not fit.
         """
@@ -492,7 +492,7 @@ class Run:
 
     @property
     def accumulation(self) -> int | None:
-        """Iterations per optimizer step, as the update on the bus or the accelerator has it; None if your code decides."""
+        """Iterations per optimizer step, from the update on the bus or the accelerator; None if your code decides."""
         if (accelerator := self.state.accelerator) is not None:
             return int(accelerator.gradient_accumulation_steps)
         return next((hook.accumulate for hook in self.bus.hooks if isinstance(hook, Update)), None)
@@ -531,7 +531,7 @@ def _in_handler() -> bool:
     while frame is not None:
         if frame.f_code is Run.publish.__code__:
             return True
-        # The driver publishes by its bus. Other events there are the program's own: their handlers may train.
+        # The driver publishes on its bus. Other events there are the program's own, whose handlers may train.
         if frame.f_code is Bus.publish.__code__ and isinstance(frame.f_locals["event"], RunEvent):
             return True
         frame = frame.f_back

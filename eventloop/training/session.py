@@ -17,7 +17,7 @@ from eventloop.events import Event
 from eventloop.events.run_view import RunView
 from eventloop.log import get_logger
 from eventloop.offload import Deadline
-from eventloop.training.distributed.ranks import Requests, join_ranks, tell_failure, world_size
+from eventloop.training.distributed.ranks import Requests, join_ranks, share_failure, world_size
 from eventloop.training.locks import DirectoryLock
 from eventloop.training.optimizers import stepping, warn_if_useless
 from eventloop.training.rng import seed_everything
@@ -157,7 +157,7 @@ class Session:
 
     def _abort(self, error: BaseException) -> None:
         """End the run after an exception; log errors in here and add them to it as notes."""
-        self._tell_failure(error)
+        self._share_failure(error)
         self._patience = Deadline(self._bus.abort_timeout)
         with ExitStack() as last:  # a second Ctrl-C, for example in a handler of on_exception, must not leave anything open
             last.callback(self._close, abort=True)
@@ -173,10 +173,10 @@ class Session:
                 log.exception("a handler of on_exception failed")
                 error.add_note(f"then a handler of on_exception failed: {failure!r}")
 
-    def _tell_failure(self, error: BaseException) -> None:
+    def _share_failure(self, error: BaseException) -> None:
         """Share an error with the other ranks."""
         if world_size() > 1:
-            tell_failure(error)
+            share_failure(error)
 
     def _close(self, *, abort: bool = False) -> None:
         self._bus.release_thread(self._interrupt)

@@ -201,7 +201,7 @@ class Update(Hook):
 
 
 def _overflown(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    # torch has no public way to ask; GradScaler.step reads the same private flag.
+    # torch has no public API for this; GradScaler.step reads the same private flag.
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     return any(bool(flag.item()) for flag in found.values())
 

@@ -156,7 +156,7 @@ def test_a_state_is_saved_and_loaded_only_where_it_makes_sense(tmp_path):
     with pytest.raises(TrainingError, match=r"accelerator\.save_state\(\) can only be called in a run"):
         job.accelerator.save_state(tmp_path / "late")
     torch.save({"other": 1}, tmp_path / "custom_checkpoint_0.pkl")
-    with pytest.raises(CheckpointError, match="does not hold the state of a run"):
+    with pytest.raises(CheckpointError, match="has no state of a trainbus run"):
         job.accelerator.load_state(tmp_path)
 
 

@@ -252,11 +252,11 @@ def join_ranks(
 
 
 def own_group(purpose: Literal["control", "saves"]) -> distributed.ProcessGroup:
-    """Return our process group for agreements, or for the thread that writes checkpoints. A collective the first time."""
+    """Return trainbus's process group for agreements, or for the thread that writes checkpoints. First call: a collective."""
     found = _groups.get((purpose, distributed.group.WORLD))
     if found is None:
-        # With the timeout given to init_process_group, which torch has no public way to get. Ours must not be longer: the
-        # interpreter cannot exit before a collective under way has failed. None if the backend does not expose it.
+        # With the timeout given to init_process_group, which torch has no public way to get. With a longer
+        # one, the interpreter would wait longer for a collective under way before it exits. None if the backend does not expose it.
         world: Any = distributed.group.WORLD
         options = getattr(world._get_backend(world._device_types[0]), "options", None)
         found = distributed.new_group(backend="gloo", timeout=getattr(options, "_timeout", None))
@@ -280,13 +280,13 @@ _groups: weakref.WeakValueDictionary[tuple[str, Any], distributed.ProcessGroup] 
 _runs = 0  # number of runs that this process has joined; equal on all ranks
 
 
-def tell_failure(error: BaseException) -> None:
+def share_failure(error: BaseException) -> None:
     """Share the first error of all ranks; add it to ``error`` as a note if another rank failed first.
 
     The other ranks fail when this process ends and its connections close. (If a host catches the error, they wait for
     ``init_process_group(timeout=)``.) A timeout error gets a note with the ranks that did not answer.
     """
-    from torch.distributed.distributed_c10d import _get_default_store  # torch has no public way to the store it made
+    from torch.distributed.distributed_c10d import _get_default_store  # no public access to the store
 
     mine = f"rank {this_rank()}: {type(error).__name__}: {error}"
     first, silent = mine, ""
@@ -312,7 +312,7 @@ def tell_failure(error: BaseException) -> None:
 
 
 def _silent(store: Any) -> str:
-    """Return the ranks that reached no error of their own, as text; living ranks reach one at about the same time."""
+    """Return the ranks that reported no error, as text; living ranks report one at about the same time."""
     keys = {rank: f"{_FAILURE}/{_runs}/{rank}" for rank in range(world_size())}
     store.set(keys[this_rank()], "")
     deadline = time.monotonic() + _ANSWER

@@ -1,17 +1,17 @@
 """Agree on requests of any rank without a collective, for runs inside another library's trainer.
 
-There, a rank may lack a bus or evaluate alone, and a collective of ours would hang or mix with those of the trainer. Instead
-the ranks write to the key-value store of their process group, in rounds:
+There, a rank may lack a bus or evaluate alone, and a collective would hang or mix with the trainer's. Instead the ranks write
+to the key-value store of their process group, in rounds:
 
 1. A rank with requests stops at its next safe point, and opens a round with the name of that point (:data:`Point`).
-2. On each rank a thread, the *agent*, answers for the training thread. It waits a moment until the training thread has come
-   to the same point: usually all ranks have the same requests there. If the training thread stands there with requests too,
-   it stands until the round ends. Else it goes on, but not beyond the end of its present iteration.
-3. Rank 0's agent writes the result: the requests of all ranks, and the point where they take effect. If all ranks stand at
-   the same point, it is that one. Else it is the end of an iteration that no rank has passed.
+2. On each rank a thread, the *agent*, answers for the training thread. It waits briefly until the training thread reaches the
+   same point, because all ranks usually have the same requests there. If the training thread has requests at that point too,
+   it waits there until the round ends. Else it continues, at most to the end of its current iteration.
+3. Rank 0's agent writes the result: the requests of all ranks, and the point where they take effect. This is the point of the
+   round if all ranks wait there, and else the end of an iteration that no rank has passed.
 
-Without requests a safe point costs the training thread less than a microsecond. Each agent looks at the store ten times a
-second, which takes it some 10 µs.
+Without requests, a safe point costs the training thread less than a microsecond. Each agent polls the store ten times a
+second, which takes 10 µs.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import Ranks, Rates, this_rank, world_size
 
 _IDLE: Final = 0.1
-"""Seconds after which an agent looks for a round of another rank."""
+"""Seconds between two polls for a round of another rank."""
 
 _LOOK: Final = 0.002
-"""Seconds between two looks during a round."""
+"""Seconds between two polls during a round."""
 
 _SKEW: Final = 2.0
-"""Seconds that an agent waits for its training thread to come to the point of the round."""
+"""Seconds that an agent waits for its training thread to reach the point of the round."""
 
 PATIENCE = 60.0
 """Seconds after which a round without an answer of a rank is given up."""
@@ -60,7 +60,7 @@ class _Answer(msgspec.Struct):
     """The answer of one rank, or the result of a round."""
 
     point: Point
-    """Where the training thread stands, or the last point that it has passed; in a result, where it takes effect."""
+    """The point at which the training thread waits, or the last one that it passed; in a result, the point of effect."""
     stands: bool = True
     stop: bool = False
     save: bool = False
@@ -69,7 +69,7 @@ class _Answer(msgspec.Struct):
     rates: Rates = []
     reason: str = ""
     failed: str = ""
-    """Why a round has no result."""
+    """The reason why a round has no result."""
 
 
 class Rounds:
@@ -79,7 +79,7 @@ class Rounds:
 
     Args:
         store: the store of the process group.
-        name: of the run; equal on all ranks.
+        name: name of the run; equal on all ranks.
         own: the requests of this rank.
         iterations: returns the number of finished iterations.
     """
@@ -99,7 +99,7 @@ class Rounds:
         self._point: Point = (iterations(), 0)
         """The last safe point."""
         self._stands: Point | None = None
-        """The safe point at which the training thread stands with requests; the agent sets it to None."""
+        """The safe point at which the training thread waits with requests; the agent sets it to None."""
         # Written by the agent.
         self._limit: Point | None = None
         """The safe point at which the training thread must wait for the result of the round."""
@@ -114,7 +114,7 @@ class Rounds:
         self._agent.start()
 
     def close(self) -> None:
-        """End the agent when the training ends. Requests that the ranks have not agreed on are dropped."""
+        """End the agent when the training ends. Drops requests that the ranks have not agreed on."""
         self._ended = True
         self._wake.set()
         self._agent.join(_SKEW)  # at the exit of the interpreter, a thread in a call of the store could abort the process
@@ -122,11 +122,11 @@ class Rounds:
     # ------------------------------------------------------------------------------------------- the training thread
 
     def exchange(self) -> None:
-        """Come to the safe point at the end of an iteration; apply the requests that take effect there."""
+        """Enter the safe point at the end of an iteration; apply the requests that take effect there."""
         self._arrive((self._iterations(), 0))
 
     def settle(self) -> None:
-        """Come to another safe point between two iterations; apply the requests that take effect there."""
+        """Enter another safe point between two iterations; apply the requests that take effect there."""
         if self.paused:
             self._apply()
         else:
@@ -139,8 +139,8 @@ class Rounds:
         return rates
 
     def _arrive(self, point: Point) -> None:
-        # The order matters, because the agent looks at any moment. It must not see this point without the requests that were
-        # made before it. And either it sees this point, or this thread sees its limit; see _answer.
+        # The order matters, because the agent may read at any moment. It must not see this point without the requests made
+        # before it. And either it sees this point, or this thread sees its limit; see _answer.
         if self._pending():
             self._stands = point
         self._point = point
@@ -170,7 +170,7 @@ class Rounds:
     def _apply(self) -> None:
         """Apply the results that take effect here: up to the first pause, or in a pause, up to its end.
 
-        All ranks pause at the same point, so later results take effect in the pause on all ranks. Some ranks come there when
+        All ranks pause at the same point, so later results take effect in the pause on all ranks. Some ranks enter it after
         these results are known, others before.
         """
         paused = self.paused
@@ -222,11 +222,11 @@ class Rounds:
         self._store.compare_set(self._key("opened"), "", _encode(_Answer(self._stands or self._point)))
 
     def _take_part(self) -> None:
-        """Answer, and hand over the result of the round."""
+        """Answer, and pass the result of the round to the training thread."""
         self._store.set(self._key("answer", self._rank), _encode(self._answer(self._get("opened").point)))
         result = self._result()
         if result.failed:
-            log.warning("the last requests, such as run.stop(), do not take effect on any rank", reason=result.failed)
+            log.warning("the last requests, such as run.stop(), take effect on no rank", reason=result.failed)
         else:
             self._results.append(result)
         self._number += 1
@@ -239,8 +239,8 @@ class Rounds:
         stands = self._stands or (self._point if self.paused else None)
         if stands is not None:
             return self._take(stands)
-        # The training thread writes the point and then reads the limit; here it is the other way round. So it waits at this
-        # limit, unless it had passed it before the limit was written.
+        # The training thread writes the point and then reads the limit; here the order is reversed. So it waits at this
+        # limit, unless it passed it before the limit was written.
         while True:
             passed = self._point
             self._limit = (passed[0] + 1, 0)
@@ -251,7 +251,7 @@ class Rounds:
         return bool(self._results) and (self.paused or self._results[0].point <= self._point)
 
     def _take(self, point: Point = (0, 0), *, stands: bool = True) -> _Answer:
-        """Return the requests of this rank, which are told by that."""
+        """Take the requests of this rank; they then count as announced."""
         own = self._own
         self._told = own.stop, own.cancelled, own.paused
         save, own.save_now = own.save_now, False
@@ -321,8 +321,8 @@ _runs = 0
 
 
 def join_rounds(own: Requester, iterations: Callable[[], int]) -> Rounds:
-    """Return the :class:`Rounds` of a new training; all ranks that have a bus begin it."""
-    from torch.distributed.distributed_c10d import _get_default_store  # torch has no public way to the store it made
+    """Return the :class:`Rounds` of a new training. All ranks with a bus must call it."""
+    from torch.distributed.distributed_c10d import _get_default_store  # no public access to the store
 
     global _runs
     _runs += 1

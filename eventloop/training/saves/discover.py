@@ -45,7 +45,7 @@ def peek(path: str | os.PathLike[str] | AnyPath) -> Progress:
         CheckpointDamagedError: the header is damaged, or those of all checkpoints in the directory are.
         CheckpointError: the file is not a checkpoint of a run, the directory holds none, or the store does not answer.
     """
-    file, state = read_checkpoint(as_path(path), outline, "give a checkpoint, or a directory with some")
+    file, state = read_checkpoint(as_path(path), outline, "give a checkpoint, or a directory of checkpoints")
     if lacking(state) or not how_far(state):
         raise CheckpointError(f"{file} is not a checkpoint of a run, so it has no progress")
     counters = Counters()
@@ -96,7 +96,7 @@ def find_checkpoint(*directories: AnyPath, known: Iterable[AnyPath] = (), read: 
             check_regular(path)
             state = read(path)
         except FileNotFoundError:
-            log.warning("a checkpoint is gone; trying the previous one", path=str(path))
+            log.warning("a checkpoint was removed; trying the previous one", path=str(path))
         except (CheckpointDamagedError, OSError) as error:
             log.warning("a checkpoint is damaged or cannot be read; trying the previous one", path=str(path), error=str(error))
             damage.append(str(error))

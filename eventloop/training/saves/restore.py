@@ -29,7 +29,7 @@ log = get_logger()
 
 
 class Restore:
-    """Restore the state that a run resumes from; ``source`` and ``strict`` are the run's ``resume=`` and ``strict=``."""
+    """Restore the state that a run resumes from. ``source`` and ``strict`` are the run's ``resume=`` and ``strict=``."""
 
     def __init__(self, run: SavedRun, saves: Saves, source: str | Path | None, *, strict: bool) -> None:
         self._run = run
@@ -48,7 +48,7 @@ class Restore:
             )
 
     def load(self) -> None:
-        """Restore the state that a handler of ``before_run`` gave to ``apply_state``, or else the checkpoint."""
+        """Restore the state that a handler of ``before_run`` passed to ``apply_state``, or else the checkpoint."""
         self._may_load = True
         given, self._given = self._given, None
         if given is not None:
@@ -95,7 +95,7 @@ class Restore:
                     f"{', '.join(map(repr, list(from_)[:8])) or 'nothing'}; run.gather_state(checkpoint) adds it"
                 )
             state = converted[0]
-        # Weights are copied when they are loaded. Optimizers and hooks keep what they get, and training changes it in place.
+        # Loading copies weights. Optimizers and hooks keep the given tensors, and training changes them in place.
         kept = {key: value for key, value in state.items() if key != "state_dict"}
         own = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf), kept)
         self._apply(state_of_rank({**state, **own}, this_rank(), world_size()), "")
