@@ -152,7 +152,7 @@ class ParamSchedulerHook(Hook):
             if name in saved:
                 scheduler.load_state_dict(saved[name])
             else:
-                log.warning("the checkpoint has no state for this scheduler; it starts afresh", scheduler=name)
+                log.warning("the checkpoint has no state for this scheduler; it starts anew", scheduler=name)
 
     def after_run(self, event: events.AfterRun) -> None:
         warn_unvalidated(event, f'{self.label}(by="metric")')

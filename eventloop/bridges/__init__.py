@@ -1,7 +1,7 @@
 """The same bus in another library's trainer: ``bus.attach(trainer)`` returns a :class:`Bridge`.
 
-A bridge publishes the mount points of a :class:`HostedRun`, at the moments at which the trainer passes them. Each trainer has a
-module of its own here, which is imported when such a trainer is attached.
+A bridge publishes the mount points of a :class:`HostedRun` when the trainer passes them. Each trainer has a separate module
+here, which is imported when such a trainer is attached.
 """
 
 from eventloop.bridges.bridge import Bridge, attach, connect

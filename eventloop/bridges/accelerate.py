@@ -27,11 +27,11 @@ _REFUSED: Final = {
 
 
 class AcceleratorSaves(Bridge):
-    """``save_state()`` copies, and a thread writes; ``load_state()`` reads the folder, also without trainbus.
+    """Make ``save_state()`` copy, and write on a thread; ``load_state()`` reads the folder, also without trainbus.
 
         trainbus.attach(accelerator, checkpoints=True)
 
-    - A folder has its name when it is complete and durable; a folder of that name is replaced.
+    - A folder gets its name when it is complete and durable, and replaces a folder of that name.
     - With ``automatic_checkpoint_naming``, folders beyond ``total_limit`` are removed when their successor is durable.
     - If a save fails, the next ``save_state()``, ``load_state()`` or ``end_training()`` raises its error.
     - ``accelerator.end_training()`` waits for all folders; without it, the end of the process does.
@@ -39,7 +39,7 @@ class AcceleratorSaves(Bridge):
     The events of a training come from ``Run(bus, accelerator=accelerator)``, whose state is in the folders, too.
 
     Args:
-        bus: a bus; it hears nothing from here.
+        bus: a bus; no events are published on it.
         accelerator: the accelerator.
         checkpoints: must be True.
 
@@ -111,7 +111,7 @@ class AcceleratorSaves(Bridge):
             original(*args, **options)
 
     def _next(self) -> Path:
-        """Return the folder that automatic naming gives now."""
+        """Return the folder for the next save by automatic naming."""
         accelerator = self.trainer
         final = Path(accelerator.project_dir) / "checkpoints" / f"checkpoint_{accelerator.save_iteration}"
         if final.exists():
@@ -123,7 +123,7 @@ class AcceleratorSaves(Bridge):
 
     @contextmanager
     def _unnamed(self) -> Iterator[None]:
-        """Have the accelerator write where it is told in a block, and remove nothing."""
+        """Make the accelerator write to the given folder in a block, and remove none."""
         project = self.trainer.project_configuration
         before, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False
         try:
@@ -161,12 +161,12 @@ class AcceleratorSaves(Bridge):
 
 
 def _check_replaced(final: Path, files: FolderFiles) -> None:
-    """Raise CheckpointError if a folder that would be replaced has files that no checkpoint of the accelerator has."""
+    """Raise CheckpointError if a folder that would be replaced has files other than those of a checkpoint."""
     known = {*files.tree, DIGESTS_FILE, *_names(files.folder)}
     if other := sorted(_names(final) - known):
         raise CheckpointError(
-            f"{final} holds other files than a checkpoint ({', '.join(other[:3])}): it is replaced as a whole, so give "
-            "accelerator.save_state() a folder of its own"
+            f"{final} holds other files than a checkpoint ({', '.join(other[:3])}): a save would remove them, so give "
+            "accelerator.save_state() a separate folder"
         )
 
 

@@ -1,4 +1,4 @@
-"""``Bridge``: the part of a bridge that all trainers have in common, and the choice of the bridge for a trainer."""
+"""``Bridge``: the common part of all bridges, and the choice of the bridge for a trainer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BRIDGES: Final[Mapping[str, tuple[str, str]]] = {
     "ignite.engine.engine.Engine": ("eventloop.bridges.ignite", "IgniteBridge"),
     "accelerate.accelerator.Accelerator": ("eventloop.bridges.accelerate", "AcceleratorSaves"),
 }
-"""Module and class of the bridge for each class of trainers, by its full name: no library is imported to compare with it."""
+"""Module and class of the bridge for each class of trainers, by its full name, so that no library is imported to compare."""
 
 _attached: weakref.WeakSet[Bridge] = weakref.WeakSet()
 
@@ -40,7 +40,7 @@ class Bridge:
     host: ClassVar[str] = "the trainer"
     """Name of the trainer's class, for messages."""
     missing: ClassVar[Mapping[str, str]] = {}
-    """The mount points that this trainer does not give, with the reason."""
+    """The mount points that this trainer cannot publish, with the reason."""
 
     def __init__(self, bus: Bus, trainer: Any) -> None:
         self.bus = bus
@@ -59,7 +59,7 @@ class Bridge:
         return self.run if self.run is not None and self.run.running else None
 
     def detach(self) -> None:
-        """Leave the trainer as it was. A second call does nothing.
+        """Restore the trainer. Idempotent.
 
         Raises:
             TrainingError: the trainer is running.
@@ -80,7 +80,7 @@ class Bridge:
         for name in dict.fromkeys(name for name, _ in heard):
             handlers = list(dict.fromkeys(label for other, label in heard if other == name))
             log.warning(
-                f"{self.host} does not give this mount point, so its handlers are never called",
+                f"{self.host} cannot publish this mount point, so its handlers are never called",
                 mount_point=name,
                 reason=self.missing[name],
                 handlers=handlers,
@@ -105,11 +105,11 @@ def replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def attach(trainer: object, **options: Any) -> Bridge:
-    """Attach a bus of its own to another library's trainer, for an option that needs no hooks.
+    """Attach a new bus to another library's trainer, for an option that needs no hooks.
 
         trainbus.attach(trainer, checkpoints=True)      # checkpoints are written beside the training
 
-    ``bridge.bus`` is the bus. With your own, and for arguments and errors, see :meth:`eventloop.Bus.attach`.
+    ``bridge.bus`` is the bus. For your own bus, arguments and errors, see :meth:`eventloop.Bus.attach`.
     """
     return connect(Bus(), trainer, **options)
 

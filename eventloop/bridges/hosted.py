@@ -114,7 +114,7 @@ class HostedRun(Run):
 
     @property
     def save_raises(self) -> bool:
-        """True if the training ends when the present save fails; False if a hook wants its error to be logged only."""
+        """True if a failure of the current save ends the training; False if a hook asked for a log line only."""
         return self._saves.raises
 
     def writing(self, path: AnyPath) -> AbstractContextManager[None]:
@@ -125,7 +125,7 @@ class HostedRun(Run):
         return self._saves.writing(path)
 
     def gather_entry(self, path: str) -> tuple[dict[str, Any], Weights]:
-        """Return the state of the bus for the trainer's checkpoint ``path``, and the weights that the checkpoint should have.
+        """Return the state of the bus for the trainer's checkpoint ``path``, and the weights to store in the checkpoint.
 
         ``path`` is empty where the trainer names the file later, and `CHECKED` where none is written.
         The entry holds plain values and tensors by reference. The weights are only those that hooks replace (``EMAHook`` gives
@@ -159,7 +159,7 @@ class HostedRun(Run):
             weights: the weights that belong to the entry; None if the trainer has loaded them into the model.
 
         Raises:
-            CheckpointError: this is not such an entry, or its format is too new.
+            CheckpointError: the value is not such an entry, or its format is too new.
         """
         _check(entry)
         own: dict[str, Any] = {name: unwrapped_state(model) for name, model in self.models.items()}
@@ -183,18 +183,20 @@ class HostedRun(Run):
         self.publish(ev.AfterLoadCheckpoint, path=path, checkpoint={"state_dict": self._flat(own)})
         hooks = [hook.label for hook in self.bus.hooks if hook.stateful]
         if hooks:
-            log.warning("the checkpoint was saved without this bus; its hooks start afresh", path=path, hooks=hooks)
+            log.warning("the checkpoint was saved without this bus; its hooks start anew", path=path, hooks=hooks)
         self.counters.load_state_dict(counters.state_dict())
         self.state.resumed = True
         self.state.progress = self.counters.snapshot()
 
     def gather_state(self, into: MutableMapping[str, Any]) -> NoReturn:
         """Raise TrainingError: the trainer's checkpoints have the state of the bus."""
-        raise TrainingError("run.gather_state() is for your own loop; here the trainer's checkpoints have the state of the bus")
+        raise TrainingError(
+            "run.gather_state() works in your own loop only; the trainer's checkpoints have the state of the bus"
+        )
 
     def apply_state(self, from_: Mapping[str, Any]) -> NoReturn:
         """Raise TrainingError: the trainer resumes, and the bus with it."""
-        raise TrainingError("run.apply_state() is for your own loop; here the trainer resumes, and the bus with it")
+        raise TrainingError("run.apply_state() works in your own loop only; here the trainer's own resume restores the bus")
 
     def _flat(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Return the weights as checkpoints have them: those of the only model without its name."""
@@ -213,7 +215,7 @@ class HostedRun(Run):
 
 
 class HostedDriver(Driver):
-    """Drive a :class:`HostedRun`. In an iteration the bridge calls, in this order, what the trainer lets it see.
+    """Drive a :class:`HostedRun`. In an iteration, the bridge makes these calls in order, as far as the trainer permits.
 
         drive.begin_iteration(batch, last=...)
         run.publish(BeforeForward, ...); run.publish(AfterForward, ...); ...  # if run.heard(...)
@@ -260,7 +262,7 @@ class HostedDriver(Driver):
         self._steps[id(optimizer)][1]()
 
     def watch_steps(self) -> None:
-        """Have torch's step hooks count and publish the steps until the run ends, for a trainer in which they come rightly."""
+        """Count and publish steps by torch's step hooks until the run ends, for trainers where these fire at the right time."""
         for name, optimizer in self._run.optimizers.items():
             self._watch_steps(name, optimizer)
 
@@ -304,7 +306,7 @@ class HostedDriver(Driver):
 
 
 class _HostMetrics(Metrics):
-    """No metrics of our own: the trainer computes them."""
+    """No metrics: the trainer computes them."""
 
     def update(self, outputs: Mapping[str, Any], samples: int = 1) -> None:
         """Do nothing, so that a validation costs nothing."""

@@ -1,4 +1,4 @@
-"""The bridge to Ignite: the mount points of a training are those of its ``Engine``, a validation is the run of another one."""
+"""The bridge to Ignite: an ``Engine`` publishes the mount points of a training, and another one those of validations."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from eventloop.checks import check_options
 from eventloop.errors import CheckpointError, ConfigurationError, TrainingError
 from eventloop.training import arguments as given
 
-_INSIDE = "an Engine calls your training step as a whole; publish an event of your own in it"
-_NO_TEST = "an Engine does not know tests; the runs of the attached evaluator are validations"
+_INSIDE = "an Engine calls your training step as a whole; publish your own event in it"
+_NO_TEST = "an Engine has no tests; the runs of the attached evaluator are validations"
 
 
 class IgniteBridge(Bridge):
@@ -38,10 +38,10 @@ class IgniteBridge(Bridge):
 
     The model and the optimizer are found in the training step. The bridge has ``state_dict()`` and ``load_state_dict()``: add
     it to the ``to_save`` of Ignite's ``Checkpoint``, and to ``load_objects`` before ``trainer.run()``. Checkpoints that hooks
-    request are files of ``Checkpoint``, too, with the objects of :attr:`to_save`; in them the model has the weights that
-    hooks put there (``EMAHook``: the averaged ones).
+    request are files of ``Checkpoint``, too, with the objects of :attr:`to_save`. The model's weights in them may be replaced
+    by hooks (``EMAHook``: by the averaged ones).
 
-    The bus comes before Ignite's handlers where an iteration or epoch ends, and saves and stops after them.
+    At the end of an iteration or epoch, the bus publishes before Ignite's handlers, and saves and stops after them.
 
     Args:
         bus: the bus.
@@ -84,7 +84,7 @@ class IgniteBridge(Bridge):
         self._models = {name: unwrapped(one) for name, one in models.items()} if several else unwrapped(models)
         self._evaluator = evaluator
         if evaluator is trainer:
-            raise ConfigurationError("evaluator= is the trainer itself: give the engine that validates")
+            raise ConfigurationError("evaluator= is the trainer itself; give the engine that validates")
         self.to_save: dict[str, Any] = {
             **(to_save or {"model": self._models, "optimizer": self._optimizers, "trainer": trainer, **others}),
             "bus": self,
@@ -111,7 +111,7 @@ class IgniteBridge(Bridge):
             Events.ITERATION_COMPLETED: training.settle_iteration,
             Events.EPOCH_COMPLETED: training.settle_epoch,
             Events.INTERRUPT: training.note_interrupt,
-            CheckpointEvents.SAVED_CHECKPOINT: self._tell_saved,
+            CheckpointEvents.SAVED_CHECKPOINT: self._publish_saved,
         }
         self._wrap(self.trainer, training.run, training.step, before, after)
         inner = self.trainer._handle_exception
@@ -127,7 +127,7 @@ class IgniteBridge(Bridge):
             after = {
                 Events.ITERATION_COMPLETED: validation.stop_if_asked,
                 Events.EPOCH_COMPLETED: validation.note_complete,
-                CheckpointEvents.SAVED_CHECKPOINT: self._tell_saved,
+                CheckpointEvents.SAVED_CHECKPOINT: self._publish_saved,
             }
             self._wrap(self._evaluator, validation.run, validation.step, before, after)
 
@@ -205,12 +205,12 @@ class IgniteBridge(Bridge):
         self._entry = state
 
     def take_entry(self) -> Mapping[str, Any] | None:
-        """Return what was loaded since the last run, once."""
+        """Return and forget the entry that was loaded since the last run."""
         entry, self._entry = self._entry, None
         return entry
 
     def save(self, path: AnyPath) -> None:
-        """Copy the state for a requested checkpoint, and have it written."""
+        """Copy the state for a requested checkpoint, and queue the copy to be written."""
         run, _ = self._training.running()
         told = run.writing(path)
         try:
@@ -225,12 +225,12 @@ class IgniteBridge(Bridge):
                 raise
 
     def settle_files(self) -> None:
-        """Wait until all files are durable, so that the bus hears of them; raise the CheckpointError of one that is not."""
+        """Wait until all files are durable and reported on the bus; raise the CheckpointError of a failed one."""
         self._files.close()
         for saver in ignite_files.savers(self._engines(), self):
             saver.wait()
 
-    def _tell_saved(self) -> None:
+    def _publish_saved(self) -> None:
         """Publish ``checkpoint_committed`` for a file that Ignite's own ``Checkpoint`` has saved with the bridge in it."""
         run, since = self.running, self._since
         self._since = 0.0

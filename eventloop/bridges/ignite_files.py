@@ -1,4 +1,4 @@
-"""Files of Ignite: write a requested checkpoint with Ignite's own handler, and find those that its handlers write."""
+"""Write requested checkpoints in the format of Ignite's ``Checkpoint``, and find the files that its handlers write."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from eventloop.errors import ConfigurationError
 
 
 class RequestedFiles:
-    """Writes the checkpoints that hooks request on a thread: the training waits only for a copy."""
+    """Write requested checkpoints on a thread, so that the training waits only for a copy."""
 
     def __init__(self, trainer: Engine) -> None:
         self._trainer = trainer
         self._saver: AsyncSaver | None = None
 
     def save(self, path: AnyPath, objects: Mapping[str, Any], told: AbstractContextManager[None], *, raises: bool) -> None:
-        """Copy the states of ``objects``, and have them written as ``Checkpoint`` would, on rank 0.
+        """Copy the states of ``objects``, and queue them to be written on rank 0 in the format of ``Checkpoint``.
 
         Args:
             path: the file.
@@ -53,7 +53,7 @@ class RequestedFiles:
         self._saver.save(pickled.storages, path, write=partial(_write, pickled, told, raises))
 
     def close(self) -> None:
-        """Wait until all files are durable; raise the CheckpointError of one that is not."""
+        """Wait until all files are durable; raise the CheckpointError of a failed one."""
         if self._saver is not None:
             try:
                 self._saver.close()
@@ -96,7 +96,7 @@ class _Saved:
 
 
 def with_states(objects: Mapping[str, Any], states: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """Return the objects of a checkpoint; those with an id in ``states`` have that state instead of their own."""
+    """Return the objects of a checkpoint, with the states in ``states`` (by id) instead of their own."""
     replaced: dict[str, Any] = {}
     for name, value in objects.items():
         if isinstance(value, Mapping):

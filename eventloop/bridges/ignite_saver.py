@@ -23,8 +23,8 @@ class TrainbusSaver(DiskSaver):  # type: ignore[misc]  # types of Ignite are not
 
     The files are those of ``torch.save``; ``Checkpoint.load_objects`` and ``torch.load`` read them.
 
-    - A file appears under its name when it is complete and durable.
-    - A file that ``Checkpoint`` removes goes when its successor is durable, and stays if that fails.
+    - A file gets its name when it is complete and durable.
+    - A file that ``Checkpoint`` removes is kept until its successor is durable, and stays if that fails.
     - If a file could not be written, the next save or the end of ``trainer.run()`` raises its error.
     - ``trainer.run()`` returns when all files are durable. A save outside of it waits for its file.
     - ``Checkpoint.last_checkpoint`` waits until that file is durable.
@@ -57,7 +57,7 @@ class TrainbusSaver(DiskSaver):  # type: ignore[misc]  # types of Ignite are not
 
     @property
     def dirname(self) -> Path:
-        """The directory; waits until its files are durable, and raises the error of one that is not."""
+        """The directory; waits until its files are durable, and raises the error of a failed one."""
         self.wait()
         return self._directory
 
@@ -66,7 +66,7 @@ class TrainbusSaver(DiskSaver):  # type: ignore[misc]  # types of Ignite are not
         self._directory = directory
 
     def __call__(self, checkpoint: Mapping[str, Any], filename: str, metadata: Mapping[str, Any] | None = None) -> None:
-        """Copy a checkpoint, and have it written."""
+        """Copy a checkpoint, and queue the copy to be written."""
         if distributed.get_rank() != self.save_on_rank:
             return
         path, told, self.told = self._directory / filename, self.told, None
@@ -90,7 +90,7 @@ class TrainbusSaver(DiskSaver):  # type: ignore[misc]  # types of Ignite are not
             self._removed.append(filename)
 
     def wait(self) -> None:
-        """Wait until all files are durable; raise the CheckpointError of one that could not be written."""
+        """Wait until all files are durable; raise the CheckpointError of a failed one."""
         if self._saver is not None:
             self._saver.wait()
 

@@ -16,11 +16,11 @@ from eventloop.training.state import Counters
 
 log = get_logger()
 
-_COUNTS_DIFFER = "the engine and the bus begin at different iterations: load the trainer from the same checkpoint as the bridge"
+_COUNTS_DIFFER = "the engine and the bus begin at different iterations; load the trainer from the same checkpoint as the bridge"
 
 
 class TrainerRuns:
-    """Drives a run for each ``trainer.run()``, or ``evaluator.run()`` outside of it.
+    """Drive a run for each ``trainer.run()``, and for each ``evaluator.run()`` outside of it.
 
     Args:
         bridge: the bridge; its ``save`` writes requested checkpoints.
@@ -54,7 +54,7 @@ class TrainerRuns:
         self._terminated = False
 
     def run(self, inner: Callable[..., State], *arguments: Any, **named: Any) -> State:
-        """Stand for ``trainer.run()``."""
+        """Replace ``trainer.run()``."""
         self._terminated = bool(self._trainer.should_terminate)
         self.error, self.in_run = None, True
         try:
@@ -98,7 +98,7 @@ class TrainerRuns:
         return run
 
     def _resume(self, run: HostedRun) -> None:
-        """Restore what was loaded, or continue the last run, if Ignite does; its counts are the right ones."""
+        """Restore the loaded entry, or continue the last run if Ignite does. Ignite's counts take precedence."""
         state, entry, last = self._trainer.state, self._bridge.take_entry(), self.last
         self.last = run
         if entry is not None:
@@ -159,7 +159,7 @@ class TrainerRuns:
         drive.begin_epoch()
 
     def step(self, inner: Callable[..., Any], engine: Engine, batch: Any) -> Any:
-        """Stand for the training step: an iteration."""
+        """Replace the training step: one iteration."""
         driver = self.driver
         if driver is None or driver.state.scopes.innermost != "epoch":
             return inner(engine, batch)
@@ -173,7 +173,7 @@ class TrainerRuns:
         return output
 
     def settle_iteration(self) -> None:
-        """Save and stop after an iteration and Ignite's handlers, in which schedules step and evaluators run."""
+        """Save and stop after an iteration and Ignite's handlers, which step schedules and run evaluators."""
         if self.driver is None:
             return
         run: Any = self.opened
@@ -223,6 +223,6 @@ class TrainerRuns:
         self._left_off = "interrupted"
 
     def running(self) -> tuple[HostedRun, HostedDriver]:
-        """Return the open run, and what drives it."""
+        """Return the open run and its driver."""
         assert self.opened is not None and self.driver is not None  # noqa: S101 - the callers know
         return self.opened, self.driver

@@ -12,7 +12,7 @@ from eventloop.bridges.training_step import outputs_of
 
 
 class EvaluatorRuns:
-    """Publishes a validation for each ``evaluator.run()``.
+    """Publish a validation for each ``evaluator.run()``.
 
     Args:
         training: the runs of the trainer.
@@ -25,7 +25,7 @@ class EvaluatorRuns:
         self._complete = False
 
     def run(self, inner: Callable[..., State], *arguments: Any, **named: Any) -> State:
-        """Stand for ``evaluator.run()``."""
+        """Replace ``evaluator.run()``."""
         try:
             state = inner(*arguments, **named)
             self._end()
@@ -36,7 +36,7 @@ class EvaluatorRuns:
         return state
 
     def begin(self) -> None:
-        """Begin a validation, before Ignite's handlers; outside of ``trainer.run()`` in a run of its own."""
+        """Begin a validation, before Ignite's handlers; outside of ``trainer.run()`` as a separate run."""
         self._complete = False
         if self._training.in_run:
             self._training.begin()
@@ -50,7 +50,7 @@ class EvaluatorRuns:
             drive.begin_validation()
 
     def step(self, inner: Callable[..., Any], engine: Engine, batch: Any) -> Any:
-        """Stand for the step of the evaluator: an iteration of a validation."""
+        """Replace the step of the evaluator: one iteration of a validation."""
         driver = self._training.driver
         if driver is None or driver.state.scopes.innermost != "val":
             return inner(engine, batch)

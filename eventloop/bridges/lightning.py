@@ -1,8 +1,8 @@
-"""The bridge to ``lightning.Trainer``, and to that of ``pytorch_lightning``: the older name of the same package.
+"""The bridge to ``lightning.Trainer``, and to the one of ``pytorch_lightning``, the older name of the same package.
 
-:mod:`eventloop.bridges.lightning_iterations` has the iterations of a training; this module has all else. The bridge is a
-callback. It replaces ``strategy.save_checkpoint``, which gets every checkpoint with its path, also of
-``ModelCheckpoint(save_weights_only=True)``, for which Lightning asks no callback.
+:mod:`eventloop.bridges.lightning_iterations` has the iterations of a training; this module has the rest. The bridge is a
+callback. It replaces ``strategy.save_checkpoint``, which gets every checkpoint with its path, also the one of
+``ModelCheckpoint(save_weights_only=True)``, for which Lightning calls no callback.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LightningBridge(Bridge):
 
     state_key = _legacy_state_key = "trainbus"
 
-    # Lightning skips what is not callable. Some are set for an iteration: see Iterations.
+    # Lightning skips methods that are not callable. Some are set per iteration: see Iterations.
     on_train_batch_start = on_before_zero_grad = None
     on_train_batch_end: Any = None
     on_before_backward: Any = None
@@ -74,7 +74,7 @@ class LightningBridge(Bridge):
     # ------------------------------------------------------------------------------------------------ begin and end
 
     def on_sanity_check_start(self, trainer: Any, module: Any) -> None:
-        """Begin the run. The sanity check is not told as a validation."""
+        """Begin the run. The sanity check is not published as a validation."""
         self._begin(trainer.optimizers)
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
@@ -238,7 +238,7 @@ class LightningBridge(Bridge):
         self._before = dict(self.trainer.callback_metrics)
 
     def _metrics(self) -> dict[str, Any]:
-        """Return the metrics of the present validation or test: the others are the same objects as before."""
+        """Return the metrics of the current validation or test: those that are other objects than before it."""
         found = self.trainer.callback_metrics
         return {name: value.item() for name, value in found.items() if value is not self._before.get(name)}
 
@@ -263,7 +263,7 @@ class LightningBridge(Bridge):
         self._entry = None
 
     def _write(self, path: AnyPath) -> None:
-        self.trainer.save_checkpoint(str(path), weights_only=False)  # the default, too, but told on the terminal
+        self.trainer.save_checkpoint(str(path), weights_only=False)  # the default, too, but Lightning prints a note about it
 
     def _save_checkpoint(
         self, original: Callable[..., None], checkpoint: dict[str, Any], filepath: Any, *arguments: Any, **options: Any
@@ -287,7 +287,7 @@ class LightningBridge(Bridge):
                 raise
         finally:
             left, plugin.around, plugin.raises = plugin.around, None, True
-        if left is not None:  # on another rank, or a strategy that writes itself
+        if left is not None:  # on another rank, or with a strategy that writes by itself
             with left:
                 pass
 

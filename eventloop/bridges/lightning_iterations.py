@@ -1,14 +1,12 @@
 """The training iterations of a ``lightning.Trainer``.
 
-What the callbacks of Lightning do not tell, or at a higher price, comes from these methods, which are replaced while a
-training runs:
+These methods are replaced while a training runs, because Lightning's callbacks lack their data or cost more:
 
 - ``strategy.on_train_batch_start`` begins an iteration. Each call of a callback costs two microseconds more.
 - ``strategy.training_step`` returns the outputs before the loss is divided by ``accumulate_grad_batches``, and is the forward
   pass. It runs inside ``optimizer.step(closure)``, so torch's step hook comes before it: see :meth:`Iterations._before_step`.
 
-An iteration of which no mount point has a subscriber is only counted. A handler that is subscribed during such an iteration
-hears the next one.
+An iteration without subscribers is only counted. A handler that is subscribed during such an iteration gets the next one.
 """
 
 from __future__ import annotations
@@ -40,11 +38,11 @@ class Iterations:
     """Publish and count the iterations of one training, until its run ends.
 
     Args:
-        callback: the one that Lightning calls.
+        callback: the callback that Lightning calls.
         trainer: the trainer.
         run: the run.
-        begin_epoch: is called with the number of the batch in the middle of an epoch in which Lightning resumes.
-        settle: is called after an iteration if a save or a stop may be due.
+        begin_epoch: called with the number of the next batch if Lightning resumes in the middle of an epoch.
+        settle: called after an iteration if a save or a stop may be due.
     """
 
     def __init__(
@@ -62,7 +60,7 @@ class Iterations:
         """True if events of the present iteration are published."""
         self._batch: Any = None
         self._waits: Callable[[], None] | None = None
-        """What to call before the step of an optimizer whose ``step(closure)`` has begun: forward and backward come next."""
+        """The function to call before the step of an optimizer; its ``step(closure)`` begins with forward and backward."""
         self.length: float = 0
         self.last = False
         """True if the present batch is the last one of its epoch."""
@@ -83,7 +81,7 @@ class Iterations:
     # ---------------------------------------------------------------------------------------------- one iteration
 
     def begin(self, batch: Any, batch_idx: int) -> None:
-        """Stand for ``strategy.on_train_batch_start``."""
+        """Replace ``strategy.on_train_batch_start``."""
         # This method and end() make few calls: after a step of the model each costs about a microsecond.
         if self._strategy_start is not None:
             self._strategy_start(batch, batch_idx)
@@ -106,7 +104,7 @@ class Iterations:
         self._drive.begin_iteration(batch, last=self.last)
 
     def end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Stand for ``callback.on_train_batch_end``."""
+        """Replace ``callback.on_train_batch_end``."""
         accumulate, drive, state = trainer.accumulate_grad_batches, self._drive, self._state
         state.in_window = accumulate > 1 and not self.last and (batch_idx + 1) % accumulate != 0
         if self._published:
@@ -118,7 +116,7 @@ class Iterations:
             self._settle()
 
     def _listen(self, *, listens: bool) -> None:
-        """Have Lightning and torch call what publishes events, or not."""
+        """Install or remove the functions that publish events in Lightning and torch."""
         self._published = listens
         strategy, callback = self._trainer.strategy, self._callback
         callback.on_before_backward = callback.on_after_backward = callback.on_before_optimizer_step = None
@@ -133,7 +131,7 @@ class Iterations:
                 self._undo.pop()()
 
     def _choose_hooks(self) -> None:
-        """Set the hooks that have subscribers. Lightning skips what is not callable, for less than an empty method costs."""
+        """Set the methods that have subscribers. Lightning skips None faster than it calls an empty method."""
         callback, heard = self._callback, self._heard
         callback.on_before_backward = self._before_backward if heard(ev.BeforeBackward, True) else None
         callback.on_after_backward = self._after_backward if heard(ev.AfterBackward, True) else None
@@ -176,14 +174,14 @@ class Iterations:
 
 
 def named(output: Any) -> dict[str, Any]:
-    """Return what a step has returned as named outputs."""
+    """Return the result of a step as named outputs."""
     if isinstance(output, Mapping):
         return dict(output)
     return {"loss": output} if isinstance(output, torch.Tensor) else {}
 
 
 def _overridden(strategy: Any, name: str) -> Callable[..., None] | None:
-    """Return a method of a strategy; None if it is the one of Lightning's base class, which does nothing."""
+    """Return a method of a strategy; None if it is inherited from Lightning's base class, where it does nothing."""
     for kind in type(strategy).__mro__:
         if name in vars(kind):
             return None if kind.__name__ == "Strategy" else getattr(strategy, name)

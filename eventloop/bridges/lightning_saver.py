@@ -41,11 +41,11 @@ from eventloop.log import get_logger
 log = get_logger()
 
 _PACKAGES: Final = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
-"""The two names of Lightning's packages, each with that of its Fabric. Their classes are not the same."""
+"""The two names of Lightning's package, each with the name of its Fabric package. Their classes differ."""
 
 
 class TrainbusCheckpointIO:
-    """Write Lightning's checkpoints while the training goes on.
+    """Write Lightning's checkpoints while the training continues.
 
         trainer = Trainer(plugins=[TrainbusCheckpointIO()])
 
@@ -68,7 +68,7 @@ class TrainbusCheckpointIO:
         self._last: Future[CommitInfo] | None = None
         """The last save."""
         self._trainer: weakref.ref[Any] | None = None
-        """The trainer that has saved since the last teardown."""
+        """The trainer that saved since the last teardown."""
         self.saves = 0
         """The number of saves so far."""
         self.around: AbstractContextManager[object] | None = None
@@ -77,7 +77,7 @@ class TrainbusCheckpointIO:
         """False if the error of the next save is for ``around`` only."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
-        """Copy ``checkpoint`` and have it written to ``path``, a file or a URL.
+        """Copy ``checkpoint`` and queue the copy to be written to ``path``, a file or a URL.
 
         Raises:
             CheckpointValueError: an object in it cannot be pickled.
@@ -85,7 +85,7 @@ class TrainbusCheckpointIO:
             TypeError: ``storage_options`` was given.
         """
         if storage_options is not None:
-            raise TypeError("TrainbusCheckpointIO has no storage_options; configure the file system by fsspec's own settings")
+            raise TypeError("TrainbusCheckpointIO takes no storage_options; configure the file system by fsspec's own settings")
         if self._saver is None:
             self._saver = AsyncSaver(busy="queue")
         pickled = Pickled(checkpoint)
@@ -160,7 +160,7 @@ def _write(pickled: Pickled, around: AbstractContextManager[object] | None, stag
 
 def _unless_failed(save: Future[CommitInfo] | None, action: Callable[[], object]) -> None:
     """Call ``action``, unless the save that it follows has failed: a later one is not the file that it counts on."""
-    if save is None or not save.done() or save.exception() is None:  # during its own commit it is not done
+    if save is None or not save.done() or save.exception() is None:  # the future is not done during its own commit
         action()
 
 
@@ -172,23 +172,23 @@ def _remove(path: str) -> None:
 
 
 def _wait_for_ranks() -> None:
-    """Let no rank go on before the first one has written its files: all of them may read these next."""
+    """Hold all ranks until rank 0 has written its files, because all of them may read these next."""
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         on_device = distributed.get_backend() == "nccl"
         distributed.barrier(device_ids=[torch.cuda.current_device()] if on_device else None)
 
 
-# Lightning tells a CheckpointIO neither its trainer nor the names that ModelCheckpoint looks up or links. Hence three methods
-# of its classes have a part for trainers with this plugin; for others they are what they were.
+# Lightning passes a CheckpointIO neither its trainer nor the names that ModelCheckpoint looks up or links. Hence three methods
+# of its classes are wrapped. For trainers without this plugin they are unchanged.
 
 _joined: Final[set[str]] = set()
 
 
 def _join_lightning() -> None:
-    """Make Lightning's packages that are imported accept the plugin; import one if none is.
+    """Make the imported Lightning packages accept the plugin; import one if none is imported.
 
     Raises:
-        ConfigurationError: none is installed.
+        ConfigurationError: no Lightning package is installed.
     """
     names = [name for name in _PACKAGES if name in sys.modules] or [_installed()]
     for name in names:
@@ -217,7 +217,7 @@ def _torch_io() -> Any:
 
 def plugin_of(trainer: Any) -> TrainbusCheckpointIO | None:
     """Return the plugin of a trainer, if it has one."""
-    plugin = trainer.strategy._checkpoint_io  # the property refuses it in some strategies, and makes one
+    plugin = trainer.strategy._checkpoint_io  # the property raises in some strategies, and creates a plugin
     return plugin if isinstance(plugin, TrainbusCheckpointIO) else None
 
 

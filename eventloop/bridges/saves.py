@@ -1,4 +1,4 @@
-"""Saves of a hosted run: its hooks request them, and the trainer writes them in its own format."""
+"""Save a hosted run: hooks request checkpoints, and the trainer writes them in its own format."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from eventloop.training.saves.request import SaveRequest, merged
 log = get_logger()
 
 CHECKED: Final = str(Path())
-"""The path of a state that is gathered only to be checked."""
+"""The path that stands for a check: the state is gathered, but not written."""
 
 
 class HostSaves(Saves):
-    """Collect the requests of hooks, and have the trainer write them.
+    """Collect the requests of hooks, and make the trainer write them.
 
     At a save point of the run, requests become due. At its next safe moment the bridge calls :meth:`write_due`.
     """
@@ -34,7 +34,7 @@ class HostSaves(Saves):
     _others: list[AnyPath]
     """Further names for the file that is being written."""
     raises = True
-    """True if the training ends when the present save fails; False if a hook wants its error to be logged only."""
+    """True if a failure of the current save ends the training; False if a hook asked for a log line only."""
     _written: tuple[object, set[AnyPath]] | None
     """The version of the last state that was written, and its paths."""
 
@@ -52,7 +52,7 @@ class HostSaves(Saves):
             self._refuse(request)
 
     def check(self, request: SaveRequest, *, copy: bool) -> list[str]:
-        """Raise the error that a save would raise. The keys of the trainer's checkpoint are unknown."""
+        """Raise the error that a save would raise. Returns no keys, because those of the trainer's checkpoint are unknown."""
         self._check(request)
         if copy:
             self._run.gather_entry(CHECKED)
@@ -68,7 +68,7 @@ class HostSaves(Saves):
         self.requests = []
 
     def end(self) -> None:
-        """Skip the requests that came too late for the trainer."""
+        """Skip requests that are too late for the trainer."""
         left = [*self.due, *self.requests]
         self.due, self.requests = [], []
         for request in left:
@@ -128,7 +128,7 @@ class HostSaves(Saves):
         for option, value in (("staging", request.staging), ("leave_out", sorted(request.leave_out))):
             if value not in ("block", []):
                 raise ConfigurationError(
-                    f"{option}={value!r} does not work here: another trainer writes the checkpoints, whole and with its own "
+                    f"{option}={value!r} does not work here: another trainer writes the checkpoints, always whole, by its own "
                     "saver (for a CheckpointHook: save_optimizer, save_param_scheduler and staging keep their defaults)"
                 )
 

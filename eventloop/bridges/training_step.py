@@ -1,4 +1,4 @@
-"""What a training step uses and returns, for a trainer that knows only a function."""
+"""Find the models and optimizers that a training step uses, for a trainer that gets only the function."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _optimizers_in(objects: Mapping[str, Any]) -> dict[str, torch.optim.Optimize
 
 
 def _models_in(objects: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, torch.nn.Module]:
-    """Return the outermost modules among ``objects`` with a parameter of the optimizers: no frozen ones, no plain losses."""
+    """Return the outermost modules among ``objects`` that have a parameter of the optimizers (no frozen models, no losses)."""
     trained = {id(parameter) for optimizer in optimizers.values() for parameter in parameters_of(optimizer)}
     found = _distinct(objects, torch.nn.Module)
     models = {

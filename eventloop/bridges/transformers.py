@@ -41,15 +41,15 @@ class TransformersBridge(Bridge):
     - ``outputs["loss"]`` is the loss of the micro-batch as a detached tensor, times the number of micro-batches of its window
       if there are several. The mean over a window is the loss that the trainer logs.
     - Metrics have the names of ``compute_metrics``: the trainer's prefix ``eval_`` is removed.
-    - A checkpoint is a folder. Those that hooks request have the names that hooks give, in ``output_dir``. The trainer's own
-      ``checkpoint-<step>`` hold the state of the bus, too. ``from_pretrained`` opens both.
+    - A checkpoint is a folder. Requested checkpoints have the names given by hooks, in ``output_dir``. The trainer's own
+      ``checkpoint-<step>`` folders hold the state of the bus, too. ``from_pretrained`` opens both.
 
     Args:
         bus: the bus.
         trainer: the trainer.
-        checkpoints: write all checkpoints of ``train()`` beside the training, which waits only for a copy. A folder has its
-            name when it is complete and durable; what it replaces is removed afterwards. The end of ``train()`` waits. If a
-            save fails, the next one, or the end of ``train()``, raises its error.
+        checkpoints: write all checkpoints of ``train()`` beside the training, which waits only for a copy. A folder gets its
+            name when it is complete and durable, and the folders that it replaces are removed afterwards. The end of
+            ``train()`` waits for them. If a save fails, the next one, or the end of ``train()``, raises its error.
     """
 
     host = "a transformers.Trainer"
@@ -69,7 +69,7 @@ class TransformersBridge(Bridge):
         self._length: int | None = None
 
     def install(self) -> None:
-        """Wrap methods. The bridge comes before all callbacks, so that these may raise or evaluate."""
+        """Wrap methods. The bridge runs before all callbacks, so that these may raise or evaluate."""
         moments: dict[str, Method] = {
             "on_train_begin": self._on_train_begin,
             "on_epoch_begin": self._on_epoch_begin,
@@ -99,7 +99,7 @@ class TransformersBridge(Bridge):
     # ---------------------------------------------------------------------------------------------------- the training
 
     def _train(self, original: Method, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if resume_from_checkpoint is True:  # the trainer finds only its own names
+        if resume_from_checkpoint is True:  # the trainer finds only folders with its own names
             resume_from_checkpoint = self._folders.newest() or True
         elif resume_from_checkpoint:
             verify_folder(Path(resume_from_checkpoint))
@@ -134,7 +134,7 @@ class TransformersBridge(Bridge):
         if self._looping:
             self._begin_train(state, self.trainer.callback_handler.train_dataloader)
         else:
-            log.warning(f"{type(self.trainer).__name__} trains in a loop of its own, which publishes no mount points")
+            log.warning(f"{type(self.trainer).__name__} overrides the training loop, so no mount points are published")
         return original(args, state, control, **kwargs)
 
     def _begin_train(self, state: Any, data: Any) -> None:
@@ -166,7 +166,7 @@ class TransformersBridge(Bridge):
         self._drive.begin_run()
         if getattr(args, "enable_jit_checkpoint", False) and signal.getsignal(signal.SIGTERM) != handler:
             raise ConfigurationError(
-                "enable_jit_checkpoint=True handles SIGTERM, and so does a hook on the bus (PreemptionHook): choose one of them"
+                "enable_jit_checkpoint=True handles SIGTERM, and so does a hook on the bus (PreemptionHook); use one of them"
             )
 
     @property
@@ -253,7 +253,7 @@ class TransformersBridge(Bridge):
     def _evaluate(self, stage: Stage, original: Method, *args: Any, **kwargs: Any) -> Any:
         run = self.running
         if self._evaluations.stage is not None or (run is not None and "iter" in run.state.scopes):
-            return original(*args, **kwargs)  # one of several data sets, or where our loop has no evaluation
+            return original(*args, **kwargs)  # one of several data sets, or at a point where a run has no evaluation
         if run is not None:
             return self._evaluations.evaluate(run, stage, original, *args, **kwargs)
         with self._closing():
@@ -272,7 +272,7 @@ class TransformersBridge(Bridge):
             self.trainer.control.should_training_stop = True
 
     def _save_checkpoint(self, original: Method, model: Any, trial: Any = None) -> None:
-        """Put the state of the bus into a checkpoint that the trainer saves."""
+        """Add the state of the bus to a checkpoint that the trainer saves."""
         run = self.running
         if run is None or self._folders.writing is not None:
             original(model, trial)
@@ -288,7 +288,7 @@ class TransformersBridge(Bridge):
             self._folders.sync(folder)
 
     def _write(self, path: AnyPath) -> None:
-        """Have the trainer save a checkpoint with a name that a hook has given."""
+        """Make the trainer save a checkpoint under a name given by a hook."""
         run, trainer = self.run_begun, self.trainer
         told, filled = run.writing(path), self._folders.filled(*run.gather_entry(str(path)))
         if self._saver is not None and self._saver.is_open:

@@ -12,7 +12,7 @@ from eventloop.events import Stage
 Method = Callable[..., Any]
 
 _PREFIXES: Final[Mapping[Stage, str]] = {"val": "eval", "test": "test"}
-"""What the trainer puts before the names of metrics."""
+"""The trainer's prefix for the names of metrics."""
 
 
 class Evaluations:
@@ -26,7 +26,7 @@ class Evaluations:
         """The stage of the present evaluation."""
 
     def evaluate(self, run: HostedRun, stage: Stage, original: Method, *args: Any, **kwargs: Any) -> Any:
-        """Stand for ``evaluate`` or ``predict`` of the trainer; return its result."""
+        """Replace ``evaluate`` or ``predict`` of the trainer; return its result."""
         self._run, self._drive = run, run.drive()
         drive, val = self._drive, stage == "val"
         abandon_evaluation(run)
@@ -44,7 +44,7 @@ class Evaluations:
         return result
 
     def prediction_step(self, original: Method, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stand for ``prediction_step``, one iteration of an evaluation."""
+        """Replace ``prediction_step``, one iteration of an evaluation."""
         if self.stage is None:
             return original(model, inputs, *args, **kwargs)
         run, drive, val = self._run, self._drive, self.stage == "val"

@@ -1,4 +1,4 @@
-"""Checkpoint folders of a ``transformers.Trainer``: what the bus adds to them, and folders with names that hooks give."""
+"""Checkpoint folders of a ``transformers.Trainer``: the state that the bus adds, and folders with names given by hooks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _STATE: Final = "trainer_state.json"
 class Folders:
     """Add the state of the bus to the folders that a trainer writes.
 
-    The trainer writes into ``output_dir/checkpoint-<step>``. For a folder with another name it is told another ``output_dir``,
+    The trainer writes into ``output_dir/checkpoint-<step>``. For a folder with another name, it gets another ``output_dir``,
     and the complete folder is renamed.
     """
 
@@ -48,7 +48,7 @@ class Folders:
         """The best folder of the trainer at its last save."""
 
     def next(self, trial: Any = None) -> Path:
-        """Return the folder that the trainer would write now."""
+        """Return the folder that the trainer would write next."""
         return Path(self._trainer._get_output_dir(trial)) / f"{_PREFIX}-{self._trainer.state.global_step}"
 
     def newest(self) -> str | None:
@@ -75,7 +75,7 @@ class Folders:
             self._filling = None
 
     def save_model(self, original: Callable[..., Any], output_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Stand for the trainer's ``save_model``, its first step of a checkpoint, before it removes older ones."""
+        """Replace the trainer's ``save_model``, its first step of a checkpoint, before it removes older ones."""
         if self._filling is None:
             original(output_dir, *args, **kwargs)
             return
@@ -86,7 +86,7 @@ class Folders:
             torch.save(entry, Path(output_dir) / STATE_FILE)
 
     def output_dir(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand for the trainer's ``_get_output_dir``."""
+        """Replace the trainer's ``_get_output_dir``."""
         return original(*args, **kwargs) if self.writing is None else str(self.writing)
 
     def sync(self, folder: Path) -> None:
@@ -95,7 +95,7 @@ class Folders:
             sync_folder(folder)
 
     def write(self, path: AnyPath) -> None:
-        """Have the trainer write a folder; it appears under its name when it is complete and durable."""
+        """Make the trainer write a folder. It gets its name when it is complete and durable."""
         trainer, path = self._trainer, local(path)
         try:
             with self.redirected(path) as written:
@@ -112,7 +112,7 @@ class Folders:
 
     @contextmanager
     def redirected(self, path: Path, best: Path | None = None) -> Iterator[Path]:
-        """Have the trainer write into another folder in a block, which is yielded, and leave older checkpoints alone.
+        """Make the trainer write into another folder in a block, without removing older checkpoints; yield the folder.
 
         Args:
             path: the name of the folder when it is complete.
@@ -145,7 +145,7 @@ class Folders:
 
 
 def local(path: AnyPath) -> Path:
-    """Return a path of this machine; raise CheckpointError for another one."""
+    """Return a local path; raise CheckpointError for a URL."""
     if not isinstance(path, Path):
         raise CheckpointError(f"cannot write {path}: a transformers.Trainer writes checkpoints to local directories only")
     return path
@@ -168,13 +168,13 @@ def read_entry(folder: Path) -> Mapping[str, Any] | None:
     try:
         entry: Mapping[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; without this file, the bus starts afresh") from error
+        raise CheckpointError(f"{path} cannot be read: {error}; remove it to resume without the state of the bus") from error
     return entry
 
 
 @contextmanager
 def _holding(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Give the model other tensors, without a copy, in a block."""
+    """Replace tensors of the model in a block, without a copy."""
     named = model.state_dict(keep_vars=True)
     raw: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     try:

@@ -1,4 +1,4 @@
-"""The iterations of a ``transformers.Trainer``: what its callbacks do not see, such as batches, losses and real steps.
+"""The iterations of a ``transformers.Trainer``: batches, losses and real steps, which its callbacks do not get.
 
 The wrappers are closures of one training, and are in place only while it lasts: in an iteration without subscribers each
 further call costs the training about a microsecond.

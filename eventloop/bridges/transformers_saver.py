@@ -25,7 +25,7 @@ _REFUSED: Final = {
     "is_fsdp_xla_enabled": "a TPU writes through torch_xla",
     "is_distributed_loading_by_transformers": "the model is sharded, and all ranks gather it for each save",
 }
-"""Attributes of the trainer that stand for what cannot be copied on one rank, with the reason."""
+"""Attributes of the trainer for kinds of training that cannot be copied on one rank, with the reason."""
 _REFUSED_ARGUMENTS: Final = {
     "push_to_hub": "the trainer uploads a folder at once, before it is complete",
     "enable_jit_checkpoint": "at SIGTERM it needs the folder at once; a PreemptionHook does the same, and waits",
@@ -35,8 +35,8 @@ _REFUSED_ARGUMENTS: Final = {
 class FolderSaver:
     """Write the folders of a trainer on a thread: a copy, a temporary folder, digests, fsync, and a rename at the end.
 
-    What removes older checkpoints, or names the best one, comes behind the commit. All ranks wait for each other at a save:
-    each one writes a file into the folder.
+    Older checkpoints are removed, and the best one is named, after the commit. All ranks wait for each other at a save,
+    because each one writes a file into the folder.
     """
 
     def __init__(self, trainer: Any, folders: Folders) -> None:
@@ -45,7 +45,7 @@ class FolderSaver:
         self._folders = folders
         self._saver: AsyncSaver | None = None
         self._best: str | None = None
-        """The folder that is the best one as soon as it is durable."""
+        """The folder that becomes the best one once it is durable."""
         self.is_open = False
         """True while the trainer trains; outside of it, the trainer writes itself."""
 
@@ -76,7 +76,7 @@ class FolderSaver:
             self._trainer.state.best_model_checkpoint = best
 
     def save(self, write: Callable[[], object], path: Path, told: Told, *, own: bool, raises: bool = True) -> None:
-        """Have ``write`` make the trainer save, copy what it saves, and write it to the folder ``path`` later.
+        """Call ``write``, copy the state that the trainer saves in it, and queue the copy for the folder ``path``.
 
         Args:
             write: calls the trainer's own ``_save_checkpoint``.
@@ -113,7 +113,7 @@ class FolderSaver:
         rotate(output_dir=str(directory), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
 
     def around_on_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand for ``on_save`` of the callbacks, which may read the folder: wait until it is there."""
+        """Replace ``on_save`` of the callbacks: wait until the folder is complete, because callbacks may read it."""
         if self.is_open and self._readers():
             self.settle()
         return original(*args, **kwargs)
@@ -126,7 +126,7 @@ class FolderSaver:
     def _warn_of_callbacks(self) -> None:
         if readers := self._readers():
             log.warning(
-                "these callbacks handle on_save, and may read the folder there: the training waits for each checkpoint",
+                "these callbacks handle on_save and may read the folder, so the training waits for each checkpoint",
                 callbacks=readers,
             )
 

@@ -333,7 +333,7 @@ class Bus(TypedOn, Streams):
         saved = dict(state["hooks"])
         for hook in self.hooks:
             if hook.stateful and hook.label not in saved:
-                log.warning("the checkpoint has no state for this hook; it starts afresh", hook=hook.label)
+                log.warning("the checkpoint has no state for this hook; it starts anew", hook=hook.label)
             elif hook.stateful:
                 hook.load_state_dict(saved.pop(hook.label))
         if saved:

@@ -152,7 +152,7 @@ class TrainerFacade:
     def after_load_checkpoint(self, event: events.AfterLoadCheckpoint) -> None:
         self._restored = event.checkpoint.get(KEY)
         if self._restored is None:
-            log.warning("the checkpoint has no state of callbacks; they start afresh", path=event.path)
+            log.warning("the checkpoint has no state of callbacks; they start anew", path=event.path)
 
     def checkpoint_staged(self, event: events.CheckpointStaged) -> None:
         self._saves.begun(event.path, self._state)

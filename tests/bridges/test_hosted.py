@@ -289,7 +289,7 @@ def test_an_exception_is_told_first_and_undone_things_are_undone():
 
 def test_the_runs_own_resume_is_refused():
     run = Host(Bus()).run
-    with pytest.raises(TrainingError, match="the trainer resumes"):
+    with pytest.raises(TrainingError, match="the trainer's own resume"):
         run.apply_state({})
     with pytest.raises(TrainingError, match="the trainer's checkpoints"):
         run.gather_state({})

@@ -498,7 +498,7 @@ def test_a_checkpoint_of_a_trainer_without_a_bus_goes_on_with_its_counts(tmp_pat
     with structlog.testing.capture_logs() as logs:
         trainer.fit(Module(), data(3), ckpt_path=tmp_path / "plain.ckpt")
     assert hook.iters == [(1, 3, 0), (1, 4, 1), (1, 5, 2)]
-    assert "its hooks start afresh" in str(logs)
+    assert "its hooks start anew" in str(logs)
 
 
 def test_nothing_left_to_train_is_a_run_without_a_training(tmp_path):

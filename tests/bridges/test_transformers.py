@@ -183,7 +183,7 @@ def test_a_trainer_with_a_loop_of_its_own_is_a_warning(tmp_path):
     with structlog.testing.capture_logs() as logs:
         trainer.train()
     assert names == []
-    assert [one["event"] for one in logs] == ["Own trains in a loop of its own, which publishes no mount points"]
+    assert [one["event"] for one in logs] == ["Own overrides the training loop, so no mount points are published"]
 
 
 # -------------------------------------------------------------------------------------------------------- evaluations

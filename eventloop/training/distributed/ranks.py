@@ -255,8 +255,8 @@ def own_group(purpose: Literal["control", "saves"]) -> distributed.ProcessGroup:
     """Return trainbus's process group for agreements, or for the thread that writes checkpoints. First call: a collective."""
     found = _groups.get((purpose, distributed.group.WORLD))
     if found is None:
-        # With the timeout given to init_process_group, which torch has no public way to get. With a longer
-        # one, the interpreter would wait longer for a collective under way before it exits. None if the backend does not expose it.
+        # With the timeout of init_process_group (None if the backend does not expose it): a longer one delays the exit of
+        # the interpreter, which waits until a collective under way has failed. torch has no public access to it.
         world: Any = distributed.group.WORLD
         options = getattr(world._get_backend(world._device_types[0]), "options", None)
         found = distributed.new_group(backend="gloo", timeout=getattr(options, "_timeout", None))

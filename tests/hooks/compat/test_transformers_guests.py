@@ -492,7 +492,7 @@ def test_a_checkpoint_without_state_of_callbacks_or_with_that_of_others_is_told(
     bare.run()
     with capture_logs() as logs:
         Job(tmp_path).loop(val_data=None).run(resume=tmp_path / "bare")
-    assert "the checkpoint has no state of callbacks; they start afresh" in [line["event"] for line in logs]
+    assert "the checkpoint has no state of callbacks; they start anew" in [line["event"] for line in logs]
     Job(tmp_path, Exported(), epochs=1).ours(CheckpointHook(1), work_dir=tmp_path / "one")
     with capture_logs() as logs:
         Job(tmp_path).loop().run(resume=tmp_path / "one")
