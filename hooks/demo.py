@@ -92,7 +92,7 @@ def network() -> nn.Module:
 
 
 class Evidence(Hook):
-    """Counts what the last lines of the demo tell, and prints a line now and then."""
+    """Collect the figures for the demo's last lines, and print a line every few epochs."""
 
     observes = True
 
@@ -112,15 +112,15 @@ class Evidence(Hook):
             self._console.print(text, highlight=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best epoch, which a resumed run keeps."""
+        """Return the best epoch, for a resumed run."""
         return {"best": self.best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the best epoch of the run that is resumed."""
+        """Restore the best epoch of the resumed run."""
         self.best = state["best"]
 
     def checkpoint_committed(self, event: Any) -> None:
-        """Add up what checkpoints cost the training."""
+        """Add up the time and the bytes of checkpoints."""
         if event.bytes:  # not a second name of a file
             self.checkpoints, self.bytes, self.stall = self.checkpoints + 1, event.bytes, self.stall + event.stall
 

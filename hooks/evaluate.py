@@ -164,7 +164,7 @@ class EvaluateHook(Hook):
         run.publish(Evaluated, hook=self.label, epoch=result.epoch, iter=result.iter, metrics=dict(metrics), work_dir=work_dir)
 
     def _follow(self, monitor: str | None) -> None:
-        """Set the metric that decides, and its rule; if the name does not tell the rule, keep no best result."""
+        """Set the metric that decides, and its rule; if the rule cannot be inferred, keep no best result."""
         self.monitor = monitor
         try:
             self.rule = self.rule or (None if monitor is None else find_rule(monitor))

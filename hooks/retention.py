@@ -135,7 +135,7 @@ class RetentionPolicy:
                 self._files[kind] = there
 
     def _exists(self, name: object) -> bool:
-        problem = "the hook gives no such name"
+        problem = "not a name that the hook gives"
         if is_plain_name(name) and name.endswith(self._suffix) and not name.startswith("."):
             if self.directory is None:
                 return False

@@ -36,7 +36,7 @@ def find_rule(metric: str, greater_keys: Iterable[str] = GREATER, less_keys: Ite
         if greater or less:
             return "greater" if greater else "less"
     advice = 'give rule="greater" or rule="less" (or add the name to greater_keys or less_keys, if the hook has them)'
-    raise ConfigurationError(f"metric {metric!r}: its name does not tell whether more or less is better; {advice}")
+    raise ConfigurationError(f"metric {metric!r}: its name does not imply whether more or less is better; {advice}")
 
 
 def is_better(rule: Rule, score: float, than: float | None) -> bool:

@@ -1,4 +1,4 @@
-"""``RunRecordHook``: leave in the work dir what ``trainbus report`` and ``trainbus runs`` read."""
+"""``RunRecordHook``: write the files that ``trainbus report`` and ``trainbus runs`` read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = get_logger()
 
 
 def _noted(event: Any) -> dict[str, Any]:
-    """Take from an event, on the training thread, what its line needs."""
+    """Pick the fields for the line of an event, on the training thread."""
     if isinstance(event, ev.CostsMeasured):
         return {"time": time.time(), "kind": "costs", "costs": event.costs}
     if isinstance(event, ev.RanksMeasured):
@@ -126,7 +126,7 @@ class RunRecordHook(Hook):
         on_error="log",
     )
     def write(self, noted: dict[str, Any]) -> None:
-        """Write what happened at one mount point."""
+        """Write the line of an event."""
         kind = noted["kind"]
         if kind == "before_run":
             self._begin(noted)
@@ -139,7 +139,7 @@ class RunRecordHook(Hook):
         if kind == "ranks":
             self._compared(noted["ranks"], noted["time"], session)
             return
-        if not kind.startswith("checkpoint"):  # which may be of an earlier iteration
+        if not kind.startswith("checkpoint"):  # the request may be of an earlier iteration
             session.epoch, session.iter = noted["epoch"], noted["iter"]
         if kind in _STAGES:
             self._began[kind] = noted["time"]
@@ -166,7 +166,7 @@ class RunRecordHook(Hook):
         self._facts = RunFacts(name=noted["name"], seed=noted["seed"], config=noted["config"], sessions=sessions)
         write_facts(folder, self._facts)
         self._lines.open(base.RunFacts(noted["name"], folder, noted["seed"], noted["config"]))
-        self._folder = folder  # if that has failed, nothing more is written
+        self._folder = folder  # after a failure, nothing more is written
 
     def _measured(self, costs: Costs, now: float, session: Session) -> None:
         if now < self._costs_at or session.ended is not None:
@@ -188,7 +188,7 @@ class RunRecordHook(Hook):
         self._lines.flush()
 
     def _earlier(self, folder: Path) -> list[Session]:
-        """Return the sessions that a resumed run has had; an unreadable file is kept under another name."""
+        """Return the earlier sessions of a resumed run; keep an unreadable file under another name."""
         try:
             facts = read_facts(folder)
         except RunFolderError as error:

@@ -197,7 +197,7 @@ def _named(scheduler: Any) -> dict[str, Any]:
             advice = 'checkpoints need unique names: give a mapping, such as {"warmup": one, "decay": other}'
             raise ConfigurationError(f"several schedulers are a {' or a '.join(sorted(named))}; {advice}")
     if not named or len(set(map(id, named.values()))) < len(named):
-        advice = "a scheduler is there twice; remove one of the two" if named else "give at least one scheduler"
+        advice = "a scheduler is given twice; remove one of the two" if named else "give at least one scheduler"
         raise ConfigurationError(f"scheduler={scheduler!r}: {advice}")
     return named
 

@@ -1,4 +1,4 @@
-"""``TraceHook``: a picture of some iterations, thread by thread."""
+"""``TraceHook``: write a trace of some iterations, thread by thread."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TraceHook(Hook):
         if run.work_dir is None:
             raise ConfigurationError(f"{self.label} writes to the work dir, but the run has none; give work_dir=")
         if run.bus.recorder is None:
-            raise ConfigurationError(f"{self.label} needs a bus that measures, but bus.timing was set to False")
+            raise ConfigurationError(f"{self.label} needs bus.timing, but it was set to False; leave it on")
         self._count, self._patience = 0, _PATIENCE
         name = f"trace.rank{run.rank}.json" if run.world_size > 1 else "trace.json"
         title = f"rank {run.rank} of {run.name}" if run.world_size > 1 else run.name

@@ -13,9 +13,9 @@ TABLE: tuple[Migration, ...] = (*names.TABLE, *imix.TABLE, *pointrix.TABLE)
 
 
 def register_other_systems() -> None:
-    """Let configurations use the names, options and priorities of other systems, runs their checkpoints, and buses their hooks.
+    """Register names, options, priorities, checkpoint formats and hooks of other systems.
 
-    The hooks of ours must have been registered before.
+    Import trainbus's hooks before.
     """
     register_migrations(TABLE)
     register_priorities(imix.PRIORITIES)

@@ -1,4 +1,4 @@
-"""The hooks of other systems that can be added to a bus, and those that cannot."""
+"""The kinds of hooks of other systems: those that a bus accepts, and those that it refuses with a reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INSTEAD: Final = {
     "throughput_monitor.ThroughputMonitor": "IterTimerHook()",
     "callback.Callback": "a hook of your own (a class derived from eventloop.Hook)",
 }
-"""What to add instead of callbacks of Lightning, by module and class."""
+"""Replacements for Lightning's callbacks, by module and class."""
 
 _LIGHTNING: Final = tuple(
     GuestKind(

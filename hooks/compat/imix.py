@@ -18,7 +18,7 @@ def imix_priority(name: str) -> int:
     """Return the number of one of iMIX's seven priority names (``"HIGHER"``, ``"LOWER"`` …), in any case.
 
     Raises:
-        SubscribeError: iMIX has no such name.
+        SubscribeError: the name is not one of iMIX's.
     """
     return Priority.parse(name, PRIORITIES.names)
 

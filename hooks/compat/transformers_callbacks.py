@@ -16,7 +16,7 @@ from hooks.rules import missing_metric
 from hooks.schedule import STEPPED
 
 UNKNOWN: Final[Any] = object()
-"""The value of an attribute of :class:`State` that a run does not know."""
+"""The value of an unknown attribute of :class:`State`."""
 
 
 class Guest(Protocol):
@@ -51,7 +51,7 @@ class State(TrainerState):  # type: ignore[misc]  # transformers is not followed
             self.num_train_epochs = progress.max_epochs
             if length:
                 self.max_steps = progress.max_epochs * math.ceil(length / window)
-            elif not resumed:  # else it validates first, and the checkpoint has the number
+            elif not resumed:  # else the run validates first, and the checkpoint has the number
                 self.max_steps = UNKNOWN
         else:
             self.max_steps = self.num_train_epochs = UNKNOWN
@@ -136,14 +136,14 @@ def _name(error: Exception, where: str, objects: Mapping[str, Any], given: Mappi
     if isinstance(error, AttributeError):
         for name, one in objects.items():
             if error.obj is one:
-                raise TrainingError(f"{where} uses {name}.{error.name}, which it does not have here: {error}") from error
+                raise TrainingError(f"{where} uses {name}.{error.name}, which does not exist on a bus: {error}") from error
     absent = [name for name, value in given.items() if value is None]
-    without = f"; here the run has no {', '.join(absent)}" if absent and getattr(error, "obj", error) is None else ""
+    without = f"; this run has no {', '.join(absent)}" if absent and getattr(error, "obj", error) is None else ""
     error.add_note(f"in {where}, a callback of Hugging Face's Trainer{without}")
 
 
 def arguments_for(hooks: Sequence[Guest], run: RunView, progress: Progress) -> Any:
-    """Return the TrainingArguments that hooks were given, or else those that follow from the run."""
+    """Return the TrainingArguments given to the hooks, or else those that follow from the run."""
     given: list[Any] = []
     for hook in hooks:
         if hook.args is not None and not any(hook.args is one or hook.args == one for one in given):

@@ -103,7 +103,7 @@ class TransformersHook(GuestHook):
     def _hear(self, event: Event) -> None:
         if self._trainer is None:
             raise added_late(self.label)
-        self._trainer.hear(event)
+        self._trainer.handle(event)
 
     before_train = before_train_epoch = before_train_iter = before_optimizer_step = after_optimizer_step = _hear
     after_train_iter = after_train_epoch = after_train = after_run = _hear
@@ -123,5 +123,5 @@ def _overridden(callback: Any) -> frozenset[str]:
     if not own - {"on_push_begin"}:
         raise SubscribeError(f"{shown} overrides no method that a run calls, such as on_step_end or on_log")
     if "on_push_begin" in own:
-        log.warning("a run does not push to a hub, so this method is never called", hook=shown, method="on_push_begin")
+        log.warning("a run does not push to the hub, so this method is never called", hook=shown, method="on_push_begin")
     return frozenset(own)

@@ -1,4 +1,4 @@
-"""What the Trainer logs: the mean loss since the last line, the gradient norm, the learning rate, and speeds."""
+"""Compute the Trainer's log lines: the mean loss since the last line, the gradient norm, the learning rate, and speeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eventloop.events import Progress, RunView
 
 
 class Meter:
-    """Collect what the lines of a training need, without waiting for a device in between.
+    """Collect the values for the log lines of a training, without waiting for a device in between.
 
     ``nan_filter`` replaces a loss that is not finite by the mean of those before it, as ``args.logging_nan_inf_filter``.
     """
@@ -89,11 +89,11 @@ class Meter:
         logs = speeds("train", self._begun, seen, progress.update - step)
         self._before += 0.0 if self._loss is None else float(self._loss)
         self._loss = None
-        loss = self._before / max(progress.update - self._from, 0.001)  # as there, no division by zero
+        loss = self._before / max(progress.update - self._from, 0.001)  # like the Trainer: no division by zero
         return logs | {"total_flos": total_flos, "train_loss": loss}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs for equal lines."""
+        """Return the state that a resumed run needs for the same lines."""
         loss = None if self._loss is None else self._loss.clone()
         return {"loss": loss, "before": self._before, "logged": self.logged, "from": self._from, "flos": self.flos}
 

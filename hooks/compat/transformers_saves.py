@@ -1,4 +1,4 @@
-"""Saves that callbacks of Hugging Face's Trainer hear of when the file is durable, with the state that was saved."""
+"""Report saves to callbacks of Hugging Face's Trainer once the file is durable, with the saved state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SavedStates:
         if durable and state is not None:
             self._durable.append(state)
 
-    def news(self) -> Iterator[Any]:
+    def completed(self) -> Iterator[Any]:
         """Yield the states of checkpoints that have become durable: one for each step."""
         while self._durable:
             state = self._durable.popleft()

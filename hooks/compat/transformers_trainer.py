@@ -1,4 +1,4 @@
-"""The Trainer that callbacks of Hugging Face see on a bus: its moments, and what their decisions become."""
+"""The facade of a Trainer for callbacks of Hugging Face on a bus: call them at its moments, and act on their decisions."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ KEY = "transformers"
 
 
 class TrainerFacade:
-    """Call all callbacks on a bus at the moments of a Trainer, and do what they decide.
+    """Call all callbacks on a bus at the moments of a Trainer, and carry out their decisions.
 
-    The hooks of the callbacks pass on the events that they hear. The first of them to pass on an event calls all callbacks.
+    The hooks of the callbacks forward their events. The first one to forward an event calls all callbacks.
     """
 
     def __init__(self, run: RunView) -> None:
@@ -45,7 +45,7 @@ class TrainerFacade:
         """Add a callback, before the run begins."""
         self._hooks.append(hook)
 
-    def hear(self, event: events.Event) -> None:
+    def handle(self, event: events.Event) -> None:
         """Handle an event, once."""
         if self._heard.get(type(event)) is not event:
             self._heard[type(event)] = event
@@ -102,7 +102,7 @@ class TrainerFacade:
 
     def after_train(self, event: events.AfterTrain) -> None:
         self._begin(event)
-        if self._in_epoch:  # a stop cut it short, which has an end there
+        if self._in_epoch:  # a stop cut it short; a Trainer ends such an epoch
             self._end_epoch(goes_on=False)
         self._store_flos()
         self._log(self._meter.summary(event.progress, self._state.total_flos))
@@ -168,7 +168,7 @@ class TrainerFacade:
     def _tell_saved(self, *, wait: bool = False) -> None:
         if wait and self._saves.open:
             self._run.wait_for_saves()
-        for state in self._saves.news():
+        for state in self._saves.completed():
             # Not on_save() of the list: it clears should_save, which may be set for the next save by now.
             self._control = self._callbacks.call_event("on_save", self._args, state, self._control)
 
@@ -183,7 +183,7 @@ class TrainerFacade:
         self._control = getattr(self._callbacks, moment)(self._args, self._state, self._control, *given)
 
     def _prepare(self, event: events.RunEvent) -> None:
-        """Make what callbacks get, before the first of them is called."""
+        """Create the arguments of callbacks, before the first call."""
         if self._list is not None:
             return
         run = event.run
@@ -268,7 +268,7 @@ class TrainerFacade:
         self._ask("should_save", self._run.checkpoint_now)
 
     def _ask(self, flag: str, request: Callable[[], object]) -> None:
-        """Ask the run for something; an error names the callback."""
+        """Send a request to the run; an error names the callback."""
         try:
             request()
         except TrainbusError as error:
@@ -290,5 +290,5 @@ class TrainerFacade:
 
 
 def _names_metric(args: Any) -> bool:
-    """Return True if the user has named the best model's metric; ours may be absent."""
+    """Return True if the user named the best model's metric. The default one may be absent."""
     return "metric_for_best_model" in args if isinstance(args, Mapping) else args is not None

@@ -53,8 +53,8 @@ class ConsoleWriter(Writer):
         # No wrapping at words, so that grep finds whole lines.
         try:
             console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
-        except SystemExit:  # rich raises it for a broken pipe, and is quiet from then on; `| head` must not end the training
-            log.info("the reader of the console's output has closed it; the training goes on without lines there")
+        except SystemExit:  # rich raises it once for a broken pipe; `| head` must not end the training
+            log.info("the reader of the console's output has closed it; training continues without lines on it")
 
 
 def format_number(name: str, value: float, digits: int = 4) -> str:

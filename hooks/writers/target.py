@@ -50,7 +50,7 @@ class Target:
     def give(self, *call: Any) -> None:
         """Call a method of the writer, given by its name and arguments, now or later."""
         if call[0] == "write_text" and not self._takes_text:
-            return  # a call that does nothing would look like one that succeeds where the one before it failed
+            return  # a call that does nothing would look like a success after the failure of the call before
         if self._failures:
             self._keep(call)
             return
@@ -160,7 +160,7 @@ class Target:
         self._next_try = monotonic() + pause
         if self._failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time, because a failure may last for days
             facts = {"failures": self._failures, "kept": len(self._calls), "lost": self._lost}
-            log.exception("a writer failed, and is tried again", writer=self._name, seconds=pause, **facts)
+            log.exception("a writer failed and will be tried again", writer=self._name, seconds=pause, **facts)
 
 
 def _takes_rows(kind: type[Writer]) -> bool:

@@ -215,7 +215,7 @@ def test_one_scheduler_in_two_hooks_is_an_error_when_training_begins(job: Simple
     with pytest.raises(ConfigurationError, match=r"'b' is in two hooks"), capture_logs():
         loop.run()
     assert loop.counters.iter == 0
-    with pytest.raises(ConfigurationError, match="there twice"):
+    with pytest.raises(ConfigurationError, match="given twice"):
         ParamSchedulerHook({"a": scheduler, "b": scheduler}, by="epoch")
 
 

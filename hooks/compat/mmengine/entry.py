@@ -1,4 +1,4 @@
-"""What guests need to continue, as an entry of a checkpoint: message hub, schedulers, and base values of the optimizers.
+"""The state that guests need to resume, as an entry of a checkpoint: message hub, schedulers, base values of optimizers.
 
 It has the layout of a converted checkpoint of MMEngine (:mod:`hooks.compat.mmengine.checkpoints`).
 """
@@ -22,7 +22,7 @@ _ABSENT: Any = object()
 
 
 def entry_of(hub: Any, schedulers: Any, wrappers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry; values that a checkpoint cannot hold are left out, as MMEngine's hub leaves out some."""
+    """Return the entry. Values that a checkpoint cannot hold are left out, as MMEngine's hub does for some."""
     saved = hub.state_dict()
     entry: dict[str, Any] = {
         "message_hub": {
@@ -54,7 +54,7 @@ def restore_hub(hub: Any, entry: Mapping[str, Any]) -> None:
 
 
 def restore_averages(checkpoint: dict[str, Any]) -> None:
-    """Give MMEngine's ``EMAHook`` the averages of our ``EMAHook`` or of a converted checkpoint, in MMEngine's layout."""
+    """Pass the averages of trainbus's ``EMAHook`` or of a converted checkpoint to MMEngine's ``EMAHook``, in its layout."""
     saved = checkpoint.get(RAW_WEIGHTS)
     if isinstance(saved, Mapping) and not any(name.startswith("module.") for name in saved):
         steps = checkpoint["bus"]["hooks"].pop(EMAHook.__name__, {}).get("steps", 0)

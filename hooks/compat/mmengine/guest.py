@@ -16,13 +16,13 @@ from hooks.compat.mmengine.entry import restore_averages
 from hooks.compat.mmengine.runner import GuestRunner, join
 
 _UPDATED: Final = 31
-"""The first priority behind the optimizer update of ``TrainLoop``: MMEngine steps before its ``after_train_iter``."""
+"""The first priority after the optimizer update of ``TrainLoop``, because MMEngine steps before ``after_train_iter``."""
 
 _STAGES: Final = (
     *("before_train_iter", "after_train_iter", "before_val_iter", "after_val_iter", "before_test_iter", "after_test_iter"),
     *("after_train_epoch", "before_val_epoch", "after_val_epoch", "before_test_epoch", "after_test_epoch"),
 )
-"""The mount points that an adapter subscribes only if its guest overrides their methods. It needs the others itself."""
+"""The mount points that an adapter subscribes to only if its guest overrides their methods. It needs the others itself."""
 
 _EMA: Final = "mmengine.hooks.ema_hook.EMAHook"
 """Exchanges the weights of model and averages in a validation, and relies on its end to exchange them again."""
@@ -71,7 +71,7 @@ class MMEngineHook(GuestHook):
 
     @property
     def stateful(self) -> bool:
-        """True if the guest has state of its own to save."""
+        """True if the guest has state to save."""
         return bool(self._saved) or (hasattr(self.guest, "state_dict") and hasattr(self.guest, "load_state_dict"))
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from hooks.compat.mmengine.moments import Moments
 
 
 class Data:
-    """Training or validation data that is no ``DataLoader``, with a ``dataset``, as hooks expect it."""
+    """Training or validation data other than a ``DataLoader``, with the ``dataset`` that hooks expect."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self.dataset = batches
@@ -32,7 +32,7 @@ def as_loader(data: Iterable[Any]) -> Any:
 
 
 class _Loop:
-    """What the loops have in common. They only look like MMEngine's: the run drives itself."""
+    """The common part of the loops. They only look like MMEngine's: the run drives itself."""
 
     _label = "loop"
 

@@ -1,4 +1,4 @@
-"""When the methods of guests are called, and what a run keeps for them."""
+"""Call the methods of guests at MMEngine's moments, and keep their state during a run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from eventloop import TrainingError
 from hooks.compat.mmengine import parts
 from hooks.compat.mmengine.entry import ENTRY, entry_of, restore_hub, restore_schedulers
 
-_UNKNOWN_DATA: Final = "the run does not know the training data before its first epoch"
+_UNKNOWN_DATA: Final = "the training data is unknown before the first epoch"
 _REASONS: Final[Mapping[str, str]] = {
     "work_dir": "give the run work_dir=",
     "log_dir": "give the run work_dir=",
     "logger": "give the run work_dir=",
     "visualizer": "give the run work_dir=",
-    "model": "the run has several models, MMEngine's runner has one",
+    "model": "the run has several models, but MMEngine's runner has one",
     "optim_wrapper": "the run has no optimizer",
     "max_epochs": "the run has no limit yet: it gets one from run.epochs()",
     "max_iters": f"{_UNKNOWN_DATA}, or its data has no length",
@@ -28,7 +28,7 @@ _REASONS: Final[Mapping[str, str]] = {
 
 
 class MissingAttributeError(AttributeError):
-    """A guest uses an attribute of MMEngine's runner that a run does not have, so that ``hasattr`` is False."""
+    """A guest uses an attribute of MMEngine's runner that a run lacks; ``hasattr`` is then False."""
 
 
 class Adapter(Protocol):
@@ -95,7 +95,7 @@ class Moments:
         self._adapters.append(adapter)
 
     def leads(self, adapter: Adapter) -> bool:
-        """Return True for the first adapter, which does what is done once for all."""
+        """Return True for the first adapter, which does the work that is done once for all guests."""
         return self._adapters[0] is adapter
 
     def call(self, guest: Any, stage: str, **arguments: Any) -> None:
@@ -155,21 +155,21 @@ class Moments:
         return self.iter if self.by_iter else index
 
     def restore(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore what guests need from our checkpoint, also from a converted one of MMEngine."""
+        """Restore the guests' state from a checkpoint, also from a converted one of MMEngine."""
         self._entry = checkpoint.get(ENTRY, {})
         restore_hub(self.message_hub, self._entry or {})
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Add what guests need to our checkpoint."""
+        """Add the guests' state to a checkpoint."""
         checkpoint[ENTRY] = entry_of(self.message_hub, self.param_schedulers, self._wrappers())
 
     def absent(self, name: str) -> NoReturn:
-        """Raise the error of an attribute that is missing."""
-        reason = _REASONS.get(name, "a run of trainbus has no such attribute")
+        """Raise the error for a missing attribute."""
+        reason = _REASONS.get(name, "a trainbus run does not have this attribute")
         raise MissingAttributeError(f"{self._caller} uses runner.{name}: {reason}", name=name, obj=self)
 
     def refuse(self, action: str, reason: str) -> NoReturn:
-        """Raise the error of an action that has no effect on the run."""
+        """Raise the error for an action without an effect on the run."""
         raise TrainingError(f"{self._caller} uses runner.{action}: {reason}")
 
     @property

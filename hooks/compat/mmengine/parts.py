@@ -33,7 +33,7 @@ class SteppedByRun(OptimWrapper):  # type: ignore[misc]  # it has no types
 
     @_global_step.setter
     def _global_step(self, value: int) -> None:
-        """Ignore the count that a scheduler begins: it would warn of a schedule before the first step."""
+        """Ignore the step count that a scheduler sets, because it would warn of a schedule before the first step."""
 
 
 def optim_wrapper(optimizers: Mapping[str, torch.optim.Optimizer]) -> Any:
@@ -89,7 +89,7 @@ def timestamp() -> str:
 
 
 def unused_name(name: str) -> str:
-    """Return a name that no message hub has: two runs may begin in one second."""
+    """Return an unused name for a message hub, because two runs may begin in the same second."""
     found, number = name, 0
     while MessageHub.check_instance_created(found):
         number += 1

@@ -17,11 +17,11 @@ from hooks.compat.mmengine.moments import Adapter, Moments
 
 
 class GuestRunner(Moments):
-    """A run as MMEngine's hooks see it. The guests of one bus share it, from run to run.
+    """A run with the interface of MMEngine's ``Runner``. The guests of one bus share it, from run to run.
 
-    It has what MMEngine's own hooks use: model, optimizers, schedulers, loops, data, counts, directories, message hub, logger,
-    visualizer and log processor. Of the run's ``config=``, it uses ``param_scheduler``, ``log_processor``, ``visualizer`` and
-    ``log_level`` as MMEngine does. Hooks may add attributes of their own.
+    It has the attributes that MMEngine's own hooks use: model, optimizers, schedulers, loops, data, counts, directories,
+    message hub, logger, visualizer and log processor. Of the run's ``config=``, it uses ``param_scheduler``,
+    ``log_processor``, ``visualizer`` and ``log_level`` as MMEngine does. Hooks may add further attributes.
 
     ``before_run`` and ``before_train`` come when the run knows its data, which in your own loop is the first epoch.
     """
@@ -212,7 +212,7 @@ class GuestRunner(Moments):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(getattr(type(self), name, None), property):
-            self.refuse(f"{name} = ...", "the run decides that")
+            self.refuse(f"{name} = ...", "the run decides this itself")
         super().__setattr__(name, value)
 
 
@@ -220,7 +220,7 @@ _RUNNER: Final = Slot("MMEngine runner", GuestRunner)
 
 
 def join(run: Any, adapter: Adapter, own: GuestRunner) -> GuestRunner:
-    """Add an adapter to the runner of the run; the first one brings the runner of its earlier run."""
+    """Add an adapter to the runner of the run. The first adapter keeps the runner of its earlier run."""
     runner: GuestRunner | None = run.shared.get(_RUNNER)
     if runner is None:
         runner = run.shared[_RUNNER] = own

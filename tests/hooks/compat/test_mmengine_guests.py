@@ -378,7 +378,7 @@ def with_hook(tmp_path, method, **job):
 @pytest.mark.parametrize(
     ("use", "says"),
     [
-        (lambda runner: runner.build_model, r"MMEngine's hook Asks uses runner.build_model: a run of trainbus has no such"),
+        (lambda runner: runner.build_model, r"MMEngine's hook Asks uses runner.build_model: a trainbus run does not have"),
         (lambda runner: runner.train_loop.val_interval, r"Asks uses runner.train_loop.val_interval: a run"),
         (lambda runner: runner.val_dataloader, r"Asks uses runner.val_dataloader: the run has not validated yet"),
     ],
@@ -400,7 +400,7 @@ def test_missing_attributes_are_absent_for_hasattr_and_getattr(tmp_path):
 
 @pytest.mark.parametrize("name", ["model", "iter", "optim_wrapper"])
 def test_an_attribute_that_the_run_decides_cannot_be_set(tmp_path, name):
-    with pytest.raises(TrainingError, match=rf"Asks uses runner.{name} = ...: the run decides that"):
+    with pytest.raises(TrainingError, match=rf"Asks uses runner.{name} = ...: the run decides this"):
         with_hook(tmp_path, lambda runner: setattr(runner, name, None))
     with pytest.raises(TrainingError, match=r"Asks uses runner.train_loop.val_interval = 2: TrainLoop, or your own loop"):
         with_hook(tmp_path, lambda runner: setattr(runner.train_loop, "val_interval", 2))

@@ -665,9 +665,9 @@ def test_different_arguments_on_one_bus_are_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("attribute", "message"),
     [
-        ("state.loss_scale", "Touching.on_step_end uses state.loss_scale, which it does not have here"),
-        ("control.should_sing", "Touching.on_step_end uses control.should_sing, which it does not have here"),
-        ("args.trainer", "Touching.on_step_end uses args.trainer, which it does not have here"),
+        ("state.loss_scale", "Touching.on_step_end uses state.loss_scale, which does not exist on a bus"),
+        ("control.should_sing", "Touching.on_step_end uses control.should_sing, which does not exist on a bus"),
+        ("args.trainer", "Touching.on_step_end uses args.trainer, which does not exist on a bus"),
     ],
 )
 def test_an_attribute_that_is_not_there_is_an_error_that_names_it_and_the_callback(tmp_path, attribute, message):
@@ -687,7 +687,7 @@ def test_an_argument_that_a_run_does_not_have_is_named_with_the_callback(tmp_pat
 
     with pytest.raises(AttributeError, match="get_last_lr") as caught:
         Job(tmp_path, PrinterCallback(), Schedules()).own()
-    assert "in Schedules.on_step_end, a callback of Hugging Face's Trainer; here the run has no" in "".join(
+    assert "in Schedules.on_step_end, a callback of Hugging Face's Trainer; this run has no" in "".join(
         caught.value.__notes__
     )
     assert "lr_scheduler" in "".join(caught.value.__notes__)

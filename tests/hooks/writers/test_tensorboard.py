@@ -96,7 +96,7 @@ def test_a_removed_folder_is_created_again_for_later_data(events, logged, tmp_pa
     with structlog.testing.capture_logs() as lines:
         loop.run()
     told = {line["event"] for line in lines if line["log_level"] != "debug"}
-    assert told == {"a writer failed, and is tried again", "a writer works again"}
+    assert told == {"a writer failed and will be tried again", "a writer works again"}
     assert scalars(events(tmp_path / "tensorboard"), "train/loss") == [(step, float(step)) for step in (4, 5, 6)]
 
 
