@@ -68,7 +68,7 @@ def write_all(descriptor: int, *parts: memoryview | bytes) -> None:
             while rest:
                 written = os.write(descriptor, rest)
                 if written == 0:
-                    raise OSError(errno.EIO, "the file system takes no more bytes and does not say why")
+                    raise OSError(errno.EIO, "the file system accepts no more bytes and reports no error")
                 rest = rest[written:]
         done = max(0, done - len(part))
 

@@ -75,7 +75,7 @@ _ALONE: Final = 8 << 20
 
 
 class NewerError(Exception):
-    """A file says that it needs a newer program than this; or a bit of it has flipped."""
+    """The header names a newer version, because of a newer program or a flipped bit."""
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
@@ -87,7 +87,7 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
 
 class ForeignInfo(msgspec.Struct, frozen=True, array_like=True):
-    """What the tree knows about a tensor whose dtype safetensors lacks."""
+    """The dtype and shape, from the tree, of a tensor whose dtype safetensors lacks."""
 
     dtype: str
     shape: tuple[_Size, ...]
@@ -125,10 +125,10 @@ def render_start(tensors: dict[str, TensorInfo]) -> bytes:
 
 
 def render(start: bytes, data_bytes: int, tree_bytes: int) -> bytes:
-    """Return the whole header, its length included, padded with spaces so that the data begin at a multiple of 8."""
+    """Return the whole header with its length, padded with spaces so that the data begin at a multiple of 8."""
     if tree_bytes > MAX_TREE_BYTES:
         raise CheckpointValueError(
-            "more than 4 GB of arrays, bytes and text in all; the way out: torch.from_numpy(...) of the arrays"
+            "more than 4 GB of arrays, bytes and text in all; store arrays as tensors, by torch.from_numpy(...)"
         )
     tree_end = data_bytes + tree_bytes
     rest = {
@@ -163,7 +163,7 @@ def parse(text: bytes | memoryview, data_bytes: int) -> Header:
     """Read the JSON header of a checkpoint and check all its promises about the data; raise NewerError for a newer version."""
     metadata, raw = decode(text)
     if metadata.get("format") != FORMAT:
-        raise CheckpointDamagedError("its header does not say that it is a checkpoint of trainbus")
+        raise CheckpointDamagedError("its header does not name trainbus's format")
     version = metadata.get("version", "")
     if not (version.isascii() and version.isdigit()) or metadata.get("digest") != "crc32":
         raise CheckpointDamagedError(f"the header names version {version!r} and digest {metadata.get('digest')!r}")
@@ -193,7 +193,7 @@ def _check_tensors(tensors: dict[str, TensorInfo], data_bytes: int) -> None:
             raise CheckpointDamagedError(f"the header contradicts itself at {name!r}")
         end = after
     if end != data_bytes:
-        raise CheckpointDamagedError(f"the header promises {end} bytes of data, the file has {data_bytes}")
+        raise CheckpointDamagedError(f"the header promises {end} bytes of data, but the file has {data_bytes}")
     if list(tensors)[-2:] != [TREE, DIGEST] or (tensors[DIGEST].shape, tensors[DIGEST].dtype) != ((DIGEST_BYTES,), "U8"):
         raise CheckpointDamagedError("the header does not end with the tree and the digest")
     begin, after = tensors[TREE].data_offsets

@@ -1,4 +1,4 @@
-"""From checkpoints to files that other programs read: ``.pth`` for ``torch.load(weights_only=True)``, and plain safetensors."""
+"""Export checkpoints to files for other programs: ``.pth`` for ``torch.load(weights_only=True)``, and plain safetensors."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def export_weights(path: AsPath, out: AsPath, *, key: str = WEIGHTS, strip: bool
         path: a checkpoint, or its URL. It is verified.
         out: the new file, or its URL; the suffix (``.pth``, ``.pt`` or ``.safetensors``) decides. Tied weights stay tied in a
             ``.pth`` and are written under each name in a ``.safetensors``.
-        key: under which the checkpoint has them; a hook may keep other weights under a key of its own.
+        key: the checkpoint's key of the weights; a hook may keep other weights under another key.
         strip: leave ``module.`` and ``_orig_mod.``, the names of wrappers, out of the keys.
         model: the name of the model, where the checkpoint has several.
 
     Raises:
-        CheckpointError: there are no such weights; else see `export_tree`.
+        CheckpointError: the checkpoint lacks these weights; else see `export_tree`.
     """
     out = _checked_out(out, (*_PTH, _SAFETENSORS))
     weights = dict(_weights(load_whole(path), key, model))
@@ -100,8 +100,12 @@ def _weights(tree: Any, key: str, model: str | None) -> Any:
     if not models:
         raise CheckpointError(f"the checkpoint has no tensors under {key!r}")
     names = ", ".join(map(repr, models))
-    problem = f"several models, {names}: say which one" if model is None else f"no model {model!r} but {names}"
-    raise CheckpointError(f"the checkpoint has {problem}")
+    problem = (
+        f"the checkpoint has several models, {names}; give the name of one"
+        if model is None
+        else f"{model!r} is not a model of the checkpoint; its models are {names}"
+    )
+    raise CheckpointError(problem)
 
 
 def _checked_out(out: AsPath, suffixes: tuple[str, ...]) -> AnyPath:
@@ -183,7 +187,7 @@ def _check_storable(name: Any, tensor: Any) -> None:
     elif not isinstance(name, str) or name == METADATA or any("\ud800" <= character <= "\udfff" for character in name):
         problem = "cannot name a tensor in a safetensors file"
     if problem:
-        raise CheckpointValueError(f"{name!r} {problem}; the way out: export to a .pth file")
+        raise CheckpointValueError(f"{name!r} {problem}; export to a .pth file instead")
 
 
 def weights_only(value: Any, path: str = "") -> Any:
@@ -213,7 +217,7 @@ def weights_only(value: Any, path: str = "") -> Any:
     if isinstance(value, np.generic):
         if type(number := value.item()) in (bool, int, float, complex):
             return number
-        what = f"a {value.dtype}: Python has no such number"
+        what = f"a {value.dtype}: Python has no number of this type"
     elif kind is int:
         what = f"an integer of {value.bit_length():,} bits; the limit is {_LONGEST_INT:,}"
     else:

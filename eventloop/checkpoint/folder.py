@@ -1,4 +1,4 @@
-"""Checkpoints that are folders: another trainer writes them, and the state of the bus is one file in them."""
+"""Checkpoints that are folders, written by another trainer, with the state of the bus in one file."""
 
 from __future__ import annotations
 

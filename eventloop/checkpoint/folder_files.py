@@ -1,8 +1,8 @@
-"""A checkpoint that is a folder of files which a library writes: copied at once, written beside the training.
+"""A checkpoint that is a folder of files written by a library: copied at once, written beside the training.
 
-The library calls ``torch.save`` and safetensors' ``save_file`` as ever. While :meth:`FolderFiles.recorded` lasts, these two
-keep what they are given, and :meth:`FolderFiles.write` makes the same files of the copies later. The small files of the
-library are written at once. A last file has the digests of all.
+The library calls ``torch.save`` and safetensors' ``save_file`` as usual. During :meth:`FolderFiles.recorded`, these two
+functions only record their arguments, and :meth:`FolderFiles.write` writes the same files from the copies later. Small files
+of the library are written at once. A last file has the digests of all.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class FolderFiles:
         saver.save(files.tree, final, write=files.write)
 
     Args:
-        folder: where the library writes. It is renamed when all files are durable.
+        folder: the folder that the library writes. It is renamed when all files are durable.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,7 +67,7 @@ class FolderFiles:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Keep what this thread gives to ``torch.save`` and safetensors' ``save_file`` for a file in the folder."""
+        """Record this thread's calls of ``torch.save`` and safetensors' ``save_file`` for files in the folder."""
         thread = threading.get_ident()
         try:
             with _lock:
@@ -155,18 +155,18 @@ def verify_folder(folder: Path) -> None:
         except OSError as error:
             raise CheckpointDamagedError(f"{folder / name} cannot be read: {error}") from error
         if found != expected:
-            raise CheckpointDamagedError(f"{folder / name} is damaged: it is not what was written")
+            raise CheckpointDamagedError(f"{folder / name} is damaged: its digest is another than when it was written")
 
 
 _lock: Final = threading.Lock()
 _recording: Final[dict[int, tuple[FolderFiles, ...]]] = {}
-"""What each thread records into, the innermost last. The stand-ins look here, so one set of them serves all threads."""
+"""The recordings of each thread, innermost last. The replaced functions look here, so one set of them serves all threads."""
 _installed: Final[list[tuple[_Save, _Save]]] = []
-"""The stand-ins, and what they stand for."""
+"""The replacements, with the original functions."""
 
 
 def _install() -> None:
-    """Put stand-ins where they are not yet."""
+    """Replace the functions in modules that still have the originals."""
     stand_ins: tuple[tuple[Any, str, _Keep, frozenset[str]], ...] = (
         (torch, "save", FolderFiles._keep_tree, frozenset()),
         (sys.modules.get("safetensors.torch"), "save_file", FolderFiles._keep_weights, frozenset({"metadata"})),
@@ -181,14 +181,14 @@ def _install() -> None:
 
 
 def _uninstall() -> None:
-    """Put the functions back, also into modules that were imported meanwhile."""
+    """Restore the functions, also in modules that were imported meanwhile."""
     while _installed:
         _replace(*_installed[-1])
         _installed.pop()
 
 
 def _stand_in(original: _Save, keep: _Keep, options: frozenset[str]) -> _Save:
-    """Return a function that keeps what it is to write, if its thread records the folder of the file."""
+    """Return a function that records its arguments instead of writing, if its thread records the folder of the file."""
 
     @wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Where each tensor of a tree lies in the buffer and in the file; computed once while the set of tensors stays the same."""
+"""Lay out the tensors of a tree in the buffer and in the file; computed once while the set of tensors stays the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BATCH: Final = 1024
 processor's cache when its pointers are read, and that two threads have equal shares."""
 
 _JOIN_FROM: Final = 16
-"""Tensors from which a call of their own is faster than a share of the call for all others (10 µs against 1 µs a tensor)."""
+"""Number of tensors from which a separate call pays (10 µs) against a share of the common call (1 µs a tensor)."""
 _JOIN_UP_TO: Final = 1 << 18
 """Bytes per tensor up to which one ``torch.cat`` is faster than as many copies (20,000 of 4 KB: 16 ms instead of 35)."""
 
@@ -134,7 +134,7 @@ class Layout:
         expected_form, expected_pointers, expected_strides = self._neighbours
         if form != expected_form:
             raise Changed
-        # Where nothing moved, and nothing else did either, there are the same aliases.
+        # If no tensor moved, the aliases are the same.
         if moved or pointers != expected_pointers:
             if _originals(tensors) != self._originals or _any_cuda(tensors) != self.pinned:
                 raise Changed
@@ -228,7 +228,7 @@ def _originals(tensors: Tensors) -> list[int]:
     for index, pointer in enumerate(pointers):
         same = seen.setdefault(pointer, [])
         original = next((other for other in same if _is_alias(tensors[other], tensors[index])), index)
-        if original == index and pointer:  # every empty tensor is at address 0, and stands for itself
+        if original == index and pointer:  # every empty tensor is at address 0, but is separate
             same.append(index)
         originals.append(original)
     return originals
@@ -249,12 +249,12 @@ def _check(flat: FlatTree) -> None:
         elif tensor.is_quantized:
             problem, way_out = "quantised", "x.int_repr(), with its scale and zero point"
         elif tensor.is_meta:
-            problem, way_out = "meta", "give it memory first (module.to_empty(device=...))"
+            problem, way_out = "meta", "one with memory (module.to_empty(device=...))"
         elif tensor.dtype not in SAFE_NAMES and tensor.dtype not in FOREIGN_NAMES:
             problem, way_out = str(tensor.dtype).removeprefix("torch."), "x.view(torch.uint8)"
         else:
             continue
-        raise CheckpointValueError(f"{flat.path(index) or 'the tree'}: cannot store a {problem} tensor; the way out: {way_out}")
+        raise CheckpointValueError(f"{flat.path(index) or 'the tree'}: cannot store a {problem} tensor; store {way_out}")
 
 
 def _unique_name(path: str, taken: dict[str, TensorInfo]) -> str:

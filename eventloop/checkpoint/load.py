@@ -27,7 +27,7 @@ ZIP: Final = b"PK\x03\x04"
 """How files of ``torch.save`` begin, since torch 1.6;"""
 LEGACY: Final = b"\x80\x02\x8a\x0a"
 """and before."""
-# Format names of other programs. Any other name may be our own with a bit flipped.
+# Format names of other programs. Any other name may be trainbus's own with a flipped bit.
 _OTHER_FORMATS: Final = frozenset({None, "pt", "np", "numpy", "tf", "flax", "mlx"})
 
 
@@ -112,7 +112,7 @@ def outline(path: AsPath) -> Any:
 
 
 def file_kind(path: AsPath) -> Kind:
-    """Return the kind of a file, by its beginning: a checkpoint, weights of another program, or a file of ``torch.save``.
+    """Return the kind of a file, from its first bytes: a checkpoint, weights of another program, or a file of ``torch.save``.
 
     A damaged checkpoint is a checkpoint or unknown. A file that is not a regular one is unknown.
     """
@@ -138,7 +138,7 @@ def check_memory(size: int) -> None:
         except (OSError, ValueError):  # the file is missing, or says "max"
             continue
     if size > (memory := min(limits)):
-        raise CheckpointDamagedError(f"it takes {size:,} bytes of memory, and there are {memory:,}")
+        raise CheckpointDamagedError(f"it needs {size:,} bytes of memory, and this machine has {memory:,}")
 
 
 @contextmanager
@@ -172,7 +172,7 @@ def _read_checked(file: BinaryIO, crc: int, size: int, into: memoryview | None =
         part = _read(file, length, buffer[:length] if into is None else into[start : start + length])
         crc = crc32((part,), crc)  # while the chunk is still in the processor's cache
     if crc != (written := _read_digest(file)):
-        raise CheckpointDamagedError(f"its bytes give {readable(crc)}, written was {readable(written)}")
+        raise CheckpointDamagedError(f"its bytes have the digest {readable(crc)}, but {readable(written)} was written")
 
 
 def _read_digest(file: BinaryIO) -> int:
@@ -192,7 +192,7 @@ def _read(file: BinaryIO, size: int, into: memoryview | None = None) -> memoryvi
 
 @contextmanager
 def _rebuilding() -> Iterator[None]:
-    # The digest was right, so the disk is not damaged: another program wrote the file in our name.
+    # The digest was right, so the disk is not damaged: another program wrote a file of this format.
     try:
         yield
     except (ValueError, TypeError, LookupError, OverflowError, RuntimeError, struct.error, msgspec.MsgspecError) as error:

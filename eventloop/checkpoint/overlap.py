@@ -77,7 +77,7 @@ class Overlap:
         return late
 
     def help(self, work: Callable[[], bool]) -> Future[bool]:
-        """Have the thread do `work` beside the caller, who cancels it or waits for it."""
+        """Run `work` on the thread; the caller cancels it or waits for it."""
         try:
             return self._own_thread().submit(work)
         except RuntimeError:  # the interpreter is shutting down
@@ -146,7 +146,7 @@ def _copy_lots(
             if pair.source._version != version:
                 raise CheckpointError(
                     f"{path(pair.position)} was changed while it was being copied, by something other than the "
-                    'optimizer\'s step; the way out: staging="block", or change it in or after the step'
+                    'optimizer\'s step; use staging="block", or change it in or after the step'
                 )
 
 

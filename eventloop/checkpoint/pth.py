@@ -1,9 +1,9 @@
 """Read a file of ``torch.save`` without running any of it.
 
-``torch.load(weights_only=True)`` calls nothing but a list of torch's own functions; any other name in a pickle must be put in
-that list by hand. Here that is never the real thing: a stand-in notes what it was called with, and plain data are made of
-that. So numpy's arrays are read without numpy's unpickler, and objects of other training systems without those.
-``register_format`` adds a system; `hooks.compat` does so for those it supports.
+``torch.load(weights_only=True)`` calls only a list of torch's own functions. Any other name in a pickle must be added to that
+list. Here the added object is never the real one, but a placeholder that records its arguments, from which plain data are made.
+So numpy's arrays are read without numpy's unpickler, and objects of other training systems without these systems.
+``register_format`` adds a system; `hooks.compat` does so for those that it supports.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _formats: list[ForeignFormat] = []
 
 
 def register_format(foreign: ForeignFormat) -> None:
-    """Have `load_pth`, `convert_foreign` and thereby ``trainbus checkpoint import`` read this format."""
+    """Register a format for `load_pth`, `convert_foreign` and thereby ``trainbus checkpoint import``."""
     _formats.append(foreign)
 
 
@@ -75,7 +75,7 @@ def load_pth(path: str | os.PathLike[str]) -> Any:
     Raises:
         FileNotFoundError: the file does not exist.
         CheckpointDamagedError: the bytes are not those that were written.
-        CheckpointError: not of ``torch.save``, or it names code that would have to be run (all names are listed).
+        CheckpointError: not a file of ``torch.save``, or it names code that would have to be run (the error lists all names).
     """
     path = Path(path)
     _check(path)
@@ -145,7 +145,7 @@ def _refusal(path: Path, message: str) -> str:
 
 
 class _Inert:
-    """An object that a pickle asked for: the arguments of its construction, and the state that it was given."""
+    """A placeholder for an object in a pickle: the arguments of its construction, and its state."""
 
     name: ClassVar[str]
     args: tuple[Any, ...]
@@ -185,7 +185,7 @@ class _Reviver:
         if issubclass(asked, _Inert):
             plain = None if asked is value else self._known.get(asked.name)
             if plain is None:
-                raise CheckpointError(f"{path or 'the tree'}: a reference to {asked.name}, which is code and no data")
+                raise CheckpointError(f"{path or 'the tree'}: a reference to {asked.name}, which is code, not data")
             try:
                 return self.value(plain(value.args, value.state), path, depth + 1)
             except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
@@ -203,7 +203,7 @@ class _Reviver:
             self._stored += storage.nbytes()
         self._seen |= {id(tensor), storage.data_ptr()}
         if self._stored > self._size:
-            raise CheckpointError(f"{path or 'the tree'}: there are fewer bytes in the file than in its tensors")
+            raise CheckpointError(f"{path or 'the tree'}: its tensors have more bytes than the file")
         check_memory(self._spread)
 
 

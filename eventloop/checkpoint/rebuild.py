@@ -62,7 +62,7 @@ def _parts(container: Any) -> Iterable[object]:
 
 
 def _ordered(mapping: Mapping[Any, Any], attributes: Mapping[Any, Any]) -> OrderedDict[Any, Any]:
-    """Return an OrderedDict with attributes of its own. None may hide a method such as ``items``, which readers call."""
+    """Return an OrderedDict with its attributes. None of them may hide a method such as ``items``, which readers call."""
     for name in attributes:
         if not isinstance(name, str) or hasattr(OrderedDict, name):
             raise ValueError(f"an attribute {short(text_of(name))} of an OrderedDict")

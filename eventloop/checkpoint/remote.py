@@ -68,7 +68,7 @@ class RemotePath:
         return self
 
     def info(self) -> dict[str, Any]:
-        """What the store knows about the file, asked anew; FileNotFoundError if it has no such file."""
+        """The store's facts about the file, always fetched anew; FileNotFoundError if the file does not exist."""
         with failing(f"cannot look at {self}", Exception, but=FileNotFoundError):
             return self._info()
 
@@ -161,7 +161,7 @@ class RemotePath:
     def _check_size(self, size: int) -> None:
         found = self._info()["size"]
         if found != size:
-            raise CheckpointError(f"{self} has {found:,} bytes in the store, and {size:,} were written")
+            raise CheckpointError(f"{self} has {found:,} bytes in the store, but {size:,} were written")
 
 
 def _file_system(url: str) -> Any:

@@ -23,10 +23,10 @@ from eventloop.checks import check_value
 from eventloop.errors import CheckpointError
 
 Busy = Literal["wait", "skip", "replace"]
-"""What becomes of a save that is due while another is being written."""
+"""The behaviour of a save that is due while another is being written."""
 
 _POLL: Final = 0.2
-"""Seconds after which a waiting thread looks again, in case Ctrl-C swallowed a notice."""
+"""Seconds after which a waiting thread checks again, in case Ctrl-C swallowed a notification."""
 
 Job = TypeVar("Job")
 
@@ -144,7 +144,7 @@ class _Job(NamedTuple):
 
 
 class AsyncSaver:
-    """Copies trees at once and writes them durably on a thread of its own.
+    """Copy trees at once, and write them durably on a separate thread.
 
         with AsyncSaver() as saver:
             for step, batch in enumerate(loader):
@@ -168,7 +168,7 @@ class AsyncSaver:
         self._busy = busy
         self._buffer = StageBuffer()
         self._turns: Turns[_Job] = Turns()
-        # Wakes the thread; in C, so that Ctrl-C leaves it whole.
+        # Wakes the thread; in C, so that Ctrl-C cannot corrupt it.
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._failures: list[BaseException] = []
         self._entered = 0
@@ -189,11 +189,11 @@ class AsyncSaver:
             raise
 
     def save(self, tree: object, path: AsPath, *, write: Writer = write, raises: bool = True) -> Future[CommitInfo]:
-        """Copy ``tree`` and have it written to ``path``, a file or a URL; its directory must exist.
+        """Copy ``tree``, and queue the copy to be written to ``path``, a file or a URL, whose directory must exist.
 
         Args:
             tree: what `stage` takes.
-            path: where to write.
+            path: the file to write.
             write: called on the saver's thread with the copy and the path, for files of another format
                 (`Pickled.write` for those of ``torch.save``). The copy is released afterwards.
             raises: if False, only the future has the error of this save.
@@ -206,9 +206,9 @@ class AsyncSaver:
             CheckpointError: an earlier save failed; or the saver is closed, or belongs to another process.
         """
         if self._process != os.getpid():
-            raise CheckpointError("this AsyncSaver belongs to the process that forked this one; make a new one here")
+            raise CheckpointError("this AsyncSaver belongs to the process that forked this one; create another one here")
         if self._closed:
-            raise CheckpointError("this AsyncSaver is closed; make a new one")
+            raise CheckpointError("this AsyncSaver is closed; create another one")
         self._raise_failures()
         path = as_path(path)
         future: Future[CommitInfo] = Future()

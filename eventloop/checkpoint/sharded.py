@@ -172,7 +172,7 @@ def _mapped(value: Any, chosen: Callable[[Any], bool], make: Callable[[Keys, Any
 
 
 class ShardWriter(FileSystemWriter):
-    """Writes our index where torch writes a pickle, which torch would run when it reads it."""
+    """Write a JSON index instead of torch's pickle, which would be executed when it is read."""
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index."""
@@ -191,7 +191,7 @@ class ShardWriter(FileSystemWriter):
 
 
 class ShardReader(FileSystemReader):
-    """Reads by our index. It names tensors only: torch reads those with ``weights_only=True``, and other objects without."""
+    """Read by the JSON index. It names tensors only, which torch reads with ``weights_only=True``, unlike other objects."""
 
     def __init__(self, directory: Path, index: Mapping[str, Indexed]) -> None:
         super().__init__(directory)
@@ -225,5 +225,5 @@ class ShardReader(FileSystemReader):
             ):
                 archive = zipfile.ZipFile(cast(IO[bytes], view))
                 if archive.start_dir < piece.begin:
-                    raise ValueError("its list of parts is not its own")
+                    raise ValueError("its list of parts belongs to another file")
                 check_stored(archive, piece.bytes)

@@ -162,7 +162,7 @@ class StagedTree:
 
     def _copied(self) -> _Memory:
         if (memory := self._memory) is None:
-            raise CheckpointError("this StagedTree was released (it was written already?); stage the tree again")
+            raise CheckpointError("this StagedTree was released, probably because it was written already; stage the tree again")
         if memory.late is not None:
             memory.late.result()
         memory.wait()

@@ -1,4 +1,4 @@
-"""Where checkpoints are: on a local file system, or in a store that fsspec reaches. The same functions serve both.
+"""Access checkpoints on a local file system, or in a store that fsspec reaches, by the same functions.
 
 Those that change files raise CheckpointError from the error of the step that failed.
 """
@@ -32,7 +32,7 @@ _KINDS: Final = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a directory", stat.S_IFI
 
 
 def as_path(location: AsPath) -> AnyPath:
-    """Return the path that a user has named: as text, or as a URL such as ``s3://bucket/run``. ``file://`` is a local path.
+    """Return the path for a user's path or URL, such as ``s3://bucket/run``. ``file://`` is a local path.
 
     Raises:
         ConfigurationError: fsspec is needed and missing, or the protocol is unknown.
@@ -151,9 +151,9 @@ def remove(path: AsPath) -> None:
 
 
 def make_directory(directory: AsPath) -> None:
-    """Make a directory and those above it, durably. One that is there is fine.
+    """Create a directory and its parents, durably. An existing directory is fine.
 
-    Existing local directories are synced into their parents as well, since their maker may not have done so; parents that
+    Existing local directories are synced into their parents as well, since their creator may not have done so. Parents that
     this process may not read are left out.
     """
     directory = as_path(directory)

@@ -44,7 +44,7 @@ _KINDS: Final[dict[torch.dtype, type]] = {dtype: getattr(torch, name) for dtype,
 
 
 class Pickled:
-    """A tree as ``torch.save`` would write it at this moment, except for the bytes of its tensors, which are not copied.
+    """A tree pickled as ``torch.save`` does, at this moment, except for the bytes of its tensors, which are not copied.
 
     As with ``torch.save``, tensors that share a storage share it in the file, and a view takes its whole storage along.
 
@@ -57,7 +57,7 @@ class Pickled:
         pickler = _Pickler(file, _PROTOCOL)
         try:
             pickler.dump(tree)
-        except Exception as error:  # any: classes have pickling methods of their own
+        except Exception as error:  # any type, because classes define their pickling
             where = _culprit(tree, "") or "the tree"
             raise CheckpointValueError(f"{where}: torch.save cannot hold it: {error or type(error).__name__}") from error
         self._pickle = file.getvalue()
@@ -112,7 +112,7 @@ _Id = tuple[str, type, str, str, int]
 
 
 class _Reference(NamedTuple):
-    """Stands for a storage while a tensor is being pickled."""
+    """A placeholder for a storage while a tensor is being pickled."""
 
     id: _Id
 

@@ -46,7 +46,7 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 class FlatTree:
-    """A tree taken apart. It shares nothing mutable but the tensors with the tree, so the caller may go on changing that.
+    """A tree taken apart. It shares only the tensors with the tree, so the caller may change the tree afterwards.
 
     Raises:
         CheckpointValueError: a value that a checkpoint cannot hold, with its path.
@@ -68,7 +68,7 @@ class FlatTree:
             raise CheckpointValueError("the tree is nested too deeply for the stack that is left; flatten it") from error
         except (OverflowError, msgspec.EncodeError) as error:  # MessagePack's limits
             raise CheckpointValueError(
-                "more than 4 GB of arrays, bytes or text in one value; the way out: torch.from_numpy(...) of the arrays"
+                "more than 4 GB of arrays, bytes or text in one value; store arrays as tensors, by torch.from_numpy(...)"
             ) from error
 
     def path(self, index: int) -> str:
@@ -80,7 +80,7 @@ class FlatTree:
         self._values += len(values)
         if self._values > MAX_VALUES:
             raise CheckpointValueError(
-                f"{short(parent) or 'the tree'}: with it there are more than {MAX_VALUES:,} values in all; the way out: keep "
+                f"{short(parent) or 'the tree'}: with it there are more than {MAX_VALUES:,} values in all; keep "
                 "many numbers in a tensor or a numpy array"
             )
         if values and all(map(_is_tensor_type, map(type, values))):
@@ -144,7 +144,7 @@ class FlatTree:
         if name is not None and FACTORIES.get(name) is not factory:
             raise CheckpointValueError(
                 f"{path}: cannot store a defaultdict with the factory {factory!r}; "
-                f"the way out: one of {', '.join(FACTORIES)}, or dict(...)"
+                f"use one of {', '.join(FACTORIES)}, or dict(...)"
             )
         return Ext(Code.DEFAULT, _pack((name, self._dict(path, values))))
 
@@ -159,7 +159,7 @@ def _encode_int(value: int) -> object:
 
 
 def _encode_str(value: str) -> object:
-    # Text from file names may hold lone surrogates, which are no UTF-8.
+    # Text from file names may hold lone surrogates, which UTF-8 cannot encode.
     return value if value.isascii() else Ext(Code.STR, value.encode("utf-8", "surrogatepass"))
 
 
@@ -204,12 +204,12 @@ def short(path: str) -> str:
 
 def _way_out(value: object) -> str:
     if isinstance(value, torch.Tensor):
-        return "the way out: a plain tensor (x.full_tensor() for a DTensor, x.as_subclass(torch.Tensor) for others)"
+        return "store a plain tensor instead (x.full_tensor() for a DTensor, x.as_subclass(torch.Tensor) for others)"
     if isinstance(value, np.ndarray | np.generic):
-        return "the way out: a plain numpy array of numbers"
+        return "store a plain numpy array of numbers instead"
     for base in (dict, list, tuple, set, str, int, float):
         if isinstance(value, base):
-            return f"the way out: {base.__name__}(...) of it"
+            return f"store {base.__name__}(...) of it instead"
     if hasattr(value, "state_dict"):
-        return "the way out: store its state_dict()"
-    return "the way out: store its numbers, texts, tensors and containers of them, and rebuild it when loading"
+        return "store its state_dict() instead"
+    return "store its numbers, texts, tensors and containers of them, and rebuild it when loading"

@@ -1,4 +1,4 @@
-"""Where offloaded handlers run: one bounded lane per subscription, and the runtime that owns their consumers."""
+"""Run offloaded handlers: one bounded lane per subscription, and the runtime that owns their consumers."""
 
 from eventloop.offload.collectives import collectives_allowed
 from eventloop.offload.consumers import Delivery, Reader, Sources, arrive_async

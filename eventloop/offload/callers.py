@@ -1,4 +1,4 @@
-"""How a lane's thread calls a blocking handler: by itself, or on a second thread that it can leave behind."""
+"""Call a blocking handler for a lane's thread: on that thread, or on a second thread that can be abandoned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class OwnedThread(threading.Thread):
-    """A daemon thread of ours, of the runtime ``owner``. An abandoned worker of anyio's would block the interpreter's exit."""
+    """A daemon thread of the runtime ``owner``. An abandoned worker thread of anyio would block the interpreter's exit."""
 
     def __init__(self, owner: object, run: Callable[[], None], name: str) -> None:
         super().__init__(target=run, name=name, daemon=True)
@@ -24,9 +24,9 @@ class OwnedThread(threading.Thread):
 
 
 class Caller:
-    """Calls a blocking handler for its lane's thread: on that thread, or if it has a timeout on a second one.
+    """Call a blocking handler for its lane's thread: on that thread, or on a second one if the handler has a timeout.
 
-    No thread can be ended from outside. The second one is left behind when a call takes too long, and ends with the handler,
+    No thread can be killed from outside. The second thread is abandoned when a call takes too long. It ends with the handler,
     whose outcome is ignored.
     """
 
@@ -41,7 +41,7 @@ class Caller:
         """Call the handler, in the context variables of this thread, and wait for it.
 
         Raises:
-            HandlerTimeoutError: it took too long and was left behind or killed; the next call goes elsewhere.
+            HandlerTimeoutError: it took too long and was abandoned or killed; the next call uses another thread or process.
             WorkerDiedError: its process has ended; the next call starts another.
             BaseException: the error of the handler.
         """
@@ -58,7 +58,7 @@ class Caller:
             error = outcome.exception(self._timeout)
         except TimeoutError:
             self.stop()
-            raise HandlerTimeoutError(timed_out(self._label, self._timeout, "its thread was left behind")) from None
+            raise HandlerTimeoutError(timed_out(self._label, self._timeout, "its thread was abandoned")) from None
         if error is not None:
             try:
                 raise error
@@ -72,7 +72,7 @@ class Caller:
         """
 
     def stop(self) -> None:
-        """Have the second thread or the worker end, after its call in progress."""
+        """End the second thread or the worker after its call in progress."""
         if self._calls is not None:
             self._calls.put(None)
             self._calls = None

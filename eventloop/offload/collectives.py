@@ -1,7 +1,7 @@
 """Collectives of ``torch.distributed`` are refused in offloaded handlers.
 
-All ranks must make them in one order. An offloaded handler runs at any time, so its collective would meet one of the training's
-on another rank: all of them would hang, or mix up their tensors.
+All ranks must call them in one order. An offloaded handler runs at any time, so its collective would meet one of the training
+on another rank: all ranks would hang, or mix up their tensors.
 """
 
 from __future__ import annotations
@@ -64,6 +64,6 @@ class _Refusal(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: un
             raise OffloadError(
                 f"{self._label} is offloaded and calls torch.distributed ({func.__name__.split('.')[0]}): it would meet the "
                 "collectives of the training in another order on each rank, and all processes would hang. Make the handler "
-                "inline, or reduce in an inline handler and hand the result over (run.publish, capture=)"
+                "inline, or reduce in an inline handler and pass the result on (run.publish, capture=)"
             )
         return func(*args, **(kwargs or {}))

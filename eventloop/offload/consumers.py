@@ -1,6 +1,6 @@
 """The consumers of lanes: one daemon thread for a blocking handler, one task for an async one.
 
-Both take the items of their lane and deliver them, look again after ``linger``, and sleep after an empty look. They end when
+Both take the items of their lane and deliver them, poll again after ``linger``, and sleep after an empty poll. They end when
 the lane is closed or retired and empty. A ring starts them again for an event that was published just before.
 """
 
@@ -113,7 +113,7 @@ def _sources(items: list[Any], arrived: list[Any]) -> Sources:
 
 
 class ThreadConsumer(_Consumer):
-    """Delivers a lane's items to a blocking handler on a thread of its own."""
+    """Deliver a lane's items to a blocking handler on a separate thread."""
 
     def __init__(self, delivery: Delivery, caller: Caller, owner: object) -> None:
         super().__init__(delivery)
@@ -282,7 +282,7 @@ class TaskConsumer(_Consumer):
             if self._abandoned:
                 raise
             # asyncio: the handler awaited a future or task that other code cancelled. Not meant for the consumer.
-            stray = OffloadError("the handler awaited something that was cancelled; catch that where it is awaited")
+            stray = OffloadError("the handler awaited a cancelled task or future; catch CancelledError where it is awaited")
             stray.__cause__ = error
             self._fail(stray, items, arrived)
         except BaseException as error:
@@ -340,6 +340,6 @@ async def arrive_async(item: Any) -> Any:
     """Return the value of an item of a lane, after waiting for its copies without blocking the event loop."""
     if not isinstance(item, Snapshot):
         return item
-    while not all(one.query() for one in item.pending):  # noqa: ASYNC110 - a GPU sets no event of ours
+    while not all(one.query() for one in item.pending):  # noqa: ASYNC110 - a GPU sets no event of the loop
         await anyio.sleep(_COPY_POLL)
     return item.resolve()

@@ -65,8 +65,8 @@ def from_json(data: bytes | str) -> Event:
     """Decode an event that :meth:`Event.to_json` encoded; live fields of the result raise, as in an offloaded handler.
 
     Raises:
-        msgspec.ValidationError: not an event of a declared mount point.
-        msgspec.DecodeError: not JSON.
+        msgspec.ValidationError: the object is not an event of a declared mount point.
+        msgspec.DecodeError: the text is not JSON.
     """
     event_type = _tagged(msgspec.json.decode(data, type=_Tag).event)
     # Not strict, so that floats may be spelled as strings: NaN and the infinities are.

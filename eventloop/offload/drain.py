@@ -1,4 +1,4 @@
-"""How long a drain may wait, and what it reports."""
+"""The deadline of a drain, and its report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec.structs import astuple
 
 
 class Deadline:
-    """A moment, ``seconds`` from now or never, until which a thread waits; another thread may move it nearer meanwhile."""
+    """A deadline in ``seconds`` from now, or none, for a waiting thread. Another thread may shorten it meanwhile."""
 
     def __init__(self, seconds: float | None) -> None:
         self._at = math.inf if seconds is None else time.monotonic() + seconds

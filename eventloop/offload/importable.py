@@ -1,4 +1,4 @@
-"""A handler by its name: a worker process imports it, and gets no object of this process."""
+"""Refer to a handler by its name: a worker process imports it, and gets no object of this process."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def importable_of(handler: Callable[..., Any]) -> Importable:
         ("<lambda>" in qualname, "a lambda has no name"),
         ("<locals>" in qualname, "a function defined in a function cannot be imported"),
         (module == "__main__" and not _main_can_be_imported(), "a function of an interactive session cannot be imported"),
-        (module not in sys.modules, f"a function says that it is of {module!r}, which is not a module"),
-        (differs, f"a function is not what its name leads to: {module}.{qualname} is {found!r}"),
+        (module not in sys.modules, f"its __module__ {module!r} is not a module"),
+        (differs, f"its name leads to another object: {module}.{qualname} is {found!r}"),
     ]
     for applies, why in refusals:
         if applies:

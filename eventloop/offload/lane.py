@@ -37,10 +37,10 @@ from eventloop.offload.meter import Meter
 Full = Literal["block", "drop_old", "drop_new", "latest", "raise"]
 
 PATIENCE = 10.0
-"""Seconds that a publisher waits for a slot, while nothing moves, before it logs which handler it waits for."""
+"""Seconds that a publisher waits for a slot without progress before it logs which handler it waits for."""
 
 POLL = 0.2
-"""Seconds after which a waiting thread looks again, in case Ctrl-C swallowed a notice."""
+"""Seconds after which a waiting thread checks again, in case Ctrl-C swallowed a notification."""
 
 log = get_logger()
 
@@ -269,8 +269,8 @@ class Lane:
         loss = "training waits for it" if self.full == "block" else "events are dropped"
         log.warning(
             f"a lane is full ({what}): its handler {takes}, and an event comes each {seconds / max(came, 1) * 1e3:.3g} ms, so "
-            f"{loss}. Call it less often (every=, or the interval of the hook) or give it less to do; more room only helps "
-            "against bursts",
+            f"{loss}. Call it less often (every=, or the interval of the hook) or reduce its work; a larger lane only "
+            "helps against bursts",
             handler=self.label,
         )
 

@@ -125,7 +125,7 @@ class HostLoop(Loop):
 
     Its tasks are not children of the task that opens and closes the bus. When the host's scope is cancelled, what was published
     is still delivered (for as long as the bus's ``abort_timeout`` allows), and only then :meth:`stop` cancels the tasks. A task
-    that goes on after its cancellation is left behind, which a child could not be.
+    that continues after its cancellation is abandoned, which a child task could not be.
     """
 
     name = "tasks in the host's event loop"
@@ -167,14 +167,14 @@ def in_trio() -> bool:
 
 
 async def in_thread(function: Callable[[], T], name: str, *, cancelled: Callable[[], object]) -> T:
-    """Call ``function`` on a daemon thread of its own, in the task's context variables, and return its result.
+    """Call ``function`` on a new daemon thread, in the task's context variables, and return its result.
 
     anyio has a limited number of worker threads for the whole program, and waits for them at its exit.
 
     Args:
-        function: blocks for as long as it likes.
-        name: of the thread.
-        cancelled: called in the task when it is cancelled; makes ``function`` end soon. The task waits for that.
+        function: a blocking function.
+        name: name of the thread.
+        cancelled: called in the task when it is cancelled; must make ``function`` end soon. The task waits for its end.
 
     Raises:
         BaseException: the error of ``function``, also where the task was cancelled; else its cancellation.

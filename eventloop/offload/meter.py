@@ -1,6 +1,6 @@
-"""What happens in a lane while its bus measures: spans of its queue, its handler and its publishers, and the queue's depth.
+"""Measure a lane: spans of its queue, its handler and its publishers, and the depth of its queue.
 
-A lane without a meter has no trace of this.
+A lane without a meter runs no code for this.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ AddSpan = Callable[..., object]
 
 
 class Meter:
-    """Records what happens in one lane.
+    """Record the spans of one lane.
 
     Args:
         add: records one span: the id of its kind, its beginning and end in nanoseconds, and its thread.
@@ -33,7 +33,7 @@ class Meter:
         """The sum and the maximum of the queue's depths that arrived events have seen, and their number."""
 
     def wait(self, wait: Callable[[], object]) -> None:
-        """Call a function in which a publisher waits for a slot."""
+        """Record a call in which a publisher waits for a slot."""
         began = perf_counter_ns()
         try:
             wait()
@@ -41,7 +41,7 @@ class Meter:
             self._add(self.waiting, began, perf_counter_ns())
 
     def call(self, handler: Callable[[Any], object], what: Any) -> None:
-        """Call the handler."""
+        """Record a call of the handler."""
         began = perf_counter_ns()
         try:
             handler(what)
@@ -49,7 +49,7 @@ class Meter:
             self._add(self.handled, began, perf_counter_ns())
 
     async def awaits(self, called: Awaitable[object]) -> None:
-        """Await a call of the handler."""
+        """Record an awaited call of the handler."""
         began = perf_counter_ns()
         try:
             await called

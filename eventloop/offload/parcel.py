@@ -1,9 +1,9 @@
-"""What travels to a worker process: detached events as msgpack, captured values as a pickle with their tensors beside it.
+"""Send items to a worker process: detached events as msgpack, captured values as a pickle with their tensors beside it.
 
-Everything goes through memory that both processes see, and only its size through the pipe, so that writing to the pipe never
-waits for its reader. The memory holds one parcel at a time: the calls of a lane are in order. It has no name, and is gone with
-its last process however that ends: there is nothing to clean up or to leak. (Measured against the pipe and
-torch.multiprocessing's tensors: benchmarks/README.md.)
+The data go through shared memory and only their size through the pipe, so that writing to the pipe never waits for its reader.
+The memory holds one parcel at a time, because the calls of a lane are in order. It has no name and disappears with its last
+process, however that ends, so nothing can leak. (Measured against the pipe and torch.multiprocessing's tensors:
+benchmarks/README.md.)
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def unpack(ticket: bytes, segment: Segment) -> list[Any]:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves the bytes of tensors and arrays beside the pickle: in it, they would be copied twice more."""
+    """Keep the bytes of tensors and arrays out of the pickle, in which they would be copied twice more."""
 
     def __init__(self) -> None:
         self.file = io.BytesIO()
@@ -132,7 +132,7 @@ class Segment:
 
 
 def _starts(lengths: Iterable[int]) -> list[int]:
-    """Return where each part begins, one behind the other and aligned, and where the last ends."""
+    """Return the aligned begin of each part, and the end of the last one."""
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + -(-length // _ALIGNMENT) * _ALIGNMENT)

@@ -1,6 +1,6 @@
 """A worker process for the handler of one lane: started at its first event, replaced when it dies or is killed.
 
-Both sides: the :class:`ProcessCaller` of the lane's thread, and :func:`serve`, the program of the worker.
+It has both sides: the :class:`ProcessCaller` of the lane's thread, and :func:`serve`, the program of the worker.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ProcessCaller(Caller):
         self._process: _Process | None = None
 
     def call(self, what: Any) -> None:
-        """Have the worker call the handler; starts one if there is none."""
+        """Call the handler in the worker; start a worker if there is none."""
         with self._lock:
             if self._refuses:
                 raise WorkerDiedError(f"{self._label} was not called: the bus has closed")
@@ -97,7 +97,7 @@ class ProcessCaller(Caller):
         except WorkerDiedError as error:
             raise WorkerDiedError(
                 f"{error}, before it took any event. A script that uses worker processes is imported by them: it must start "
-                'its work under `if __name__ == "__main__":`. Another reason would be on stderr',
+                'its work under `if __name__ == "__main__":`. For another reason, see stderr',
                 started=False,
             ) from None
         if reply.kind:
@@ -152,11 +152,11 @@ class _Process:
         _processes.add(self)
 
     def kill(self) -> None:
-        """End it at once; harmless if it has ended."""
+        """Kill the worker. Idempotent."""
         self._process.kill()
 
     def end(self, grace: float) -> bool:
-        """End it in order within ``grace`` seconds, else kill it; it leaves nothing behind. False if it had to be killed."""
+        """End the worker in order within ``grace`` seconds, else kill it; return False if it was killed."""
         _send(self.pipe, b"")
         in_order = bool(wait([self.death], grace))
         if not in_order:
@@ -203,7 +203,7 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 class Reply(msgspec.Struct, array_like=True):
-    """How a call ended: of its error the class, the text, and the error itself where it can be pickled and unpickled."""
+    """The outcome of a call: class and text of its error, and the error itself if it can be pickled and unpickled."""
 
     kind: str = ""  # empty: it returned
     message: str = ""
@@ -214,7 +214,7 @@ class Reply(msgspec.Struct, array_like=True):
 
 
 def serve(pipe: Connection, segment: Segment, target: Importable, batched: bool) -> None:
-    """Import the handler, and call it for each parcel until the other side sends an empty message or is gone."""
+    """Import the handler, and call it for each parcel until the other side sends an empty message or ends."""
     for number in SIGNALS:
         # A handler that does nothing, and not SIG_IGN, which programs started by the user's handler would inherit.
         signal.signal(number, lambda *_: None)
@@ -254,7 +254,7 @@ def _pickled(error: Exception) -> bytes:
 
 
 def _receive(pipe: Connection) -> bytes:
-    """Return the next message; an empty one if the other side is gone."""
+    """Return the next message; an empty one if the other side has ended."""
     try:
         return pipe.recv_bytes()
     except (EOFError, OSError):
@@ -262,6 +262,6 @@ def _receive(pipe: Connection) -> bytes:
 
 
 def _send(pipe: Connection, message: bytes) -> None:
-    """Send a message; ignored if the other side is gone, as the next :func:`_receive` finds."""
+    """Send a message. Ignored if the other side has ended, which the next :func:`_receive` reports."""
     with suppress(OSError):
         pipe.send_bytes(message)

@@ -1,4 +1,4 @@
-"""Where the consumers of a bus run: threads of its own for blocking handlers, one event loop for async ones."""
+"""Run the consumers of a bus: a thread for each blocking handler, one event loop for all async ones."""
 
 from __future__ import annotations
 
@@ -100,9 +100,9 @@ class Runtime:
         Those of handlers whose failures are only logged are logged here.
 
         Args:
-            grace: seconds to wait for consumers; those that do not end are left behind.
-            reason: for publishers that come too late.
-            abandon: deliver nothing more; else events that came since :meth:`settle` are delivered first.
+            grace: seconds to wait for consumers; consumers that do not end are abandoned.
+            reason: the error text for publishers that come too late.
+            abandon: drop all pending events; else events since :meth:`settle` are delivered first.
         """
         consumers = self._serving()
         for consumer in consumers:
@@ -122,12 +122,12 @@ class Runtime:
         behind = [one.lane.label for one in consumers if isinstance(one, ThreadConsumer) and not one.ended(deadline.left)]
         if not self._loop.stop(max(CANCEL_GRACE, deadline.left)):  # threads that hang may have left no time
             tasks = [one.lane.label for one in consumers if isinstance(one, TaskConsumer) and not one.ended()]
-            behind += [f"{label}, which goes on after it was cancelled" for label in tasks] or [self._loop.name]
+            behind += [f"{label}, which continues after it was cancelled" for label in tasks] or [self._loop.name]
         # Also those that a late publisher has woken: its wake-up sees that the loop stops, or is seen here.
         for consumer in {*consumers, *self._serving()}:
             consumer.lane.detach()
         if behind:
-            log.warning("offloaded handlers did not end and were left behind", handlers=behind)
+            log.warning("offloaded handlers did not end and were abandoned", handlers=behind)
         return left
 
     def _wake(self, consumer: Consumer) -> None:

@@ -1,11 +1,11 @@
 """Take the scalars of an event on the training thread, as they are now, without waiting for a device.
 
-Numbers are taken as they are, and so are those of tensors on the CPU. Tensors of one element on another device are stacked
-there, one stack for each dtype and device: that is one kernel, and no number reaches the host. The consumer reads the stacks
-later. From a GPU it fetches all stacks that wait with one copy.
+Numbers, and tensors of one element on the CPU, are taken at once. Tensors of one element on another device are stacked there,
+one stack for each dtype and device: this takes one kernel, and no number reaches the host. The consumer reads the stacks later.
+From a GPU it fetches all waiting stacks with one copy.
 
-A value that had several elements once is not a scalar while it has dimensions, even with one element: that is the smaller last
-batch.
+A name whose value once had several elements is a scalar only without dimensions: with one element, it may come from the
+smaller last batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class ScalarTaker:
-    """Takes the scalars of mappings that are mostly alike, such as the outputs of iterations."""
+    """Take the scalars of similar mappings, such as the outputs of iterations."""
 
     def __init__(self) -> None:
         self._sized: set[str] = set()  # names whose values had another number of elements than one
@@ -143,7 +143,7 @@ _fetch_stream = cache(torch.cuda.Stream)  # by device
 
 
 def _fetch(tensors: list[torch.Tensor], streams: set[torch.cuda.Stream]) -> Fetched:
-    """Queue a copy behind what ``streams`` have queued, on a stream of its own: training does not wait for it."""
+    """Queue a copy behind the work of ``streams``, on a separate stream, so that training does not wait for it."""
     own = _fetch_stream(tensors[0].device)
     for stream in streams:
         own.wait_stream(stream)

@@ -124,4 +124,4 @@ class SizedLane(Lane):
 
 
 class _Refused(Exception):  # noqa: N818 - never leaves this module
-    """The newest event is to be dropped: there is no room for it."""
+    """The newest event must be dropped, because there is no room for it."""

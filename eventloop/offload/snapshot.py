@@ -23,7 +23,7 @@ IMMUTABLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, tor
 
 
 class Owned(msgspec.Struct, Generic[T], eq=False):
-    """Wraps the value that a ``capture=`` returns, so that the handler gets it without a copy.
+    """Wrap the value that a ``capture=`` returns, so that the handler gets it without a copy.
 
     For captures that have made their own copy (a rendered figure, a cloned ``state_dict``): no other code may change the value
     afterwards.

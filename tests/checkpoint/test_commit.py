@@ -127,7 +127,7 @@ def test_short_writes_are_continued(tmp_path, monkeypatch, at_once):
 
 def test_a_system_that_takes_no_bytes_is_an_error_and_no_endless_loop(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", lambda descriptor, data: 0)
-    with pytest.raises(CheckpointError, match="takes no more bytes"):
+    with pytest.raises(CheckpointError, match="accepts no more bytes"):
         commit_bytes(tmp_path / "x", b"abc")
     assert names(tmp_path) == []
 

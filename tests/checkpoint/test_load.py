@@ -114,7 +114,7 @@ def test_an_absurd_header_length_allocates_nothing(good, path, length):
 
 def test_files_of_other_formats_are_refused(path):
     safetensors.torch.save_file({"w": torch.ones(3)}, path)
-    assert_damaged(path, path.read_bytes(), "does not say that it is a checkpoint of trainbus")
+    assert_damaged(path, path.read_bytes(), "does not name trainbus's format")
     torch.save({"w": torch.ones(3)}, path)
     assert_damaged(path, path.read_bytes())
 
@@ -130,7 +130,7 @@ def test_a_newer_format_version_is_named(good, path):
         ) as caught:
             read(path)
         assert not isinstance(caught.value, CheckpointDamagedError)  # a run must not go on from an older file unasked
-    assert_damaged(path, bytes([*newer[:-1], newer[-1] ^ 1]), "its bytes give")
+    assert_damaged(path, bytes([*newer[:-1], newer[-1] ^ 1]), "its bytes have the digest")
 
 
 def test_a_newer_format_may_describe_its_tensors_in_another_way(good, path):
@@ -143,7 +143,7 @@ def test_a_newer_format_may_describe_its_tensors_in_another_way(good, path):
 
 def test_a_flipped_bit_in_the_version_is_damage(good, path):
     at = good.index(b'"version":"1"') + len(b'"version":"')
-    assert_damaged(path, bytes([*good[:at], good[at] ^ 2, *good[at + 1 :]]), "its bytes give")
+    assert_damaged(path, bytes([*good[:at], good[at] ^ 2, *good[at + 1 :]]), "its bytes have the digest")
 
 
 def test_a_dtype_that_this_torch_lacks_is_named(path):
@@ -158,7 +158,7 @@ def test_a_dtype_that_this_torch_lacks_is_named(path):
             read(path)
         assert not isinstance(caught.value, CheckpointDamagedError)
     assert_damaged(path, bytes([*whole[:-1], whole[-1] ^ 1]))
-    with pytest.raises(CheckpointDamagedError, match="its bytes give"):
+    with pytest.raises(CheckpointDamagedError, match="its bytes have the digest"):
         outline(path)
 
 

@@ -130,7 +130,7 @@ def test_a_history_buffer_that_is_none_is_named_with_its_path(tmp_path, mmengine
 
 def test_a_function_outside_of_a_history_buffer_is_refused_with_its_path(tmp_path, mmengine):
     path = mmengine.save({"x": {"f": mmengine.buffer.mean}}, tmp_path / "a.pth")
-    with pytest.raises(CheckpointError, match=r"a\.pth: x\.f: a reference to builtins\.getattr, which is code and no data"):
+    with pytest.raises(CheckpointError, match=r"a\.pth: x\.f: a reference to builtins\.getattr, which is code, not data"):
         load_pth(path)
 
 

@@ -142,7 +142,7 @@ def test_saving_with_a_closed_saver_is_an_error(tmp_path):
     saver = AsyncSaver()
     saver.close()
     saver.close()
-    with pytest.raises(CheckpointError, match="closed; make a new one"):
+    with pytest.raises(CheckpointError, match="closed; create another one"):
         saver.save(tree(0), tmp_path / "0")
 
 
@@ -206,7 +206,7 @@ def test_after_a_fork_it_is_inert(disk, tmp_path):
             try:
                 saver.save(tree(1), tmp_path / "1")
             except CheckpointError as error:
-                os._exit(0 if "make a new one here" in str(error) else 1)
+                os._exit(0 if "create another one here" in str(error) else 1)
             os._exit(2)
         assert os.waitpid(child, 0)[1] == 0
         disk.go.set()

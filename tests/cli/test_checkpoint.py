@@ -147,7 +147,7 @@ def test_only_ls_with_verify_finds_a_flipped_bit(trainbus):
     assert trainbus("ls", ".").status == 0
     result = trainbus("ls", ".", "--verify")
     assert result.status == 1
-    assert "epoch_1.safetensors is damaged: its bytes give crc32:" in result.out
+    assert "epoch_1.safetensors is damaged: its bytes have the digest crc32:" in result.out
     make("epoch_1.safetensors")
     assert trainbus("ls", ".", "--verify").out.splitlines()[1].rstrip().endswith("verified")
 
@@ -200,7 +200,7 @@ def test_verify_reads_every_byte_and_ends_with_status_1_and_a_line_for_each_dama
     assert result.status == 1
     lines = sorted(result.out.splitlines())
     assert lines[0] == "1 of 3 files verified, 2 damaged"
-    assert lines[1].startswith("damaged   epoch_2.safetensors is damaged: its bytes give crc32:")
+    assert lines[1].startswith("damaged   epoch_2.safetensors is damaged: its bytes have the digest crc32:")
     assert lines[2].startswith("damaged   epoch_3.safetensors is damaged: the header promises")
     assert lines[3].startswith("verified  epoch_1.safetensors")
 

@@ -687,9 +687,7 @@ def test_an_argument_that_a_run_does_not_have_is_named_with_the_callback(tmp_pat
 
     with pytest.raises(AttributeError, match="get_last_lr") as caught:
         Job(tmp_path, PrinterCallback(), Schedules()).own()
-    assert "in Schedules.on_step_end, a callback of Hugging Face's Trainer; this run has no" in "".join(
-        caught.value.__notes__
-    )
+    assert "in Schedules.on_step_end, a callback of Hugging Face's Trainer; this run has no" in "".join(caught.value.__notes__)
     assert "lr_scheduler" in "".join(caught.value.__notes__)
 
 
