@@ -292,8 +292,8 @@ class Lane:
         if now - self._stuck_since >= PATIENCE and not self._warned:
             self._warned = True
             log.warning(
-                f"publishing waits for a handler: its lane is full, and nothing has left it for {PATIENCE:g} s. Find what it "
-                "hangs in; a timeout= ends such calls, another full= does not wait for it",
+                f"publishing waits for a handler: its lane is full, and nothing has left it for {PATIENCE:g} s. Find out "
+                "where it hangs; timeout= ends such calls, and another full= policy does not wait for them",
                 handler=self.label,
             )
 

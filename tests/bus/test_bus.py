@@ -280,7 +280,7 @@ def test_a_handler_that_never_returns_does_not_keep_the_interpreter_from_exiting
         started.wait()
     """)
     assert done.returncode == 0, done.stderr
-    assert "left behind" in done.stdout + done.stderr
+    assert "abandoned" in done.stdout + done.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

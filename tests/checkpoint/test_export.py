@@ -232,7 +232,7 @@ def test_of_several_models_one_is_named(tmp_path):
     assert weights_of(models, tmp_path, model="D")["w"].equal(TRAINED)
     with pytest.raises(CheckpointError, match="several models, 'G', 'D'"):
         weights_of(models, tmp_path)
-    with pytest.raises(CheckpointError, match="no model 'E' but 'G', 'D'"):
+    with pytest.raises(CheckpointError, match="'E' is not a model of the checkpoint; its models are 'G', 'D'"):
         weights_of(models, tmp_path, model="E")
     with pytest.raises(CheckpointError, match="has one model, without a name"):
         weights_of(RUN, tmp_path, model="G")

@@ -270,7 +270,7 @@ async def test_a_handler_that_swallows_its_cancellation_is_abandoned_and_named()
         assert not over.is_set()
         release.set()
         await over.wait()
-    (line,) = [line for line in logs if "left behind" in line["event"]]
+    (line,) = [line for line in logs if "abandoned" in line["event"]]
     assert line["handlers"] == ["stubborn (after_train_iter), which continues after it was cancelled"]
     assert bus.state == "idle"
 
