@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     __version__: str
 
 _PACKAGES = ("eventloop", "hooks")
-_OPTIONAL = {"TrainbusSaver": "eventloop.bridges.ignite_saver"}
-"""Names that need another library, and their modules. ``from trainbus import *`` leaves them out."""
+_OPTIONAL = {"TrainbusSaver": ("eventloop.bridges.ignite_saver", "ignite")}
+"""Names that need another library: their modules, and the library. ``from trainbus import *`` leaves them out."""
 _PUBLIC = ("eventloop", "eventloop.events", "hooks")
 _HOME = Path(__file__).resolve().parent
 
@@ -69,7 +69,8 @@ if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
         return globals().setdefault(name, _find(name))
 
     def __dir__() -> list[str]:
-        return sorted(["__version__", *_OPTIONAL, *_public()])
+        there = [name for name, (_, library) in _OPTIONAL.items() if find_spec(library)]  # help() loads each name
+        return sorted(["__version__", *there, *_public()])
 
 
 def _find(name: str) -> Any:
@@ -84,7 +85,7 @@ def _find(name: str) -> Any:
         return _own(name)
     if name in _OPTIONAL:
         _own("eventloop")
-        return getattr(importlib.import_module(_OPTIONAL[name]), name)
+        return getattr(importlib.import_module(_OPTIONAL[name][0]), name)
     if not name.startswith("_"):
         for package in map(_own, _PUBLIC):
             if name in package.__all__:

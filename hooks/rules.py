@@ -35,7 +35,7 @@ def find_rule(metric: str, greater_keys: Iterable[str] = GREATER, less_keys: Ite
             raise ConfigurationError(f'metric {metric!r}: its name contains {both}; give rule="greater" or rule="less"')
         if greater or less:
             return "greater" if greater else "less"
-    advice = 'give rule="greater" or rule="less" (or add the name to greater_keys or less_keys, if the hook has them)'
+    advice = 'give rule="greater" or rule="less"'
     raise ConfigurationError(f"metric {metric!r}: its name does not imply whether more or less is better; {advice}")
 
 

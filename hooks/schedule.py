@@ -192,6 +192,9 @@ def _named(scheduler: Any) -> dict[str, Any]:
         named = {str(name): one for name, one in scheduler.items()}
     else:
         listed = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
+        for one in listed:
+            if isinstance(one, type):
+                raise ConfigurationError(f"scheduler={one.__name__} is a class: make it, {one.__name__}(optimizer, ...)")
         named = {type(one).__name__: one for one in listed}
         if len(named) < len(listed):
             advice = 'checkpoints need unique names: give a mapping, such as {"warmup": one, "decay": other}'

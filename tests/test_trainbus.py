@@ -1,6 +1,7 @@
 """``trainbus``, the name that programs import."""
 
 import ast
+import pydoc
 import subprocess
 import sys
 from importlib import metadata
@@ -46,6 +47,13 @@ def test_installed_type_checkers_see_the_same_names_as_those_of_the_checkout():
         for block in (here, installed)
     ]
     assert imports[0] == imports[1] != []
+
+
+def test_help_works_without_the_libraries_that_some_names_need(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ignite", None)  # as if it were not installed
+    monkeypatch.delitem(vars(trainbus), "TrainbusSaver", raising=False)
+    assert "TrainbusSaver" not in dir(trainbus)
+    assert "class Bus" in pydoc.render_doc(trainbus, renderer=pydoc.plaintext)
 
 
 def test_an_unknown_name_is_an_error():

@@ -149,6 +149,11 @@ def test_wrong_options_are_errors_at_construction(job: SimpleNamespace, options:
         ParamSchedulerHook(halving(optimizer), **options)
 
 
+def test_a_class_of_schedulers_is_an_error_that_says_to_make_one() -> None:
+    with pytest.raises(ConfigurationError, match=r"scheduler=StepLR is a class: make it, StepLR\(optimizer, \.\.\.\)"):
+        ParamSchedulerHook(torch.optim.lr_scheduler.StepLR, by="epoch")
+
+
 def test_an_object_that_is_not_a_scheduler_is_an_error(job: SimpleNamespace) -> None:
     optimizer = torch.optim.SGD(job.model().parameters(), lr=1.0)
     with pytest.raises(ConfigurationError, match='by="metric"'):
