@@ -17,6 +17,7 @@ from hooks.writers.base import Where, Writer
 log = get_logger()
 
 _LAST = ("time", "data_time", "eta")
+_INDENT = " " * 4
 
 
 @register
@@ -43,14 +44,15 @@ class ConsoleWriter(Writer):
         # Learning rates first, times last; the sort is stable, so the rest stays in the order of the outputs.
         names = sorted(short, key=lambda name: _LAST.index(name) + 2 if name in _LAST else not _is_rate(name))
         values = [Text.assemble((name, "dim"), " ", format_number(name, short[name], self._digits)) for name in names]
-        self._print(Text("  ").join([_moment(where), *values]))
+        self._print([_moment(where), *values])
 
     def write_text(self, name: str, text: str, where: Where) -> None:
-        self._print(Text.assemble((name, "dim"), " ", text))
+        self._print([Text.assemble((name, "dim"), " ", text)])
 
-    def _print(self, line: Text) -> None:
+    def _print(self, parts: list[Text]) -> None:
         console = self._console if self._console is not None else get_console()
-        # No wrapping at words, so that grep finds whole lines.
+        # In a pipe one line, so that grep finds it whole.
+        line = _fitted(parts, console.width) if console.is_terminal else Text("  ").join(parts)
         try:
             console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
         except SystemExit:  # rich raises it once for a broken pipe; `| head` must not end the training
@@ -73,6 +75,16 @@ def format_number(name: str, value: float, digits: int = 4) -> str:
 
 def _is_rate(name: str) -> bool:
     return name == "lr" or name.startswith("lr/") or "/lr" in name
+
+
+def _fitted(parts: list[Text], width: int) -> Text:
+    """Join the parts of a line; one that would not fit in ``width`` columns begins an indented line."""
+    line, length = parts[0].copy(), parts[0].cell_len
+    for part in parts[1:]:
+        fits = length + 2 + part.cell_len <= width
+        line.append("  " if fits else f"\n{_INDENT}").append_text(part)
+        length = (length + 2 if fits else len(_INDENT)) + part.cell_len
+    return line
 
 
 def _moment(where: Where) -> Text:
