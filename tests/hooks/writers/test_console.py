@@ -58,7 +58,7 @@ def test_a_terminal_breaks_a_long_line_between_two_values(writer, output):
     scalars = {"train/loss": 0.25, "train/accuracy": 0.5, "train/grad_norm": 1.5}
     file = io.StringIO()
     narrow = ConsoleWriter(Console(file=file, width=40, force_terminal=True, color_system=None))
-    narrow.write_scalars(scalars, 1, Where("train", epoch=1, max_epochs=3, batch=1, epoch_length=4))
+    narrow.write_scalars(scalars, 1, Where("train", epoch=1, iter=1, max_epochs=3, batch=1, epoch_length=4))
     assert file.getvalue() == "epoch 1/3  iter 1/4  loss 0.2500\n    accuracy 0.5000  grad_norm 1.5000\n"
 
 
