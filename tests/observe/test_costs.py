@@ -7,7 +7,7 @@ from structlog.testing import capture_logs
 
 from eventloop import Bus, BusStateError, Hook, Run
 from eventloop.events import AfterTrainIter, Event
-from eventloop.observe import Costs, LaneCosts, Part
+from eventloop.observe import Costs, LaneCosts, Part, bus_recorder, spans
 from hooks import CheckpointHook, OptimizerHook
 
 from ..hooks.conftest import StopAfter, batches, loss_of, make_loop, small_model
@@ -95,7 +95,7 @@ def test_what_lies_between_two_runs_does_not_count():
     bus = Bus(timing=True)
     make_loop(bus=bus).run()
     first = bus.costs().wall
-    time.sleep(0.5)
+    time.sleep(0.05)
     began = time.perf_counter()
     make_loop(bus=bus).run()
     taken = time.perf_counter() - began
@@ -322,6 +322,14 @@ def run_until(bus: Bus, condition) -> None:
     make_loop(Stop(), bus=bus, max_iters=100_000).run()
 
 
+@pytest.fixture
+def often(monkeypatch):
+    """Costs are told several times a second."""
+    monkeypatch.setattr(spans, "_PERIOD", 0.0)
+    monkeypatch.setattr(bus_recorder, "_TOLD_EVERY", 0.0)
+
+
+@pytest.mark.usefixtures("often")
 def test_costs_measured_tells_them_while_the_run_goes_on():
     bus, heard = Bus(timing=True), []
     bus.on("costs_measured", heard.append)
@@ -329,6 +337,7 @@ def test_costs_measured_tells_them_while_the_run_goes_on():
     assert check(heard[0].costs)["forward"].seconds > 0
 
 
+@pytest.mark.usefixtures("often")
 def test_an_error_of_a_handler_of_costs_measured_does_not_end_the_recorder():
     bus, calls = Bus(timing=True), []
 

@@ -74,10 +74,11 @@ def test_a_visitor_that_has_everything_of_an_ended_run_is_told_not_to_come_back(
     assert answer.status_code == 204
 
 
-@pytest.mark.parametrize("said", ["9" * 5000, "-1", "x", "\u00b2", ""])
-def test_a_last_event_id_that_is_none_is_ignored(server, visitor, said):
-    with watched(server), visitor.told(**{"Last-Event-ID": said.encode("latin-1")}) as told:
-        assert next(told)[1] == "hello"
+def test_a_last_event_id_that_is_none_is_ignored(server, visitor):
+    with watched(server):
+        for said in ("9" * 5000, "-1", "x", "\u00b2", ""):
+            with visitor.told(**{"Last-Event-ID": said.encode("latin-1")}) as told:
+                assert next(told)[1] == "hello", said[:10]
 
 
 def test_costs_of_parts_and_lanes_are_told(server, visitor):
@@ -300,7 +301,7 @@ def test_a_run_that_had_begun_before_is_shown_from_its_next_epoch(server):
 
 def test_metrics_for_prometheus_are_served_beside_the_pages(server, visitor):
     pytest.importorskip("prometheus_client")
-    with watched(server, slow=True, name="mine"), visitor.told() as told:
+    with watched(server, slow=True, name="mine", val_interval=10), visitor.told() as told:
         wait_for(told, "metrics")
         lines = visitor.client.get("/metrics").text
     assert re.search(r'^trainbus_iterations_total\{run="mine"\} [1-9]', lines, re.MULTILINE), lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import socket
 import sys
@@ -45,19 +46,20 @@ def visitor(server):
 # ------------------------------------------------------------------------------------------------------------- the token
 
 
-@pytest.mark.parametrize(
-    "given", [None, "Bearer", "Bearer wrong", "Basic {token}", "{token}", "Bearer {token}x", "Bearer \xe4"]
-)
-def test_a_command_needs_the_token_and_looking_does_not(server, given):
+TOKENS = [None, "Bearer", "Bearer wrong", "Basic {token}", "{token}", "Bearer {token}x", "Bearer \xe4"]
+
+
+def test_a_command_needs_the_token_and_looking_does_not(server):
     with watched(server, slow=True) as job, Visitor(server, token=False) as visitor:
-        headers = {} if given is None else {"Authorization": given.format(token=server.token).encode("latin-1")}
-        for command in COMMANDS:
-            answer = visitor.post(command, json={"lr": 0.5}, headers=headers)
-            assert answer.status_code == 403, command
-            assert "needs the token" in answer.json()["error"]
-        assert visitor.client.get("/runs.json", headers=headers).json()["may_change"] is False
-        with visitor.told() as told:
-            assert wait_for(told, "scalars")
+        for given in TOKENS:
+            headers = {} if given is None else {"Authorization": given.format(token=server.token).encode("latin-1")}
+            for command in COMMANDS:
+                answer = visitor.post(command, json={"lr": 0.5}, headers=headers)
+                assert answer.status_code == 403, (given, command)
+                assert "needs the token" in answer.json()["error"]
+            assert visitor.client.get("/runs.json", headers=headers).json()["may_change"] is False, given
+            with visitor.told(**headers) as told:
+                assert wait_for(told, "scalars"), given
         assert not job.loop._running.state.paused
         assert not job.loop._running.state.stop
 
@@ -92,29 +94,25 @@ def test_at_another_address_nothing_of_the_run_is_shown_without_the_token():
 # ------------------------------------------------------------------------------------------------- other sites and names
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        "evil.example",
-        "evil.example:{port}",
-        "127.0.0.1.evil.example",
-        "",
-        "a:b:c",
-        "localhost.evil",
-        "127.0.0.1@evil",
-        "[::1].x",
-    ],
-)
-def test_requests_for_another_name_are_refused_so_that_no_name_is_rebound(server, visitor, host):
-    with watched(server, slow=True):
-        headers = {"Host": host.format(port=server.port)}
-        for method, path in [("GET", "/"), ("GET", "/runs.json"), ("GET", "/runs/1/events"), ("POST", "/runs/1/stop")]:
-            assert visitor.client.request(method, path, headers=headers).status_code == 400, path
+OTHER_NAMES = [
+    *("evil.example", "evil.example:{port}", "127.0.0.1.evil.example"),
+    *("", "a:b:c", "localhost.evil", "127.0.0.1@evil", "[::1].x"),
+]
+LOOPBACK = ["localhost:{port}", "LOCALHOST", "127.0.0.1", "[::1]:{port}"]
+REQUESTS = [("GET", "/"), ("GET", "/runs.json"), ("GET", "/runs/1/events"), ("POST", "/runs/1/stop")]
 
 
-@pytest.mark.parametrize("host", ["localhost:{port}", "LOCALHOST", "127.0.0.1", "[::1]:{port}"])
-def test_requests_for_the_loopback_are_answered(server, visitor, host):
-    assert visitor.client.get("/runs.json", headers={"Host": host.format(port=server.port)}).status_code == 200
+def test_requests_for_another_name_are_refused_so_that_no_name_is_rebound(server, visitor):
+    with watched(server, slow=True) as job:
+        for host, (method, path) in itertools.product(OTHER_NAMES, REQUESTS):
+            answer = visitor.client.request(method, path, headers={"Host": host.format(port=server.port)})
+            assert answer.status_code == 400, (host, path)
+        assert job.thread.is_alive()
+
+
+def test_requests_for_the_loopback_are_answered(server, visitor):
+    for host in LOOPBACK:
+        assert visitor.client.get("/runs.json", headers={"Host": host.format(port=server.port)}).status_code == 200, host
 
 
 FOREIGN = [
@@ -132,13 +130,13 @@ FOREIGN = [
 ]
 
 
-@pytest.mark.parametrize("headers", FOREIGN)
-def test_what_pages_of_other_sites_send_is_refused_even_with_the_token(server, visitor, headers):
-    headers = {name: value.format(port=server.port) for name, value in headers.items()}
+def test_what_pages_of_other_sites_send_is_refused_even_with_the_token(server, visitor):
     with watched(server, slow=True) as job:
-        for command in COMMANDS:
-            assert visitor.post(command, json={"lr": 0.5}, headers=headers).status_code == 403
-        assert visitor.client.get("/runs/1/events", headers=headers).status_code == 403
+        for foreign in FOREIGN:
+            headers = {name: value.format(port=server.port) for name, value in foreign.items()}
+            for command in COMMANDS:
+                assert visitor.post(command, json={"lr": 0.5}, headers=headers).status_code == 403, (foreign, command)
+            assert visitor.client.get("/runs/1/events", headers=headers).status_code == 403, foreign
         assert job.thread.is_alive()
 
 

@@ -82,8 +82,8 @@ def train(
             loop.stop()
 
     loop.bus.on("ranks_measured", hear)
-    if len(timing) == 1 or size == 1:
-        loop.bus.on("after_train_iter", lambda event: loop.stop(), after=200)
+    if len(timing) == 1 or size == 1:  # there will be no such event
+        loop.bus.on("after_train_iter", lambda event: loop.stop(), after=80)
     with capture_logs() as logs:
         loop.run()
     warnings = [line["event"] for line in logs if line["log_level"] == "warning"]
@@ -122,7 +122,7 @@ def test_a_straggler_in_a_hook_or_in_the_step_is_named(ranks, tmp_path, part):
 
 
 def test_the_event_and_the_costs_have_all_ranks_also_without_a_straggler(ranks):
-    for measured, costs, _ in ranks(train, {}, 3):
+    for measured, costs, _ in ranks(train, {}, 3, RANKS, 0.2):
         assert len(measured) >= 2
         for one in (measured[-1], costs.ranks):
             assert (one.world_size, one.missing) == (2, [])
@@ -134,14 +134,14 @@ def test_the_event_and_the_costs_have_all_ranks_also_without_a_straggler(ranks):
 
 @pytest.mark.parametrize("timing", [(0,), (1,)])
 def test_with_one_rank_that_measures_nothing_is_compared(ranks, timing):
-    for rank, (measured, costs, warnings) in enumerate(ranks(train, {}, 3, timing)):
+    for rank, (measured, costs, warnings) in enumerate(ranks(train, {}, 3, timing, 0.1)):
         assert (measured, warnings) == ([], [])
         assert (costs is not None) == (rank in timing)
         assert costs is None or costs.ranks is None
 
 
 def test_with_a_single_process_there_is_nothing_to_compare(ranks):
-    [(measured, costs, _)] = ranks(train, {}, 3, size=1)
+    [(measured, costs, _)] = ranks(train, {}, 3, RANKS, 0.1, size=1)
     assert (measured, costs.ranks) == ([], None)
     assert "ranks" not in str(costs)
 

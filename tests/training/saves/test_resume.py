@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import os
 import random
 import shutil
@@ -255,8 +256,13 @@ def test_a_run_that_is_resumed_after_its_last_iteration_ends_its_epoch(parts, tm
         assert (ended.progress.iter, ended.progress.stage) == (13, "train")  # that of the epoch's last iteration, as always
 
 
-@pytest.mark.parametrize("loader", ["seeded augmentation", "stateful without a length", "two workers"])
-@pytest.mark.parametrize("count", [3, 6, 8, 13])
+@pytest.mark.parametrize(
+    ("loader", "count"),
+    [
+        *itertools.product(["seeded augmentation", "stateful without a length"], [3, 6, 8, 13]),
+        *(("two workers", 6), ("two workers", 8)),  # the end of a pass over the data, and its middle
+    ],
+)
 def test_resume_of_an_iteration_based_run_with_other_loaders(parts, tmp_path, loader, count):
     check(parts, tmp_path, "after_train_iter", count, loader=loader, max_iters=14, val_interval=4)
 
