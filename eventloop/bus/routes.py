@@ -19,6 +19,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import perf_counter_ns
 from typing import Any, Protocol
 
@@ -37,18 +38,24 @@ _serial = itertools.count(1)
 
 
 class SpanRecorder(Protocol):
-    """Records spans: ``note(pack(number(), id, thread(), begin, end))``; see :mod:`eventloop.observe.spans`."""
+    """Records publishes: ``note(pack(number(), id, thread(), began, *ends, ended))``; see :mod:`eventloop.observe.spans`."""
 
     note: Callable[[bytes], object]
-    pack: Callable[..., bytes]
     number: Callable[[], int]
     thread: Callable[[], int]
 
-    def id_of_event(self, event_type: type[Event]) -> int:
-        """Return the id of an event's span."""
+    def mark(self, name: int, event: Event | None = None) -> None:
+        """Record the moment of an event without subscribers, by its id."""
 
-    def id_of_call(self, subscription: Subscription, event_type: type[Event]) -> int:
-        """Return the id of the span of a handler, or of the hand-off to its lane."""
+    def id_of_publish(self, event_type: type[Event], heard: Sequence[Subscription]) -> int:
+        """Return the id of the records of a route."""
+
+    def packer(self, steps: int) -> Callable[..., bytes]:
+        """Return the function that packs the integers of records with this number of handlers."""
+
+
+class Moment(partial[None]):
+    """The route of an event without subscribers whose moment the recorder needs; it can be called without the event."""
 
 
 class Count:
@@ -75,6 +82,8 @@ def compile_route(
     ``count`` is that of publishes; it increases only if a filter compares it. A ``recorder`` gets the span of the event and of
     each call that does not raise. With ``ranges``, each call is a range of torch's profiler.
     """
+    if not heard and recorder is not None:
+        return Moment(recorder.mark, recorder.id_of_publish(event_type, heard))
     lines, bound, owners = _write(event_type, heard, recorder, ranges=ranges)
     source = "\n".join(lines) + "\n"
     filename = f"<trainbus {name_of(event_type)} #{next(_serial)}>"
@@ -87,8 +96,8 @@ def compile_route(
         "record_function": record_function,
     }
     if recorder is not None:
-        named = {name: getattr(recorder, name) for name in ("note", "pack", "number", "thread")}
-        namespace |= {"clock": perf_counter_ns, **named}
+        named = {name: getattr(recorder, name) for name in ("note", "number", "thread")}
+        namespace |= {"clock": perf_counter_ns, "pack": recorder.packer(len(heard)), **named}
     module = compile(source, filename, "exec")
     code = next(constant for constant in module.co_consts if isinstance(constant, types.CodeType))
     # Not executed, because a function in its own globals would be a reference cycle.
@@ -103,8 +112,8 @@ def route_source(
     event_type: type[Event], heard: Sequence[Subscription], recorder: SpanRecorder | None, *, ranges: bool = False
 ) -> str:
     """Return the source that :func:`compile_route` compiles for these arguments."""
-    if not heard and recorder is None:
-        return f"def {name_of(event_type)}(event):\n    pass  # no subscriber\n"
+    if not heard:
+        return f"def {name_of(event_type)}(event):\n    {'pass' if recorder is None else 'mark()'}  # no subscriber\n"
     return "\n".join(_write(event_type, heard, recorder, ranges=ranges)[0]) + "\n"
 
 
@@ -112,27 +121,32 @@ def _write(
     event_type: type[Event], heard: Sequence[Subscription], recorder: SpanRecorder | None, *, ranges: bool
 ) -> tuple[list[str], dict[str, Any], dict[int, int]]:
     """Return a route's lines, the objects that they name, and the subscription's index by line number."""
-    lines = [f"def {name_of(event_type)}(event):", *["    began = clock()"] * (recorder is not None), "    try:"]
+    lines = [f"def {name_of(event_type)}(event):"]
+    ends = ", ".join([*(f"end_{index}" for index in range(len(heard))), "ended"])
+    if recorder is not None:
+        lines += ["    began = clock()", f"    {ends.replace(',', ' =')} = 0"]
+    lines.append("    try:")
     bound: dict[str, Any] = {}
     owners: dict[int, int] = {}
-    if not heard:
-        lines.append("        pass  # no subscriber")
     if any(one.filter is not None and one.filter.counted for one in heard):
         lines.append(f"        v = {COUNTS[event_type.counts]}")
     for index, one in enumerate(heard):
         first = len(lines) + 1
-        block, names = _write_call(index, one, event_type, recorder, ranges=ranges)
+        block, names = _write_call(index, one, event_type, timed=recorder is not None, ranges=ranges)
         lines += _indent(block, by=8)
         bound |= names
         owners.update(dict.fromkeys(range(first, len(lines) + 1), index))
+    if recorder is not None:
+        lines.append("        ended = clock()")
     lines += ["    except Exception as error:", "        blame(error, event)", "        raise"]
     if recorder is not None:
-        lines.append(f"    note(pack(number(), {recorder.id_of_event(event_type)}, thread(), began, clock()))")
+        number = recorder.id_of_publish(event_type, heard)
+        lines += ["    finally:", f"        note(pack(number(), {number}, thread(), began, {ends}))"]
     return lines, bound, owners
 
 
 def _write_call(
-    index: int, one: Subscription, event_type: type[Event], recorder: SpanRecorder | None, *, ranges: bool
+    index: int, one: Subscription, event_type: type[Event], *, timed: bool, ranges: bool
 ) -> tuple[list[str], dict[str, Any]]:
     terms, bound = one.filter.terms(str(index)) if one.filter is not None else ([], {})
     # The route's own names begin with an underscore or do not end with a number.
@@ -143,14 +157,15 @@ def _write_call(
     block = [f"{name}_{index}(event)  # {comment.encode('utf-8', 'backslashreplace').decode()}"]
     if ranges:
         block = [f"with record_function({title(one.label, name_of(event_type))!r}):", *_indent(block)]
-    if recorder is not None:
-        number = recorder.id_of_call(one, event_type)
-        block = ["started = clock()", *block, f"note(pack(number(), {number}, thread(), started, clock()))"]
+    if timed:
+        block.append(f"end_{index} = clock()")
     if terms:
         block = [f"if {' and '.join(terms)}:", *_indent(block)]
     if one.on_error == "log":
         bound[f"_isolate_{index}"] = one.isolate
         block = ["try:", *_indent(block), "except Exception as error:", f"    _isolate_{index}(error, event)"]
+        if timed:
+            block.append(f"    end_{index} = -clock()  # no call that counts, and the next one begins here")
     return block, bound
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal, NamedTuple, get_args
 
@@ -19,7 +20,7 @@ from eventloop.observe.costs import Costs, Histogram, LaneCosts, Part
 from eventloop.observe.exchange import RankExchange
 from eventloop.observe.memory import Memory
 from eventloop.observe.ranks import RankCosts, Spent, spent_here
-from eventloop.observe.spans import BEGIN, END, NAME, THREAD, Recorder, Spans
+from eventloop.observe.spans import BEGIN, END, NAME, THREAD, Recorder, Spans, Steps, packer
 from eventloop.observe.totals import Totals
 from eventloop.offload import Lane, Meter
 
@@ -74,14 +75,15 @@ class BusRecorder(Recorder):
         """Return True if the costs need the spans of an event even if it has no subscriber."""
         return name_of(event_type) in NEEDED
 
-    def id_of_event(self, event_type: type[Event]) -> int:
-        """Return the id of an event's span."""
-        return self.id_of(name_of(event_type))
-
-    def id_of_call(self, subscription: Subscription, event_type: type[Event]) -> int:
-        """Return the id of the span of a handler, or of the hand-off to its lane."""
+    def id_of_publish(self, event_type: type[Event], heard: Sequence[Subscription]) -> int:
+        """Return the id of the records of an event's publishes."""
         name = name_of(event_type)
-        return self.id_of(StreamCall(name) if subscription.mode == "stream" else Call(subscription, name))
+        calls = [self.id_of(StreamCall(name) if one.mode == "stream" else Call(one, name)) for one in heard]
+        return self.id_of(Steps((*calls, self.id_of(name))))
+
+    def packer(self, steps: int) -> Callable[..., bytes]:
+        """Return the function that packs the integers of records of publishes with this number of handlers."""
+        return packer(steps)
 
     def meter_of(self, subscription: Subscription) -> Meter | None:
         """Return the meter for the lane of a subscription; None for a stream, which is too short-lived."""

@@ -14,6 +14,7 @@ import torch
 
 from eventloop import events as ev
 from eventloop.bus import Bus
+from eventloop.bus.routes import Moment
 from eventloop.checkpoint import AnyPath, Busy, Staging, as_path, unwrapped
 from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, TrainingError
@@ -268,7 +269,11 @@ class Run:
         Raises:
             TrainingError: ``event`` is no class of events.
         """
-        if not self.bus.heard(event, True):
+        route = self.bus.heard(event, True)
+        if not route:
+            return
+        if type(route) is Moment:
+            route()
             return
         kind: Any = event  # unchecked: many users give an event, or its name
         if isinstance(kind, type) and issubclass(kind, RunEvent):

@@ -48,7 +48,7 @@ def test_a_full_ring_keeps_the_newest_spans_and_counts_the_others():
     recorder = Recorder(capacity=100)
     seen = Seen(recorder)
     for begin in range(250):
-        recorder.add(0, begin, begin + 1)
+        recorder.add(recorder.id_of("work"), begin, begin + 1)
     recorder.drain()
     assert [row[BEGIN] for row in seen.rows] == [*range(150, 250)]
     assert recorder.dropped == 150
@@ -61,7 +61,7 @@ def test_no_span_of_many_threads_is_lost_or_read_twice():
 
     def record() -> None:
         for begin in range(3000):
-            recorder.add(0, begin, begin + 1)
+            recorder.add(recorder.id_of("work"), begin, begin + 1)
 
     threads = [threading.Thread(target=record) for _ in range(4)]
     for thread in threads:
@@ -78,7 +78,7 @@ def test_a_removed_reader_hears_no_more():
     recorder = Recorder()
     seen = Seen(recorder)
     recorder.remove_reader(seen)
-    recorder.add(0, 1, 2)
+    recorder.add(recorder.id_of("work"), 1, 2)
     recorder.drain()
     assert seen.rows == []
 
@@ -98,7 +98,7 @@ def test_the_thread_survives_an_error_of_a_reader_and_logs_it_once(monkeypatch):
     with capture_logs() as logs:
         recorder.start()
         for number in range(2):
-            recorder.add(0, number, number + 1)
+            recorder.add(recorder.id_of("work"), number, number + 1)
             until(lambda number=number: len(seen.rows) > number)
         recorder.stop()
     assert len(calls) == 2
@@ -112,7 +112,7 @@ def test_stopping_joins_the_thread_and_reads_what_is_left():
     seen = Seen(recorder)
     recorder.start()
     recorder.start()  # once
-    recorder.add(0, 1, 2)
+    recorder.add(recorder.id_of("work"), 1, 2)
     recorder.stop()
     recorder.stop()
     assert len(seen.rows) == 1
