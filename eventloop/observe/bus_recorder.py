@@ -215,7 +215,7 @@ class BusRecorder(Recorder):
             if isinstance(name := names[number], Call):
                 name.subscription.spent(int(calls[number]), int(sums[number]))
         for thread in np.unique(spans[:, THREAD]).tolist():
-            own = spans[spans[:, THREAD] == thread]
+            own = spans.compress(spans[:, THREAD] == thread, axis=0)
             if thread not in self._accounts and not np.isin(own[:, NAME], self._beside).all():
                 self._accounts[thread] = Account(self.id_of, lambda: self._beside)
             if thread in self._accounts:

@@ -190,7 +190,7 @@ class Recorder:
         spans[:, NUMBER], spans[:, THREAD] = flat[starts + NUMBER][of], flat[starts + THREAD][of]
         spans[:, NAME] = ids[first[flat[starts + NAME]][of] + index]
         spans[:, BEGIN], spans[:, END] = np.abs(flat[before]), flat[ends]
-        return spans[spans[:, END] > 0], int(flat[starts + NUMBER].max())
+        return spans.compress(spans[:, END] > 0, axis=0), int(flat[starts + NUMBER].max())
 
     def _table(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the ids of spans by the ids of records: where those of each begin, and all of them."""

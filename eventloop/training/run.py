@@ -269,7 +269,7 @@ class Run:
         Raises:
             TrainingError: ``event`` is no class of events.
         """
-        route = self.bus.heard(event, True)
+        route = self.heard(event, True)
         if not route:
             return
         if type(route) is Moment:
